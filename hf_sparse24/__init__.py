@@ -1,0 +1,31 @@
+"""2:4 sparse training for Hugging Face Transformers.
+
+Importing this package tells Transformers how to load 2:4 checkpoints (`quant_method: "sparse24"`), and nothing else:
+it touches no device and no environment variable.
+"""
+
+from . import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
+from .callback import Sparse24Callback
+from .checkpoint import export_model
+from .config import PRESETS, Sparse24Config
+from .controller import Sparse24Controller
+from .linear import Sparse24Conv1D, Sparse24Linear
+from .patching import patch_model, unpatch_model
+from .report import PatchReport
+from .trainer import Sparse24Trainer
+from .version import __version__
+
+__all__ = [
+    "PRESETS",
+    "PatchReport",
+    "Sparse24Callback",
+    "Sparse24Config",
+    "Sparse24Controller",
+    "Sparse24Conv1D",
+    "Sparse24Linear",
+    "Sparse24Trainer",
+    "__version__",
+    "export_model",
+    "patch_model",
+    "unpatch_model",
+]

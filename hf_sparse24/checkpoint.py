@@ -1,0 +1,53 @@
+"""export_model: a checkpoint that loads in every engine, no import needed."""
+
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from .patching import sparse_layers
+
+
+def export_model(model: PreTrainedModel, directory: str | os.PathLike) -> None:
+    """Save `model` as a plain Transformers checkpoint of the weights it computes with.
+
+    Sparse layers are written as ordinary weights with zeros (dense ones after a dense tail), without masks, scales
+    or `quantization_config`, so any engine reads them. The model itself is left as it is. To go on training 2:4,
+    keep a `save_pretrained` checkpoint, which has the dense master weights.
+
+    Args:
+        model: a patched model.
+        directory: made if absent. Its files are replaced one by one, each whole or not at all.
+
+    Raises:
+        ValueError: the model is not patched (use `save_pretrained`).
+    """
+    layers = sparse_layers(model)
+    if not layers:
+        raise ValueError("the model is not patched; use model.save_pretrained(directory)")
+    state_dict = model.state_dict()
+    for name, layer in layers.items():
+        if layer.phase == "sparse":
+            state_dict[f"{name}.weight"] = layer.sparse_weight()
+        for state_name in layer.state_names:
+            del state_dict[f"{name}.{state_name}"]
+    directory = os.path.abspath(directory)
+    os.makedirs(directory, exist_ok=True)
+    # Beside the target, so that moving is a rename. The config goes last: a model without one is not yet a model.
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(directory), prefix=".export-") as staging:
+        with _without_quantization_config(model):
+            model.save_pretrained(staging, state_dict=state_dict)
+        for name in sorted(os.listdir(staging), key=lambda name: (name == "config.json", name)):
+            shutil.move(os.path.join(staging, name), os.path.join(directory, name))
+
+
+@contextmanager
+def _without_quantization_config(model: PreTrainedModel):
+    config = model.config.quantization_config
+    del model.config.quantization_config
+    try:
+        yield
+    finally:
+        model.config.quantization_config = config

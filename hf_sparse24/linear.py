@@ -1,0 +1,186 @@
+"""The sparse linear layer, and the lesson of the three GEMMs.
+
+A linear layer Z = X W^T with weight W `[out, in]` and T tokens costs three matrix products per training step:
+
+    output        Z  = X  W^T       [T, in]  x [in, out]     contracts over in
+    grad_input    dX = dZ W         [T, out] x [out, in]     contracts over out
+    grad_weight   dW = dZ^T X       [out, T] x [T, in]       contracts over tokens
+
+A sparse tensor core halves the work of a product when one operand has two zeros in every four elements *along the
+dimension that is contracted*. Each product contracts a different dimension, so each asks for its own sparsity:
+
+    output        wants W 2:4 along in:       any 2:4 mask
+    grad_input    wants W 2:4 along out:      only a mask that is 2:4 in both directions, a transposable one
+    grad_weight   wants dZ 2:4 along tokens:  neither operand is a weight; the gradient is pruned at random, unbiased
+
+              output       grad_input    grad_weight
+    STE       W sparse     dense         dense
+    SR-STE    W sparse     dense         dense
+    S-STE     W sparse     dense         dZ sparse (MVUE)
+    T-SR-STE  W sparse     W sparse      dZ sparse (MVUE)
+
+`weight`, the Parameter, always stays the dense master: the optimizer updates all of it, and its gradient is that of
+the sparse weight, passed straight through.
+"""
+
+import sparse24_kernels as kernels
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .methods import SparseMethod
+
+
+class _SparseLinearFunction(torch.autograd.Function):
+    """The three products. `weight` is there to receive the gradient; `sparse_weight` is what is multiplied."""
+
+    @staticmethod
+    def forward(ctx, x, weight, sparse_weight, bias, method, rng_key):
+        ctx.save_for_backward(x, sparse_weight, rng_key)
+        ctx.method, ctx.weight_dtype = method, weight.dtype
+        return kernels.sparse_mm(x, sparse_weight.t(), bias, sparse="right", backend=method.config.backend)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, sparse_weight, rng_key = ctx.saved_tensors
+        backend = ctx.method.config.backend
+        grad_x = grad_weight = grad_bias = None
+        flat_grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
+        if ctx.needs_input_grad[0]:
+            if ctx.method.transposable:
+                grad_x = kernels.sparse_mm(grad_output, sparse_weight, sparse="right", backend=backend)
+            else:
+                grad_x = grad_output @ sparse_weight
+        if ctx.needs_input_grad[1]:
+            flat_x = x.reshape(-1, x.shape[-1])  # [T, in]
+            if ctx.method.config.weight_grad == "mvue":
+                pruned_grad = kernels.mvue(flat_grad, dim=0, key=rng_key)
+                grad_weight = kernels.sparse_mm(pruned_grad.t(), flat_x, sparse="left", backend=backend)
+            else:
+                grad_weight = flat_grad.t() @ flat_x
+            grad_weight = grad_weight.to(ctx.weight_dtype)
+        if ctx.needs_input_grad[3]:
+            grad_bias = flat_grad.sum(0)  # from the whole gradient: it costs no product, so nothing is pruned
+        return grad_x, grad_weight, None, grad_bias, None, None
+
+
+class Sparse24Layer(nn.Module):
+    """What `Sparse24Linear` and `Sparse24Conv1D` share: the method, its state, the phase, and the product."""
+
+    input_dim: int
+    """Which dimension of `.weight` is the input dimension."""
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError(f"{type(self).__name__} is made from a dense layer: use patch_model or from_dense")
+
+    @classmethod
+    def from_dense(cls, module: nn.Module, method: SparseMethod) -> "Sparse24Layer":
+        """Turn `module` into a sparse layer in place: same object, same Parameters, same hooks.
+
+        State comes from the weight as it is; on the meta device it waits for `init_state` or a checkpoint.
+        """
+        state = method.init_state(module.weight.detach(), cls.input_dim)
+        module.dense_class = type(module)
+        module.__class__ = cls
+        module.method = method
+        module.phase = "sparse"
+        module.rng_key = None
+        module.state_names = tuple(state)
+        for name, tensor in state.items():
+            module.register_buffer(name, tensor)
+        module.state_is_ready = not (state and module.weight.is_meta)
+        return module
+
+    def to_dense(self, weight: Tensor | None) -> nn.Module:
+        """Undo `from_dense`, with `weight` written into the Parameter, or the master weight left as it is."""
+        if weight is not None:
+            with torch.no_grad():
+                self.weight.copy_(weight)
+        self.__class__ = self.dense_class
+        for name in self.state_names:
+            del self._buffers[name]
+        for name in ("dense_class", "method", "phase", "rng_key", "state_names", "state_is_ready"):
+            delattr(self, name)
+        return self
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The method's buffers by name, such as S-STE's `scale`."""
+        return {name: self._buffers[name] for name in self.state_names}
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Compute the method's state from the weight as it is now."""
+        for name, tensor in self.method.init_state(self.weight, self.input_dim).items():
+            self._buffers[name] = tensor
+        self.state_is_ready = True
+
+    @torch.no_grad()
+    def sparse_weight(self) -> Tensor:
+        """The N:M weight that stands for the master weight: its shape, dtype and layout, never -0.0.
+
+        Exactly N:M along the input dimension: at most N of every M are non-zero.
+        """
+        if not self.state_is_ready:
+            raise RuntimeError(
+                "this layer was patched on the meta device and has no state yet; "
+                "load a checkpoint into the model, or call init_state() on its layers once they have weights"
+            )
+        return self.method.sparse_weight(self.weight, self.input_dim, self.state)
+
+    @torch.no_grad()
+    def mask(self) -> Tensor:
+        """bool, shape of the weight: which weights the method keeps now."""
+        return self.method.mask(self.weight, self.input_dim, self.state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.phase == "dense":
+            return self.dense_class.forward(self, x)
+        weight, sparse_weight, bias = self.weight, self.sparse_weight(), self.bias
+        if self.input_dim == 0:
+            weight, sparse_weight = weight.t(), sparse_weight.t()
+        if torch.is_autocast_enabled(x.device.type):
+            # Pruned from the master's precision, multiplied in autocast's: a mask never depends on rounding.
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, sparse_weight = x.to(dtype), sparse_weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return _SparseLinearFunction.apply(x, weight, sparse_weight, bias, self.method, self.rng_key)
+
+    def extra_repr(self) -> str:
+        outputs, inputs = self.weight.shape if self.input_dim == 1 else self.weight.shape[::-1]
+        method = self.method.config.method
+        return f"in={inputs}, out={outputs}, bias={self.bias is not None}, method={method}, phase={self.phase}"
+
+    def _apply(self, fn, recurse=True):
+        # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
+        before = self.state
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            if tensor.is_floating_point() and not tensor.is_meta:
+                self._buffers[name] = tensor.to(self._buffers[name].device)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        names = [prefix + name for name in self.state_names]
+        if not names or prefix + "weight" not in state_dict:
+            return
+        if any(name in state_dict for name in names):
+            self.state_is_ready = True
+        else:
+            # Weights of a dense model: the state starts from them, as it would when patching.
+            missing[:] = [name for name in missing if name not in names]
+            self.init_state()
+
+
+class Sparse24Linear(Sparse24Layer, nn.Linear):
+    """`nn.Linear` whose products use a 2:4 sparse weight. `.weight` `[out, in]` is the dense master."""
+
+    input_dim = 1
+
+
+class Sparse24Conv1D(Sparse24Layer, Conv1D):
+    """GPT-2's `Conv1D`, a linear layer with its weight stored `[in, out]`, made sparse along `in`."""
+
+    input_dim = 0
+    __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"

@@ -1,0 +1,40 @@
+"""What a sparsity method has to say. One instance serves a whole model; it holds no tensors."""
+
+from abc import ABC, abstractmethod
+
+import sparse24_kernels as kernels
+from torch import Tensor
+
+from ..config import Sparse24Config
+
+
+class SparseMethod(ABC):
+    """Which weight the products see, and what a layer must remember for it.
+
+    Every hook is a pure function. `weight` is a layer's dense master weight in the layer's own layout, `dim` the
+    dimension of it that is the input dimension (groups of M lie along it), and `state` the layer's buffers by name.
+
+    A method is one file beside this one, one line in `methods/__init__.py`, and one preset in `config.py`.
+    """
+
+    transposable = False
+    """Whether the mask is N:M along the output dimension too, so that the grad_input product can be sparse."""
+
+    needs_square_groups = False
+    """Whether the output dimension, too, must be a multiple of M."""
+
+    def __init__(self, config: Sparse24Config):
+        self.config = config
+        self.n, self.m = config.n, config.m
+
+    def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+        """The buffers a layer keeps, computed from its weight. Runs when sparsity begins, never inside forward."""
+        return {}
+
+    @abstractmethod
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
+        """bool, shape of `weight`: which weights are kept now. What masked decay and the metrics look at."""
+
+    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
+        """The weight the products use: shape and dtype of `weight`, N:M along `dim`, without -0.0."""
+        return kernels.apply_mask(weight, self.mask(weight, dim, state))

@@ -1,0 +1,30 @@
+"""S-STE: prune continuously, so that there are no masks to oscillate.
+
+Method card
+    Forward          Z = X (beta S(W))^T with the soft threshold S(w) = sign(w) max(|w| - t, 0), t the second smallest
+                     magnitude of the four. S is continuous: a weight enters and leaves at zero.
+    Scale            beta = <W, S(W)> / ||S(W)||^2, one fp32 number per weight tensor, computed when sparsity begins,
+                     then frozen and saved (recomputed it grows without bound and flips explode, the paper's Fig. 4)
+    Backward         dX = dZ (beta S(W)), a dense product with the sparse values
+                     dW = MVUE(dZ^T) X, passed straight through to W: no beta, no mask
+    Hyper-parameters none; no dense phase
+    Deviations       beta = 1 for a weight whose S(W) is all zeros (the formula divides by zero). The mask shown in
+                     metrics keeps the lower index at ties, the public code the higher.
+    Reference        Hu et al. 2024 (arXiv 2409.09099), section 4.
+"""
+
+import sparse24_kernels as kernels
+from torch import Tensor
+
+from .base import SparseMethod
+
+
+class SSTE(SparseMethod):
+    def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+        return {"scale": kernels.s_ste_scale(weight, self.n, self.m, dim)}
+
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
+        return kernels.nm_mask(weight, self.n, self.m, dim)
+
+    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
+        return kernels.soft_threshold(weight, self.n, self.m, dim, state["scale"])

@@ -1,0 +1,19 @@
+"""SR-STE: STE plus a pull on the pruned weights towards zero, so that masks settle.
+
+Method card
+    Forward, backward as STE
+    Regularisation   g <- g + lambda_W (1 - mask) W, once per optimizer step, right before the optimizer steps
+    Hyper-parameters masked_decay = lambda_W = 2e-4 (the paper's, for SGD on ImageNet). With Adam the term is divided
+                     by sqrt(v), so the right size is another: watch `flip_rate` in the logs. It should rise, then
+                     fade; a late rise asks for a larger lambda_W, a rate that is zero from early on for a smaller one.
+    Deviation        The paper and its code add the term inside backward, once per micro-batch, before clipping and
+                     blind to the loss scale. Its strength then depends on gradient accumulation and on AMP. We add it
+                     to the clipped, unscaled gradient instead (Hu et al. 2024's placement).
+    Reference        Zhou et al. 2021 (arXiv 2102.04010), eq. (7).
+"""
+
+from .ste import STE
+
+
+class SRSTE(STE):
+    """STE's mask; `masked_decay` from the config is applied by the controller."""

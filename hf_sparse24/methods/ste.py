@@ -1,0 +1,20 @@
+"""STE: prune by magnitude in every forward, and let the gradient through to all weights.
+
+Method card
+    Forward          Z = X S(W)^T, S keeps the N largest magnitudes of every M along the input dimension
+    Backward         dX = dZ S(W),  dW = dZ^T X  (unmasked: the straight-through estimator)
+    Hyper-parameters none
+    Known limits     S is discontinuous, so a weight that hovers at the border flips in and out of the mask and the
+                     loss jumps with it; SR-STE and S-STE are two answers to that.
+    Reference        Bengio et al. 2013 (arXiv 1308.3432) for the estimator; the baseline of SR-STE's section 3.1.
+"""
+
+import sparse24_kernels as kernels
+from torch import Tensor
+
+from .base import SparseMethod
+
+
+class STE(SparseMethod):
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
+        return kernels.nm_mask(weight, self.n, self.m, dim)

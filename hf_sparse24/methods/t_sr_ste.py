@@ -1,0 +1,32 @@
+"""T-SR-STE: masks that are 2:4 in both directions, so that all three products can be sparse.
+
+Method card
+    Forward          Z = X (M * W)^T, M the transposable mask of largest kept L1 norm (exact, 90 patterns a 4x4 tile)
+    Backward         dX = dZ (M * W): 2:4 along its own contraction because M is transposable
+                     dW = MVUE(dZ^T) X: the gradient pruned 2:4 along tokens, at random and unbiased
+    Mask             searched every `mask_interval` = 40 optimizer steps, fixed in between
+    Regularisation   g <- g + lambda_W (1 - M) W, after clipping and unscaling, once per optimizer step
+    Schedule         the last sixth of training (`dense_tail`) is dense; the trained model *is* dense
+    Hyper-parameters masked_decay: 6e-5 GPT-2 124M, 2e-4 GPT-2 350M, 6e-6 BERT (the public sources contradict each
+                     other for 774M and 1558M: 6e-5 or 2e-4)
+    Deviations       The mask lives in a buffer of the layer as packed bits (theirs: an attribute on the Parameter), so
+                     checkpoints, DDP and deepcopy carry it. The first mask is searched when the model is patched.
+                     Scores are fp32 sums (theirs may be TF32), so near-ties can differ.
+    Reference        Hu et al. 2024 (arXiv 2404.01847), sections 4 and 5.
+"""
+
+import sparse24_kernels as kernels
+from torch import Tensor
+
+from .base import SparseMethod
+
+
+class TSRSTE(SparseMethod):
+    transposable = True
+    needs_square_groups = True
+
+    def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+        return {"mask_bits": kernels.pack_bits(kernels.transposable_mask(weight))}
+
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
+        return kernels.unpack_bits(state["mask_bits"], weight.shape[-1])

@@ -1,0 +1,148 @@
+"""patch_model and unpatch_model: make a model's linear layers 2:4 sparse in place, and back."""
+
+import dataclasses
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .config import Sparse24Config
+from .linear import Sparse24Conv1D, Sparse24Layer, Sparse24Linear
+from .methods import METHODS
+from .report import PatchReport, make_report
+from .targets import find_candidates
+
+# Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
+_WRAPPERS = {
+    "OptimizedModule": "it is already compiled; patch first, then call torch.compile",
+    "FullyShardedDataParallel": "it is already wrapped by FSDP; patch first, then wrap",
+    "FSDPModule": "it is already sharded by FSDP2 (fully_shard); patch first, then shard",
+    "DistributedDataParallel": "it is already wrapped by DDP; patch first, then wrap",
+    "DataParallel": "it is already wrapped by DataParallel; patch first, then wrap",
+    "DeepSpeedEngine": "it is already a DeepSpeed engine; patch first, then initialize DeepSpeed",
+}
+
+
+def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> PatchReport:
+    """Make the linear layers of `model` that `config` names N:M sparse, in place.
+
+    Parameters stay what they are (same objects, same names), so optimizers, tied weights, hooks and `state_dict`
+    keys survive; layers change their class and gain buffers. Nothing is changed when an error is raised.
+
+    Args:
+        model: any causal or masked language model of Transformers, or a module whose layers stand in `nn.ModuleList`s.
+            May be on the meta device.
+        config: `None` for `Sparse24Config()`, or for the config the model already has.
+
+    Returns:
+        A `PatchReport`; print it. Patching again with an equal config changes nothing and returns the report.
+
+    Raises:
+        ValueError: the model is compiled or wrapped, quantized, already patched with another config, has no layer that
+            the config names, or has NaN or inf in a weight that would be patched.
+    """
+    _reject_wrapped(model)
+    current = patched_config(model)
+    if current is not None:
+        if config is not None and config != current:
+            raise ValueError(
+                f"the model is already patched with another config ({_difference(current, config)}); "
+                f"call unpatch_model(model) first"
+            )
+        return make_report(model, current, find_candidates(model, current))
+    _reject_quantized(model)
+    # A copy: the model's config follows the phase of training, the caller's object should not.
+    config = dataclasses.replace(config or Sparse24Config())
+    candidates = find_candidates(model, config)
+    targets = [candidate for candidate in candidates if candidate.skipped is None]
+    if not targets:
+        reasons = sorted({f"{c.name.rpartition('.')[2]}: {c.skipped}" for c in candidates}) or ["no linear layers"]
+        raise ValueError(
+            f"nothing to patch: target_modules={config.target_modules!r} leaves no layer to make sparse ("
+            + "; ".join(reasons[:8])
+            + ")"
+        )
+    reject_non_finite((target.name, target.module.weight) for target in targets)
+    method = METHODS[config.method](config)
+    for target in targets:
+        layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
+        layer_class.from_dense(target.module, method)
+    set_phase(model, config.phase)
+    if hasattr(model, "config"):
+        model.config.quantization_config = config
+    return make_report(model, config, candidates)
+
+
+def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
+    """Turn a patched model back into plain Transformers, in place.
+
+    Args:
+        model: a model that `patch_model` changed.
+        sparse: keep the weights the model computes with, so that its outputs stay the same: the sparse ones in the
+            sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model is not patched, or compiled or wrapped.
+    """
+    _reject_wrapped(model)
+    layers = sparse_layers(model)
+    if not layers:
+        raise ValueError("the model is not patched; there is nothing to undo")
+    # All first, then written: layers that share one weight must not prune what another has pruned already.
+    weights = [layer.sparse_weight() if sparse and layer.phase == "sparse" else None for layer in layers.values()]
+    for layer, weight in zip(layers.values(), weights):
+        layer.to_dense(weight)
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        del model.config.quantization_config
+    return model
+
+
+def sparse_layers(model: nn.Module) -> dict[str, Sparse24Layer]:
+    """The patched layers of `model` by name, in module order, shared ones once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Sparse24Layer)}
+
+
+def patched_config(model: nn.Module) -> Sparse24Config | None:
+    """The config `model` was patched with, or None."""
+    return next((layer.method.config for layer in sparse_layers(model).values()), None)
+
+
+def set_phase(model: nn.Module, phase: str) -> None:
+    """Let every patched layer compute with its `"sparse"` or its `"dense"` weight, and note it in the config."""
+    for layer in sparse_layers(model).values():
+        layer.phase = phase
+        layer.method.config.phase = phase
+
+
+def _reject_wrapped(model: nn.Module) -> None:
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS:
+                raise ValueError(f"cannot patch this model: {_WRAPPERS[cls.__name__]}")
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"cannot patch this model: {_WRAPPERS['OptimizedModule']}")
+
+
+def _reject_quantized(model: nn.Module) -> None:
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantization is None:
+        return
+    method = dict(quantization).get("quant_method")
+    if method != "sparse24":
+        raise ValueError(f"the model is quantized with {method}; load it without quantization to make it 2:4 sparse")
+
+
+def reject_non_finite(weights) -> None:
+    bad = [name for name, weight in weights if not weight.is_meta and not torch.isfinite(weight).all()]
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(f"NaN or inf in the weights of {', '.join(bad[:5])}{more}; nothing was changed")
+
+
+def _difference(current: Sparse24Config, other: Sparse24Config) -> str:
+    names = [f.name for f in dataclasses.fields(current) if f.compare]
+    changed = [n for n in names if getattr(current, n) != getattr(other, n)]
+    return ", ".join(f"{n}={getattr(current, n)!r}, now {getattr(other, n)!r}" for n in changed)

@@ -1,0 +1,80 @@
+"""save_pretrained and from_pretrained: how Transformers learns about 2:4 models.
+
+`config.json` of a patched model carries its `Sparse24Config` as `quantization_config`. This module registers the
+reader of it, so importing `hf_sparse24` is all that `from_pretrained` needs to hand back a patched model. Without the
+import, Transformers warns of an unknown quantization type and loads the dense master weights.
+"""
+
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+
+from .config import Sparse24Config
+from .patching import patch_model, reject_non_finite, sparse_layers
+
+register_quantization_config("sparse24")(Sparse24Config)
+
+
+@register_quantizer("sparse24")
+class Sparse24Quantizer(HfQuantizer):
+    """Patches a model while `from_pretrained` loads it, from a sparse or a dense checkpoint."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
+        patch_model(model, self.quantization_config)
+        state = _state_names(model)
+        # Stays fp32 whatever dtype the weights are loaded in.
+        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
+        if not self.pre_quantized:
+            # A dense checkpoint has no state: that is not worth a line in the load report.
+            patterns = {rf"^{name.replace('.', r'[.]')}$" for name in state}
+            model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
+        layers = sparse_layers(model)
+        reject_non_finite((name, layer.weight) for name, layer in layers.items())
+        if self.pre_quantized:
+            # Transformers marks what it read from a file. What it did not read is uninitialised memory.
+            missing = [name for name, tensor in _state_names(model).items() if not _was_loaded(tensor)]
+            if missing:
+                raise ValueError(
+                    f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}"
+                    f"{' and more' if len(missing) > 5 else ''}; it is damaged, or its quantization_config was edited. "
+                    f"To start sparse training from its weights, remove quantization_config from its config.json and "
+                    f"pass quantization_config=Sparse24Config(...) to from_pretrained"
+                )
+        for layer in layers.values():
+            if self.pre_quantized:
+                layer.state_is_ready = True
+            else:
+                layer.init_state()
+        # The weights are ordinary: without these marks, .float(), .half() and the Trainer treat the model as usual.
+        del model.hf_quantizer
+        model.is_quantized = False
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
+                del module.config._is_quantized
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+
+def _state_names(model: PreTrainedModel) -> dict:
+    return {
+        f"{name}.{state_name}": tensor
+        for name, layer in sparse_layers(model).items()
+        for state_name, tensor in layer.state.items()
+    }
+
+
+def _was_loaded(tensor) -> bool:
+    return getattr(tensor, "_is_hf_initialized", False)

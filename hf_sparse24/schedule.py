@@ -1,0 +1,56 @@
+"""dense start -> sparse -> dense tail, as pure functions of the number of optimizer steps done."""
+
+import math
+from dataclasses import dataclass
+
+from .config import Sparse24Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a training run is sparse. All numbers are optimizer steps, counted from 0.
+
+    Attributes:
+        total: length of the run.
+        first_sparse: the step that sparsity starts with.
+        first_tail: the step that the dense tail starts with; `total` where there is none.
+        mask_interval: steps between mask searches, None where the method searches none.
+    """
+
+    total: int
+    first_sparse: int
+    first_tail: int
+    mask_interval: int | None
+
+    @classmethod
+    def from_config(cls, config: Sparse24Config, total_steps: int) -> "Schedule":
+        """Turn the config's lengths into steps; fractions are rounded up, as Transformers rounds its warm-up.
+
+        Raises:
+            ValueError: `total_steps` is not positive, or too small to leave one sparse step.
+        """
+        if total_steps < 1:
+            raise ValueError(f"total_steps={total_steps}: a run needs at least 1 optimizer step")
+        start = _steps(config.dense_start, total_steps)
+        tail = _steps(config.dense_tail, total_steps)
+        if start + tail >= total_steps:
+            raise ValueError(
+                f"total_steps={total_steps} leaves no sparse step: dense_start={config.dense_start} is {start} steps, "
+                f"dense_tail={config.dense_tail} is {tail}; train longer or shorten them"
+            )
+        interval = None if config.mask_interval is None else max(1, _steps(config.mask_interval, total_steps))
+        return cls(total_steps, start, total_steps - tail, interval)
+
+    def phase(self, step: int) -> str:
+        """`"sparse"` or `"dense"`: how the model computes once `step` optimizer steps are done."""
+        return "sparse" if self.first_sparse <= step < self.first_tail else "dense"
+
+    def searches_mask(self, step: int) -> bool:
+        """Whether masks are searched anew once `step` steps are done. The first are found when sparsity starts."""
+        since = step - self.first_sparse
+        return self.mask_interval is not None and self.phase(step) == "sparse" and since % self.mask_interval == 0
+
+
+def _steps(length: int | float, total: int) -> int:
+    # The tiny subtraction keeps a fraction like 0.07 of 100 from being rounded up to 8 by float noise.
+    return math.ceil(length * total - 1e-9) if isinstance(length, float) else length

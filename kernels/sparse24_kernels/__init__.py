@@ -1,0 +1,35 @@
+"""Tensor functions for 2:4 sparse training: pruning, masks, gradient estimates, products.
+
+Depends on torch alone. `reference.py` says what each function computes, `ops.py` is the public face of it,
+`backends.py` decides which implementation runs.
+"""
+
+from .backends import BACKENDS, Choice, choose_backend
+from .ops import (
+    apply_mask,
+    masked_decay_,
+    mvue,
+    nm_mask,
+    pack_bits,
+    s_ste_scale,
+    soft_threshold,
+    sparse_mm,
+    transposable_mask,
+    unpack_bits,
+)
+
+__all__ = [
+    "BACKENDS",
+    "Choice",
+    "apply_mask",
+    "choose_backend",
+    "masked_decay_",
+    "mvue",
+    "nm_mask",
+    "pack_bits",
+    "s_ste_scale",
+    "soft_threshold",
+    "sparse_mm",
+    "transposable_mask",
+    "unpack_bits",
+]

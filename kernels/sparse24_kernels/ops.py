@@ -1,0 +1,192 @@
+"""The public functions: arguments checked, then sent to an implementation.
+
+All take tensors of any floating dtype and leave their inputs alone unless the name ends in `_`. Groups of M lie along
+`dim`, by default the last, which for a weight `[out, in]` is the input dimension.
+"""
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .backends import choose_backend
+
+
+def _check_pattern(n: int, m: int) -> None:
+    if not 0 < n < m:
+        raise ValueError(f"an n:m pattern keeps n of m with 0 < n < m, got {n}:{m}")
+
+
+def _check_groups(name: str, tensor: Tensor, m: int, dim: int) -> None:
+    if tensor.shape[dim] % m:
+        raise ValueError(f"{name}: dimension {dim} of shape {tuple(tensor.shape)} must be a multiple of {m}")
+
+
+def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1) -> Tensor:
+    """Mark the `n` largest magnitudes in each group of `m` along `dim`.
+
+    Args:
+        weight: any shape; the size of `dim` must be a multiple of `m`.
+        n, m: the pattern, 0 < n < m.
+        dim: the dimension that groups run along.
+
+    Returns:
+        bool, shape of `weight`, exactly `n` of every `m` true. Ties keep the lower index, NaN counts as largest.
+
+    Raises:
+        ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
+
+    Reference: SR-STE (arXiv 2102.04010), section 3.
+    """
+    _check_pattern(n, m)
+    _check_groups("nm_mask", weight, m, dim)
+    return reference.nm_mask(weight, n, m, dim)
+
+
+def apply_mask(weight: Tensor, mask: Tensor) -> Tensor:
+    """`weight` where `mask` (bool, same shape) and +0.0 elsewhere, never -0.0."""
+    return reference.apply_mask(weight, mask)
+
+
+def soft_threshold(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, scale: Tensor | None = None) -> Tensor:
+    """S-STE's continuous pruning: `sign(w) * max(|w| - t, 0) * scale`, t the (m-n)-th smallest magnitude of the group.
+
+    Args:
+        weight: any shape; the size of `dim` must be a multiple of `m`.
+        n, m, dim: the pattern and the dimension of its groups.
+        scale: 0-d tensor that multiplies the result (see `s_ste_scale`), or None for 1.
+
+    Returns:
+        Same shape and dtype; at most `n` non-zeros in every `m`, fewer at ties (that is what makes it continuous);
+        never -0.0. Computed in fp32. A NaN makes NaN.
+
+    Raises:
+        ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
+
+    Reference: S-STE (arXiv 2409.09099), section 4.1, with gamma = 0.
+    """
+    _check_pattern(n, m)
+    _check_groups("soft_threshold", weight, m, dim)
+    return reference.soft_threshold(weight, n, m, dim, scale)
+
+
+def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1) -> Tensor:
+    """The beta that minimises `||W - beta * S(W)||^2`, S the soft threshold: `<W, S(W)> / ||S(W)||^2`.
+
+    Returns:
+        fp32 scalar on the weight's device, 1.483 for Gaussian and 1.751 for uniform weights. Where S(W) is all zeros
+        every beta is as good, and it is 1 (the paper's formula divides by zero there).
+
+    Reference: S-STE (arXiv 2409.09099), section 4.2, "minimise MSE".
+    """
+    _check_pattern(n, m)
+    _check_groups("s_ste_scale", weight, m, dim)
+    return reference.s_ste_scale(weight, n, m, dim)
+
+
+def transposable_mask(weight: Tensor) -> Tensor:
+    """The mask that is 2:4 along rows and along columns with the largest kept L1 norm, exactly.
+
+    Args:
+        weight: `[R, C]`, both multiples of 4. Tiles of 4x4 are searched over all 90 legal patterns.
+
+    Returns:
+        bool `[R, C]`; every 4x4 tile holds two ones in each row and each column. Of equal patterns the one that keeps
+        the lower indices wins.
+
+    Raises:
+        ValueError: not a matrix, or a size that 4 does not divide.
+
+    Reference: Hu et al. 2024 (arXiv 2404.01847), Algorithm 1. Ours scores in fp32; theirs may score in TF32.
+    """
+    if weight.dim() != 2 or weight.shape[0] % 4 or weight.shape[1] % 4:
+        raise ValueError(
+            f"transposable_mask needs a matrix with both sizes multiples of 4, got shape {tuple(weight.shape)}"
+        )
+    return reference.transposable_mask(weight)
+
+
+def mvue(x: Tensor, dim: int = -1, *, generator: torch.Generator | None = None, key: Tensor | None = None) -> Tensor:
+    """A random 2:4 tensor whose expectation is `x`, with the least variance a 2:4 tensor can have.
+
+    Args:
+        x: any shape and size; a last group that is not full is treated as if padded with zeros.
+        dim: the dimension that groups of four run along.
+        generator: fixes the draw, as in `torch.rand`.
+        key: int64 scalar tensor that fixes the draw by itself: the same key on the same device gives the same
+            result, whatever ran before. Overrides `generator`. Both None draws from torch's global generator.
+
+    Returns:
+        Same shape and dtype, at most two non-zeros in every four. All-zero groups stay zero.
+
+    Reference: Chmiel et al. (arXiv 2203.10991), section 4: the inclusion probabilities `pi_i = min(1, c |x_i|)`,
+    `sum pi = 2`, and value `x_i / pi_i`. Our deviation: the two elements are drawn by systematic sampling from one
+    uniform number per group, where the paper tabulates cases and others ship a two-draw approximation; both the
+    probabilities and the variance are the optimal ones (relative variance 0.474 on Gaussian groups, 0.502 for the
+    approximation).
+    """
+    if key is None:
+        device = generator.device if generator is not None else x.device
+        key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
+    return _mvue(x, key, dim)
+
+
+@torch.library.custom_op("sparse24::mvue", mutates_args=())
+def _mvue(x: Tensor, key: Tensor, dim: int) -> Tensor:
+    # A custom op, so that torch.compile leaves the generator inside it alone.
+    size = x.shape[dim]
+    # pad() counts dimensions from the last; only `dim` gets zeros at its end.
+    padding = [0, 0] * (-dim - 1 if dim < 0 else x.dim() - 1 - dim) + [0, -size % 4]
+    padded = torch.nn.functional.pad(x, padding)
+    shape = list(padded.shape)
+    shape[dim] //= 4
+    generator = torch.Generator(device=x.device).manual_seed(int(key))
+    uniform = torch.rand(shape, generator=generator, device=x.device)
+    return reference.mvue(padded, uniform, dim).narrow(dim, 0, size).contiguous()
+
+
+@_mvue.register_fake
+def _(x: Tensor, key: Tensor, dim: int) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
+    """`grad += alpha * (1 - mask) * weight`, in place: pull pruned weights towards zero through the gradient.
+
+    Args:
+        grad, weight: same shape. mask: bool, same shape, true where the weight is kept. alpha: lambda_W >= 0.
+
+    Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10).
+    """
+    return reference.masked_decay_(grad, weight, mask, alpha)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """bool `[..., K]` -> uint8 `[..., ceil(K/8)]`: bit j of byte i is element 8i + j (little end first)."""
+    return reference.pack_bits(mask)
+
+
+def unpack_bits(packed: Tensor, size: int) -> Tensor:
+    """uint8 `[..., ceil(size/8)]` -> bool `[..., size]`, the inverse of `pack_bits`."""
+    return reference.unpack_bits(packed, size)
+
+
+def sparse_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, sparse: str, backend: str = "auto") -> Tensor:
+    """`a @ b (+ bias)` where one operand is 2:4 sparse along the contraction.
+
+    Args:
+        a: `[..., K]`, the left operand. b: `[K, N]`, the right one, any strides. bias: `[N]` or None.
+        sparse: `"left"` or `"right"`: which operand holds at most two non-zeros in every four along K. It is trusted,
+            not checked.
+        backend: `"auto"`, or one of `BACKENDS`.
+
+    Returns:
+        `[..., N]` in the operands' dtype.
+
+    Raises:
+        ValueError: an unknown `backend` or `sparse`.
+    """
+    if sparse not in ("left", "right"):
+        raise ValueError(f"sparse must be 'left' or 'right', got {sparse!r}")
+    choose_backend(backend, a.device)
+    # Written as F.linear so that a model gives the same bits before and after its layers are unpatched.
+    return torch.nn.functional.linear(a, b.t(), bias)
