@@ -130,7 +130,7 @@ def _reject_quantized(model: nn.Module) -> None:
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is None:
         return
-    method = dict(quantization).get("quant_method")
+    method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
     if method != "sparse24":
         raise ValueError(f"the model is quantized with {method}; load it without quantization to make it 2:4 sparse")
 

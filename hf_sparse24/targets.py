@@ -14,11 +14,12 @@ from .linear import Sparse24Layer
 from .methods import METHODS
 
 # What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
     r"mlp|ffn|feed_?forward|^ff(_|$)|^fc_?\d|^lin\d|intermediate|^output$|dense_?relu|layerff|experts?$", re.IGNORECASE
 )
-_ROUTER = re.compile(r"(^|_)(gate|router)$|router", re.IGNORECASE)
+# What picks experts or tokens; a wrong pick costs more than its few weights save.
+_ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
 
 class Candidate(NamedTuple):
@@ -49,7 +50,7 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
                 reason = "output embedding"
             elif _block_index(path) is None:
                 reason = "outside the repeated blocks: a head, a pooler or an embedding projection"
-            elif _ROUTER.search(name.rpartition(".")[2]) or _ROUTER.search(type(path[-2][1]).__name__):
+            elif any(_ROUTER.search(text) for text in _names_in_block(path)):
                 reason = "router"
             else:
                 reason = _not_wanted(name, path, config) or _cannot_be_sparse(module, config)
@@ -91,10 +92,16 @@ def _block_index(path: list[tuple[str, nn.Module]]) -> int | None:
     return None
 
 
+def _names_in_block(path: list[tuple[str, nn.Module]]) -> list[str]:
+    """What the layer and everything around it up to its block's ModuleList is called, by attribute and by class."""
+    blocks = next(i for i, (_, module) in enumerate(path) if isinstance(module, nn.ModuleList))
+    between = [text for part, module in path[blocks + 1 : -1] for text in (part, type(module).__name__)]
+    return [path[blocks][0], *between, path[-1][0]]
+
+
 def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
-    """`"attention"`, `"mlp"` or None, from what the modules between the block and the layer are called."""
-    start = next(i for i, (_, module) in enumerate(path) if isinstance(module, nn.ModuleList)) + 2
-    names = [text for part, module in path[start:-1] for text in (part, type(module).__name__)] + [path[-1][0]]
+    """`"attention"`, `"mlp"` or None."""
+    names = _names_in_block(path)
     if any(_ATTENTION.search(text) for text in names):
         return "attention"
     return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None

@@ -1,0 +1,99 @@
+"""Tiny models with random weights, one per architecture that the library is tested on."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+VOCAB = 96
+_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    **_IDS,
+}
+_BERT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    **_IDS,
+}
+
+CAUSAL = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **_IDS},
+    "gpt_neox": {**_BERT},
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 32,
+        **_IDS,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, **_IDS},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **_IDS},
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma2": _LLAMA,
+    "phi3": _LLAMA,
+    "olmo2": _LLAMA,
+}
+MASKED = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "albert": {**_BERT, "embedding_size": 16},
+    "distilbert": {
+        "dim": 32,
+        "hidden_dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    },
+    "electra": {**_BERT, "embedding_size": 16},
+    "deberta-v2": {
+        **_BERT,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm",
+    },
+    "modernbert": {**_BERT, "cls_token_id": 1, "sep_token_id": 2},
+}
+MOE = {
+    "mixtral": {**_LLAMA, "num_local_experts": 2},
+    "qwen2_moe": {**_LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 32},
+}
+NAMES = [*CAUSAL, *MASKED]
+
+
+def build(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A model of two blocks, a few thousand weights, no dropout, in train mode."""
+    config = AutoConfig.for_model(name, vocab_size=VOCAB, **{**(CAUSAL | MASKED | MOE)[name], **overrides})
+    for field in ("dropout", "attention_dropout", "hidden_dropout", "activation_dropout"):
+        if hasattr(config, field):
+            setattr(config, field, 0.0)
+    for field in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if hasattr(config, field):
+            setattr(config, field, 0.0)
+    torch.manual_seed(seed)
+    model = auto_class(name).from_config(config)
+    return model.train()
+
+
+def auto_class(name: str):
+    return AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
+
+
+def batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
