@@ -144,10 +144,12 @@ def mvue(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0.
     first_by0, first_by1 = first < end0, first < end1
     second_by1, second_by2 = second < end1, second < end2
-    keep0 = first_by0
-    keep1 = (first_by1 & ~first_by0) | second_by1
-    keep2 = ~first_by1 | (second_by2 & ~second_by1)
-    keep3 = ~second_by2
+    # A group with one non-zero has T = 0 and no length to sample from: it is kept as it is.
+    alone = pick == 0
+    keep0 = first_by0 | alone
+    keep1 = (first_by1 & ~first_by0) | second_by1 | alone
+    keep2 = ~first_by1 | (second_by2 & ~second_by1) | alone
+    keep3 = ~second_by2 | alone
     members = ((keep0, x0, a0), (keep1, x1, a1), (keep2, x2, a2), (keep3, x3, a3))
     # `x != 0` matters to all-zero groups, and where rounding lets a point pass the end of the last non-zero.
     kept = [torch.where(keep & (xi != 0), torch.copysign(torch.maximum(a, pick), xi), 0) for keep, xi, a in members]

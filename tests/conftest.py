@@ -1,0 +1,29 @@
+"""What every test gets: a fixed seed, quiet progress bars, and deprecations of Transformers as failures."""
+
+import logging
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: a test that asks the Hub must fail
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the compiled tests and DataLoaders fork
+
+import pytest
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _deprecations_fail(caplog):
+    """Transformers announces many removals in its log, where `filterwarnings = error` does not see them."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+    announced = [record.getMessage() for record in caplog.records if "deprecated" in record.getMessage().lower()]
+    assert not announced

@@ -1,0 +1,210 @@
+"""Masks and soft threshold: literal tables, special values, and the numbers of the papers."""
+
+from itertools import product
+
+import hypothesis.strategies as st
+import pytest
+import sparse24_kernels as kernels
+import torch
+from hypothesis import given, settings
+from sparse24_kernels import reference
+
+from hf_sparse24.metrics import is_nm_sparse, kept_magnitude
+
+NAN, INF = float("nan"), float("inf")
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, -1e38, INF, NAN]
+
+
+def sorted_mask(weight: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    """The mask by an independent route: Python's stable sort, group by group."""
+    rows = []
+    for group in weight.reshape(-1, m).tolist():
+        key = [INF if value != value else abs(value) for value in group]
+        kept = sorted(range(m), key=lambda i: -key[i])[:n]
+        rows.append([i in kept for i in range(m)])
+    return torch.tensor(rows, dtype=torch.bool).reshape(weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("group", "kept"),
+    [
+        ([4, 1, 3, 2], [1, 0, 1, 0]),
+        ([-4, 1, 3, -5], [1, 0, 0, 1]),
+        ([1, 1, 1, 1], [1, 1, 0, 0]),  # ties keep the lower index
+        ([1, 2, 2, 2], [0, 1, 1, 0]),
+        ([2, 1, 1, 1], [1, 1, 0, 0]),
+        ([0, 0, 0, 0], [1, 1, 0, 0]),
+        ([0, 0, 0, 7], [1, 0, 0, 1]),
+        ([1, NAN, 2, 3], [0, 1, 0, 1]),  # NaN is the largest: kept, and so seen
+        ([INF, 1, NAN, INF], [1, 0, 1, 0]),
+    ],
+)
+def test_mask_by_hand(group, kept):
+    assert kernels.nm_mask(torch.tensor(group, dtype=torch.float32)).int().tolist() == kept
+
+
+def test_mask_equals_a_sort_on_all_special_groups():
+    groups = torch.tensor(list(product(SPECIAL, repeat=4)))
+    torch.testing.assert_close(kernels.nm_mask(groups), sorted_mask(groups, 2, 4))
+
+
+@given(
+    n=st.integers(1, 7),
+    extra=st.integers(1, 8),
+    rows=st.integers(0, 5),
+    groups=st.integers(1, 4),
+    dim=st.sampled_from([0, 1, -1]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_mask_of_any_pattern(n, extra, rows, groups, dim, dtype, seed):
+    m = n + extra
+    # Small integers, so that ties are common.
+    weight = torch.randint(-3, 4, (rows, groups * m), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    expected = sorted_mask(weight, n, m)
+    actual = kernels.nm_mask(weight.t() if dim == 0 else weight, n, m, dim)  # dim 0: non-contiguous as well
+    torch.testing.assert_close(actual.t() if dim == 0 else actual, expected)
+    assert is_nm_sparse(expected.int(), n, m)
+
+
+@pytest.mark.parametrize("function", [kernels.nm_mask, kernels.soft_threshold, kernels.s_ste_scale])
+def test_bad_shapes_and_patterns(function):
+    with pytest.raises(ValueError, match=r"dimension -1 of shape \(8, 6\) must be a multiple of 4"):
+        function(torch.ones(8, 6))
+    for n, m in [(0, 4), (4, 4), (5, 4), (-1, 2)]:
+        with pytest.raises(ValueError, match=f"got {n}:{m}"):
+            function(torch.ones(8, 8), n, m)
+
+
+def test_apply_mask_never_writes_negative_zero():
+    weight = torch.tensor([-0.0, -1.0, 2.0, -0.0])
+    masked = kernels.apply_mask(weight, torch.tensor([True, False, True, True]))
+    assert masked.tolist() == [0, 0, 2, 0]
+    assert not torch.signbit(masked).any()
+
+
+@pytest.mark.parametrize(
+    ("group", "pruned"),
+    [
+        ([4, -1, 3, 2], [2, 0, 1, 0]),  # threshold 2, the second smallest
+        ([-4, 1, 1, 5], [-3, 0, 0, 4]),
+        ([1, 3, 3, 3], [0, 0, 0, 0]),  # |t2| = |t3| = |t4|: continuity costs the whole group
+        ([2, 3, 3, 5], [0, 0, 0, 2]),
+        ([0, 0, 2, -1], [0, 0, 2, -1]),
+        ([0, 0, 0, 0], [0, 0, 0, 0]),
+    ],
+)
+def test_soft_threshold_by_hand(group, pruned):
+    group = torch.tensor(group, dtype=torch.float32)
+    actual = kernels.soft_threshold(group)
+    assert actual.tolist() == pruned
+    assert not torch.signbit(actual[actual == 0]).any()
+    assert kernels.soft_threshold(group, scale=torch.tensor(1.5)).tolist() == [1.5 * value for value in pruned]
+    # The general route (a sort) and the other dimension agree with the fast one.
+    torch.testing.assert_close(kernels.soft_threshold(group[:, None], dim=0)[:, 0], actual)
+
+
+def test_soft_threshold_on_special_values():
+    groups = torch.tensor(list(product([0.0, -0.0, 1.0, -2.0, -1e-45, 3e38], repeat=4)))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        weight = groups.to(dtype).nan_to_num(posinf=6e4)
+        pruned = kernels.soft_threshold(weight, scale=torch.tensor(0.7))
+        assert pruned.dtype == dtype
+        assert is_nm_sparse(pruned)
+        assert not torch.signbit(pruned[pruned == 0]).any()
+    assert kernels.soft_threshold(torch.tensor([NAN, 1.0, 2.0, 3.0])).isnan().any()
+
+
+def test_soft_threshold_of_other_patterns_uses_the_kth_smallest():
+    group = torch.tensor([[5.0, -4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 6.0]])
+    assert kernels.soft_threshold(group, 2, 8).tolist() == [[1, 0, 0, 0, 0, 0, 0, 2]]
+    assert kernels.soft_threshold(torch.tensor([3.0, -5.0]), 1, 2).tolist() == [0, -2]
+
+
+def test_soft_threshold_is_continuous():
+    """Moving a weight through the border changes the output by no more than it moved: no jump as in a hard mask."""
+    start = torch.tensor([1.0, 2.0, 3.0, 2.5])
+    steps = torch.linspace(0, 4, 4001)
+    path = start.repeat(4001, 1)
+    path[:, 0] = steps
+    moved = kernels.soft_threshold(path).diff(dim=0).abs().max()
+    assert moved <= 2 * (steps[1] - steps[0])
+    assert kernels.apply_mask(path, kernels.nm_mask(path)).diff(dim=0).abs().max() > 2
+
+
+@pytest.mark.parametrize(("draw", "beta"), [(torch.randn, 1.483), (lambda *s: torch.rand(*s) * 2 - 1, 1.751)])
+def test_s_ste_scale_matches_the_papers_values(draw, beta):
+    weight = draw(2000, 1000)
+    assert kernels.s_ste_scale(weight).item() == pytest.approx(beta, abs=4e-3)
+    assert kernels.s_ste_scale(100 * weight).item() == pytest.approx(kernels.s_ste_scale(weight).item(), rel=1e-5)
+
+
+def test_s_ste_scale_minimises_the_error_and_survives_zeros():
+    weight = torch.randn(64, 64, dtype=torch.float64)
+    pruned, beta = kernels.soft_threshold(weight), kernels.s_ste_scale(weight)
+    error = [(weight - b * pruned).square().sum().item() for b in (beta, beta * 1.01, beta * 0.99)]
+    assert error[0] < min(error[1:])
+    assert kernels.s_ste_scale(torch.zeros(4, 4)).item() == 1.0
+    assert kernels.s_ste_scale(torch.ones(4, 4)).item() == 1.0  # ties prune everything
+
+
+def test_kept_magnitude_on_gaussian_blocks_matches_the_papers_values():
+    weight = torch.randn(4000, 400)
+    assert kept_magnitude(weight, kernels.nm_mask(weight)) == pytest.approx(0.7448, abs=1e-3)
+    assert kept_magnitude(weight, kernels.transposable_mask(weight)) == pytest.approx(0.7026, abs=1e-3)
+
+
+def test_there_are_90_transposable_patterns():
+    patterns = reference.transposable_patterns()
+    assert patterns.shape == (90, 16)
+    assert len(patterns.unique(dim=0)) == 90
+    tiles = patterns.reshape(90, 4, 4).int()
+    assert (tiles.sum(1) == 2).all() and (tiles.sum(2) == 2).all()
+
+
+def test_transposable_mask_is_the_optimum():
+    weight = torch.randn(8, 12)
+    mask = kernels.transposable_mask(weight)
+    assert is_nm_sparse(mask) and is_nm_sparse(mask, dim=0)
+    assert mask.sum() == mask.numel() / 2
+    rows = [r for r in product([0, 1], repeat=4) if sum(r) == 2]
+    legal = [t for t in product(rows, repeat=4) if all(sum(c) == 2 for c in zip(*t))]
+    for i, j in product(range(2), range(3)):
+        tile = weight[4 * i : 4 * i + 4, 4 * j : 4 * j + 4].abs()
+        best = max((tile * torch.tensor(t)).sum().item() for t in legal)
+        kept = (tile * mask[4 * i : 4 * i + 4, 4 * j : 4 * j + 4]).sum().item()
+        assert kept == pytest.approx(best)
+
+
+def test_transposable_mask_at_ties_and_special_values():
+    # All equal: the first pattern, which keeps the lower indices.
+    expected = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert kernels.transposable_mask(torch.ones(4, 4)).int().tolist() == expected
+    for value in (NAN, INF, -INF):
+        weight = torch.randn(4, 4)
+        weight[2, 1] = value
+        mask = kernels.transposable_mask(weight)
+        assert mask[2, 1] and is_nm_sparse(mask) and is_nm_sparse(mask, dim=0)
+    for shape in [(4, 6), (6, 4), (4,), (2, 4, 4)]:
+        with pytest.raises(ValueError, match="both sizes multiples of 4"):
+            kernels.transposable_mask(torch.ones(shape))
+    assert kernels.transposable_mask(torch.ones(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 123])
+def test_bits_round_trip(size):
+    mask = torch.rand(3, size) < 0.5
+    packed = kernels.pack_bits(mask)
+    assert packed.shape == (3, (size + 7) // 8) and packed.dtype == torch.uint8
+    torch.testing.assert_close(kernels.unpack_bits(packed, size), mask)
+
+
+def test_bit_order():
+    assert kernels.pack_bits(torch.tensor([True, False, False, True])).tolist() == [9]
+
+
+def test_masked_decay():
+    grad, weight = torch.tensor([1.0, 1.0]), torch.tensor([10.0, -20.0])
+    returned = kernels.masked_decay_(grad, weight, torch.tensor([True, False]), 0.1)
+    assert grad.tolist() == [1.0, -1.0] and returned is grad
