@@ -13,13 +13,13 @@ class Schedule:
     Attributes:
         total: length of the run.
         first_sparse: the step that sparsity starts with.
-        first_tail: the step that the dense tail starts with; `total` where there is none.
+        first_tail: the step that the dense tail starts with, None where there is none: then the run *ends* sparse.
         mask_interval: steps between mask searches, None where the method searches none.
     """
 
     total: int
     first_sparse: int
-    first_tail: int
+    first_tail: int | None
     mask_interval: int | None
 
     @classmethod
@@ -39,11 +39,12 @@ class Schedule:
                 f"dense_tail={config.dense_tail} is {tail}; train longer or shorten them"
             )
         interval = None if config.mask_interval is None else max(1, _steps(config.mask_interval, total_steps))
-        return cls(total_steps, start, total_steps - tail, interval)
+        return cls(total_steps, start, total_steps - tail if tail else None, interval)
 
     def phase(self, step: int) -> str:
         """`"sparse"` or `"dense"`: how the model computes once `step` optimizer steps are done."""
-        return "sparse" if self.first_sparse <= step < self.first_tail else "dense"
+        in_tail = self.first_tail is not None and step >= self.first_tail
+        return "dense" if step < self.first_sparse or in_tail else "sparse"
 
     def searches_mask(self, step: int) -> bool:
         """Whether masks are searched anew once `step` steps are done. The first are found when sparsity starts."""

@@ -1,0 +1,171 @@
+"""The three products: what each method multiplies, and the gradient rule, in float64."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_sparse24 import PRESETS, Sparse24Config, Sparse24Conv1D, Sparse24Linear
+from hf_sparse24.methods import METHODS
+
+METHOD_NAMES = list(PRESETS)
+
+
+def make_layer(method: str, conv1d: bool = False, bias: bool = True, dtype=torch.float64, **arguments):
+    config = Sparse24Config(method=method, **arguments)
+    if conv1d:
+        dense = Conv1D(12, 8).to(dtype)
+        nn.init.normal_(dense.weight)
+        return Sparse24Conv1D.from_dense(dense, METHODS[method](config))
+    return Sparse24Linear.from_dense(nn.Linear(8, 12, bias=bias, dtype=dtype), METHODS[method](config))
+
+
+def test_sparse_weight_of_each_method():
+    weight = torch.tensor([[4.0, -1, 3, 2]] * 4)
+
+    def sparse(method):
+        linear = nn.Linear(4, 4, bias=False)
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+        return Sparse24Linear.from_dense(linear, METHODS[method](Sparse24Config(method=method)))
+
+    for method in ("ste", "sr-ste"):
+        assert sparse(method).sparse_weight()[0].tolist() == [4, 0, 3, 0]
+    layer = sparse("s-ste")
+    # S(w) = [2, 0, 1, 0]; beta = <w, S> / ||S||^2 = (8 + 3) / 5
+    assert layer.scale.item() == pytest.approx(2.2)
+    assert layer.sparse_weight()[0].tolist() == pytest.approx([4.4, 0, 2.2, 0])
+    # Four equal rows: every pattern must drop half of each column, the first of the equals does so top-down.
+    layer = sparse("t-sr-ste")
+    assert layer.mask_bits.shape == (4, 1)
+    mask = layer.mask().int()
+    assert mask.sum(0).tolist() == mask.sum(1).tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_gradient_rule(method, conv1d):
+    """dX uses the sparse weight's values, dW is dZ^T X passed straight through, dBias the plain sum."""
+    layer = make_layer(method, conv1d, weight_grad="dense")
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(2, 5, 12, dtype=torch.float64)
+    sparse = layer.sparse_weight().t() if conv1d else layer.sparse_weight()  # [out, in]
+    out = layer(x)
+    torch.testing.assert_close(out, x @ sparse.t() + layer.bias)
+    out.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ sparse)
+    expected = torch.einsum("bto,bti->oi", grad, x)
+    torch.testing.assert_close(layer.weight.grad, expected.t() if conv1d else expected)
+    torch.testing.assert_close(layer.bias.grad, grad.sum((0, 1)))
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_mvue_prunes_the_gradient_along_tokens(method, conv1d):
+    layer = make_layer(method, conv1d, weight_grad="mvue")
+    layer.rng_key = torch.tensor(5)
+    x = torch.randn(10, 8, dtype=torch.float64)  # 10 tokens: not a multiple of four
+    grad = torch.randn(10, 12, dtype=torch.float64)
+    layer(x).backward(grad)
+    pruned = kernels.mvue(grad, dim=0, key=torch.tensor(5))
+    assert ((pruned[:8].reshape(2, 4, 12) != 0).sum(1) == 2).all()
+    expected = pruned.t() @ x
+    torch.testing.assert_close(layer.weight.grad, expected.t() if conv1d else expected)
+    torch.testing.assert_close(layer.bias.grad, grad.sum(0))  # the bias sees the whole gradient
+
+
+def test_mvue_weight_gradient_is_unbiased():
+    layer = make_layer("s-ste")
+    x, grad = torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 12, dtype=torch.float64)
+    draws = []
+    for key in range(2000):
+        layer.weight.grad, layer.rng_key = None, torch.tensor(key)
+        layer(x).backward(grad)
+        draws.append(layer.weight.grad)
+    draws = torch.stack(draws)
+    error = (draws.mean(0) - grad.t() @ x).abs() / (draws.std(0) / 2000**0.5)
+    assert error.max() < 5  # standard errors, 96 entries
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_autograd_agrees_with_finite_differences_in_x(method):
+    layer = make_layer(method)
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, x)
+
+
+def test_nothing_is_computed_for_what_needs_no_gradient():
+    layer = make_layer("s-ste")
+    layer.weight.requires_grad_(False)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None and layer.bias.grad is not None
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_dense_phase_is_the_dense_layer(method, conv1d):
+    layer = make_layer(method, conv1d, dtype=torch.float32)
+    layer.phase = "dense"
+    x = torch.randn(4, 8)
+    weight = layer.weight.t() if conv1d else layer.weight
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_autocast_prunes_the_master_and_multiplies_in_low_precision(method, dtype):
+    layer = make_layer(method, dtype=torch.float32)
+    # Two weights that only fp32 can tell apart: a mask from the cast weight would keep the first by the tie rule.
+    with torch.no_grad():
+        layer.weight[:, :4] = torch.tensor([1.0, 1.0 + 2**-20, 3.0, 0.5])
+    layer.init_state()
+    if method in ("ste", "sr-ste"):
+        assert layer.mask()[:, :4].int().tolist() == [[0, 1, 1, 0]] * 12
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype):
+        out = layer(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out, nn.functional.linear(x.to(dtype), layer.sparse_weight().to(dtype), layer.bias.to(dtype))
+    )
+    out.float().sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casting_a_layer_keeps_the_scale_exact(dtype):
+    layer = make_layer("s-ste", dtype=torch.float32)
+    scale = layer.scale.item()
+    layer.to(dtype)
+    assert layer.weight.dtype == dtype and layer.scale.dtype == torch.float32 and layer.scale.item() == scale
+    assert layer(torch.randn(2, 8, dtype=dtype)).dtype == dtype
+    layer.to(torch.float32).to("meta")
+    assert layer.scale.is_meta
+
+
+@pytest.mark.parametrize("shape", [(8,), (0, 8), (1, 8), (3, 1, 7, 8)])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_input_shapes(method, shape):
+    layer = make_layer(method, bias=False)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    out = layer(x)
+    assert out.shape == (*shape[:-1], 12)
+    out.sum().backward()
+    assert x.grad.shape == shape and layer.weight.grad.shape == layer.weight.shape
+
+
+def test_state_dict_round_trip_and_dense_weights():
+    layer, other = make_layer("s-ste"), make_layer("s-ste")
+    assert set(layer.state_dict()) == {"weight", "bias", "scale"}
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.sparse_weight(), layer.sparse_weight())
+    dense = nn.Linear(8, 12, dtype=torch.float64)
+    layer.load_state_dict(dense.state_dict())  # strict
+    torch.testing.assert_close(layer.scale, kernels.s_ste_scale(dense.weight))
+
+
+def test_repr():
+    assert "Sparse24Linear(in=8, out=12, bias=True, method=s-ste, phase=sparse)" in repr(make_layer("s-ste"))
+    assert "Sparse24Conv1D(in=8, out=12, bias=True, method=ste, phase=sparse)" in repr(make_layer("ste", conv1d=True))

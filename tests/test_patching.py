@@ -1,0 +1,305 @@
+"""patch_model and unpatch_model on every architecture, and what they refuse."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear, patch_model, unpatch_model
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching import patched_config, sparse_layers
+
+# Suffixes of the layers that each group must find, the same in every block.
+EXPECTED = {
+    "gpt2": (["mlp.c_fc", "mlp.c_proj"], ["attn.c_attn", "attn.c_proj"]),
+    "gpt_neox": (["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"], ["attention.query_key_value", "attention.dense"]),
+    "opt": (["fc1", "fc2"], ["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.out_proj"]),
+    "bloom": (["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"], ["self_attention.query_key_value", "self_attention.dense"]),
+    "phi3": (["mlp.gate_up_proj", "mlp.down_proj"], ["self_attn.o_proj", "self_attn.qkv_proj"]),
+    "albert": (["ffn", "ffn_output"], ["attention.query", "attention.key", "attention.value", "attention.dense"]),
+    "distilbert": (
+        ["ffn.lin1", "ffn.lin2"],
+        ["attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"],
+    ),
+    "modernbert": (["mlp.Wi", "mlp.Wo"], ["attn.Wqkv", "attn.Wo"]),
+}
+EXPECTED["falcon"] = EXPECTED["bloom"]
+for _name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2"):
+    EXPECTED[_name] = (
+        ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"],
+    )
+for _name in ("bert", "roberta", "electra"):
+    EXPECTED[_name] = (
+        ["intermediate.dense", "output.dense"],
+        ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"],
+    )
+EXPECTED["deberta-v2"] = (
+    ["intermediate.dense", "output.dense"],
+    [f"attention.self.{part}" for part in ("query_proj", "key_proj", "value_proj", "pos_key_proj", "pos_query_proj")]
+    + ["attention.output.dense"],
+)
+
+
+def in_block(name: str) -> str:
+    """The part of a layer's name behind its last block number."""
+    parts = name.split(".")
+    last = max(i for i, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[last + 1 :])
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_targets(name):
+    mlp, attention = EXPECTED[name]
+    blocks = 1 if name == "albert" else 2  # ALBERT's two layers are one shared block
+    for target, expected in {"mlp": mlp, "attention": attention, "all-linear": mlp + attention}.items():
+        report = patch_model(zoo.build(name), Sparse24Config(target_modules=target))
+        assert sorted(in_block(layer) for layer in report.patched) == sorted(expected * blocks)
+        assert "output embedding" in report.skipped.values()
+        assert set(report.patched).isdisjoint(report.skipped)
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_patching_keeps_parameters_and_unpatching_keeps_outputs(name):
+    model, inputs = zoo.build(name).eval(), zoo.batch()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    classes = {key: type(module) for key, module in model.named_modules()}
+    masters = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        dense_logits = model(**inputs).logits
+    patch_model(model, Sparse24Config(target_modules="all-linear"))
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(before[key] is after[key] for key in before)
+    for layer in sparse_layers(model).values():
+        assert isinstance(layer, Sparse24Linear | Sparse24Conv1D)
+        weight = layer.sparse_weight()
+        assert weight.shape == layer.weight.shape and weight.dtype == layer.weight.dtype
+        assert is_nm_sparse(weight, dim=layer.input_dim) and (weight != 0).any()
+        assert not torch.signbit(weight[weight == 0]).any()
+    with torch.no_grad():
+        sparse_logits = model(**inputs).logits
+    assert not torch.equal(dense_logits, sparse_logits)
+
+    as_sparse = unpatch_model(copy.deepcopy(model))
+    with torch.no_grad():
+        assert torch.equal(as_sparse(**inputs).logits, sparse_logits)
+    as_dense = unpatch_model(model, sparse=False)
+    assert as_dense is model
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, dense_logits)
+    for restored in (as_sparse, as_dense):
+        assert {key: type(module) for key, module in restored.named_modules()} == classes
+        assert not hasattr(restored.config, "quantization_config")
+        assert restored.state_dict().keys() == masters.keys()
+        assert patched_config(restored) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "opt"])
+def test_tied_weights_stay_tied(name):
+    model = zoo.build(name, tie_word_embeddings=True)
+    patch_model(model, Sparse24Config(target_modules="all-linear"))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_heads_poolers_and_routers_are_never_touched():
+    config = AutoConfig.for_model("bert", vocab_size=96, **zoo.MASKED["bert"])
+    model = AutoModelForSequenceClassification.from_config(config)
+    report = patch_model(model, Sparse24Config(target_modules=r".*"))
+    assert report.skipped.keys() == {"bert.pooler.dense", "classifier"}
+    assert (
+        "output embedding" in patch_model(zoo.build("llama"), Sparse24Config(target_modules=r".*")).skipped["lm_head"]
+    )
+    moe = patch_model(zoo.build("qwen2_moe"), Sparse24Config(target_modules="all-linear"))
+    assert moe.skipped["model.layers.0.mlp.shared_expert_gate"] == "router"
+
+
+def test_stacked_experts_are_reported():
+    report = patch_model(zoo.build("mixtral"), Sparse24Config(target_modules="all-linear"))
+    assert "3-D parameters" in report.skipped["model.layers.1.mlp.experts"]
+
+
+def test_selection_by_regex_endings_exclusion_and_block():
+    def patched(**arguments):
+        return patch_model(zoo.build("llama"), Sparse24Config(**arguments)).patched
+
+    up = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
+    assert patched(target_modules=["up_proj"]) == up
+    assert patched(target_modules=["mlp.up_proj"], layers_to_transform=1) == up[1:]
+    assert patched(target_modules=r".*\.up_proj", layers_to_transform=[0]) == up[:1]
+    assert patched(exclude_modules=["gate_proj", "down_proj"]) == up
+    assert patched(exclude_modules=r".*(gate|down)_proj") == up
+    assert len(patched(target_modules="all-linear", exclude_modules="attention")) == 6
+
+
+def test_report():
+    report = patch_model(zoo.build("llama"))
+    assert (len(report.patched), len(report.skipped)) == (6, 9)
+    assert report.patched_parameters == 6 * 32 * 64
+    assert report.sparse_share == pytest.approx(6 * 32 * 32 / report.total_parameters)
+    text = str(report)
+    assert text.startswith("2:4 sparse by s-ste: 6 of 15 linear layers")
+    assert "model.layers.*.mlp.up_proj" in text and "not in target_modules='mlp'" in text
+    rows = {row.group: row for row in report.rows}
+    assert rows["model.layers.*.mlp.up_proj"].layers == 2 and rows["lm_head"].skipped == "output embedding"
+
+
+def test_odd_sizes_are_skipped_with_the_reason():
+    model = zoo.build("llama", intermediate_size=66)
+    report = patch_model(model)
+    assert report.skipped["model.layers.0.mlp.down_proj"] == "input size 66 is not a multiple of 4"
+    assert "model.layers.0.mlp.up_proj" in report.patched
+    report = patch_model(
+        zoo.build("llama", intermediate_size=66), Sparse24Config(method="t-sr-ste", target_modules="all-linear")
+    )
+    assert "output size 66 is not a multiple of 4" in report.skipped["model.layers.0.mlp.up_proj"]
+
+
+def test_patching_twice():
+    model = zoo.build("llama")
+    config = Sparse24Config(method="sr-ste")
+    first = patch_model(model, config)
+    assert patch_model(model, config) == first and patch_model(model) == first
+    with pytest.raises(ValueError, match=r"already patched with another config \(method='sr-ste', now 'ste'"):
+        patch_model(model, Sparse24Config(method="ste"))
+    assert patched_config(model).method == "sr-ste"
+    unpatch_model(model)
+    patch_model(model, Sparse24Config(method="ste"))
+    with pytest.raises(ValueError, match="not patched"):
+        unpatch_model(zoo.build("llama"))
+
+
+def test_the_callers_config_is_not_the_models():
+    config = Sparse24Config()
+    model = zoo.build("llama")
+    patch_model(model, config)
+    assert model.config.quantization_config == config and model.config.quantization_config is not config
+
+
+class Gated(nn.Linear):
+    """Not a plain linear layer, though a subclass of one."""
+
+    def forward(self, x):
+        return torch.sigmoid(super().forward(x))
+
+
+class Block(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"plain": nn.Linear(8, 8), "odd": linear})
+
+    def forward(self, x):
+        return self.mlp["odd"](self.mlp["plain"](x))
+
+
+def test_a_plain_module_works_and_foreign_linears_are_left_alone():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(Gated(8, 8))])
+    report = patch_model(model)
+    assert report.patched == ("layers.0.mlp.plain",)
+    assert report.skipped["layers.0.mlp.odd"] == "its class Gated is not a plain linear layer"
+    out = model.layers[0](torch.randn(8))  # a single vector, as nn.Linear allows
+    assert out.shape == (8,)
+
+
+def test_layers_that_share_one_weight():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(nn.Linear(8, 8)), Block(nn.Linear(8, 8))])
+    model.layers[1].mlp["plain"].weight = model.layers[0].mlp["plain"].weight
+    report = patch_model(model)
+    assert len(report.patched) == 4 and report.patched_parameters == 3 * 64
+    x = torch.randn(2, 8)
+    before = model.layers[1](model.layers[0](x))
+    unpatch_model(model)
+    torch.testing.assert_close(model.layers[1](model.layers[0](x)), before)
+    assert model.layers[1].mlp["plain"].weight is model.layers[0].mlp["plain"].weight
+
+
+def assert_untouched(model):
+    assert not sparse_layers(model) and not hasattr(getattr(model, "config", None), "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Sparse24Config(target_modules=r".*\.nope"), "nothing to patch: target_modules"),
+        (Sparse24Config(target_modules=["lm_head"]), "lm_head: output embedding"),
+        (Sparse24Config(target_modules=["up_porj"]), r"no linear layer's name ends in \['up_porj'\]; .*'up_proj'"),
+        (Sparse24Config(layers_to_transform=7), "layers_to_transform=7"),
+        (Sparse24Config(exclude_modules="mlp"), "in exclude_modules='mlp'"),
+        (Sparse24Config(method="ste", pattern="3:5"), "input size 32 is not a multiple of 5"),
+    ],
+)
+def test_nothing_to_patch(config, message):
+    model = zoo.build("llama")
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, config)
+    assert_untouched(model)
+
+
+def test_no_linear_layers():
+    with pytest.raises(ValueError, match="nothing to patch.*no linear layers"):
+        patch_model(nn.ReLU())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_weights(value):
+    model = zoo.build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = value
+    with pytest.raises(ValueError, match=r"NaN or inf in the weights of model.layers.1.mlp.down_proj; nothing was"):
+        patch_model(model)
+    assert_untouched(model)
+
+
+def test_wrapped_models():
+    model = zoo.build("llama")
+    with pytest.raises(ValueError, match="already compiled; patch first"):
+        patch_model(torch.compile(model))
+    with pytest.raises(ValueError, match="already wrapped by DataParallel"):
+        patch_model(nn.DataParallel(model))
+    for wrapper, message in [("FullyShardedDataParallel", "wrapped by FSDP"), ("FSDPModule", "sharded by FSDP2")]:
+        wrapped = type(wrapper, (nn.Module,), {})()
+        wrapped.module = model
+        with pytest.raises(ValueError, match=message):
+            patch_model(wrapped)
+    assert_untouched(model)
+    model.compile()
+    with pytest.raises(ValueError, match="already compiled"):
+        patch_model(model)
+    assert_untouched(model)
+
+
+def test_quantized_models():
+    model = zoo.build("llama")
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match="quantized with gptq"):
+        patch_model(model)
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "ste"])
+def test_meta_device(method):
+    real = zoo.build("llama")
+    config = real.config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    report = patch_model(model, Sparse24Config(method=method))
+    assert report.patched and all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    layer = next(iter(sparse_layers(model).values()))
+    if layer.state_names:
+        with pytest.raises(RuntimeError, match="patched on the meta device and has no state yet"):
+            layer.sparse_weight()
+    weights = real.state_dict()
+    model.load_state_dict(weights)  # dense weights: strict, the state is computed from them
+    patch_model(real, Sparse24Config(method=method))
+    for mine, theirs in zip(sparse_layers(model).values(), sparse_layers(real).values()):
+        assert torch.equal(mine.sparse_weight(), theirs.sparse_weight())
+
+
+def test_sparse_layers_are_not_constructed():
+    for cls in (Sparse24Linear, Sparse24Conv1D):
+        with pytest.raises(TypeError, match="use patch_model"):
+            cls(8, 8)
