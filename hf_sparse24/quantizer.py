@@ -5,6 +5,8 @@ reader of it, so importing `hf_sparse24` is all that `from_pretrained` needs to 
 import, Transformers warns of an unknown quantization type and loads the dense master weights.
 """
 
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 
@@ -20,7 +22,8 @@ class Sparse24Quantizer(HfQuantizer):
 
     requires_calibration = False
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
+        _check_files(checkpoint_files or [])
         patch_model(model, self.quantization_config)
         state = _state_names(model)
         # Stays fp32 whatever dtype the weights are loaded in.
@@ -68,7 +71,16 @@ class Sparse24Quantizer(HfQuantizer):
         return True
 
 
-def _state_names(model: PreTrainedModel) -> dict:
+def _check_files(files: list[str]) -> None:
+    for file in (file for file in files if str(file).endswith(".safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:  # which says what is wrong, but not with which of the shards
+            raise OSError(f"{file} is damaged or cut short ({error}); copy or download it again") from error
+
+
+def _state_names(model: PreTrainedModel) -> dict[str, Tensor]:
     return {
         f"{name}.{state_name}": tensor
         for name, layer in sparse_layers(model).items()
@@ -76,5 +88,5 @@ def _state_names(model: PreTrainedModel) -> dict:
     }
 
 
-def _was_loaded(tensor) -> bool:
+def _was_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)

@@ -11,6 +11,8 @@ import torch
 import transformers
 
 transformers.utils.logging.disable_progress_bar()
+# Tiny tensors gain nothing from threads, and on a busy machine threads that wait for each other cost a factor of 30.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -240,7 +240,7 @@ def test_nothing_to_patch(config, message):
 
 
 def test_no_linear_layers():
-    with pytest.raises(ValueError, match="nothing to patch.*no linear layers"):
+    with pytest.raises(ValueError, match=r"nothing to patch.*no linear layers"):
         patch_model(nn.ReLU())
 
 

@@ -23,10 +23,8 @@ def test_unbiased_with_the_optimal_inclusion_probabilities(group):
     a = torch.tensor(group, dtype=torch.float64).abs()
     others = a.sum() - a.max()
     # pi_i = min(1, c |x_i|) with sum 2, or all of the non-zeros where there are fewer than two.
-    if a.max() > others:
-        pi = torch.where(a == a.max(), 1.0, a / others if others > 0 else 0.0)
-    else:
-        pi = 2 * a / a.sum()
+    dominated = torch.where(a == a.max(), 1.0, a / others.clamp(min=1e-30))
+    pi = dominated if a.max() > others else 2 * a / a.sum()
     frequency = (estimate != 0).double().mean(0)
     tolerance = 5 * (pi * (1 - pi) / DRAWS).sqrt() + 1e-6  # five standard errors
     assert ((frequency - pi).abs() <= tolerance).all(), (frequency, pi)

@@ -1,0 +1,207 @@
+"""save_pretrained and from_pretrained: fresh processes, shards, dtypes, damage."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching import patched_config, set_phase, sparse_layers
+
+
+def patched(name: str = "llama", method: str = "s-ste", **overrides) -> PreTrainedModel:
+    model = zoo.build(name, **overrides)
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear"))
+    return model.eval()
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**zoo.batch()).logits
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_round_trip_of_every_architecture(name, method, tmp_path):
+    model = patched(name, method)
+    if method == "t-sr-ste":  # a mask that the weights alone do not give back
+        for layer in sparse_layers(model).values():
+            layer.mask_bits.copy_(layer.mask_bits.flip(0).flip(1) if layer.mask_bits.shape[1] == 1 else layer.mask_bits)
+    expected = logits(model)
+    for what in ("save", "export"):
+        model.save_pretrained(tmp_path / what) if what == "save" else export_model(model, tmp_path / what)
+        loaded, loading = zoo.auto_class(name).from_pretrained(tmp_path / what, output_loading_info=True)
+        assert not any(loading.values())
+        assert torch.equal(logits(loaded), expected)
+        assert bool(sparse_layers(loaded)) == (what == "save")
+
+
+def test_fresh_process(tmp_path):
+    """Nothing but `import hf_sparse24` and `from_pretrained`; the model trains on and generates."""
+    model = patched(method="t-sr-ste")
+    torch.save(logits(model), tmp_path / "logits.pt")
+    model.save_pretrained(tmp_path)
+    code = f"""
+import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
+import torch, zoo, hf_sparse24
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+assert not torch.cuda.is_initialized()
+with torch.no_grad():
+    assert torch.equal(model(**zoo.batch()).logits, torch.load({str(tmp_path / "logits.pt")!r}))
+assert model.generate(zoo.batch()["input_ids"], max_new_tokens=4, do_sample=False).shape == (2, 16)
+model.train()(**zoo.batch()).loss.backward()
+assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+print("same logits")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "same logits" in run.stdout
+
+
+def test_shards(tmp_path):
+    model = patched()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_an_ordinary_model_comes_back(tmp_path):
+    model = patched("bert")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert not loaded.is_quantized and not hasattr(loaded, "hf_quantizer")
+    assert not hasattr(loaded.config, "_is_quantized")
+    assert loaded.config.quantization_config == patched_config(loaded)
+    assert torch.equal(logits(unpatch_model(loaded)), logits(model))
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert again.half().dtype == torch.float16 and again.float().dtype == torch.float32
+
+
+def test_config_json_says_what_the_model_is(tmp_path):
+    model = patched(method="t-sr-ste")
+    set_phase(model, "dense")
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (saved["quant_method"], saved["method"], saved["phase"]) == ("sparse24", "t-sr-ste", "dense")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {layer.phase for layer in sparse_layers(loaded).values()} == {"dense"}
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dense", [False, True])
+def test_loading_in_low_precision_keeps_the_scale_in_fp32(dtype, dense, tmp_path):
+    model = zoo.build("llama") if dense else patched()
+    model.save_pretrained(tmp_path)
+    passed = {"quantization_config": Sparse24Config(target_modules="all-linear")} if dense else {}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **passed)
+    for name, layer in sparse_layers(loaded).items():
+        assert layer.weight.dtype == dtype and layer.scale.dtype == torch.float32
+        if not dense:
+            assert torch.equal(layer.scale, model.get_submodule(name).scale)
+    assert logits(loaded).isfinite().all()
+
+
+def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
+    model = patched("gpt2")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (tmp_path / "model.safetensors").write_bytes(b"an older file")
+    export_model(model, tmp_path)
+    export_model(model, tmp_path)  # over its own output
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert patched_config(model) is not None and model.config.quantization_config is not None
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert not [key for key in file.keys() if "scale" in key]  # noqa: SIM118  not a dict
+        for name, layer in sparse_layers(model).items():
+            assert is_nm_sparse(file.get_tensor(f"{name}.weight"), dim=layer.input_dim)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    with pytest.raises(ValueError, match=r"not patched; use model.save_pretrained"):
+        export_model(zoo.build("gpt2"), tmp_path)
+
+
+def test_an_interrupted_export_leaves_the_old_one(tmp_path, monkeypatch):
+    model = patched()
+    export_model(model, tmp_path / "export")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(model), "save_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_model(model, tmp_path / "export")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert model.config.quantization_config is not None
+
+
+def edit_config(directory, **changes) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hf_sparse24_version": "99.1"}, "saved by a newer hf_sparse24"),
+        ({"tile": 4}, r"unknown keys in a Sparse24Config: \['tile'\]"),
+        ({"method": "magic"}, "method='magic': must be one of"),
+    ],
+)
+def test_checkpoints_of_other_versions(changes, message, tmp_path):
+    patched().save_pretrained(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_without_its_state(tmp_path):
+    """Computing a scale anew would silently change what the model says."""
+    patched().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.scale"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.scale'\]; it is damaged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_nan_in_a_checkpoint(tmp_path):
+    model = patched()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"NaN or inf in the weights of model.layers.0.mlp.up_proj"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_missing_and_truncated_shards(tmp_path):
+    patched().save_pretrained(tmp_path, max_shard_size="20KB")
+    for shard in sorted(tmp_path.glob("*.safetensors"))[:2]:
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(OSError, match=rf"{shard.name} is damaged or cut short"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        shard.write_bytes(whole)
+    shard.unlink()
+    with pytest.raises(OSError, match=shard.name):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_another_quantization_config_is_refused(tmp_path):
+    patched().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="The `quantization_config` from the model will be used"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Sparse24Config(method="ste"))
+    assert patched_config(loaded).method == "s-ste"

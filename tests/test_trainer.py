@@ -1,0 +1,190 @@
+"""Sparse24Trainer and Sparse24Callback among the Trainer's other features."""
+
+import types
+
+import pytest
+import torch
+import zoo
+from datasets import Dataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
+from hf_sparse24.callback import _unscale
+from hf_sparse24.patching import patched_config
+
+
+def arguments(tmp_path, **overrides) -> TrainingArguments:
+    defaults = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(str(tmp_path), **(defaults | overrides))
+
+
+def dataset(rows: int = 32) -> Dataset:
+    return Dataset.from_dict({k: v.tolist() for k, v in zoo.batch(rows=rows).items()})
+
+
+def train(tmp_path, model=None, config=None, **overrides) -> Sparse24Trainer:
+    run = Sparse24Trainer(
+        model or zoo.build("llama"), arguments(tmp_path, **overrides), train_dataset=dataset(), sparse24_config=config
+    )
+    run.train()
+    return run
+
+
+def weights(run: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float() for p in run.model.parameters()])
+
+
+def test_patches_by_default_and_keeps_a_patched_model(tmp_path):
+    run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path))
+    assert patched_config(run.model) == Sparse24Config() and "up_proj" in str(run.patch_report)
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ste"))
+    assert patched_config(Sparse24Trainer(model, arguments(tmp_path)).model).method == "ste"
+    with pytest.raises(ValueError, match="already patched with another config"):
+        Sparse24Trainer(model, arguments(tmp_path), sparse24_config=Sparse24Config())
+
+
+def test_model_init(tmp_path):
+    run = Sparse24Trainer(
+        args=arguments(tmp_path),
+        model_init=lambda: zoo.build("llama"),
+        train_dataset=dataset(),
+        sparse24_config=Sparse24Config(method="ste"),
+    )
+    run.train()
+    assert patched_config(run.model).method == "ste" and "flip_rate" in run.state.log_history[0]
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    for method in ("s-ste", "t-sr-ste"):
+        config = Sparse24Config(method=method, target_modules="all-linear")
+        checkpointing = zoo.build("llama")
+        # Renamed within Transformers 5; the old name warns there.
+        enable = getattr(checkpointing, "activation_checkpointing_enable", None)
+        (enable or checkpointing.gradient_checkpointing_enable)()
+        plain, checkpointed = train(tmp_path, config=config), train(tmp_path, checkpointing, config)
+        assert torch.equal(weights(plain), weights(checkpointed))
+
+
+def test_accumulation_equals_one_big_batch(tmp_path):
+    """Masked decay included: it does not depend on the number of micro-batches. (Not MVUE: its samples do.)"""
+    config = Sparse24Config(method="sr-ste", masked_decay=0.1)
+    whole = train(tmp_path, config=config, per_device_train_batch_size=4, optim="sgd")
+    parts = train(tmp_path, config=config, gradient_accumulation_steps=4, per_device_train_batch_size=1, optim="sgd")
+    torch.testing.assert_close(weights(whole), weights(parts))
+
+
+def test_micro_batches_draw_their_own_samples(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model)
+    seen = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, *_: seen.append(int(layer.rng_key)))
+    train(tmp_path, model, gradient_accumulation_steps=3)
+    assert len(seen) == 12 and len(set(seen)) == 12
+
+
+def test_bf16_autocast(tmp_path):
+    run = train(tmp_path, bf16=True)
+    assert weights(run).isfinite().all()
+    assert all(p.dtype == torch.float32 for p in run.model.parameters())
+    assert not torch.equal(weights(run), weights(train(tmp_path)))
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
+def test_torch_compile(tmp_path, method):
+    """Compiled without a graph break inside a layer, through the phases, to the eager result."""
+    config = Sparse24Config(method=method, dense_start=1, dense_tail=1, target_modules="all-linear")
+    eager = train(tmp_path, config=config)
+    torch._dynamo.reset()
+    compiled = train(tmp_path, config=config, torch_compile=True, torch_compile_backend="aot_eager")
+    torch.testing.assert_close(weights(compiled), weights(eager), atol=2e-5, rtol=1e-4)
+
+
+def test_inductor_compiles_a_layer_in_one_graph():
+    model = zoo.build("llama")
+    patch_model(model)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 6, 32)
+    expected = mlp(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True)
+    out = compiled(x)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert mlp.up_proj.weight.grad.isfinite().all()
+
+
+def test_tensorboard_shows_the_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    train(tmp_path, report_to="tensorboard")
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert {"train/flip_rate", "train/kept_magnitude", "train/sparse_phase"} <= set(events.Tags()["scalars"])
+    assert len(events.Scalars("train/flip_rate")) == 4
+
+
+def test_the_callback_in_a_plain_trainer_does_the_same(tmp_path):
+    logs = []
+    for make in (Sparse24Trainer, Trainer):
+        model = zoo.build("llama")
+        patch_model(model, Sparse24Config(method="t-sr-ste", mask_interval=1))
+        passed = {"callbacks": [Sparse24Callback()]} if make is Trainer else {}
+        run = make(model, arguments(tmp_path), train_dataset=dataset(), **passed)
+        run.train()
+        logs.append([log for log in run.state.log_history if "loss" in log])
+    assert logs[0] == logs[1]
+    assert logs[0][0]["flip_rate"] > 0
+
+
+def test_the_callback_needs_a_patched_model(tmp_path):
+    run = Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Sparse24Callback()])
+    with pytest.raises(ValueError, match="not patched; call patch_model"):
+        run.train()
+
+
+def test_too_few_steps_for_the_schedule(tmp_path):
+    with pytest.raises(ValueError, match="total_steps=4 leaves no sparse step: dense_start=2 is 2 steps, dense_tail=2"):
+        train(tmp_path, config=Sparse24Config(dense_start=2, dense_tail=2))
+
+
+def test_training_twice_and_evaluating(tmp_path):
+    run = train(tmp_path, config=Sparse24Config(method="t-sr-ste"))
+    assert run.sparse24_callback.controller.phase == "dense"
+    evaluation = run.evaluate(dataset())
+    assert evaluation["eval_loss"] > 0
+    run.train()
+    assert run.state.global_step == 4
+
+
+def test_masked_language_model_with_deberta(tmp_path):
+    run = train(tmp_path, model=zoo.build("deberta-v2"), config=Sparse24Config(target_modules="all-linear"))
+    assert weights(run).isfinite().all()
+
+
+def test_fp16_gradients_are_unscaled_before_the_decay():
+    """The Trainer unscales where it clips; without clipping the callback has to."""
+    linear = nn.Linear(2, 1, bias=False)
+    inner = torch.optim.SGD(linear.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = types.SimpleNamespace(optimizer=inner, scaler=scaler)
+    scaler.scale(linear(torch.tensor([3.0, 5.0])).sum()).backward()
+    assert linear.weight.grad.tolist() == [[3072.0, 5120.0]]
+    _unscale(optimizer)
+    assert linear.weight.grad.tolist() == [[3.0, 5.0]]
+    _unscale(optimizer)  # clipped by the Trainer, so unscaled already
+    assert linear.weight.grad.tolist() == [[3.0, 5.0]]
+    before = linear.weight.detach().clone()
+    scaler.step(inner)  # does not divide again
+    torch.testing.assert_close(before - linear.weight.detach(), torch.tensor([[3.0, 5.0]]))
+    _unscale(types.SimpleNamespace(optimizer=inner, scaler=None))
+    _unscale(inner)
