@@ -1,0 +1,110 @@
+"""Text and a tokenizer that every machine has: the source code of Python's standard library.
+
+`python recipes/stdlib_text.py` writes `train.jsonl`, `validation.jsonl` (one document per source file) and a byte-level
+BPE `tokenizer/`. A second call with the same settings reuses them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sysconfig
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+SPECIAL_TOKENS = {"eos_token": "<eos>", "pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
+HELD_OUT = 25  # every 25th document is validation
+
+
+def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int | None = None) -> Path:
+    """Write the corpus and its tokenizer into `directory`, unless they are there already.
+
+    Args:
+        directory: made if absent; afterwards holds `train.jsonl`, `validation.jsonl` and `tokenizer`.
+        vocab_size: of the tokenizer, at least 260 (256 bytes and 4 special tokens).
+        max_files: use only the first source files.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        ValueError: `vocab_size` is too small for a byte-level tokenizer.
+    """
+    if vocab_size < 256 + len(SPECIAL_TOKENS):
+        raise ValueError(f"vocab_size={vocab_size}: a byte-level tokenizer needs at least {256 + len(SPECIAL_TOKENS)}")
+    directory = Path(directory)
+    manifest = directory / "manifest.json"
+    settings = {"python": platform.python_version(), "vocab_size": vocab_size, "max_files": max_files}
+    if manifest.exists() and json.loads(manifest.read_text())["settings"] == settings:
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    manifest.unlink(missing_ok=True)  # written last: a directory without one is not finished
+    documents = read_stdlib()[:max_files]
+    train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
+    validation = documents[HELD_OUT - 1 :: HELD_OUT]
+    _write(directory / "train.jsonl", _jsonl(train))
+    _write(directory / "validation.jsonl", _jsonl(validation))
+    train_tokenizer(train, vocab_size).save_pretrained(directory / "tokenizer")
+    _write(manifest, json.dumps({"settings": settings, "train": len(train), "validation": len(validation)}))
+    return directory
+
+
+def read_stdlib() -> list[str]:
+    """The standard library's modules as text, sorted by path; without tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            documents.append(text)
+    return documents
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with eos, pad, mask and unk tokens."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=ByteLevel.alphabet(),  # every byte, so that nothing is ever unknown
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace `path`, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _jsonl(texts: list[str]) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", default="runs/stdlib_text", help="default: %(default)s")
+    parser.add_argument("--vocab_size", type=int, default=2048, help="default: %(default)s")
+    args = parser.parse_args()
+    print(f"the standard library's source and its tokenizer are in {prepare(args.directory, args.vocab_size)}")
+
+
+if __name__ == "__main__":
+    main()
