@@ -1,0 +1,120 @@
+"""The shape of the project: what a wheel holds, who imports whom, what an import costs."""
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import hf_sparse24
+
+ROOT = Path(__file__).parent.parent
+# Lower layers first: a module of hf_sparse24 may import from its own layer and those before it.
+LAYERS = [
+    ["version"],
+    ["config"],
+    ["metrics", "schedule", "methods"],
+    ["linear"],
+    ["targets"],
+    ["report"],
+    ["patching"],
+    ["controller", "checkpoint", "quantizer"],
+    ["callback"],
+    ["trainer"],
+    ["__init__"],
+]
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports, relative ones resolved."""
+    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {stem} | {f"{stem}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_kernels_is_not_a_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or not spec.origin.startswith(str(ROOT))
+
+
+def test_wheel(tmp_path):
+    """Exactly our two packages, every module of them, and no tests."""
+    source = tmp_path / "source"  # a copy: building leaves files behind, and a wheel picks stale ones up
+    for name in ("hf_sparse24", "kernels", "tests", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    assert {name.split("/")[0] for name in names} == {"hf_sparse24", "sparse24_kernels"}
+    on_disk = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_sparse24").rglob("*.py")}
+    on_disk |= {str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels/sparse24_kernels").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == on_disk
+    assert {"hf_sparse24/py.typed", "sparse24_kernels/py.typed"} <= set(names)
+
+
+def test_every_package_is_listed():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    inits = [*ROOT.glob("hf_sparse24/**/__init__.py"), *ROOT.glob("kernels/*/**/__init__.py")]
+    assert listed == {str(p.parent.relative_to(ROOT)).removeprefix("kernels/").replace("/", ".") for p in inits}
+
+
+def test_kernels_import_torch_alone():
+    for path in (ROOT / "kernels" / "sparse24_kernels").rglob("*.py"):
+        foreign = {name.split(".")[0] for name in imports(path)} - {"kernels", "torch", "triton"}
+        assert foreign <= set(sys.stdlib_module_names), (path, foreign)
+
+
+def test_layers_of_hf_sparse24():
+    rank = {module: i for i, layer in enumerate(LAYERS) for module in layer}
+    for path in (ROOT / "hf_sparse24").rglob("*.py"):
+        parts = path.relative_to(ROOT / "hf_sparse24").with_suffix("").parts
+        own = rank[parts[0]]
+        for name in imports(path):
+            target = name.split(".")
+            if target[0] == "hf_sparse24" and len(target) > 1 and target[1] in rank:
+                assert rank[target[1]] <= own, f"{path.name} imports {name}"
+            assert target[0] not in ("recipes", "tests", "notebooks")
+
+
+def test_public_names():
+    assert sorted(hf_sparse24.__all__) == hf_sparse24.__all__
+    for name in hf_sparse24.__all__:
+        value = getattr(hf_sparse24, name)
+        assert name in ("PRESETS", "__version__") or value.__doc__, f"{name} has no docstring"
+
+
+def test_importing_touches_no_device_and_no_environment():
+    code = (
+        "import os, torch, transformers.trainer, transformers.quantizers; before = dict(os.environ)\n"
+        "import hf_sparse24; assert dict(os.environ) == before\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING; assert 'sparse24' in AUTO_QUANTIZER_MAPPING"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("path", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", ".ci/run"])
+def test_house(path):
+    assert (ROOT / path).stat().st_size > 0
