@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 SPECIAL_TOKENS = {"eos_token": "<eos>", "pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
-HELD_OUT = 25  # every 25th document is validation
+HELD_OUT = 50  # every 50th document is validation
 
 
 def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int | None = None) -> Path:

@@ -126,7 +126,7 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
     tokenized = documents.map(tokenize, batched=True, remove_columns=list(next(iter(documents))), **parallel)
     total = 0
     for row in tokenized:
-        total += len(row["tokens"]) + 1
+        total += len(row["tokens"]) + 1 if row["tokens"] else 0  # as `pack` counts them
         if total >= args.block_size:
             break
     else:

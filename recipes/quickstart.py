@@ -1,0 +1,126 @@
+"""Everything once, in a few minutes on a CPU: data, 2:4 training, plot, save, reload, export, a sample.
+
+`python recipes/quickstart.py` pre-trains a small Llama on the source of Python's standard library as
+`quickstart.yaml` says; flags of `train.py` may follow. It fails if the saved model does not come back bit for bit, or
+if the exported one is not 2:4.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import stdlib_text
+import torch
+import train
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+
+from hf_sparse24 import export_model
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching import sparse_layers
+
+RECIPES = Path(__file__).resolve().parent
+
+
+def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None = None) -> None:
+    """Run it all.
+
+    Args:
+        flags: of `train.py`, on top of `quickstart.yaml`.
+        data: directory for the text and its tokenizer.
+        max_files: of the standard library to use; None for all.
+    """
+    corpus = stdlib_text.prepare(data, max_files=max_files)
+    files = [f"--dataset={corpus}/train.jsonl", f"--validation_file={corpus}/validation.jsonl"]
+    trainer = train.main([f"{RECIPES}/quickstart.yaml", *files, f"--tokenizer_name={corpus}/tokenizer", *flags])
+    output, history = Path(trainer.args.output_dir), trainer.state.log_history
+    plot(history, output / "training.png")
+    sample = check_reload(trainer, output)
+    zeros, sparse_zeros = check_export(trainer, output / "export")
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    print(f"\n--- a sample of the reloaded model ---\n{sample}\n---")
+    print(f"validation loss    {losses[0]:.3f} before, {losses[-1]:.3f} after {trainer.state.global_step} steps")
+    print(f"zeros              {sparse_zeros:.1%} of the 2:4 weights, {zeros:.1%} of all parameters")
+    print(f"plot               {output / 'training.png'}")
+    print(f"model              {output}  (import hf_sparse24, then from_pretrained; goes on training 2:4)")
+    print(f"export             {output / 'export'}  (plain weights with zeros, loads anywhere)")
+    print("reload check passed: the same logits, bit for bit, in a fresh process")
+    print("export check passed: every exported sparse weight is 2:4")
+
+
+def plot(history: list[dict], path: Path) -> None:
+    """Draw losses, and how the masks settle, from a trainer's `state.log_history`."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (losses, flips) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    kept = flips.twinx()
+    lines = []
+    for axes, key, label, style in (
+        (losses, "loss", "training", "C0-"),
+        (losses, "eval_loss", "validation", "C1o-"),
+        (flips, "flip_rate", "flip rate", "C0-"),
+        (kept, "kept_magnitude", "kept magnitude", "C1-"),
+    ):
+        points = [(entry["step"], entry[key]) for entry in history if key in entry]
+        lines += axes.plot(*zip(*points), style, label=label)
+    losses.set(xlabel="step", ylabel="loss", title="Loss")
+    losses.legend(handles=lines[:2])
+    flips.set(xlabel="step", ylabel="share of weights that enter or leave the mask", title="Masks")
+    kept.set_ylabel("share of the L1 norm that the mask keeps")
+    kept.legend(handles=lines[2:])
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+@torch.no_grad()
+def check_reload(trainer: Trainer, directory: Path) -> str:
+    """Compare the model saved in `directory`, loaded by a fresh process, with the trained one; returns a sample."""
+    recorded = directory / "logits.safetensors"
+    input_ids = torch.tensor(trainer.eval_dataset[:2]["input_ids"])
+    save_file({"input_ids": input_ids, "logits": _logits(trainer.model, input_ids)}, recorded)
+    command = [sys.executable, str(RECIPES / "reload.py"), str(directory), str(recorded)]
+    reloaded = subprocess.run(command, capture_output=True, text=True)
+    if reloaded.returncode != 0:
+        raise SystemExit(f"{reloaded.stderr}\nreload check FAILED")
+    return reloaded.stdout.rstrip()
+
+
+def check_export(trainer: Trainer, directory: Path) -> tuple[float, float]:
+    """Export to `directory`, load that as a plain model, and check that it is 2:4 and computes the same.
+
+    Returns:
+        The share of zeros among all its parameters, and among those under the 2:4 pattern.
+    """
+    export_model(trainer.model, directory)
+    trainer.processing_class.save_pretrained(directory)
+    exported = AutoModelForCausalLM.from_pretrained(directory).eval()
+    layers = sparse_layers(trainer.model)
+    weights = {name: exported.get_submodule(name).weight for name in layers}
+    dense = [name for name, weight in weights.items() if not is_nm_sparse(weight, dim=layers[name].input_dim)]
+    if dense:
+        raise SystemExit(f"export check FAILED: not 2:4 in {directory}: {', '.join(dense)}")
+    input_ids = torch.tensor(trainer.eval_dataset[:2]["input_ids"])
+    difference = (_logits(exported, input_ids) - _logits(trainer.model, input_ids)).abs().max().item()
+    if difference > 1e-3:  # sums in another order, no more
+        raise SystemExit(f"export check FAILED: the logits of {directory} differ by up to {difference:.3g}")
+    return _share_of_zeros(exported.parameters()), _share_of_zeros(weights.values())
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    return model.eval()(input_ids=input_ids).logits
+
+
+def _share_of_zeros(tensors) -> float:
+    counts = [((tensor == 0).sum().item(), tensor.numel()) for tensor in tensors]
+    return sum(zeros for zeros, _ in counts) / sum(size for _, size in counts)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\ninterrupted; the next run starts afresh", file=sys.stderr)
+        sys.exit(130)
