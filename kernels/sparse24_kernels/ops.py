@@ -127,21 +127,21 @@ def mvue(x: Tensor, dim: int = -1, *, generator: torch.Generator | None = None, 
     if key is None:
         device = generator.device if generator is not None else x.device
         key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
-    return _mvue(x, key, dim)
+    return _mvue(x, key, dim % x.dim())
 
 
 @torch.library.custom_op("sparse24::mvue", mutates_args=())
 def _mvue(x: Tensor, key: Tensor, dim: int) -> Tensor:
     # A custom op, so that torch.compile leaves the generator inside it alone.
-    size = x.shape[dim]
-    # pad() counts dimensions from the last; only `dim` gets zeros at its end.
-    padding = [0, 0] * (-dim - 1 if dim < 0 else x.dim() - 1 - dim) + [0, -size % 4]
-    padded = torch.nn.functional.pad(x, padding)
-    shape = list(padded.shape)
+    size, missing = x.shape[dim], -x.shape[dim] % 4
+    if missing:
+        x = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+    shape = list(x.shape)
     shape[dim] //= 4
     generator = torch.Generator(device=x.device).manual_seed(int(key))
     uniform = torch.rand(shape, generator=generator, device=x.device)
-    return reference.mvue(padded, uniform, dim).narrow(dim, 0, size).contiguous()
+    estimate = reference.mvue(x, uniform, dim)
+    return estimate.narrow(dim, 0, size).contiguous() if missing else estimate
 
 
 @_mvue.register_fake

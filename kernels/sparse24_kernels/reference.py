@@ -127,18 +127,18 @@ def mvue(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     element is kept as it is when it outweighs the other three, and everything else counts as T. Laying the b_i end to
     end and keeping those that the two points u*T and (u + 1)*T fall into picks exactly two.
     """
-    values = _groups(x.float(), 4, dim)
-    member = _member_dim(dim)
-    x0, x1, x2, x3 = values.unbind(member)
-    a0, a1, a2, a3 = x0.abs(), x1.abs(), x2.abs(), x3.abs()
+    values, member = _groups(x.float(), 4, dim), _member_dim(dim)
+    a = values.abs()
+    a0, a1, a2, a3 = a.unbind(member)
     high01, high23 = torch.maximum(a0, a1), torch.maximum(a2, a3)
     largest = torch.maximum(high01, high23)
-    # Summed from its own three terms: S - M would cancel to nothing beside one huge value.
-    others = torch.minimum(high01, high23) + torch.minimum(a0, a1) + torch.minimum(a2, a3)
-    pick = torch.minimum(0.5 * largest + 0.5 * others, others)  # T
+    # Summed from its own three terms: S - M would cancel to nothing beside one huge value. In place from here on: on
+    # a CPU, fresh memory costs more than the arithmetic.
+    others = torch.minimum(high01, high23).add_(torch.minimum(a0, a1)).add_(torch.minimum(a2, a3))
+    pick = torch.minimum(largest.mul_(0.5).add_(others, alpha=0.5), others)  # T
     end0 = torch.minimum(a0, pick)
-    end1 = end0 + torch.minimum(a1, pick)
-    end2 = end1 + torch.minimum(a2, pick)
+    end1 = torch.minimum(a1, pick).add_(end0)
+    end2 = torch.minimum(a2, pick).add_(end1)
     first = uniform * pick
     second = first + pick
     # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0.
@@ -146,14 +146,17 @@ def mvue(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     second_by1, second_by2 = second < end1, second < end2
     # A group with one non-zero has T = 0 and no length to sample from: it is kept as it is.
     alone = pick == 0
-    keep0 = first_by0 | alone
-    keep1 = (first_by1 & ~first_by0) | second_by1 | alone
-    keep2 = ~first_by1 | (second_by2 & ~second_by1) | alone
-    keep3 = ~second_by2 | alone
-    members = ((keep0, x0, a0), (keep1, x1, a1), (keep2, x2, a2), (keep3, x3, a3))
-    # `x != 0` matters to all-zero groups, and where rounding lets a point pass the end of the last non-zero.
-    kept = [torch.where(keep & (xi != 0), torch.copysign(torch.maximum(a, pick), xi), 0) for keep, xi, a in members]
-    return torch.stack(kept, member).reshape(x.shape).to(x.dtype)
+    keep = [
+        first_by0 | alone,
+        (first_by1 & ~first_by0) | second_by1 | alone,
+        ~first_by1 | (second_by2 & ~second_by1) | alone,
+        ~second_by2 | alone,
+    ]
+    # That a kept value is not zero matters where rounding lets a point pass the end of the last non-zero.
+    kept = torch.stack(keep, member).logical_and_(values)
+    # A product drops the others faster than masked_fill_ does; adding zero turns its -0.0 into +0.0.
+    estimate = torch.maximum(a, pick.unsqueeze(member), out=a).copysign_(values).mul_(kept).add_(0.0)
+    return estimate.reshape(x.shape).to(x.dtype)
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
