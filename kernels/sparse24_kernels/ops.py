@@ -43,7 +43,7 @@ def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1) -> Tensor:
 
 
 def apply_mask(weight: Tensor, mask: Tensor) -> Tensor:
-    """`weight` where `mask` (bool, same shape) and +0.0 elsewhere, never -0.0."""
+    """`weight` where `mask` (bool, same shape) and +0.0 elsewhere, never -0.0; NaN and inf show even there."""
     return reference.apply_mask(weight, mask)
 
 

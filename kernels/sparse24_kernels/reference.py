@@ -64,8 +64,9 @@ def nm_mask(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
 
 
 def apply_mask(weight: Tensor, mask: Tensor) -> Tensor:
-    """`weight` where `mask`, +0.0 elsewhere; a kept -0.0 is written as +0.0 too."""
-    return torch.where(mask & (weight != 0), weight, 0)
+    """`weight * mask` without -0.0."""
+    # A product, so that a NaN shows even where it is masked; adding zero turns -0.0 into +0.0.
+    return (weight * mask).add_(0.0)
 
 
 def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | None) -> Tensor:
@@ -149,11 +150,10 @@ def mvue(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     keep = [
         first_by0 | alone,
         (first_by1 & ~first_by0) | second_by1 | alone,
-        ~first_by1 | (second_by2 & ~second_by1) | alone,
-        ~second_by2 | alone,
+        (~first_by1 | (second_by2 & ~second_by1) | alone).logical_and_(a2),  # where rounding lets a point
+        (~second_by2 | alone).logical_and_(a3),  # pass the last non-zero, a zero must not be picked
     ]
-    # That a kept value is not zero matters where rounding lets a point pass the end of the last non-zero.
-    kept = torch.stack(keep, member).logical_and_(values)
+    kept = torch.stack(keep, member)
     # A product drops the others faster than masked_fill_ does; adding zero turns its -0.0 into +0.0.
     estimate = torch.maximum(a, pick.unsqueeze(member), out=a).copysign_(values).mul_(kept).add_(0.0)
     return estimate.reshape(x.shape).to(x.dtype)
@@ -161,7 +161,7 @@ def mvue(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
     """grad += alpha * (1 - mask) * weight, in place."""
-    return grad.add_(weight.masked_fill(mask, 0.0).to(grad.dtype), alpha=alpha)
+    return grad.add_((weight * ~mask).to(grad.dtype), alpha=alpha)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
