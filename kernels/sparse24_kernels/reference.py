@@ -84,8 +84,8 @@ def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | Non
     pruned = values.clamp(-threshold, threshold).neg_().add_(values)
     if scale is not None:
         pruned = pruned.mul_(scale)
-    pruned = pruned.reshape(weight.shape).to(weight.dtype)
-    return pruned.masked_fill_(pruned == 0, 0.0)
+    # After the cast, which may round a small negative value to -0.0.
+    return pruned.reshape(weight.shape).to(weight.dtype).add_(0.0)
 
 
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
