@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
-from sparse24_kernels import BACKENDS
+from sparse24_kernels import BACKENDS, SCALE_RULES, SOLVERS
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .version import __version__
@@ -14,7 +14,6 @@ from .version import __version__
 GRADIENTS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
 PHASES = ("sparse", "dense")
 TARGET_GROUPS = ("mlp", "attention", "all-linear")
-SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ class Sparse24Config(QuantizationConfigMixin):
 _CHOICES = {
     "decay_on": ("gradient", "weight"),
     "mask_solver": SOLVERS,
-    "scale_rule": ("mse", "l1", "none"),
+    "scale_rule": SCALE_RULES,
     "scale_frozen": (True, False),
     "switch_rule": ("arithmetic", "geometric"),
     "weight_grad": GRADIENTS,

@@ -18,6 +18,10 @@ dimension that is contracted*. Each product contracts a different dimension, so 
     SR-STE    W sparse     dense         dense
     S-STE     W sparse     dense         dZ sparse (MVUE)
     T-SR-STE  W sparse     W sparse      dZ sparse (MVUE)
+    STEP      W sparse     dense         dense              once it has switched; dense before
+    fixed     W sparse     dense         dense
+
+A config can ask for more: dZ pruned in the grad_input product, X pruned in the output product, operands in FP8.
 
 `weight`, the Parameter, always stays the dense master: the optimizer updates all of it, and its gradient is that of
 the sparse weight, passed straight through.
@@ -36,32 +40,53 @@ class _SparseLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, sparse_weight, bias, method, rng_key):
+        config = method.config
+        if config.activations == "2:4":
+            x = kernels.apply_mask(x, kernels.nm_mask(x))
         ctx.save_for_backward(x, sparse_weight, rng_key)
         ctx.method, ctx.weight_dtype = method, weight.dtype
-        return kernels.sparse_mm(x, sparse_weight.t(), bias, sparse="right", backend=method.config.backend)
+        if config.fp8:
+            x, sparse_weight = kernels.fp8_simulate(x, "e4m3"), kernels.fp8_simulate(sparse_weight, "e4m3")
+        return kernels.sparse_mm(x, sparse_weight.t(), bias, sparse="right", backend=config.backend)
 
     @staticmethod
     def backward(ctx, grad_output):
         x, sparse_weight, rng_key = ctx.saved_tensors
-        backend = ctx.method.config.backend
+        config = ctx.method.config
         grad_x = grad_weight = grad_bias = None
         flat_grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
+        if config.fp8:
+            x, sparse_weight = kernels.fp8_simulate(x, "e5m2"), kernels.fp8_simulate(sparse_weight, "e5m2")
         if ctx.needs_input_grad[0]:
+            # Groups along out, which this product contracts. Another stream than grad_weight's.
+            key = None if rng_key is None else rng_key + 1
+            grad = _pruned(grad_output, config.input_grad, -1, key, config.fp8)
             if ctx.method.transposable:
-                grad_x = kernels.sparse_mm(grad_output, sparse_weight, sparse="right", backend=backend)
+                grad_x = kernels.sparse_mm(grad, sparse_weight, sparse="right", backend=config.backend)
+            elif config.input_grad != "dense":
+                grad_x = kernels.sparse_mm(grad, sparse_weight, sparse="left", backend=config.backend)
             else:
-                grad_x = grad_output @ sparse_weight
+                grad_x = grad @ sparse_weight
         if ctx.needs_input_grad[1]:
             flat_x = x.reshape(-1, x.shape[-1])  # [T, in]
-            if ctx.method.config.weight_grad == "mvue":
-                pruned_grad = kernels.mvue(flat_grad, dim=0, key=rng_key)
-                grad_weight = kernels.sparse_mm(pruned_grad.t(), flat_x, sparse="left", backend=backend)
+            grad = _pruned(flat_grad, config.weight_grad, 0, rng_key, config.fp8).t()
+            if config.weight_grad != "dense":
+                grad_weight = kernels.sparse_mm(grad, flat_x, sparse="left", backend=config.backend)
             else:
-                grad_weight = flat_grad.t() @ flat_x
+                grad_weight = grad @ flat_x
             grad_weight = grad_weight.to(ctx.weight_dtype)
         if ctx.needs_input_grad[3]:
             grad_bias = flat_grad.sum(0)  # from the whole gradient: it costs no product, so nothing is pruned
         return grad_x, grad_weight, None, grad_bias, None, None
+
+
+def _pruned(grad: Tensor, estimator: str, dim: int, key: Tensor | None, fp8: bool) -> Tensor:
+    """The gradient as a product sees it: pruned at random along `dim`, then in E5M2."""
+    if estimator == "mvue-1:2":
+        grad = kernels.mvue(grad, 1, 2, dim, key=key)
+    elif estimator != "dense":
+        grad = kernels.mvue(grad, 2, 4, dim, "approx" if estimator == "mvue-approx" else "exact", key=key)
+    return kernels.fp8_simulate(grad, "e5m2") if fp8 else grad
 
 
 class Sparse24Layer(nn.Module):

@@ -138,6 +138,8 @@ def _cannot_be_sparse(module: nn.Module, config: Sparse24Config) -> str | None:
     inputs, outputs = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
     if inputs % config.m:
         return f"input size {inputs} is not a multiple of {config.m}"
+    if config.activations == "2:4" and inputs % 4:
+        return f"input size {inputs} is not a multiple of 4, as activations='2:4' needs"
     if METHODS[config.method].needs_square_groups and outputs % config.m:
         return f"output size {outputs} is not a multiple of {config.m}, as {config.method!r} needs"
     return None

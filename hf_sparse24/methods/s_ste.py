@@ -4,7 +4,8 @@ Method card
     Forward          Z = X (beta S(W))^T with the soft threshold S(w) = sign(w) max(|w| - t, 0), t the second smallest
                      magnitude of the four. S is continuous: a weight enters and leaves at zero.
     Scale            beta = <W, S(W)> / ||S(W)||^2, one fp32 number per weight tensor, computed when sparsity begins,
-                     then frozen and saved (recomputed it grows without bound and flips explode, the paper's Fig. 4)
+                     then frozen and saved (recomputed it grows without bound and flips explode, the paper's Fig. 4).
+                     `scale_rule` and `scale_frozen` are there for the paper's ablation (Table 2)
     Backward         dX = dZ (beta S(W)), a dense product with the sparse values
                      dW = MVUE(dZ^T) X, passed straight through to W: no beta, no mask
     Hyper-parameters none; no dense phase
@@ -21,7 +22,7 @@ from .base import SparseMethod
 
 class SSTE(SparseMethod):
     def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        return {"scale": kernels.s_ste_scale(weight, self.n, self.m, dim)}
+        return {"scale": kernels.s_ste_scale(weight, self.n, self.m, dim, self.config.scale_rule)}
 
     def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
         return kernels.nm_mask(weight, self.n, self.m, dim)

@@ -1,10 +1,11 @@
-"""T-SR-STE: masks that are 2:4 in both directions, so that all three products can be sparse.
+"""T-SR-STE: masks that are N:M in both directions, so that all three products can be sparse.
 
 Method card
     Forward          Z = X (M * W)^T, M the transposable mask of largest kept L1 norm (exact, 90 patterns a 4x4 tile)
     Backward         dX = dZ (M * W): 2:4 along its own contraction because M is transposable
                      dW = MVUE(dZ^T) X: the gradient pruned 2:4 along tokens, at random and unbiased
-    Mask             searched every `mask_interval` = 40 optimizer steps, fixed in between
+    Mask             searched every `mask_interval` = 40 optimizer steps, fixed in between; `mask_solver` says how,
+                     `pattern` may be any N:M (Hubara et al. 2021 train 4:8), of which only 2:4 has hardware
     Regularisation   g <- g + lambda_W (1 - M) W, after clipping and unscaling, once per optimizer step
     Schedule         the last sixth of training (`dense_tail`) is dense; the trained model *is* dense
     Hyper-parameters masked_decay: 6e-5 GPT-2 124M, 2e-4 GPT-2 350M, 6e-6 BERT (the public sources contradict each
@@ -26,7 +27,8 @@ class TSRSTE(SparseMethod):
     needs_square_groups = True
 
     def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.pack_bits(kernels.transposable_mask(weight))}
+        mask = kernels.transposable_mask(weight, self.n, self.m, self.config.mask_solver)
+        return {"mask_bits": kernels.pack_bits(mask)}
 
     def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
         return kernels.unpack_bits(state["mask_bits"], weight.shape[-1])

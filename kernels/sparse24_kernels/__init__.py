@@ -6,6 +6,8 @@ Depends on torch alone. `reference.py` says what each function computes, `ops.py
 
 from .backends import BACKENDS, Choice, choose_backend
 from .ops import (
+    SCALE_RULES,
+    SOLVERS,
     apply_mask,
     masked_decay_,
     mvue,
@@ -20,6 +22,8 @@ from .ops import (
 
 __all__ = [
     "BACKENDS",
+    "SCALE_RULES",
+    "SOLVERS",
     "Choice",
     "apply_mask",
     "choose_backend",

@@ -7,8 +7,11 @@ All take tensors of any floating dtype and leave their inputs alone unless the n
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, transposable
 from .backends import choose_backend
+
+SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
+SCALE_RULES = ("mse", "l1", "none")
 
 
 def _check_pattern(n: int, m: int) -> None:
@@ -69,83 +72,132 @@ def soft_threshold(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, scale:
     return reference.soft_threshold(weight, n, m, dim, scale)
 
 
-def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1) -> Tensor:
-    """The beta that minimises `||W - beta * S(W)||^2`, S the soft threshold: `<W, S(W)> / ||S(W)||^2`.
+def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str = "mse") -> Tensor:
+    """S-STE's beta: what S(W), the soft threshold of W, is multiplied with.
+
+    Args:
+        weight, n, m, dim: as for `soft_threshold`.
+        rule: `"mse"` minimises `||W - beta * S(W)||^2`, so beta is `<W, S(W)> / ||S(W)||^2`; `"l1"` keeps the L1 norm,
+            `||W||_1 / ||S(W)||_1`; `"none"` is 1.
 
     Returns:
-        fp32 scalar on the weight's device, 1.483 for Gaussian and 1.751 for uniform weights. Where S(W) is all zeros
-        every beta is as good, and it is 1 (the paper's formula divides by zero there).
+        fp32 scalar on the weight's device. For Gaussian weights 1.483 (mse) and 2.512 (l1), for uniform ones 1.751
+        (mse). Where S(W) is all zeros every beta is as good, and it is 1 (the paper's formula divides by zero there).
 
-    Reference: S-STE (arXiv 2409.09099), section 4.2, "minimise MSE".
+    Raises:
+        ValueError: a pattern outside 0 < n < m, a size that `m` does not divide, or an unknown rule.
+
+    Reference: S-STE (arXiv 2409.09099), section 4.2 and Table 2, where "minimise MSE" is chosen. The paper leaves open
+        which L1 norm is kept; ours is that of the dense weight.
     """
     _check_pattern(n, m)
     _check_groups("s_ste_scale", weight, m, dim)
-    return reference.s_ste_scale(weight, n, m, dim)
+    if rule not in SCALE_RULES:
+        raise ValueError(f"rule={rule!r}: must be one of {list(SCALE_RULES)}")
+    return reference.s_ste_scale(weight, n, m, dim, rule)
 
 
-def transposable_mask(weight: Tensor) -> Tensor:
-    """The mask that is 2:4 along rows and along columns with the largest kept L1 norm, exactly.
+def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exact") -> Tensor:
+    """The mask that is n:m along rows and along columns, with as much of the L1 norm as the solver finds.
 
     Args:
-        weight: `[R, C]`, both multiples of 4. Tiles of 4x4 are searched over all 90 legal patterns.
+        weight: `[R, C]`, both multiples of `m`. The m x m tiles are those of the matrix itself, so the mask of W is the
+            mask of W^T (the public code of Hubara et al. cuts 64 consecutive weights of a row instead).
+        n, m: the pattern, 0 < n < m.
+        solver: `"exact"` is the optimum: 2:4 over all 90 patterns, any other by `"min-cost-flow"` (needs OR-tools).
+            `"greedy"` keeps the largest that still fits; `"two-approx"` is the paper's 2-approximation, which prunes
+            the smallest. Both are fast, any pattern, any device, and keep less.
 
     Returns:
-        bool `[R, C]`; every 4x4 tile holds two ones in each row and each column. Of equal patterns the one that keeps
-        the lower indices wins.
+        bool `[R, C]`. The optimal solvers keep exactly n in every row and column of every tile; the others at most n.
+        Of equals the lower index is kept (min-cost-flow: some optimum).
 
     Raises:
-        ValueError: not a matrix, or a size that 4 does not divide.
+        ValueError: not a matrix, a size that `m` does not divide, or an unknown solver.
+        ImportError: min-cost-flow without OR-tools.
 
-    Reference: Hu et al. 2024 (arXiv 2404.01847), Algorithm 1. Ours scores in fp32; theirs may score in TF32.
+    Reference: Hubara et al. 2021 (arXiv 2102.08124), section 3 and Algorithm 1; Hu et al. 2024 (arXiv 2404.01847),
+        Algorithm 1 for the 90 patterns. Ours scores in fp32; theirs may score in TF32. Their public dynamic code calls
+        a keep-greedy sweep "2-approximation"; here each has its own name.
     """
-    if weight.dim() != 2 or weight.shape[0] % 4 or weight.shape[1] % 4:
+    _check_pattern(n, m)
+    if solver not in SOLVERS:
+        raise ValueError(f"solver={solver!r}: must be one of {list(SOLVERS)}")
+    if weight.dim() != 2 or weight.shape[0] % m or weight.shape[1] % m:
         raise ValueError(
-            f"transposable_mask needs a matrix with both sizes multiples of 4, got shape {tuple(weight.shape)}"
+            f"transposable_mask needs a matrix with both sizes multiples of {m}, got shape {tuple(weight.shape)}"
         )
-    return reference.transposable_mask(weight)
+    return transposable.transposable_mask(weight, n, m, solver)
 
 
-def mvue(x: Tensor, dim: int = -1, *, generator: torch.Generator | None = None, key: Tensor | None = None) -> Tensor:
-    """A random 2:4 tensor whose expectation is `x`, with the least variance a 2:4 tensor can have.
+def mvue(
+    x: Tensor,
+    n: int = 2,
+    m: int = 4,
+    dim: int = -1,
+    estimator: str = "exact",
+    generator: torch.Generator | None = None,
+    *,
+    key: Tensor | None = None,
+) -> Tensor:
+    """A random n:m tensor whose expectation is `x`: the minimum-variance unbiased estimate.
 
     Args:
         x: any shape and size; a last group that is not full is treated as if padded with zeros.
-        dim: the dimension that groups of four run along.
+        n, m: 2:4 or 1:2.
+        dim: the dimension that groups run along.
+        estimator: `"exact"` has the least variance an n:m tensor can have; `"approx"` is the paper's cheaper 2:4
+            formula, at most twice that (here it is the slower one, and kept for comparison).
         generator: fixes the draw, as in `torch.rand`.
         key: int64 scalar tensor that fixes the draw by itself: the same key on the same device gives the same
             result, whatever ran before. Overrides `generator`. Both None draws from torch's global generator.
 
     Returns:
-        Same shape and dtype, at most two non-zeros in every four. All-zero groups stay zero.
+        Same shape and dtype, at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
+
+    Raises:
+        ValueError: another pattern, or an estimator the pattern does not have.
 
     Reference: Chmiel et al. (arXiv 2203.10991), section 4: the inclusion probabilities `pi_i = min(1, c |x_i|)`,
-    `sum pi = 2`, and value `x_i / pi_i`. Our deviation: the two elements are drawn by systematic sampling from one
-    uniform number per group, where the paper tabulates cases and others ship a two-draw approximation; both the
-    probabilities and the variance are the optimal ones (relative variance 0.474 on Gaussian groups, 0.502 for the
-    approximation).
+    `sum pi = n`, and value `x_i / pi_i`. Our deviation: the two elements of 2:4 are drawn by systematic sampling from
+    one uniform number per group, where the paper tabulates cases and others ship the two-draw approximation; the
+    probabilities and the variance are the optimal ones. Relative variance on Gaussian groups: 0.474 (2:4 exact), 0.502
+    (approx), 0.636 (1:2).
     """
+    if ((n, m), estimator) not in _ESTIMATORS:
+        known = ", ".join(f"{n}:{m} {estimator}" for (n, m), estimator in _ESTIMATORS)
+        raise ValueError(f"mvue has no {n}:{m} {estimator!r} estimator; it has {known}")
     if key is None:
         device = generator.device if generator is not None else x.device
         key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
-    return _mvue(x, key, dim % x.dim())
+    return _mvue(x, key, n, m, dim % x.dim(), estimator)
+
+
+_ESTIMATORS = {
+    ((2, 4), "exact"): reference.mvue_24,
+    ((2, 4), "approx"): reference.mvue_24_approx,
+    ((1, 2), "exact"): reference.mvue_12,
+}
 
 
 @torch.library.custom_op("sparse24::mvue", mutates_args=())
-def _mvue(x: Tensor, key: Tensor, dim: int) -> Tensor:
+def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str) -> Tensor:
     # A custom op, so that torch.compile leaves the generator inside it alone.
-    size, missing = x.shape[dim], -x.shape[dim] % 4
+    size, missing = x.shape[dim], -x.shape[dim] % m
     if missing:
         x = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
     shape = list(x.shape)
-    shape[dim] //= 4
+    shape[dim] //= m
+    if estimator == "approx":
+        shape.append(2)
     generator = torch.Generator(device=x.device).manual_seed(int(key))
     uniform = torch.rand(shape, generator=generator, device=x.device)
-    estimate = reference.mvue(x, uniform, dim)
+    estimate = _ESTIMATORS[(n, m), estimator](x, uniform, dim)
     return estimate.narrow(dim, 0, size).contiguous() if missing else estimate
 
 
 @_mvue.register_fake
-def _(x: Tensor, key: Tensor, dim: int) -> Tensor:
+def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -10,9 +10,6 @@ Results that the papers leave open are fixed here, for every function:
 * a zero is written as +0.0, never -0.0 (some sparse compressors count -0.0 as a value).
 """
 
-from functools import cache
-from itertools import combinations, product
-
 import torch
 from torch import Tensor
 
@@ -88,39 +85,20 @@ def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | Non
     return pruned.reshape(weight.shape).to(weight.dtype).add_(0.0)
 
 
-def s_ste_scale(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
-    """<W, S(W)> / ||S(W)||^2 as an fp32 scalar; 1.0 where S(W) is all zeros."""
+def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
+    """The factor that S(W) is multiplied with, as an fp32 scalar; 1.0 where S(W) is all zeros."""
     weight = weight.float()
     pruned = soft_threshold(weight, n, m, dim, None)
-    norm = pruned.square().sum()
-    return torch.where(norm == 0, 1.0, (weight * pruned).sum() / norm)
+    if rule == "mse":
+        wanted, kept = (weight * pruned).sum(), pruned.square().sum()
+    elif rule == "l1":
+        wanted, kept = weight.abs().sum(), pruned.abs().sum()
+    else:
+        wanted = kept = weight.new_ones(())
+    return torch.where(kept == 0, 1.0, wanted / kept)
 
 
-@cache
-def transposable_patterns() -> Tensor:
-    """The 90 boolean 4x4 tiles with two ones in every row and column: bool `[90, 16]`.
-
-    In an order that lets "the first of equals" mean "keep the lower indices".
-    """
-    rows = [tuple(int(i in kept) for i in range(4)) for kept in combinations(range(4), 2)]
-    tiles = [sum(tile, ()) for tile in product(rows, repeat=4) if all(sum(column) == 2 for column in zip(*tile))]
-    # On the CPU whatever the default device is: this is cached, and a model may be built under torch.device("meta").
-    return torch.tensor(tiles, dtype=torch.bool, device="cpu")
-
-
-def transposable_mask(weight: Tensor) -> Tensor:
-    """Of each 4x4 tile of a matrix keep the 2:4-in-both-directions pattern of largest L1 norm: bool `[R, C]`."""
-    rows, columns = weight.shape
-    patterns = transposable_patterns().to(weight.device)
-    # Finite stand-ins for NaN and inf: the score is a product with zeros, and inf * 0 would poison it.
-    huge = torch.finfo(torch.float32).max / 16
-    magnitude = weight.float().abs().nan_to_num(nan=huge, posinf=huge).clamp(max=huge)
-    tiles = magnitude.reshape(rows // 4, 4, columns // 4, 4).transpose(1, 2).reshape(-1, 16)
-    best = torch.cat([(part @ patterns.T.float()).argmax(dim=1) for part in tiles.split(1 << 18)])
-    return patterns[best].reshape(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
-
-
-def mvue(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
+def mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     """Exact 2:4 MVUE by systematic sampling; `uniform` holds one number of [0, 1) per group.
 
     With magnitudes a, sum S and largest M, let T = min(S/2, S - M). Then b_i = min(a_i, T) sums to 2T, the optimal
@@ -157,6 +135,46 @@ def mvue(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     # A product drops the others faster than masked_fill_ does; adding zero turns its -0.0 into +0.0.
     estimate = torch.maximum(a, pick.unsqueeze(member), out=a).copysign_(values).mul_(kept).add_(0.0)
     return estimate.reshape(x.shape).to(x.dtype)
+
+
+def mvue_12(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
+    """Exact 1:2 MVUE: keep x_i with probability |x_i| / (|x_0| + |x_1|), as sign(x_i) * (|x_0| + |x_1|)."""
+    values, member = _groups(x.float(), 2, dim), _member_dim(dim)
+    a0, a1 = values.abs().unbind(member)
+    total = a0 + a1
+    first = uniform * total < a0
+    # `logical_and` keeps a zero from being picked where uniform * total rounds up to a0.
+    kept = torch.stack([first.logical_and(a0), (~first).logical_and(a1)], member)
+    estimate = total.unsqueeze(member).expand_as(values).copysign(values).mul_(kept).add_(0.0)
+    return estimate.reshape(x.shape).to(x.dtype)
+
+
+def mvue_24_approx(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
+    """The two-draw 2:4 estimate; `uniform` holds two numbers per group, along a last dimension of 2.
+
+    Draw i with probability |x_i| / S, then j != i with |x_j| / (S - |x_i|), and divide both by the exact probability
+    of being drawn at all, p_i = |x_i| / S + |x_i| (K - k_i) with k_i = |x_i| / (S (S - |x_i|)) and K = sum k.
+    """
+    member = _member_dim(dim)
+    values = _groups(x.double(), 4, dim).movedim(member, -1)
+    a = values.abs()
+    without_own = 1 - torch.eye(4, dtype=a.dtype, device=a.device)  # sums that leave an element out, not cancelled
+    others = a @ without_own
+    share = a / a.sum(-1, keepdim=True)
+    k = torch.where(others > 0, share / others, 0.0)
+    probability = share + a * (k @ without_own)
+    first = _draw(a, uniform[..., :1])
+    second = _draw(a.scatter(-1, first, 0.0), uniform[..., 1:])
+    drawn = torch.zeros_like(a).scatter_(-1, first, 1.0).scatter_(-1, second, 1.0)
+    # Where x is 0 nothing is kept: a zero is drawn only where fewer than two others are left, or by rounding.
+    estimate = torch.where(values == 0, 0.0, values / probability * drawn).add_(0.0)
+    return estimate.movedim(-1, member).reshape(x.shape).to(x.dtype)
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """One index per group `[..., 4]` with probability in proportion to `weights`: int64 `[..., 1]`."""
+    ends = weights.cumsum(-1)
+    return (ends <= uniform * ends[..., -1:]).sum(-1, keepdim=True).clamp(max=3)
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
