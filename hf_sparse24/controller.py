@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .linear import Sparse24Layer
 from .patching import patched_config, set_phase, sparse_layers
 from .schedule import Schedule
+from .step_adamw import StepAdamW
 
 
 class Sparse24Controller:
@@ -47,7 +48,8 @@ class Sparse24Controller:
 
     Raises:
         ValueError: the model is not patched, the schedule does not fit `total_steps`, a trainable patched weight is
-            not in the optimizer, or a weight is sharded (a DTensor), which this version does not support.
+            not in the optimizer, method "step" without a `StepAdamW`, `masked_decay="auto"` (only `Sparse24Trainer`
+            determines it), or a weight is sharded (a DTensor), which this version does not support.
     """
 
     def __init__(
@@ -65,8 +67,11 @@ class Sparse24Controller:
             raise ValueError("the model is not patched; call patch_model(model) first")
         self.model, self.seed, self.metrics_interval = model, seed, metrics_interval
         self.config = patched_config(model)
+        if self.config.masked_decay == "auto":
+            raise ValueError("masked_decay='auto': only Sparse24Trainer determines it; give the controller a number")
         self.schedule = Schedule.from_config(self.config, total_steps)
-        _check_weights(self.layers, optimizer)
+        self._groups = _groups_of_weights(self.layers, optimizer)
+        self._step_optimizer = _step_optimizer(optimizer) if self.config.method == "step" else None
         self.step = step
         self.micro_step = 0
         self._flips: dict[str, Tensor] = {}
@@ -83,7 +88,12 @@ class Sparse24Controller:
 
     @property
     def phase(self) -> str:
-        """`"sparse"` or `"dense"`: what the schedule says for the step that comes next."""
+        """`"sparse"` or `"dense"`: how the model computes in the step that comes next.
+
+        What the schedule says; with STEP, dense before its optimizer has switched.
+        """
+        if self._step_optimizer is not None and not self._step_optimizer.switched:
+            return "dense"
         return self.schedule.phase(self.step)
 
     def after_micro_step(self) -> None:
@@ -96,19 +106,21 @@ class Sparse24Controller:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Call right before `optimizer.step()`, once gradients are unscaled and clipped: adds the masked decay."""
+        """Call right before `optimizer.step()`, once gradients are unscaled and clipped: applies the masked decay."""
         measures = (self.step + 1) % self.metrics_interval == 0 or self.step == 0
         # Methods that search masks now and then flip only when they search: `_search_masks` measures that.
         keeps_masks = measures and self.schedule.mask_interval is None
         decay = (self.config.masked_decay or 0.0) if self.phase == "sparse" else 0.0
         for name, layer in _first_of_each_weight(self.layers).items():
-            grad = layer.weight.grad
+            weight, grad = layer.weight, layer.weight.grad
             decays = decay > 0 and grad is not None
             if not decays and not keeps_masks:
                 continue
             mask = layer.mask()
-            if decays:
-                kernels.masked_decay_(grad, layer.weight, mask, decay)
+            if decays and self.config.decay_on == "gradient":
+                kernels.masked_decay_(grad, weight, mask, decay)
+            elif decays:
+                kernels.masked_decay_(weight, weight, mask, -decay * self._groups[name]["lr"])
             if keeps_masks:
                 self._masks_before[name] = kernels.pack_bits(mask)
 
@@ -122,10 +134,13 @@ class Sparse24Controller:
                 name: _flipped(before, self.layers[name].mask()) for name, before in self._masks_before.items()
             }
             self._masks_before = {}
-        if self.schedule.phase(self.step) != self.schedule.phase(self.step - 1):
+        if self.phase != self.config.phase:
             self._enter_phase()
         elif self.schedule.searches_mask(self.step):
             self._search_masks()
+        elif self.config.scale_frozen is False and self.phase == "sparse":
+            for layer in self.layers.values():
+                layer.init_state()
         self._set_rng_keys()
 
     def metrics(self) -> dict[str, float]:
@@ -146,6 +161,10 @@ class Sparse24Controller:
             sizes = sum(self.layers[name].weight.numel() for name in self._flips)
             values["flip_rate"] = float(sum(self._flips.values())) / sizes
         return values
+
+    def layer_flip_rates(self) -> dict[str, float]:
+        """`flip_rate` layer by layer, as last measured; a weight that layers share stands under the first of them."""
+        return {name: float(flips) / self.layers[name].weight.numel() for name, flips in self._flips.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`."""
@@ -176,17 +195,33 @@ class Sparse24Controller:
             keys.copy_(torch.tensor(values, dtype=torch.int64))
 
 
-def _check_weights(layers: dict[str, Sparse24Layer], optimizer: torch.optim.Optimizer) -> None:
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _groups_of_weights(layers: dict[str, Sparse24Layer], optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """The optimizer's param group of each layer's weight; frozen weights have none."""
+    owners = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    groups = {}
     for name, layer in layers.items():
         if type(layer.weight.data) is not Tensor:
             kind = type(layer.weight.data).__name__
             raise ValueError(f"{name}.weight is a {kind}: this version trains plain tensors (no FSDP2, no TP)")
-        if layer.weight.requires_grad and id(layer.weight) not in owned:
+        if id(layer.weight) in owners:
+            groups[name] = owners[id(layer.weight)]
+        elif layer.weight.requires_grad:
             raise ValueError(
                 f"the optimizer does not hold {name}.weight, which is trainable; make the optimizer from this model's "
                 f"parameters, or freeze the weight"
             )
+    return groups
+
+
+def _step_optimizer(optimizer: torch.optim.Optimizer) -> StepAdamW:
+    """The optimizer itself, or the one that accelerate has wrapped."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, StepAdamW):
+        raise ValueError(
+            f"method 'step' is an optimizer as much as a mask, and {type(inner).__name__} is not it: use "
+            f"StepAdamW(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
+        )
+    return inner
 
 
 def _first_of_each_weight(layers: dict[str, Sparse24Layer]) -> dict[str, Sparse24Layer]:

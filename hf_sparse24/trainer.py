@@ -1,16 +1,25 @@
 """Sparse24Trainer: a Trainer that patches its model and runs its sparsity."""
 
-from torch import nn
+import json
+from pathlib import Path
+
+from torch import nn, optim
 from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from .callback import Sparse24Callback
 from .config import Sparse24Config
 from .patching import patch_model, patched_config
 from .report import PatchReport
+from .step_adamw import StepAdamW, step_param_groups
+from .tuning import CANDIDATES, FEASIBLE, DecayTuning, tune_masked_decay
 
 
 class Sparse24Trainer(Trainer):
     """`transformers.Trainer` for 2:4 sparse training; takes everything a Trainer takes.
+
+    With `method="step"` it makes the `StepAdamW` that the method needs, from the learning rate, betas, eps and weight
+    decay of its arguments. With `masked_decay="auto"` it determines the decay before it trains.
 
     Args:
         sparse24_config: how to patch the model. `None` keeps a model that is patched as it is, and patches any other
@@ -21,7 +30,7 @@ class Sparse24Trainer(Trainer):
 
     Raises:
         ValueError: what `patch_model` raises, and, when training starts, a schedule that does not fit the number of
-            steps.
+            steps, or probes that find no feasible decay.
     """
 
     def __init__(self, model=None, args=None, *trainer_args, sparse24_config: Sparse24Config | None = None, **kwargs):
@@ -37,8 +46,79 @@ class Sparse24Trainer(Trainer):
         self._patch(model)
         return model
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        if patched_config(self.model).masked_decay == "auto":
+            self._determine_masked_decay(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int = 100) -> DecayTuning:
+        """Find the masked decay for this model, data and learning rate by short probes of the run's first steps.
+
+        Trains a copy of the model densely, and one with each candidate, from the same start on the same batches, and
+        compares how fast masks flip at the end: mu = sparse / dense. Model, optimizer, random states and data order of
+        the trainer are left as they are. Costs (candidates + 1) * steps training steps and a copy of the model.
+
+        Args:
+            candidates: decay factors >= 0 to try; by default the grid 2, 6 x 10^-k that the paper's values lie on.
+            steps: optimizer steps of a probe, >= 4. The paper probes up to the end of the warm-up.
+
+        Returns:
+            A `DecayTuning`; print it, and take its `chosen`, the feasible candidate (mu in [0.60, 0.95]) nearest to the
+            middle.
+
+        Raises:
+            ValueError: no candidates, a method without masked decay, or data that ends before a probe does.
+
+        Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.3. Ours measures flips step by step over the last
+        quarter of a probe, with masks as the weights ask for them, where the paper compares single refreshes.
+        """
+        return tune_masked_decay(self, tuple(candidates), steps)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self._training_steps = num_training_steps  # which StepAdamW's switch depends on
+        super().create_optimizer_and_scheduler(num_training_steps)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
+        model = self.model if model is None else model
+        config = patched_config(model)
+        if self.optimizer is not None or config.method != "step":
+            return super().create_optimizer(model)
+        decay_names = set(self.get_decay_parameter_names(model))
+        self.optimizer = StepAdamW(
+            step_param_groups(model, self.args.weight_decay, decay_names),
+            lr=self.args.learning_rate,
+            betas=(self.args.adam_beta1, self.args.adam_beta2),
+            eps=self.args.adam_epsilon,
+            total_steps=self._training_steps,
+            switch_rule=config.switch_rule,
+            switch_after=config.switch_after,
+            switch_by=config.switch_by,
+        )
+        return self.optimizer
+
     def _patch(self, model: nn.Module) -> None:
         config = self.sparse24_config
         if config is None and patched_config(model) is None:
             config = Sparse24Config()
         self.patch_report = patch_model(model, config)
+
+    def _determine_masked_decay(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Put a number in place of "auto": the one the checkpoint trained with, or a feasible one."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            saved = json.loads((Path(resume_from_checkpoint) / "config.json").read_text())
+            decay = Sparse24Config.from_dict(saved["quantization_config"]).masked_decay
+        else:
+            tuning = self.tune_masked_decay()
+            if self.is_world_process_zero():
+                print(tuning)
+            decay = tuning.chosen
+        if decay is None:
+            low, high = FEASIBLE
+            raise ValueError(
+                f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}], found "
+                f"{ {value: round(mu, 3) for value, mu in tuning.mu.items()} }; call tune_masked_decay with candidates "
+                f"between those that enclose the range, or with more steps, and set the number"
+            )
+        patched_config(self.model).masked_decay = decay
