@@ -12,6 +12,7 @@ from .controller import Sparse24Controller
 from .linear import Sparse24Conv1D, Sparse24Linear
 from .patching import patch_model, unpatch_model
 from .report import PatchReport
+from .step_adamw import StepAdamW
 from .trainer import Sparse24Trainer
 from .version import __version__
 
@@ -24,6 +25,7 @@ __all__ = [
     "Sparse24Conv1D",
     "Sparse24Linear",
     "Sparse24Trainer",
+    "StepAdamW",
     "__version__",
     "export_model",
     "patch_model",

@@ -23,7 +23,7 @@ LAYERS = [
     ["targets"],
     ["report"],
     ["patching"],
-    ["controller", "checkpoint", "quantizer"],
+    ["step_adamw", "controller", "checkpoint", "quantizer"],
     ["callback"],
     ["trainer"],
     ["__init__"],

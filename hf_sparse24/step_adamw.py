@@ -1,0 +1,289 @@
+"""StepAdamW: AdamW that freezes the variance of masked weights once it can be trusted. The optimizer of STEP."""
+
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from transformers.trainer_pt_utils import get_parameter_names
+
+from .patching import sparse_layers
+from .schedule import to_steps
+
+# What Transformers' Trainer does not decay, next to everything in an nn.LayerNorm.
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+class StepAdamW(torch.optim.Optimizer):
+    """AdamW in two phases: `torch.optim.AdamW` until AutoSwitch fires, then with a frozen variance v*.
+
+    With m and v Adam's moments and hats for bias correction, a masked parameter is updated by
+
+        phase 1     w <- w - lr weight_decay w - lr m^ / (sqrt(v^) + eps)
+        phase 2     w <- w - lr weight_decay w - lr m^ / (sqrt(v*) + eps),    v* = v^ of the last step of phase 1
+
+    AutoSwitch watches how far v still moves, `z_t = mean |v_t - v_{t-1}|` over all entries of all masked parameters
+    ("arithmetic", option I) or `exp(mean log |v_t - v_{t-1}|)` ("geometric", option II). Phase 1 ends with the first
+    step t >= `switch_after` at which the mean of the last `floor(1 / (1 - beta2))` z is below eps, and with step
+    `switch_by` in any case. The masks of STEP begin with the step after it.
+
+    Args:
+        params: parameter groups. Those with `"masked": True` take part in AutoSwitch and in phase 2; all others are
+            plain AdamW throughout. `step_param_groups` makes the groups of a patched model.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; the masked groups must agree on betas and eps.
+        total_steps: optimizer steps of the whole run, >= 2.
+        switch_rule: `"arithmetic"` or `"geometric"`.
+        switch_after, switch_by: lengths, an int of optimizer steps or a float below 1, a fraction of `total_steps`.
+
+    Attributes:
+        switched: whether phase 2 has begun.
+        switch_step: how many steps phase 1 took, None while it lasts.
+
+    Raises:
+        ValueError: a value out of its range, no masked group, masked groups that disagree; when loading, the state of
+            another optimizer.
+        RuntimeError: a masked parameter gets its first gradient in phase 2, when it is too late to learn a variance.
+
+    `state_dict()` holds everything, AutoSwitch included (in the first masked group), so a resumed run equals an
+    uninterrupted one. It needs no memory beyond AdamW's but the window: `v_t - v_{t-1} = (1 - beta2) (g^2 - v_{t-1})`.
+    AutoSwitch reads one number from the device per step, and only between `switch_after` and the switch.
+
+    Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. What it leaves open, and
+    where the public re-implementation differs:
+
+    * v* carries the bias correction it had when it was frozen. Without it, steps would grow at the switch: by 26 %
+      after one window, and 3.2 times after a tenth of one, where `switch_by` forces the switch of a short run.
+    * eps stands where the paper has it, not eps^(3/4). An entry whose gradient was zero all through phase 1 therefore
+      takes steps of lr m^ / eps if it wakes up: where that happens, raise eps.
+    * A window that is not full decides nothing; averages over few z let the first quiet steps decide.
+    * Option II leaves out entries with v_t = v_{t-1} exactly. One dead entry would make its mean zero, and so switch at
+      `switch_after` whatever all others do. If every entry is dead, z_t is 1 - beta2.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        total_steps: int,
+        switch_rule: str = "arithmetic",
+        switch_after: int | float = 0.1,
+        switch_by: int | float = 0.5,
+    ):
+        if switch_rule not in ("arithmetic", "geometric"):
+            raise ValueError(f"switch_rule={switch_rule!r}: must be 'arithmetic' or 'geometric'")
+        self.switch_rule = switch_rule
+        self.switch_after, self.switch_by = to_steps(switch_after, total_steps), to_steps(switch_by, total_steps)
+        if not (0 <= self.switch_after <= self.switch_by and 1 <= self.switch_by < total_steps):
+            raise ValueError(
+                f"switch_after={switch_after} is {self.switch_after} steps, switch_by={switch_by} is {self.switch_by}, "
+                f"total_steps={total_steps}: must have 0 <= switch_after <= switch_by and 1 <= switch_by < total_steps"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masked": False}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check_group(group)
+        masked = [group for group in self.param_groups if group["masked"]]
+        if not masked:
+            raise ValueError("no parameter group has 'masked': True; make the groups with step_param_groups(model)")
+        if any((group["betas"], group["eps"]) != (masked[0]["betas"], masked[0]["eps"]) for group in masked):
+            raise ValueError("masked groups differ in betas or eps; AutoSwitch decides for all of them at once")
+        # The small addition makes 20 of 1 / (1 - 0.95), which float noise puts below 20.
+        length = math.floor(1 / (1 - masked[0]["betas"][1]) + 1e-6)
+        # Filled with inf, so that the mean is inf until every entry has been written.
+        window = torch.full((length,), math.inf, device=masked[0]["params"][0].device)
+        masked[0]["auto_switch"] = {"step": 0, "switch_step": None, "window": window}
+
+    @property
+    def switched(self) -> bool:
+        return self.switch_step is not None
+
+    @property
+    def switch_step(self) -> int | None:
+        return self._auto_switch["switch_step"]
+
+    @property
+    def _auto_switch(self) -> dict[str, Any]:
+        # Kept in a parameter group, and looked up anew: loading replaces the groups.
+        return next(group["auto_switch"] for group in self.param_groups if "auto_switch" in group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Take one step; returns what `closure` returns, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches = [(group, self._gather(group)) for group in self.param_groups]
+        batches = [(group, batch) for group, batch in batches if batch.params]
+        masked = [batch for group, batch in batches if group["masked"]]
+        step = self._auto_switch["step"] = self._auto_switch["step"] + 1
+        if masked and not self.switched:
+            self._watch(masked, step)
+        for group, batch in batches:
+            if group["masked"] and self.switched:
+                _frozen_step(group, batch)
+            else:
+                _adamw_step(group, batch)
+        if not self.switched and self._must_switch(step):
+            self._auto_switch["switch_step"] = step
+            self._correct_variances()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the `state_dict()` of a `StepAdamW` with the same groups."""
+        if not any("auto_switch" in group for group in state_dict["param_groups"]):
+            raise ValueError("this is not the state of a StepAdamW: it does not say whether the variance is frozen")
+        super().load_state_dict(state_dict)
+
+    @property
+    def _masked_group(self) -> dict[str, Any]:
+        return next(group for group in self.param_groups if group["masked"])
+
+    def _gather(self, group: dict[str, Any]) -> "_Batch":
+        """The parameters of a group that have a gradient, with their state; made at the first gradient."""
+        batch = _Batch([], [], [], [], [])
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise RuntimeError("StepAdamW does not support sparse gradients; use nn.Embedding(sparse=False)")
+            state = self.state[parameter]
+            if not state:
+                if group["masked"] and self.switched:
+                    raise RuntimeError(
+                        f"a masked parameter of shape {tuple(parameter.shape)} got its first gradient after step "
+                        f"{self.switch_step}, when variances were frozen; make it trainable from the start, or put it "
+                        f"into a group that is not masked"
+                    )
+                state["step"] = torch.tensor(0.0)  # on the CPU, as AdamW has it: bias correction needs no device
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for values, value in zip(
+                batch, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+            ):
+                values.append(value)
+        return batch
+
+    def _watch(self, masked: list["_Batch"], step: int) -> None:
+        """Write z of the step to come into the window, if any decision will look at it."""
+        auto = self._auto_switch
+        auto["window"] = window = auto["window"].to(masked[0].params[0].device)
+        if step > self.switch_after - len(window):
+            beta2 = self._masked_group["betas"][1]
+            gradients = [gradient for batch in masked for gradient in batch.grads]
+            variances = [variance for batch in masked for variance in batch.exp_avg_sqs]
+            window[step % len(window)] = (1 - beta2) * _mean_distance(gradients, variances, self.switch_rule, window)
+
+    def _correct_variances(self) -> None:
+        """Turn v into v* in place. Of all masked parameters, with a gradient in this step or not."""
+        beta2 = self._masked_group["betas"][1]
+        masked = [p for group in self.param_groups if group["masked"] for p in group["params"] if p in self.state]
+        if masked:
+            corrections = [1 - beta2 ** self.state[p]["step"].item() for p in masked]
+            torch._foreach_div_([self.state[p]["exp_avg_sq"] for p in masked], corrections)
+
+    def _must_switch(self, step: int) -> bool:
+        if step >= self.switch_by:
+            return True
+        return step >= self.switch_after and bool(self._auto_switch["window"].mean() < self._masked_group["eps"])
+
+
+def step_param_groups(
+    model: nn.Module, weight_decay: float = 0.01, decay_names: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """The trainable parameters of a patched model as groups for `StepAdamW`.
+
+    Args:
+        model: a patched model. Its patched layers' weights go into groups with `"masked": True`.
+        weight_decay: of the parameters in `decay_names`; the others get 0.
+        decay_names: names of parameters to decay, such as `Trainer.get_decay_parameter_names(model)`. None for
+            Transformers' convention: all but biases and norms.
+
+    Returns:
+        At most four groups, masked and other, decayed and not, each with at least one parameter.
+    """
+    if decay_names is None:
+        decay_names = get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
+    decay_names = set(decay_names)
+    masked_weights = {id(layer.weight) for layer in sparse_layers(model).values()}
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((id(parameter) in masked_weights, name in decay_names), []).append(parameter)
+    return [
+        {"params": parameters, "masked": masked, "weight_decay": weight_decay if decayed else 0.0}
+        for (masked, decayed), parameters in groups.items()
+    ]
+
+
+class _Batch(NamedTuple):
+    """Parallel lists, for functions that update many tensors at once."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+
+
+def _adamw_step(group: dict[str, Any], batch: _Batch) -> None:
+    """torch's own, so that phase 1 is AdamW to the last bit."""
+    adamw(
+        batch.params,
+        batch.grads,
+        batch.exp_avgs,
+        batch.exp_avg_sqs,
+        [],
+        batch.steps,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _frozen_step(group: dict[str, Any], batch: _Batch) -> None:
+    """Phase 2: the same with `exp_avg_sq` as it is, v*."""
+    lr, beta1 = float(group["lr"]), group["betas"][0]
+    torch._foreach_add_(batch.steps, 1)
+    torch._foreach_mul_(batch.params, 1 - lr * group["weight_decay"])
+    torch._foreach_lerp_(batch.exp_avgs, batch.grads, 1 - beta1)
+    denominators = torch._foreach_sqrt(batch.exp_avg_sqs)
+    torch._foreach_add_(denominators, group["eps"])
+    step_sizes = [-lr / (1 - beta1 ** t.item()) for t in batch.steps]
+    torch._foreach_addcdiv_(batch.params, batch.exp_avgs, denominators, step_sizes)
+
+
+def _mean_distance(gradients: list[Tensor], variances: list[Tensor], rule: str, like: Tensor) -> Tensor:
+    """The mean of |g^2 - v| over all entries, as a scalar on the device of `like`: z_t / (1 - beta2)."""
+    distances = torch._foreach_mul(gradients, gradients)
+    torch._foreach_sub_(distances, variances)
+    torch._foreach_abs_(distances)
+    if rule == "arithmetic":
+        # Sums, and no 1-norms: on a CPU torch's norm adds up in a row, and loses digits over a large weight.
+        total = sum(distance.sum(dtype=torch.float32).to(like.device) for distance in distances)
+        return total / sum(distance.numel() for distance in distances)
+    total, alive = torch.zeros_like(like[0]), torch.zeros_like(like[0])
+    for distance in distances:
+        dead = distance == 0
+        total += distance.masked_fill_(dead, 1).log().sum(dtype=torch.float32).to(like.device)
+        alive += (~dead).sum().to(like.device)
+    return (total / alive.clamp(min=1)).exp()
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= group[name] < math.inf:
+            raise ValueError(f"{name}={group[name]!r}: must be a finite number >= 0")
+    for beta in group["betas"]:
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas={group['betas']!r}: must be in [0, 1)")
