@@ -62,8 +62,7 @@ class PatchReport:
 def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candidate]) -> PatchReport:
     groups: dict[tuple[str, str | None], list[Candidate]] = {}
     for candidate in candidates:
-        group = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", candidate.name)
-        groups.setdefault((group, candidate.skipped), []).append(candidate)
+        groups.setdefault((group_name(candidate.name), candidate.skipped), []).append(candidate)
     rows = [ReportRow(name, len(group), _parameters(group), why) for (name, why), group in groups.items()]
     # With shared parameters once, as `parameters()` counts the total.
     patched = [candidate for candidate in candidates if candidate.skipped is None]
@@ -76,6 +75,11 @@ def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candi
         patched_parameters=sum(weights.values()),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
+
+
+def group_name(name: str) -> str:
+    """What layers that differ only in their numbers have in common: `model.layers.*.mlp.up_proj`."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def _parameters(group: list[Candidate]) -> int:

@@ -74,10 +74,6 @@ class Sparse24Trainer(Trainer):
         """
         return tune_masked_decay(self, tuple(candidates), steps)
 
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        self._training_steps = num_training_steps  # which StepAdamW's switch depends on
-        super().create_optimizer_and_scheduler(num_training_steps)
-
     def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
         model = self.model if model is None else model
         config = patched_config(model)
@@ -89,7 +85,7 @@ class Sparse24Trainer(Trainer):
             lr=self.args.learning_rate,
             betas=(self.args.adam_beta1, self.args.adam_beta2),
             eps=self.args.adam_epsilon,
-            total_steps=self._training_steps,
+            total_steps=max(self.state.max_steps, self.args.max_steps),  # train() has set the first
             switch_rule=config.switch_rule,
             switch_after=config.switch_after,
             switch_by=config.switch_by,
@@ -114,11 +110,10 @@ class Sparse24Trainer(Trainer):
             if self.is_world_process_zero():
                 print(tuning)
             decay = tuning.chosen
-        if decay is None:
-            low, high = FEASIBLE
-            raise ValueError(
-                f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}], found "
-                f"{ {value: round(mu, 3) for value, mu in tuning.mu.items()} }; call tune_masked_decay with candidates "
-                f"between those that enclose the range, or with more steps, and set the number"
-            )
+            if decay is None:
+                low, high = FEASIBLE
+                raise ValueError(
+                    f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
+                    f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
+                )
         patched_config(self.model).masked_decay = decay

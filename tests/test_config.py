@@ -28,7 +28,7 @@ def test_none_means_the_preset():
 @pytest.mark.parametrize("method", PRESETS)
 def test_json_round_trip(method):
     config = Sparse24Config(
-        method=method, target_modules=["up_proj"], exclude_modules=r".*\.0\..*", layers_to_transform=[1], dense_start=3
+        method=method, target_modules=["up_proj"], exclude_modules=r".*\.0\..*", layers_to_transform=[1], dense_tail=3
     )
     saved = json.loads(config.to_json_string())
     assert saved["quant_method"] == "sparse24" and saved["hf_sparse24_version"] == __version__
@@ -39,12 +39,11 @@ def test_json_round_trip(method):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "sste"}, r"method='sste': must be one of \['ste', 'sr-ste', 't-sr-ste', 's-ste'\]"),
+        ({"method": "sste"}, r"method='sste': must be one of \['ste', 'sr-ste', 't-sr-ste', 's-ste', 'step', 'fixed-mask'\]"),
         ({"method": ["ste"]}, r"method=\['ste'\]: must be one of"),
         ({"pattern": "2-4"}, "pattern='2-4': must be 'N:M'"),
         ({"pattern": "4:4"}, "pattern='4:4': must be 'N:M' with 0 < N < M"),
         ({"pattern": 24}, "pattern=24: must be"),
-        ({"method": "t-sr-ste", "pattern": "4:8"}, "pattern='4:8': method 't-sr-ste' does 2:4 only"),
         ({"target_modules": ""}, "target_modules='': must be"),
         ({"target_modules": []}, r"target_modules=\[\]: must be"),
         ({"target_modules": ["mlp", 3]}, "target_modules=.*3.*: must be"),
@@ -56,14 +55,24 @@ def test_json_round_trip(method):
         ({"layers_to_transform": True}, "layers_to_transform=True: must be"),
         ({"method": "sr-ste", "masked_decay": -1}, "masked_decay=-1: must be a finite number >= 0"),
         ({"method": "sr-ste", "masked_decay": float("nan")}, "masked_decay=nan: must be"),
-        ({"method": "sr-ste", "masked_decay": "auto"}, "masked_decay='auto': must be"),
+        ({"method": "sr-ste", "masked_decay": "some"}, "masked_decay='some': must be"),
+        ({"method": "sr-ste", "decay_on": "loss"}, r"decay_on='loss': must be one of \['gradient', 'weight'\]"),
+        ({"method": "t-sr-ste", "mask_solver": "best"}, "mask_solver='best': must be one of"),
+        ({"scale_rule": "l2"}, "scale_rule='l2': must be one of"),
+        ({"scale_frozen": "yes"}, r"scale_frozen='yes': must be one of \[True, False\]"),
+        ({"method": "step", "switch_by": 1.5}, "switch_by=1.5: must be an int"),
+        ({"method": "step", "dense_start": 5}, "dense_start=5: method 'step' has no dense_start"),
+        ({"method": "ste", "switch_rule": "geometric"}, "switch_rule='geometric': method 'ste' has no switch_rule"),
+        ({"fp8": 1.5}, "fp8=1.5: must be one of"),
+        ({"activations": "1:4"}, r"activations='1:4': must be one of \['dense', '2:4'\]"),
+        ({"input_grad": "sparse"}, "input_grad='sparse': must be one of"),
         ({"masked_decay": 1e-4}, "masked_decay=0.0001: method 's-ste' has no masked_decay"),
         ({"method": "ste", "mask_interval": 40}, "mask_interval=40: method 'ste' has no mask_interval"),
         ({"method": "t-sr-ste", "mask_interval": 0}, "mask_interval=0: must be at least 1"),
         ({"dense_tail": 1.0}, r"dense_tail=1.0: must be an int >= 0 .* or a float in \[0, 1\)"),
         ({"dense_start": -5}, "dense_start=-5: must be"),
         ({"dense_start": True}, "dense_start=True: must be"),
-        ({"weight_grad": "sparse"}, r"weight_grad='sparse': must be one of \['dense', 'mvue'\]"),
+        ({"weight_grad": "sparse"}, r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2'\]"),
         ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'reference'\]"),
         ({"phase": "done"}, "phase='done': must be one of"),
     ],

@@ -7,6 +7,7 @@ import torch
 from hf_sparse24.metrics import is_nm_sparse
 
 DRAWS = 20_000
+ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
 
 
 def draw(group, draws=DRAWS, seed=0):
@@ -96,5 +97,51 @@ def test_non_finite_gradients_stay_visible(value):
 
 
 def test_operator_contract():
-    arguments = (torch.randn(6, 8), torch.tensor(1), 0)
-    torch.library.opcheck(torch.ops.sparse24.mvue.default, arguments)
+    for n, m, estimator in ESTIMATORS:
+        arguments = (torch.randn(6, 8), torch.tensor(1), n, m, 0, estimator)
+        torch.library.opcheck(torch.ops.sparse24.mvue.default, arguments)
+
+
+def test_independent_between_keys_and_groups():
+    """Whether an element is kept says nothing about another group, or about the same group under another key."""
+    x = torch.ones(1, 8)
+    picks = torch.stack([kernels.mvue(x, key=torch.tensor(key))[0] != 0 for key in range(4000)]).double()
+    correlation = torch.corrcoef(picks.t())
+    across_groups = correlation[:4, 4:].abs().max()
+    across_keys = torch.corrcoef(torch.stack([picks[:-1, 0], picks[1:, 0]]))[0, 1].abs()
+    assert across_groups < 5 / 4000**0.5 and across_keys < 5 / 4000**0.5
+
+
+@pytest.mark.parametrize(("n", "m", "estimator"), [(1, 2, "exact"), (2, 4, "approx")])
+@pytest.mark.parametrize("group", [[1.0, 2, 3, 4], [10, -1, 1, 1], [0, 0, 1, -2], [0, 0, 0, 3], [1e3, 1, -2, 3]])
+def test_the_other_estimators_are_unbiased(n, m, estimator, group):
+    x = torch.tensor(group, dtype=torch.float32).repeat(DRAWS, 1)
+    estimate = kernels.mvue(x, n, m, estimator=estimator, generator=torch.Generator().manual_seed(0))
+    assert is_nm_sparse(estimate, n, m)
+    error = (estimate.double().mean(0) - x[0].double()).abs()
+    standard = estimate.double().std(0) / DRAWS**0.5
+    # Rare and huge values make the standard error itself uncertain; 1e-3 of the size of the group covers those.
+    assert (error <= 5 * standard + 1e-3 * min(x[0].abs().sum().item(), 100)).all(), (error, standard)
+
+
+def test_variance_of_every_estimator_on_gaussian_groups():
+    x = torch.randn(200_000, 4)
+    relative = {
+        (n, m, e): ((kernels.mvue(x, n, m, estimator=e) - x).square().sum() / x.square().sum()).item()
+        for n, m, e in ESTIMATORS
+    }
+    assert relative[2, 4, "exact"] == pytest.approx(0.474, abs=5e-3)
+    assert relative[2, 4, "approx"] == pytest.approx(0.502, abs=5e-3)
+    assert relative[1, 2, "exact"] == pytest.approx(0.636, abs=5e-3)
+
+
+def test_variance_of_12_is_the_closed_form():
+    x = torch.tensor([3.0, 5.0]).repeat(DRAWS, 1)
+    error = (kernels.mvue(x, 1, 2, generator=torch.Generator().manual_seed(1)) - x).square().sum(1).mean()
+    assert error.item() == pytest.approx(2 * 3 * 5, rel=0.03)  # 2 |a1| |a2|
+
+
+@pytest.mark.parametrize(("n", "m", "estimator"), [(1, 4, "exact"), (4, 8, "exact"), (1, 2, "approx"), (2, 4, "best")])
+def test_unknown_estimators(n, m, estimator):
+    with pytest.raises(ValueError, match=f"mvue has no {n}:{m} '{estimator}' estimator; it has 2:4 exact, 2:4 approx"):
+        kernels.mvue(torch.ones(8), n, m, estimator=estimator)
