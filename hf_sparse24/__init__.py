@@ -10,6 +10,7 @@ from .checkpoint import export_model
 from .config import PRESETS, Sparse24Config
 from .controller import Sparse24Controller
 from .linear import Sparse24Conv1D, Sparse24Linear
+from .oneshot import OneshotReport, oneshot
 from .patching import patch_model, unpatch_model
 from .report import PatchReport
 from .step_adamw import StepAdamW
@@ -18,6 +19,7 @@ from .version import __version__
 
 __all__ = [
     "PRESETS",
+    "OneshotReport",
     "PatchReport",
     "Sparse24Callback",
     "Sparse24Config",
@@ -28,6 +30,7 @@ __all__ = [
     "StepAdamW",
     "__version__",
     "export_model",
+    "oneshot",
     "patch_model",
     "unpatch_model",
 ]

@@ -1,0 +1,130 @@
+"""Pruning one linear layer from the Gram matrix of its inputs: masks, SparseGPT, and the best weights for a mask.
+
+What pruning does to a layer's output, summed over all calibration tokens, is a quadratic form in the change of weights:
+
+    ||X W^T - X V^T||_F^2 = tr(D G D^T),    D = W - V,    G = X^T X
+
+so `G` `[in, in]` is all that needs to be kept of the activations. A bias is one more input that is always 1: `X` gets a
+column of ones, `W` and `V` the bias as their last column, and everything below holds for `[W, b]` as it does for `W`.
+Weights are `[out, in]` here, rows are independent of each other, and all tensors have one dtype, fp32 or fp64.
+"""
+
+import sparse24_kernels as kernels
+import torch
+from torch import Tensor
+
+
+def wanda_mask(weight: Tensor, gram: Tensor, n: int, m: int) -> Tensor:
+    """Keep the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`: bool, shape of `weight`.
+
+    Args:
+        weight: `[out, in]`. gram: `[in, in]`; the norms are the roots of its diagonal.
+
+    Reference: Sun et al. 2023 (arXiv 2306.11695), eq. (1).
+    """
+    return kernels.nm_mask(weight.abs() * gram.diagonal().sqrt(), n, m)
+
+
+def ridge(gram: Tensor, damping: float) -> float:
+    """What damping adds to the diagonal: `damping` times its mean, or `damping` where all inputs are zero."""
+    return damping * (gram.diagonal().mean().item() or 1.0)
+
+
+def sparsegpt(
+    weight: Tensor, gram: Tensor, n: int, m: int, damping: float, width: int = 128
+) -> tuple[Tensor, Tensor, float]:
+    """Prune columns left to right, and let the columns further right make up for each by the OBS update.
+
+    With `H = gram + ridge` and `F` the columns from j on, pruning weight j of a row costs `w_j^2 / [H_F^-1]_jj` and
+    moves the others by `-w_j [H_F^-1]_j: / [H_F^-1]_jj`. All those inverses lie in one triangular factor,
+    `H^-1 = U^T U`: `[H_F^-1]_jj = U_jj^2` and `[H_F^-1]_j: = U_jj U_j:`. The mask of a group of `m` is chosen by that
+    cost when its first column is reached.
+
+    Args:
+        weight: `[out, in]`, `in` a multiple of `m`. gram: `[in, in]`.
+        damping: see `ridge`, above 0 unless `gram` is positive definite. Raised tenfold, from 1e-6 at least, until the
+            factorization succeeds.
+        width: columns to finish before the ones further right are touched; changes the speed only.
+
+    Returns:
+        The pruned weight, its mask (bool, `n` of every `m`), and the damping that was used.
+
+    Reference: Frantar & Alistarh 2023 (arXiv 2301.00774), Algorithm 1. Our deviation: U comes from one Cholesky
+    factorization from the last column upwards and one triangular inverse; the paper inverts H and factors the inverse.
+    """
+    factor, damping = _inverse_factor(gram, damping)
+    scale = factor.diagonal()
+    weight, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
+    columns = weight.shape[1]
+    width = max(width // m, 1) * m
+    for start in range(0, columns, width):
+        end = min(start + width, columns)
+        errors = weight.new_zeros(weight.shape[0], end - start)
+        for j in range(start, end):
+            if j % m == 0:
+                group = slice(j, j + m)
+                mask[:, group] = kernels.nm_mask(weight[:, group] / scale[group], n, m)
+            error = weight[:, j].masked_fill(mask[:, j], 0) / scale[j]
+            weight[:, j:end] -= torch.outer(error, factor[j, j:end])
+            errors[:, j - start] = error
+        weight[:, end:] -= errors @ factor[start:end, end:]
+    return kernels.apply_mask(weight, mask), mask, damping
+
+
+def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Upper triangular U with `U^T U` the inverse of the damped Gram matrix, and the damping it took."""
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    while True:
+        # Flipped, factored and flipped back, H = R R^T with R upper triangular, so that U = R^-1 is as well.
+        lower, failed = torch.linalg.cholesky_ex((gram + ridge(gram, damping) * identity).flip(0, 1))
+        if not failed:
+            return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True), damping
+        damping = max(10 * damping, 1e-6)
+
+
+def least_squares(
+    weight: Tensor, mask: Tensor, gram: Tensor, penalty: Tensor, start: Tensor, max_iterations: int = 300
+) -> Tensor:
+    """The weights on `mask` whose output is closest to that of the dense `weight`.
+
+    Minimises `tr((V - W) (G + diag(penalty)) (V - W)^T)` over `V = mask * V`, all rows at once, by conjugate gradients
+    with the diagonal as preconditioner. Every step lowers the objective, so stopping early is safe.
+
+    Args:
+        weight: `[out, in]`, the dense weight. mask: bool, same shape, what may be non-zero.
+        gram: `[in, in]`. penalty: `[in]`, >= 0, what pulls each column towards its dense value; with 0 a singular
+            `gram` is allowed, and a column of zeros stays as it is in `start`.
+        start: `[out, in]`, zero off the mask: where to begin.
+
+    Returns:
+        `[out, in]`, zero off the mask.
+
+    Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviation: the paper runs Adam for 1000
+    steps on stored activations; the problem is quadratic, so its Gram matrix is enough, and its minimum is reached.
+    """
+    damped = gram + penalty.diag()
+    limits = torch.finfo(gram.dtype)
+    diagonal = damped.diagonal().clamp(min=limits.tiny)  # where it is 0, so is the residual
+    result = start.clone()
+    residual = mask * ((weight - start) @ damped)
+    direction = residual / diagonal
+    size = (residual * direction).sum(1, keepdim=True)
+    goal = limits.eps * size
+    for _ in range(max_iterations):
+        image = mask * (direction @ damped)
+        curvature = (direction * image).sum(1, keepdim=True)
+        active = (size > goal) & (curvature > 0)  # rows that have converged wait for the others
+        if not active.any():
+            break
+        step = (size / curvature).where(active, 0)
+        result += step * direction
+        residual -= step * image
+        scaled = residual / diagonal
+        previous, size = size, (residual * scaled).sum(1, keepdim=True)
+        direction = scaled + (size / previous).where(active, 0) * direction
+    return result
+
+
+def output_norm(weight: Tensor, gram: Tensor) -> float:
+    """`||X weight^T||_F`, from the Gram matrix of X."""
+    return ((weight @ gram) * weight).sum().clamp(min=0).sqrt().item()

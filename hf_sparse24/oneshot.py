@@ -1,0 +1,239 @@
+"""oneshot: prune a pretrained model to N:M in one pass over calibration data, ready for fine-tuning.
+
+Blocks are pruned in the order they run. Each one's inputs come from the blocks before it as they are after pruning, so
+later blocks see, and make up for, what earlier ones lost. Of the activations only the Gram matrices of one block are
+kept; the price is that every block runs the model again from its start, up to that block: (blocks + 3) / 2 forward
+passes over the data in all.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+import sparse24_kernels as kernels
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from . import layerwise
+from .calibration import calibrate, check_batch, matrix
+from .config import Sparse24Config
+from .linear import Sparse24Layer
+from .metrics import kept_magnitude
+from .patching import patch_model, patched_config, set_phase, sparse_layers, unpatch_model
+from .report import PatchReport, group_name
+
+logger = logging.get_logger(__name__)
+
+CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What pruning did to one layer.
+
+    Attributes:
+        name: the layer's.
+        tokens: how many inputs it was calibrated on, padding not counted.
+        masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
+            error if the mask were applied and nothing else done.
+        error: the same for the weight and bias that the layer has now.
+        kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
+        dropped: number of non-zero weights that the mask drops.
+        damping: what was used, the argument or more (see `oneshot`).
+    """
+
+    name: str
+    tokens: int
+    masked_error: float
+    error: float
+    kept_magnitude: float
+    dropped: int
+    damping: float
+
+
+@dataclass(frozen=True)
+class OneshotReport:
+    """What `oneshot` did. Print it, or read its fields.
+
+    Attributes:
+        criterion, reconstruct: the arguments.
+        layers: one `LayerReport` for each pruned weight, in module order.
+        patch: what `patch_model` said: which layers are sparse, which are not and why.
+    """
+
+    criterion: str
+    reconstruct: bool
+    layers: tuple[LayerReport, ...]
+    patch: PatchReport
+
+    def __str__(self) -> str:
+        groups: dict[str, list[LayerReport]] = {}
+        for layer in self.layers:
+            groups.setdefault(group_name(layer.name), []).append(layer)
+        table = [("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")]
+        for name, group in groups.items():
+            kept, masked, error = (
+                f"{sum(getattr(layer, field) for layer in group) / len(group):.1%}"
+                for field in ("kept_magnitude", "masked_error", "error")
+            )
+            tokens, dropped = min(layer.tokens for layer in group), sum(layer.dropped for layer in group)
+            worst = f"{max(layer.error for layer in group):.1%}"
+            table.append((name, str(len(group)), f"{tokens:,}", kept, f"{dropped:,}", masked, error, worst))
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = [
+            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
+            for line in table
+        ]
+        how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
+        return "\n".join([f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs", *lines])
+
+
+@torch.no_grad()
+def oneshot(
+    model: nn.Module,
+    data: Iterable[Mapping[str, Tensor] | Tensor],
+    config: Sparse24Config | None = None,
+    *,
+    criterion: str = "wanda",
+    reconstruct: bool = True,
+    damping: float = 0.01,
+) -> OneshotReport:
+    """Prune a pretrained causal or masked language model to N:M with calibration data, in place.
+
+    Afterwards the model is patched with `method="fixed-mask"` and the chosen masks: train it with `Sparse24Trainer`,
+    save it, `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. If anything goes wrong,
+    an interrupt included, the model is left as it was.
+
+    Needs memory for all batches, for an `[in, in]` matrix of every targeted layer of one block, and, on the CPU, for
+    the dense weights of the targeted layers.
+
+    Args:
+        model: not patched yet, on the device it shall run on. Its mode (train or eval) is kept.
+        data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
+            kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
+            full length are usual.
+        config: `None` for `Sparse24Config(method="fixed-mask")`. Selects the layers as in `patch_model`.
+        criterion: what a weight is kept for, in every group of M inputs:
+            `"magnitude"` its absolute value;
+            `"wanda"` that times the norm of its input;
+            `"sparsegpt"` what pruning it costs once the weights to its right have made up for it, which they then do;
+            `"existing"` its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
+            can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
+        reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
+            layer's output (AdaPrune).
+        damping: pulls towards the dense weights, as a share of the mean squared input; what SparseGPT and the
+            reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it where the matrix is not
+            positive definite, with a warning.
+
+    Returns:
+        A `OneshotReport` with each layer's output error.
+
+    Raises:
+        ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
+            another method or with a dense start, which would search the masks anew; an unknown `criterion`; a
+            negative `damping`; no data, or batches of something else; targeted layers that no token reaches;
+            activations with NaN or inf; `"existing"` for a model without zeros.
+
+    Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction; see `layerwise` for the others.
+    Our deviations from their code: one damped least-squares problem for weights and bias, solved to its minimum instead
+    of 1000 steps of Adam; every criterion, magnitude too, sees the inputs that the pruned blocks before it give.
+    """
+    config = config or Sparse24Config(method="fixed-mask")
+    _check_arguments(model, config, criterion, damping)
+    batches = [check_batch(i, batch) for i, batch in enumerate(data)]
+    if not batches:
+        raise ValueError("data has no batches (a generator that was read before is empty)")
+    patch = patch_model(model, config)
+    layers = sparse_layers(model)
+    originals: dict[str, tuple[Tensor, Tensor | None]] = {}
+    reports: dict[str, LayerReport] = {}
+    masks: dict[int, Tensor] = {}
+    try:
+        _check_weights(layers, criterion)
+        set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
+        with closing(calibrate(model, layers, batches)) as blocks:
+            for name, gram in ((name, gram) for grams in blocks for name, gram in grams.items()):
+                layer = layers[name]
+                if id(layer.weight) not in masks:  # a weight that layers share is pruned where it runs first
+                    bias = None if layer.bias is None else layer.bias.to("cpu", copy=True)
+                    originals[name] = (layer.weight.to("cpu", copy=True), bias)
+                    reports[name] = _prune_layer(name, layer, gram, criterion, reconstruct, damping)
+                    masks[id(layer.weight)] = layer.mask_bits
+                layer.mask_bits.copy_(masks[id(layer.weight)])
+        set_phase(model, "sparse")
+    except BaseException:
+        for name, (weight, bias) in originals.items():
+            layers[name].weight.copy_(weight)
+            if bias is not None:
+                layers[name].bias.copy_(bias)
+        unpatch_model(model, sparse=False)
+        raise
+    few = [report.name for report in reports.values() if report.tokens < matrix(layers[report.name]).shape[1]]
+    if few:
+        logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
+    return OneshotReport(criterion, reconstruct, tuple(reports[name] for name in layers if name in reports), patch)
+
+
+def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, damping: float) -> None:
+    if criterion not in CRITERIA:
+        raise ValueError(f"criterion={criterion!r}: must be one of {list(CRITERIA)}")
+    if not 0 <= damping < float("inf"):
+        raise ValueError(f"damping={damping!r}: must be a finite number >= 0")
+    if config.method != "fixed-mask":
+        raise ValueError(f"method={config.method!r}: oneshot chooses masks once and for all, as 'fixed-mask' does")
+    if config.dense_start:
+        raise ValueError(f"dense_start={config.dense_start!r}: masks would be searched anew after it; leave it at 0")
+    if patched_config(model) is not None:
+        raise ValueError("the model is already patched; call unpatch_model(model) first")
+
+
+def _check_weights(layers: dict[str, Sparse24Layer], criterion: str) -> None:
+    meta = [name for name, layer in layers.items() if layer.weight.is_meta]
+    if meta:
+        raise ValueError(f"{meta[0]} has no weight yet (meta device, or offloaded): load the model onto a device first")
+    if criterion == "existing" and all(layer.weight.all() for layer in layers.values()):
+        raise ValueError("criterion='existing': the targeted weights have no zeros; use 'wanda', or 'magnitude'")
+
+
+def _prune_layer(name, layer, gram, criterion, reconstruct, damping) -> LayerReport:
+    """Choose the layer's mask, and give it its new weight and bias."""
+    n, m = layer.method.n, layer.method.m
+    weight, outputs = matrix(layer), layer.weight.shape[1 - layer.input_dim]
+    dense = weight.to(gram.matrix.dtype, copy=True)
+    inputs_gram = gram.matrix[:-1, :-1]
+    if criterion == "sparsegpt":
+        pruned, mask, used = layerwise.sparsegpt(dense, inputs_gram, n, m, damping)
+        if used != damping:
+            logger.warning(f"{name}: Gram matrix not positive definite with damping={damping}; used {used:g}")
+        damping = used
+    else:
+        mask = layerwise.wanda_mask(dense, inputs_gram, n, m) if criterion == "wanda" else kernels.nm_mask(dense, n, m)
+        pruned = dense * mask
+    masked_error = layerwise.output_norm(dense * ~mask, inputs_gram)
+    # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
+    bias = dense.new_zeros(outputs) if layer.bias is None else layer.bias.to(dense)
+    dense_and_bias = torch.cat([dense, bias[:, None]], 1)
+    result = torch.cat([pruned, bias[:, None]], 1)
+    if reconstruct:
+        free = nn.functional.pad(mask, (0, 1), value=layer.bias is not None)
+        penalty = torch.full_like(gram.matrix[0], layerwise.ridge(inputs_gram, damping))
+        penalty[-1] = 0  # the bias may move as far as it helps
+        result = layerwise.least_squares(dense_and_bias, free, gram.matrix, penalty, result)
+    layer.mask_bits.copy_(kernels.pack_bits(mask if layer.input_dim == 1 else mask.t()))
+    weight.copy_(kernels.apply_mask(result[:, :-1], mask))
+    if layer.bias is not None:
+        layer.bias.copy_(result[:, -1])
+    # Measured on what the layer holds now, rounded to its dtype.
+    stored = torch.cat([weight.to(dense), (bias if layer.bias is None else layer.bias.to(dense))[:, None]], 1)
+    error = layerwise.output_norm(dense_and_bias - stored, gram.matrix)
+    scale = layerwise.output_norm(dense, inputs_gram) or 1.0  # outputs that are all zero stay so
+    return LayerReport(
+        name=name,
+        tokens=gram.tokens,
+        masked_error=masked_error / scale,
+        error=error / scale,
+        kept_magnitude=kept_magnitude(dense, mask),
+        dropped=int((dense * ~mask).count_nonzero()),
+        damping=damping,
+    )

@@ -1,0 +1,513 @@
+"""oneshot: the mathematics of one layer against literal solutions, then whole models."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+import zoo
+from datasets import Dataset
+from sparse24_kernels import nm_mask, pack_bits
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.pytorch_utils import Conv1D
+
+from hf_sparse24 import (
+    OneshotReport,
+    Sparse24Config,
+    Sparse24Trainer,
+    export_model,
+    oneshot,
+    patch_model,
+    unpatch_model,
+)
+from hf_sparse24.layerwise import least_squares, output_norm, ridge, sparsegpt, wanda_mask
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.oneshot import CRITERIA
+from hf_sparse24.patching import patched_config, sparse_layers
+
+PRUNING = [criterion for criterion in CRITERIA if criterion != "existing"]  # what prunes a dense model
+
+
+def fixed_mask(**arguments) -> Sparse24Config:
+    return Sparse24Config(method="fixed-mask", **{"target_modules": "all-linear", **arguments})
+
+
+def batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
+    return [zoo.batch(seed=seed, rows=4, length=24) for seed in range(count)]
+
+
+def correlated(tokens: int, inputs: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
+    """Activations as layers see them: a few directions and a few inputs dominate. fp64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    noise = randn(tokens, inputs)
+    return (randn(tokens, 6) @ randn(6, inputs) + 0.5 * noise) * randn(inputs).exp() + mean
+
+
+def randn64(*shape) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+class OneLayer(nn.Module):
+    """A "model" of one block that holds one layer; its batches are the layer's inputs."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"mlp": layer})])
+
+    @property
+    def layer(self):
+        return self.blocks[0]["mlp"]
+
+    def forward(self, x, attention_mask=None):
+        return self.layer(x)
+
+
+def linear(outputs: int, inputs: int, bias: bool = True) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64).requires_grad_(False)
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], mode: bool = True) -> None:
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert not sparse_layers(model) and all(module.training == mode for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert getattr(getattr(model, "config", None), "quantization_config", None) is None
+
+
+# --- one layer ---
+
+
+def test_wanda_on_literal_numbers():
+    weight = torch.tensor([[1.0, -2.0, 3.0, 4.0, 1.0, 1.0, -1.0, 1.0]])
+    x = torch.tensor([[3.0, 0, 0, 0, 1, 0, 0, 0], [4.0, 1, 1, 0.5, 0, 2, 3, 0]])  # norms 5, 1, 1, 0.5, 1, 2, 3, 0
+    expected = torch.tensor([[True, False, True, False, False, True, True, False]])  # scores 5 2 3 2 | 1 2 3 0
+    assert torch.equal(wanda_mask(weight, x.T @ x, 2, 4), expected)
+    assert wanda_mask(weight, x.T @ x, 1, 8).nonzero().tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4)])
+def test_sparsegpt_is_optimal_brain_surgery(n, m):
+    """Against the formulas taken literally: an inverse for every column, of the columns that are left."""
+    x, weight = correlated(100, 16), randn64(3, 16)
+    gram = x.T @ x
+    damped = gram + ridge(gram, 0.01) * torch.eye(16)
+    rows, keep = weight.clone(), torch.ones(3, 16, dtype=torch.bool)
+    for row, kept in zip(rows, keep):
+        for j in range(16):
+            if j % m == 0:
+                costs = [row[k] ** 2 / damped[k:, k:].inverse()[0, 0] for k in range(j, j + m)]
+                kept[[j + k for k in torch.tensor(costs).argsort()[: m - n].tolist()]] = False
+            if not kept[j]:
+                inverse = damped[j:, j:].inverse()
+                row[j:] -= row[j].clone() / inverse[0, 0] * inverse[0]
+                row[j] = 0
+    for width in (1, m, 128):  # the blocks of lazy updates change nothing
+        pruned, mask, damping = sparsegpt(weight, gram, n, m, 0.01, width)
+        assert torch.equal(mask, keep) and damping == 0.01
+        torch.testing.assert_close(pruned, rows)
+    assert is_nm_sparse(pruned, n, m) and not torch.signbit(pruned[pruned == 0]).any()
+
+
+def test_sparsegpt_raises_the_damping_where_it_must():
+    weight = randn64(4, 8)
+    singular = torch.ones(8, 8, dtype=torch.float64)
+    pruned, mask, damping = sparsegpt(weight, singular, 2, 4, 0.0)
+    assert damping == 1e-6 and pruned.isfinite().all() and is_nm_sparse(mask)
+    _, mask, damping = sparsegpt(weight, 0 * singular, 2, 4, 0.01)  # no input at all: magnitudes decide
+    assert damping == 0.01 and torch.equal(mask, nm_mask(weight))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_least_squares_is_the_closed_form(penalty):
+    x, weight = correlated(80, 16), randn64(5, 16)
+    mask = nm_mask(weight)
+    solution = least_squares(weight, mask, x.T @ x, torch.full((16,), penalty, dtype=torch.float64), weight * mask)
+    # A ridge is 16 more rows of data, that ask for the dense weights.
+    design = torch.cat([x, penalty**0.5 * torch.eye(16, dtype=torch.float64)])
+    for row, kept, found in zip(weight, mask, solution):
+        expected = torch.linalg.lstsq(design[:, kept], design @ row).solution
+        torch.testing.assert_close(found[kept], expected, rtol=1e-6, atol=1e-8)
+        assert (found[~kept] == 0).all()
+
+
+def test_least_squares_with_too_little_data():
+    """Fewer tokens than kept weights, and inputs that are never active: the outputs become exact, nothing explodes."""
+    x, weight = randn64(6, 32), randn64(4, 32)
+    x[:, :3] = 0
+    mask = nm_mask(weight)
+    solution = least_squares(weight, mask, x.T @ x, torch.zeros(32, dtype=torch.float64), weight * mask)
+    torch.testing.assert_close(x @ solution.T, x @ weight.T)
+    assert torch.equal(solution[:, :3], (weight * mask)[:, :3]) and solution.abs().max() < 100
+
+
+def test_errors_are_ordered():
+    """Summed over many rows: magnitude, Wanda, SparseGPT; updates beat their own mask; least squares beats all."""
+    x, weight = correlated(2000, 64), randn64(256, 64)
+    gram = x.T @ x
+
+    def error(pruned):
+        return output_norm(weight - pruned, gram) / output_norm(weight, gram)
+
+    updated, sparsegpt_mask, _ = sparsegpt(weight, gram, 2, 4, 0.01)
+    masks = {"magnitude": nm_mask(weight), "wanda": wanda_mask(weight, gram, 2, 4), "sparsegpt": sparsegpt_mask}
+    masked = {name: error(weight * mask) for name, mask in masks.items()}
+    zero = torch.zeros(64, dtype=torch.float64)
+    best = {name: error(least_squares(weight, mask, gram, zero, weight * mask)) for name, mask in masks.items()}
+    assert masked["magnitude"] > masked["wanda"] > error(updated)
+    assert error(updated) < masked["sparsegpt"]
+    assert best["sparsegpt"] < error(updated) and all(best[name] < 0.8 * masked[name] for name in masks)
+    direct = torch.linalg.norm(x @ (weight - updated).T) / torch.linalg.norm(x @ weight.T)
+    assert error(updated) == pytest.approx(direct.item())
+
+
+# --- a model of one layer ---
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("criterion", PRUNING)
+def test_reconstruction_of_weight_and_bias(criterion, bias):
+    """Together they are the solution of one least-squares problem, and the report's errors are the real ones."""
+    x, layer = correlated(300, 16, mean=0.7), linear(8, 16, bias)
+    weight, outputs = layer.weight.clone(), layer(x)
+    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, damping=0.0).layers[0]
+    mask, scale = layer.mask(), torch.linalg.norm(x @ weight.T)
+    columns = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1) if bias else x
+    for i, kept in enumerate(mask):
+        kept = torch.cat([kept, kept.new_ones(1)]) if bias else kept
+        expected = torch.linalg.lstsq(columns[:, kept], outputs[:, i]).solution
+        found = torch.cat([layer.weight[i], layer.bias[i : i + 1]]) if bias else layer.weight[i]
+        torch.testing.assert_close(found[kept], expected, rtol=1e-5, atol=1e-6)
+    assert report.error == pytest.approx((torch.linalg.norm(layer(x) - outputs) / scale).item())
+    assert report.masked_error == pytest.approx((torch.linalg.norm(x @ (weight * ~mask).T) / scale).item())
+    assert report.error < report.masked_error
+    assert report.kept_magnitude == pytest.approx((weight.abs() * mask).sum().item() / weight.abs().sum().item())
+    assert (report.tokens, report.dropped) == (300, 64)
+
+
+@pytest.mark.parametrize("reconstruct", [True, False])
+@pytest.mark.parametrize("criterion", PRUNING)
+def test_conv1d_is_the_transposed_linear(criterion, reconstruct):
+    x, layer, conv = correlated(100, 16), linear(8, 16), Conv1D(8, 16).double().requires_grad_(False)
+    conv.weight.copy_(layer.weight.T)
+    conv.bias.copy_(layer.bias)
+    one, two = (
+        oneshot(OneLayer(each), [{"x": x}], fixed_mask(), criterion=criterion, reconstruct=reconstruct)
+        for each in (layer, conv)
+    )
+    assert torch.equal(layer.mask(), conv.mask().T)
+    torch.testing.assert_close(layer.weight, conv.weight.T)
+    torch.testing.assert_close(layer.bias, conv.bias)
+    assert one.layers[0].error == pytest.approx(two.layers[0].error)
+
+
+def test_padding_is_ignored():
+    x, layers = correlated(40, 16), [linear(8, 16) for _ in range(3)]
+    for layer in layers[1:]:
+        layer.load_state_dict(layers[0].state_dict())
+    keep = torch.ones(5, 10, dtype=torch.long)
+    keep[:, 8:] = 0
+    padded = torch.full((5, 10, 16), 1e3, dtype=torch.float64)
+    padded[:, :8] = x.view(5, 8, 16)
+    data = [{"x": x}, {"x": padded, "attention_mask": keep}, {"x": padded.flatten(0, 1), "attention_mask": keep}]
+    reports = [oneshot(OneLayer(layer), [batch], fixed_mask()).layers[0] for layer, batch in zip(layers, data)]
+    for layer, report in zip(layers, reports):
+        assert report.tokens == 40 and report.error == pytest.approx(reports[0].error)
+        torch.testing.assert_close(layer.weight, layers[0].weight)
+
+
+def test_errors_are_of_the_weight_as_it_is_stored():
+    x, layer = correlated(100, 16).bfloat16(), linear(8, 16, bias=False).bfloat16()
+    weight = layer.weight.clone()
+    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask()).layers[0]
+    assert layer.weight.dtype == torch.bfloat16
+    x, weight, stored = x.double(), weight.double(), layer.weight.double()
+    assert report.error == pytest.approx(
+        (torch.linalg.norm(x @ (weight - stored).T) / torch.linalg.norm(x @ weight.T)).item(), rel=1e-4
+    )
+
+
+# --- whole models ---
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_every_architecture(name):
+    model = zoo.build(name)
+    before = snapshot(model)
+    expected = patch_model(zoo.build(name), fixed_mask())
+    report = oneshot(model, batches(2), fixed_mask())
+    assert isinstance(report, OneshotReport) and report.patch == expected
+    assert tuple(layer.name for layer in report.layers) == expected.patched
+    for layer in report.layers:
+        module = model.get_submodule(layer.name)
+        assert is_nm_sparse(module.weight, dim=module.input_dim) and is_nm_sparse(module.mask(), dim=module.input_dim)
+        assert torch.equal(module.sparse_weight(), module.weight) and module.phase == "sparse"
+        assert 0 < layer.error < layer.masked_error < 0.7 and layer.tokens > 0 and layer.damping == 0.01
+    touched = {f"{layer}.{part}" for layer in expected.patched for part in ("weight", "bias", "mask_bits")}
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items() if key not in touched)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("criterion", PRUNING)
+def test_reconstruction_lowers_every_error(criterion):
+    plain, model = zoo.build("llama"), zoo.build("llama")
+    without = oneshot(plain, batches(), fixed_mask(), criterion=criterion, reconstruct=False)
+    report = oneshot(model, batches(), fixed_mask(), criterion=criterion)
+    for one, two in zip(without.layers, report.layers):
+        assert two.error < one.error
+        if criterion == "sparsegpt":
+            assert one.error < one.masked_error
+        else:
+            assert one.error == pytest.approx(one.masked_error)
+    if criterion == "magnitude":  # then oneshot is what patch_model does
+        patched = zoo.build("llama")
+        patch_model(patched, fixed_mask())
+        for name, layer in sparse_layers(patched).items():
+            assert torch.equal(layer.sparse_weight(), plain.get_submodule(name).weight)
+            assert torch.equal(layer.mask_bits, plain.get_submodule(name).mask_bits)
+
+
+def test_later_blocks_see_the_pruned_ones_before_them():
+    """The second block's Wanda mask is that of activations in a model whose first block is pruned."""
+    model = zoo.build("llama")
+    oneshot(model, batches(), fixed_mask())
+    half, data = zoo.build("llama").eval(), batches()
+    oneshot(half, data, fixed_mask(layers_to_transform=0))
+    inputs = []
+    target = half.model.layers[1].mlp.down_proj
+    with torch.no_grad(), target.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1))):
+        for batch in data:
+            half(input_ids=batch["input_ids"])
+    x = torch.cat(inputs)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.mask(), wanda_mask(target.weight, x.T @ x, 2, 4))
+
+
+def test_forward_passes_end_with_their_block():
+    model, calls = zoo.build("gpt2"), []
+    for i, block in enumerate(model.transformer.h):
+        block.register_forward_pre_hook(lambda module, args, i=i: calls.append(i))
+    head = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: head.append(1))
+    oneshot(model, batches(1), fixed_mask())
+    assert calls == [0, 1, 0, 0, 1] and len(head) == 1  # the survey, block 0, block 1
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
+@pytest.mark.parametrize("criterion", PRUNING)
+def test_patterns(pattern, criterion, tmp_path):
+    model = zoo.build("gpt2")
+    oneshot(model, batches(1), fixed_mask(pattern=pattern), criterion=criterion)
+    n, m = map(int, pattern.split(":"))
+    for layer in sparse_layers(model).values():
+        assert is_nm_sparse(layer.sparse_weight(), n, m, layer.input_dim)
+        assert layer.mask().unflatten(0, (-1, m)).sum(1).eq(n).all()
+    export_model(model, tmp_path)
+    assert is_nm_sparse(AutoModelForCausalLM.from_pretrained(tmp_path).transformer.h[1].mlp.c_fc.weight, n, m, dim=0)
+
+
+@pytest.mark.parametrize("criterion", ["wanda", "sparsegpt"])
+def test_life_after(criterion, tmp_path):
+    """Fine-tuning keeps the masks and lowers the loss; saving, exporting and unpatching keep the outputs."""
+    model = zoo.build("llama")
+    oneshot(model, batches(), fixed_mask(), criterion=criterion)
+    masks = {name: layer.mask_bits.clone() for name, layer in sparse_layers(model).items()}
+    weights = snapshot(model)
+    dense = dict(zoo.build("llama").named_parameters())
+    magnitude = {name: pack_bits(nm_mask(dense[f"{name}.weight"])) for name in masks}
+    ids = (torch.arange(3, 35)[:, None] + torch.arange(12)).tolist()
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=6, learning_rate=1e-2, weight_decay=0.1, logging_steps=1, report_to="none",
+        disable_tqdm=True, use_cpu=True, save_strategy="no",
+    )  # fmt: skip
+    run = Sparse24Trainer(model, arguments, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}))
+    run.train()
+    losses = [log["loss"] for log in run.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0]
+
+    model.eval()
+    with torch.no_grad():
+        logits = model(**zoo.batch()).logits
+    model.save_pretrained(tmp_path / "saved")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for each in (model, reloaded):
+        for name, layer in sparse_layers(each).items():
+            assert torch.equal(layer.mask_bits, masks[name]) and not torch.equal(layer.mask_bits, magnitude[name])
+            assert is_nm_sparse(layer.sparse_weight()) and not torch.equal(layer.weight, weights[f"{name}.weight"])
+    assert patched_config(reloaded) == patched_config(model)
+    export_model(model, tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight) and not sparse_layers(exported)
+    unpatch_model(model)
+    with torch.no_grad():
+        for each in (reloaded, exported, model):
+            assert torch.equal(each(**zoo.batch()).logits, logits)
+
+
+def test_existing_keeps_what_is_there():
+    """An unstructured sparse model loses what does not fit, and reports it; an N:M sparse one loses nothing."""
+    model = zoo.build("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight.data
+    weight[torch.rand_like(weight) < 0.6] = 0
+    expected = int((weight.view(-1, 4).count_nonzero(1) - 2).clamp(min=0).sum())
+    report = oneshot(model, batches(), fixed_mask(target_modules=["0.mlp.up_proj"]), criterion="existing")
+    assert report.layers[0].dropped == expected > 0
+
+    unpatch_model(model)
+    sparse = snapshot(model)
+    for criterion in CRITERIA:
+        report = oneshot(model, batches(), fixed_mask(target_modules=["0.mlp.up_proj"]), criterion=criterion)
+        assert (report.layers[0].dropped, report.layers[0].error, report.layers[0].kept_magnitude) == (0, 0.0, 1.0)
+        unpatch_model(model)
+        assert_untouched(model, sparse)
+
+
+def test_defaults_and_kinds_of_data():
+    model, ids = zoo.build("llama"), zoo.batch()["input_ids"]
+    assert oneshot(model, (ids for _ in range(2))).layers[0].tokens == 48
+    assert patched_config(model) == Sparse24Config(method="fixed-mask")
+    for data in ([ids], [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}]):
+        assert oneshot(zoo.build("llama").eval(), data).layers[0].tokens == 24
+    assert torch.is_grad_enabled()
+
+
+def test_report():
+    report = oneshot(zoo.build("llama"), batches(), fixed_mask(), criterion="sparsegpt")
+    lines = str(report).splitlines()
+    assert lines[0].startswith("one-shot 2:4 by sparsegpt masks, weights reconstructed") and len(lines) == 2 + 7
+    assert " ".join(lines[1].split()) == "module group layers tokens kept dropped masked error error worst"
+    group = next(line for line in lines if line.startswith("model.layers.*.mlp.down_proj"))
+    assert group.split()[1:3] == ["2", "288"] and f"{2 * 32 * 64 // 2:,}" in group and group.count("%") == 4
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_too_little_data_warns(caplog):
+    oneshot(zoo.build("llama"), [zoo.batch(rows=1)], fixed_mask())
+    assert "fewer calibration tokens than inputs" in caplog.text
+    caplog.clear()
+    oneshot(zoo.build("llama"), [zoo.batch(rows=1)], fixed_mask(), criterion="sparsegpt", damping=0.0)
+    assert "Gram matrix not positive definite with damping=0.0; used" in caplog.text
+
+
+def test_weights_that_layers_share():
+    """Pruned once, where they run first; the others get the mask."""
+    model = zoo.build("llama")
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    second.weight = first.weight
+    report = oneshot(model, batches(), fixed_mask(target_modules=["up_proj"]))
+    assert [layer.name for layer in report.layers] == ["model.layers.0.mlp.up_proj"]
+    assert first.weight is second.weight and torch.equal(first.mask_bits, second.mask_bits)
+    assert torch.equal(first.sparse_weight(), second.sparse_weight()) and is_nm_sparse(first.weight)
+
+
+# --- what goes wrong ---
+
+
+class HalfUsed(OneLayer):
+    """Its second block is never run."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(16, 8))
+        self.blocks.append(nn.ModuleDict({"mlp": nn.Linear(16, 8)}))
+
+
+X = torch.ones(3, 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "arguments", "message"),
+    [
+        (None, [], {}, "data has no batches"),
+        (None, iter([]), {}, "data has no batches"),
+        (None, [[1, 2]], {}, "batch 0 of data is <class 'list'>: must be a dict of tensors"),
+        (None, [zoo.batch(), {"input_ids": [1, 2]}], {}, "batch 1 of data is {'input_ids': 'list'}: must be a dict"),
+        (None, batches(1), {"criterion": "best"}, r"criterion='best': must be one of \['magnitude', 'wanda'"),
+        (None, batches(1), {"damping": -1}, "damping=-1: must be a finite number >= 0"),
+        (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
+        (None, batches(1), {"config": Sparse24Config()}, "method='s-ste': oneshot chooses masks once and for all"),
+        (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5: masks would be searched anew"),
+        (None, batches(1), {"config": fixed_mask(target_modules=["nope"])}, "no linear layer's name ends in"),
+        (None, batches(1), {"criterion": "existing"}, "criterion='existing': the targeted weights have no zeros"),
+        (HalfUsed, [{"x": X}], {}, "no calibration tokens reach blocks.1.mlp; use more data, or leave them out"),
+        (None, [{**zoo.batch(), "attention_mask": torch.zeros(2, 12)}], {}, "no calibration tokens .* and 2 more"),
+        (lambda: OneLayer(nn.Linear(16, 8)), [{"x": X * torch.inf}], {}, "NaN or inf in the inputs of blocks.0.mlp"),
+        (lambda: OneLayer(nn.Linear(16, 8)), [{"x": X * torch.nan}], {}, "NaN or inf in the inputs of blocks.0.mlp"),
+        (lambda: OneLayer(nn.Linear(16, 8, device="meta")), [{"x": X}], {}, "blocks.0.mlp has no weight yet"),
+    ],
+)  # fmt: skip
+def test_refused_and_untouched(make, data, arguments, message):
+    model = (make or (lambda: zoo.build("llama")))()
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    before = {} if meta else snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        oneshot(model, data, **{"config": fixed_mask(), **arguments})
+    if not meta:
+        assert_untouched(model, before)
+
+
+def test_weights_with_nan_are_refused():
+    model = zoo.build("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or inf in the weights of model\.layers\.1\.mlp\.up_proj"):
+        oneshot(model, batches(1), fixed_mask())
+    assert not sparse_layers(model)
+
+
+def test_a_patched_model_is_refused_and_stays_patched():
+    model = zoo.build("llama")
+    oneshot(model, batches(1), fixed_mask())
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"already patched; call unpatch_model\(model\) first"):
+        oneshot(model, batches(1), fixed_mask())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_an_interrupted_run_restores_the_model(name, error):
+    """Whenever it comes: in the survey, before anything is pruned, when one block is."""
+    model = zoo.build(name).eval()
+    before, data = snapshot(model), batches(1)
+
+    def interrupted_at(call: int) -> bool:
+        counter = itertools.count(1)
+
+        def interrupt(module, *args):
+            if next(counter) == call:
+                raise error("stop")
+
+        attention = next(module for module in model.modules() if module.__class__.__name__.endswith("Attention"))
+        handle = attention.register_forward_hook(interrupt)
+        try:
+            oneshot(model, data, fixed_mask())
+        except error:
+            return True
+        finally:
+            handle.remove()
+        return False
+
+    for call in (1, 2, 3):  # the survey, the first block's pass, the second's, when the first is pruned
+        assert interrupted_at(call)
+        assert_untouched(model, before, mode=False)
+    assert not interrupted_at(4) and sparse_layers(model)
+
+
+def test_an_interrupt_after_a_layer_was_written(monkeypatch):
+    model = zoo.build("gpt2")
+    before = snapshot(model)
+
+    def interrupt(**fields):
+        raise KeyboardInterrupt
+
+    # The module by way of sys.modules: in the package, `oneshot` is the function.
+    monkeypatch.setattr(sys.modules["hf_sparse24.oneshot"], "LayerReport", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(model, batches(1), fixed_mask())
+    assert_untouched(model, before)
