@@ -7,7 +7,7 @@ All take tensors of any floating dtype and leave their inputs alone unless the n
 import torch
 from torch import Tensor
 
-from . import reference, transposable
+from . import fp8, reference, transposable
 from .backends import choose_backend
 
 SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
@@ -220,6 +220,33 @@ def pack_bits(mask: Tensor) -> Tensor:
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
     """uint8 `[..., ceil(size/8)]` -> bool `[..., size]`, the inverse of `pack_bits`."""
     return reference.unpack_bits(packed, size)
+
+
+def fp8_simulate(x: Tensor, format: str) -> Tensor:
+    """What is left of `x` after a round trip through FP8 with one current scale per tensor.
+
+    Simulation: the result is in the dtype of `x` again, and the products that follow run as ever. The scale is
+    `s = max / amax` with amax the largest magnitude of `x` itself; values are multiplied by s, rounded to nearest even,
+    and divided by s, in fp32.
+
+    Args:
+        x: any floating dtype, shape and strides; finite. Not differentiable: meant for the inside of an autograd
+            function.
+        format: `"e4m3"` (max 448, for forward operands) or `"e5m2"` (max 57344, for backward operands).
+
+    Returns:
+        Shape, dtype and strides of `x`. Zeros stay zeros, never -0.0, so 2:4 stays 2:4. All zeros, and empty tensors,
+        come back as they are.
+
+    Raises:
+        ValueError: another `format`; NaN or inf in `x`, with their number. To see them a GPU must synchronise: a price
+            of the simulation.
+
+    Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
+    """
+    if format not in fp8.FORMATS:
+        raise ValueError(f"format={format!r}: must be one of {list(fp8.FORMATS)}")
+    return fp8.fp8_simulate(x, format)
 
 
 def sparse_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, sparse: str, backend: str = "auto") -> Tensor:

@@ -1,0 +1,142 @@
+"""FP8 simulation on literal numbers: every value, ties, subnormals, scales, and what has no scale."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+
+from hf_sparse24.metrics import is_nm_sparse
+
+MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+both = pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+
+
+def simulate(values: list[float], format: str) -> list[float]:
+    """With the format's largest value beside them, so that the scale is 1."""
+    return kernels.fp8_simulate(torch.tensor([*values, MAX[format]]), format).tolist()[:-1]
+
+
+def test_e4m3_rounds_to_nearest_even():
+    # Four significant bits: steps of 2 in [16, 32), of 32 in [256, 448].
+    assert simulate([17, 19, 21, 17.01, 18.99, -17, -19], "e4m3") == [16, 20, 20, 18, 18, -16, -20]
+    assert simulate([272, 304, 303, 431, 433, -447], "e4m3") == [256, 320, 288, 416, 448, -448]
+    assert simulate([0.1, 1 / 3], "e4m3") == [0.1015625, 0.34375]
+
+
+def test_e5m2_rounds_to_nearest_even():
+    # Three significant bits: steps of 4 in [16, 32), of 8192 in [32768, 57344].
+    assert simulate([18, 22, 26, 30, 18.01, -18], "e5m2") == [16, 24, 24, 32, 20, -16]
+    assert simulate([36864, 45056, 53248, 53249], "e5m2") == [32768, 49152, 49152, 57344]
+
+
+def test_subnormals():
+    # e4m3: multiples of 2^-9 below 2^-6; half of the smallest is a tie, and zero is even. e5m2: of 2^-16.
+    unit = 2.0**-9
+    assert simulate([unit, 2.4 * unit, 2.5 * unit, 3.5 * unit], "e4m3") == [unit, 2 * unit, 2 * unit, 4 * unit]
+    assert simulate([0.5 * unit, 0.51 * unit, -0.5 * unit], "e4m3") == [0, unit, 0]
+    unit = 2.0**-16
+    assert simulate([unit, 1.5 * unit, 2.5 * unit, 0.5 * unit], "e5m2") == [unit, 2 * unit, 2 * unit, 0]
+
+
+@both
+def test_every_finite_value_of_the_format_is_kept(format):
+    values = torch.arange(256, dtype=torch.uint8).view(DTYPES[format]).float()
+    values = values[values.isfinite()]
+    assert values.max() == MAX[format]
+    assert torch.equal(kernels.fp8_simulate(values, format), values)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_magnitude_survives_and_is_never_exceeded(format, dtype):
+    for seed in range(20):
+        x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        y = kernels.fp8_simulate(x, format)
+        assert y.dtype == dtype
+        largest = x.abs().argmax()
+        torch.testing.assert_close(y[largest], x[largest], rtol=2e-7, atol=0)
+        assert (y.abs() <= x.abs().max() * (1 + 2e-7)).all()
+        # Half a step: 2^-4 of the value with three mantissa bits, 2^-3 with two; normal numbers only.
+        normal = x.abs() > x.abs().max() * (2.0**-6 if format == "e4m3" else 2.0**-14) / MAX[format]
+        bound = x.float().abs() * (2.0**-4 if format == "e4m3" else 2.0**-3)
+        assert ((y - x).abs() <= bound * (1 + 2e-2))[normal].all()
+
+
+@both
+def test_powers_of_two_do_not_matter(format):
+    x = torch.randn(200)
+    y = kernels.fp8_simulate(x, format)
+    for exponent in (-100, -10, 1, 60, 120):
+        assert torch.equal(kernels.fp8_simulate(x * 2.0**exponent, format), y * 2.0**exponent)
+
+
+@both
+def test_zeros(format):
+    zeros = torch.tensor([0.0, -0.0])
+    for x in (zeros, torch.cat([zeros, torch.tensor([1.0, -1e-9])])):
+        y = kernels.fp8_simulate(x, format)
+        assert torch.equal(y[:2], torch.zeros(2)) and not torch.signbit(y[y == 0]).any()
+
+
+@both
+def test_a_24_tensor_stays_24(format):
+    x = torch.randn(32, 64)
+    y = kernels.fp8_simulate(kernels.apply_mask(x, kernels.nm_mask(x)), format)
+    assert is_nm_sparse(y) and not torch.signbit(y[y == 0]).any()
+
+
+@both
+def test_tensors_so_small_that_the_scale_would_overflow(format):
+    for amax in (1e-38, 1e-40, 1.4e-45):
+        x = torch.tensor([amax, -amax / 2, 0.0])
+        y = kernels.fp8_simulate(x, format)
+        assert y.isfinite().all() and (y.abs() <= 1.2 * x.abs()).all()
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_half_precision_is_computed_in_fp32(format, dtype):
+    x = torch.randn(8, 16).to(dtype)
+    expected = kernels.fp8_simulate(x.float(), format).to(dtype)
+    assert torch.equal(kernels.fp8_simulate(x, format), expected)
+
+
+@both
+def test_shapes_and_strides(format):
+    for shape in ((0,), (3, 0), (0, 4), (), (2, 3, 4)):
+        assert kernels.fp8_simulate(torch.ones(shape), format).shape == shape
+    x = torch.randn(6, 4)
+    y = kernels.fp8_simulate(x.t(), format)
+    assert y.stride() == x.t().stride() and torch.equal(y.t(), kernels.fp8_simulate(x, format))
+    before = x.clone()
+    kernels.fp8_simulate(x, format)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_values(value):
+    x = torch.ones(4, 8)
+    x[0, 0] = x[1, 2] = value
+    with pytest.raises(ValueError, match=r"2 of 32 values of a tensor of shape \(4, 8\) are NaN or inf.*turn FP8 off"):
+        kernels.fp8_simulate(x, "e4m3")
+
+
+def test_wrong_format():
+    with pytest.raises(ValueError, match=r"format='e3m4': must be one of \['e4m3', 'e5m2'\]"):
+        kernels.fp8_simulate(torch.ones(4), "e3m4")
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(6, 16)[:, ::2], torch.empty(0, 4), torch.ones(3)]
+)
+def test_operator_contract(x):
+    torch.library.opcheck(torch.ops.sparse24.fp8_simulate.default, (x, "e4m3"))
+    torch.library.opcheck(torch.ops.sparse24.fp8_simulate.default, (x.bfloat16(), "e5m2"))
+
+
+def test_compiles_in_one_graph():
+    compiled = torch.compile(lambda x: kernels.fp8_simulate(x, "e4m3") * 2, fullgraph=True, backend="aot_eager")
+    x = torch.randn(8, 8)
+    assert torch.equal(compiled(x), kernels.fp8_simulate(x, "e4m3") * 2)
+    with pytest.raises(ValueError, match="NaN or inf"):
+        compiled(x / 0)
