@@ -7,7 +7,7 @@ All take tensors of any floating dtype and leave their inputs alone unless the n
 import torch
 from torch import Tensor
 
-from . import fp8, reference, transposable
+from . import fp8, gated, reference, transposable
 from .backends import choose_backend
 
 SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
@@ -247,6 +247,33 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     if format not in fp8.FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(fp8.FORMATS)}")
     return fp8.fp8_simulate(x, format)
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """`act(gate) * up`, the middle of a gated MLP, as one differentiable operation.
+
+    Args:
+        gate, up: same shape and floating dtype, any strides.
+        kind: `"swiglu"` (SiLU), `"geglu"` (GELU, tanh approximation) or `"geglu-exact"` (GELU by erf).
+
+    Returns:
+        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out. fp16
+        and bf16 are computed in fp32 and rounded once. Each gradient has the layout of what it is the gradient of.
+
+    Raises:
+        ValueError: another `kind`, or shapes or dtypes that differ.
+
+    Reference: Shazeer 2020 (arXiv 2002.05202) for the functions; Hu et al. 2024 (arXiv 2404.01847) for following the
+    layout, in their code for "geglu" alone.
+    """
+    if kind not in gated.ACTIVATIONS:
+        raise ValueError(f"kind={kind!r}: must be one of {list(gated.ACTIVATIONS)}")
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gated_activation needs gate and up alike, got {tuple(gate.shape)} {gate.dtype} and "
+            f"{tuple(up.shape)} {up.dtype}"
+        )
+    return gated.gated_activation(gate, up, kind)
 
 
 def sparse_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, sparse: str, backend: str = "auto") -> Tensor:

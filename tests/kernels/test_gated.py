@@ -1,0 +1,143 @@
+"""Gated activations: values, gradients, memory layouts, precision."""
+
+import math
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from torch.nn import functional as F
+
+EAGER = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "geglu-exact": lambda gate, up: F.gelu(gate) * up,
+}
+every_kind = pytest.mark.parametrize("kind", EAGER)
+
+
+def column_major(x: torch.Tensor) -> torch.Tensor:
+    """The same values with the last dimension's elements far apart, as a transposed product leaves them."""
+    return x.flatten(0, -2).t().contiguous().t().view(x.shape)
+
+
+def test_literal_values():
+    gate, up = torch.tensor([1.0, -2.0, 0.0]), torch.tensor([3.0, 0.5, 7.0])
+    sigmoid = [1 / (1 + math.exp(-x)) for x in (1.0, -2.0)]
+    normal = [(1 + math.erf(x / math.sqrt(2))) / 2 for x in (1.0, -2.0)]
+    tanh = [(1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2 for x in (1.0, -2.0)]
+    for kind, (first, second) in {"swiglu": sigmoid, "geglu": tanh, "geglu-exact": normal}.items():
+        expected = torch.tensor([3 * first, -second, 0])
+        torch.testing.assert_close(kernels.gated_activation(gate, up, kind), expected)
+
+
+@every_kind
+def test_gradients(kind):
+    gate, up = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda g, u: kernels.gated_activation(g, u, kind), (gate, up))
+    assert torch.autograd.gradcheck(lambda g, u: kernels.gated_activation(g.t(), u.t(), kind), (gate, up))
+    only_up = kernels.gated_activation(gate.detach(), up, kind)
+    only_up.sum().backward()
+    assert gate.grad is None
+    torch.testing.assert_close(up.grad, EAGER[kind](gate, torch.ones_like(gate)).detach())
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+@pytest.mark.parametrize("gate_layout", ["row", "column"])
+@pytest.mark.parametrize("up_layout", ["row", "column"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layout_follows_the_inputs(kind, shape, gate_layout, up_layout, dtype):
+    gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    expected = EAGER[kind](gate.float(), up.float()).to(dtype)
+    gate = column_major(gate) if gate_layout == "column" else gate
+    up = column_major(up) if up_layout == "column" else up
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    out = kernels.gated_activation(gate, up, kind)
+    assert out.stride() == gate.stride()
+    assert (out.stride(-1) == 1) == (gate_layout == "row")
+    torch.testing.assert_close(out, expected)
+    grads = torch.autograd.grad(out, (gate, up), torch.randn(shape).to(dtype))
+    assert [grad.stride() for grad in grads] == [gate.stride(), up.stride()]
+
+
+@every_kind
+def test_halves_of_one_projection(kind):
+    """Phi-3 computes gate and up in one product: neither half is contiguous."""
+    packed = torch.randn(2, 3, 16)
+    gate, up = packed.chunk(2, dim=-1)
+    out = kernels.gated_activation(gate, up, kind)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, EAGER[kind](gate, up))
+    gate, up = column_major(packed).chunk(2, dim=-1)
+    assert kernels.gated_activation(gate, up, kind).stride() == gate.stride()
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once(kind, dtype):
+    gate, up, grad = ((3 * torch.randn(64, 64)).to(dtype) for _ in range(3))
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    wide_gate, wide_up = (x.detach().float().requires_grad_() for x in (gate, up))
+    out, wide_out = kernels.gated_activation(gate, up, kind), EAGER[kind](wide_gate, wide_up)
+    assert torch.equal(out, wide_out.to(dtype))
+    grads = torch.autograd.grad(out, (gate, up), grad)
+    for ours, wide in zip(grads, torch.autograd.grad(wide_out, (wide_gate, wide_up), grad.float())):
+        assert torch.equal(ours, wide.to(dtype))
+
+
+@every_kind
+def test_extreme_values(kind):
+    gate = torch.tensor([1e4, -1e4, math.nan], requires_grad=True)
+    up = torch.full((3,), 2.0, requires_grad=True)
+    out = kernels.gated_activation(gate, up, kind)
+    assert out.tolist()[:2] == [2e4, 0.0] and out[2].isnan()
+    out[:2].sum().backward()
+    assert gate.grad.tolist()[:2] == [2.0, 0.0] and up.grad.tolist()[:2] == [1e4, 0.0]
+
+
+@every_kind
+def test_autograd_keeps_the_two_inputs_alone(kind):
+    gate, up = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        kernels.gated_activation(gate, up, kind)
+    assert [x.data_ptr() for x in kept] == [gate.data_ptr(), up.data_ptr()]
+
+
+def test_empty():
+    gate = torch.empty(0, 8, requires_grad=True)
+    out = kernels.gated_activation(gate, torch.empty(0, 8), "swiglu")
+    out.sum().backward()
+    assert out.shape == gate.grad.shape == (0, 8)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"kind='reglu': must be one of \['swiglu', 'geglu', 'geglu-exact'\]"):
+        kernels.gated_activation(torch.ones(4), torch.ones(4), "reglu")
+    for up in (torch.ones(8), torch.ones(4, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"needs gate and up alike, got \(4,\) torch.float32 and"):
+            kernels.gated_activation(torch.ones(4), up, "swiglu")
+
+
+@every_kind
+def test_operator_contract(kind):
+    for dtype in (torch.float32, torch.bfloat16):
+        gate, up = torch.randn(4, 16).to(dtype), torch.randn(8, 4).t().to(dtype)
+        for arguments in ((gate[:, :8], up), (up, gate[:, ::2]), (up.clone().requires_grad_(), up)):
+            torch.library.opcheck(torch.ops.sparse24.gated_activation.default, (*arguments, kind))
+            grad = torch.randn(4, 8).to(dtype)
+            detached = [x.detach() for x in arguments]
+            torch.library.opcheck(torch.ops.sparse24.gated_activation_backward.default, (grad, *detached, kind))
+
+
+@every_kind
+def test_compiles_in_one_graph(kind):
+    compiled = torch.compile(
+        lambda g, u: kernels.gated_activation(g, u, kind).sin(), fullgraph=True, backend="aot_eager"
+    )
+    for layout in (lambda x: x, column_major):
+        gate, up = (layout(torch.randn(4, 8)).requires_grad_() for _ in range(2))
+        out, expected = compiled(gate, up), EAGER[kind](gate, up).sin()
+        torch.testing.assert_close(out, expected)
+        grads = [torch.autograd.grad(y.sum(), (gate, up)) for y in (out, expected)]
+        torch.testing.assert_close(*grads)
