@@ -20,7 +20,7 @@ LAYERS = [
     ["config"],
     ["metrics", "schedule", "methods"],
     ["linear"],
-    ["layerwise", "calibration", "targets"],
+    ["layerwise", "calibration", "gated", "targets"],
     ["report"],
     ["patching"],
     ["step_adamw", "controller", "checkpoint", "quantizer", "oneshot"],

@@ -1,0 +1,152 @@
+"""fuse_gated_mlps: let gated MLPs compute `act(gate) * up` in one operation that follows the memory layout."""
+
+import copy
+import inspect
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import sparse24_kernels as kernels
+import torch
+from torch import nn
+
+
+class Layout(NamedTuple):
+    """What the linear layers of a gated MLP are called."""
+
+    inputs: tuple[str, ...]
+    """Two layers, or one whose output is cut into halves."""
+    output: str
+
+
+LAYOUTS = (
+    Layout(("gate_proj", "up_proj"), "down_proj"),  # Llama, Mistral, Qwen, Gemma, OLMo and most others
+    Layout(("gate_up_proj",), "down_proj"),  # Phi-3, GLM
+    Layout(("w1", "w3"), "w2"),  # LFM2
+    Layout(("Wi",), "Wo"),  # ModernBERT
+)
+KINDS = ("swiglu", "geglu", "geglu-exact")
+
+
+def fuse_gated_mlps(model: nn.Module) -> list[str]:
+    """Make the gated MLPs of `model` compute with `sparse24_kernels.gated_activation`, in place.
+
+    Between its products a gated MLP has two elementwise operations, which round their result twice and leave three
+    tensors for the backward pass; fused, it rounds once and leaves the two inputs. Parameters, submodules and
+    `state_dict` stay what they are, outputs change by rounding alone. The layers are called as modules, so it does not
+    matter whether the model is patched before or after.
+
+    A module is fused if it has the layers of one of `LAYOUTS` and no other weights, and if it *behaves* like
+    `output(act(gate) * up)` with one of the `KINDS`: its own forward must say so on tiny layers put in the place of
+    its own, in train mode. Everything else, an MLP with dropout for instance, is left alone.
+
+    Args:
+        model: any model, on any device, meta included.
+
+    Returns:
+        Names of all modules that are fused now, in module order. Fusing again changes nothing.
+    """
+    fused = []
+    for name, module in model.named_modules():
+        if not isinstance(module, FusedGatedMLP):
+            fused_class = _find_fused_class(module)
+            if fused_class is None:
+                continue
+            module.__class__ = fused_class
+        fused.append(name)
+    return fused
+
+
+def unfuse_gated_mlps(model: nn.Module) -> list[str]:
+    """Undo `fuse_gated_mlps`, in place; returns the names of the modules that were fused."""
+    names = [name for name, module in model.named_modules() if isinstance(module, FusedGatedMLP)]
+    for name in names:
+        module = model.get_submodule(name)
+        module.__class__ = module.unfused_class
+    return names
+
+
+class FusedGatedMLP:
+    """What a fused module's class has in front of its own. One class for each class, layout and kind."""
+
+    unfused_class: type[nn.Module]
+    layout: Layout
+    up_first: bool
+    kind: str
+
+    def forward(self, *args, **kwargs):
+        (x,) = *args, *kwargs.values()  # the one argument, by the name that the module itself gives it
+        return _fused_forward(self, x, self.layout, self.up_first, self.kind)
+
+    def __reduce_ex__(self, protocol):
+        # pickle and copy find classes by name, and this one has none in any module.
+        recipe = self.unfused_class, self.layout, self.up_first, self.kind
+        return _new_fused, recipe, self.__dict__
+
+
+@cache
+def _fused_class(cls: type[nn.Module], layout: Layout, up_first: bool, kind: str) -> type[nn.Module]:
+    members = {"unfused_class": cls, "layout": layout, "up_first": up_first, "kind": kind}
+    return type(f"Fused{cls.__name__}", (FusedGatedMLP, cls), members)
+
+
+def _new_fused(*recipe) -> nn.Module:
+    fused_class = _fused_class(*recipe)
+    return fused_class.__new__(fused_class)
+
+
+def _fused_forward(module: nn.Module, x, layout: Layout, up_first: bool, kind: str):
+    outputs = [getattr(module, name)(x) for name in layout.inputs]
+    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    if up_first:
+        gate, up = up, gate
+    return getattr(module, layout.output)(kernels.gated_activation(gate, up, kind))
+
+
+def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
+    for layout in LAYOUTS:
+        names = {*layout.inputs, layout.output}
+        if not names <= module._modules.keys() or not _is_simple(module, names):
+            continue
+        for up_first, kind in product((False, True), KINDS):
+            if _behaves_like(module, layout, up_first, kind):
+                return _fused_class(type(module), layout, up_first, kind)
+    return None
+
+
+def _is_simple(module: nn.Module, linears: set[str]) -> bool:
+    """Whether there is nothing beside the linear layers that a fused forward would pass over."""
+    if module._parameters or module._buffers or "forward" in vars(module):  # the last: someone has replaced it
+        return False
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    others = [child for name, child in module.named_children() if name not in linears]
+    return not any(
+        child._forward_hooks or child._forward_pre_hooks or [*child.parameters(), *child.buffers()] for child in others
+    )
+
+
+def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) -> bool:
+    """Compare the module's own forward with the fused one, on tiny layers and in float64.
+
+    Tiny random layers rather than its own: those may be on the meta device, huge, pruned, or all zeros, which would
+    make any two forwards agree.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        width = 2 if len(layout.inputs) == 1 else 1
+        linears = {name: _linear(8, 16 * width) for name in layout.inputs} | {layout.output: _linear(16, 8)}
+        probe = copy.copy(module)
+        others = {name: copy.deepcopy(child) for name, child in module._modules.items() if name not in linears}
+        probe.__dict__["_modules"] = others | linears
+        probe.train()  # so that dropout shows
+        x = 3 * torch.randn(2, 3, 8, dtype=torch.float64, device="cpu")
+        try:
+            own = probe.forward(x)
+            return torch.allclose(own, _fused_forward(probe, x, layout, up_first, kind), rtol=1e-6, atol=1e-6)
+        except Exception:  # whatever a foreign forward raises on such layers, it is none that we know
+            return False
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, dtype=torch.float64, device="cpu")
