@@ -9,8 +9,9 @@ import zoo
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.metrics import flip_rate, kept_magnitude
+from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 from hf_sparse24.patching import set_phase, sparse_layers
+from hf_sparse24.step_adamw import StepAdamW, step_param_groups
 
 
 def patched(method: str = "s-ste", name: str = "llama", lr: float = 1e-2, **arguments):
@@ -45,6 +46,67 @@ def test_masked_decay_is_added_once_to_the_gradient(method):
         layer = layers.get(name.removesuffix(".weight"))
         expected = 0.5 * parameter * ~layer.mask() if layer is not None else torch.zeros_like(added)
         torch.testing.assert_close(added, expected.detach())
+
+
+def test_decay_on_the_weight_passes_the_optimizer_by():
+    model, optimizer = patched("sr-ste", masked_decay=0.5, decay_on="weight", lr=0.1)
+    controller = Sparse24Controller(model, optimizer, total_steps=12)
+    model(**zoo.batch()).loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    before = {name: (layer.weight.detach().clone(), layer.mask()) for name, layer in sparse_layers(model).items()}
+    controller.before_step()
+    assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters())
+    for name, (weight, mask) in before.items():
+        expected = torch.where(mask, weight, weight * (1 - 0.1 * 0.5))
+        torch.testing.assert_close(sparse_layers(model)[name].weight.detach(), expected)
+
+
+def test_an_unfrozen_scale_follows_the_weights():
+    model, optimizer = patched("s-ste", scale_frozen=False, scale_rule="l1", lr=0.1)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    layer = next(iter(sparse_layers(model).values()))
+    for step in range(2):
+        run_step(model, optimizer, controller, step)
+        assert torch.equal(layer.scale, kernels.s_ste_scale(layer.weight, rule="l1"))
+
+
+def test_48_transposable_masks_train():
+    model, optimizer = patched("t-sr-ste", pattern="4:8", mask_interval=2, lr=0.05)
+    controller = Sparse24Controller(model, optimizer, total_steps=12)
+    for step in range(4):
+        run_step(model, optimizer, controller, step)
+    for layer in sparse_layers(model).values():
+        weight = layer.sparse_weight()
+        assert is_nm_sparse(weight, 4, 8) and is_nm_sparse(weight, 4, 8, dim=0)
+        assert torch.equal(layer.mask(), kernels.transposable_mask(layer.weight, 4, 8))
+    assert controller.metrics()["flip_rate"] > 0
+
+
+def test_step_turns_sparse_when_its_optimizer_switches():
+    model, _ = patched("step")
+    groups = step_param_groups(model, 0.01)
+    optimizer = StepAdamW(groups, lr=1e-3, betas=(0.9, 0.5), total_steps=10, switch_after=2, switch_by=5)
+    controller = Sparse24Controller(model, optimizer, total_steps=10)
+    phases = []
+    for step in range(8):
+        phases.append(next(iter(sparse_layers(model).values())).phase)
+        assert controller.phase == phases[-1] == model.config.quantization_config.phase
+        run_step(model, optimizer, controller, step)
+    assert phases == ["dense"] * optimizer.switch_step + ["sparse"] * (8 - optimizer.switch_step)
+    assert 2 <= optimizer.switch_step <= 5
+    with pytest.raises(ValueError, match="method 'step' is an optimizer as much as a mask, and AdamW is not it"):
+        Sparse24Controller(*patched("step"), total_steps=10)
+
+
+def test_layer_flip_rates_add_up():
+    model, optimizer = patched("ste", lr=0.05)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    run_step(model, optimizer, controller, 0)
+    rates, layers = controller.layer_flip_rates(), sparse_layers(model)
+    assert rates.keys() == layers.keys()
+    sizes = {name: layer.weight.numel() for name, layer in layers.items()}
+    total = sum(rates[name] * sizes[name] for name in rates) / sum(sizes.values())
+    assert controller.metrics()["flip_rate"] == pytest.approx(total) and total > 0
 
 
 def test_no_decay_in_dense_phases_and_for_methods_without():
@@ -200,6 +262,8 @@ def test_wrong_use():
         Sparse24Controller(model, torch.optim.SGD(zoo.build("llama").parameters()), total_steps=3)
     with pytest.raises(ValueError, match="total_steps=1 leaves no sparse step"):
         Sparse24Controller(*patched("t-sr-ste"), total_steps=1)
+    with pytest.raises(ValueError, match="masked_decay='auto': only Sparse24Trainer determines it"):
+        Sparse24Controller(*patched("sr-ste", masked_decay="auto"), total_steps=3)
     for layer in sparse_layers(model).values():
         layer.weight.requires_grad_(False)
     head = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])

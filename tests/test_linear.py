@@ -10,6 +10,7 @@ from hf_sparse24 import PRESETS, Sparse24Config, Sparse24Conv1D, Sparse24Linear
 from hf_sparse24.methods import METHODS
 
 METHOD_NAMES = list(PRESETS)
+GRADIENTS = [("mvue", 2, 4, "exact"), ("mvue-approx", 2, 4, "approx"), ("mvue-1:2", 1, 2, "exact")]
 
 
 def make_layer(method: str, conv1d: bool = False, bias: bool = True, dtype=torch.float64, **arguments):
@@ -73,6 +74,54 @@ def test_mvue_prunes_the_gradient_along_tokens(method, conv1d):
     expected = pruned.t() @ x
     torch.testing.assert_close(layer.weight.grad, expected.t() if conv1d else expected)
     torch.testing.assert_close(layer.bias.grad, grad.sum(0))  # the bias sees the whole gradient
+
+
+@pytest.mark.parametrize(("kind", "n", "m", "estimator"), GRADIENTS)
+def test_every_gradient_estimate_in_both_products(kind, n, m, estimator):
+    layer = make_layer("s-ste", weight_grad=kind, input_grad=kind)
+    layer.rng_key = torch.tensor(5)
+    x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(8, 12, dtype=torch.float64)
+    layer(x).backward(grad)
+    along_tokens = kernels.mvue(grad, n, m, 0, estimator, key=torch.tensor(5))
+    along_features = kernels.mvue(grad, n, m, -1, estimator, key=torch.tensor(6))
+    torch.testing.assert_close(layer.weight.grad, along_tokens.t() @ x)
+    torch.testing.assert_close(x.grad, along_features @ layer.sparse_weight())
+
+
+def test_pruned_activations():
+    """The output and the weight gradient see the pruned activations; their gradient passes straight through."""
+    layer = make_layer("ste", activations="2:4")
+    x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    pruned = kernels.apply_mask(x.detach(), kernels.nm_mask(x))
+    out = layer(x)
+    torch.testing.assert_close(out, pruned @ layer.sparse_weight().t() + layer.bias)
+    out.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, torch.ones(12, 8, dtype=torch.float64) * pruned.sum(0))
+    torch.testing.assert_close(x.grad, layer.sparse_weight().sum(0).expand(8, 8))
+
+
+@pytest.mark.parametrize("weight_grad", ["dense", "mvue"])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_fp8_rounds_the_operands_of_every_product(method, weight_grad):
+    layer = make_layer(method, fp8=True, weight_grad=weight_grad, dtype=torch.float32)
+    layer.rng_key = torch.tensor(5)
+    x, grad = torch.randn(8, 8, requires_grad=True), torch.randn(8, 12)
+    sparse = layer.sparse_weight()
+
+    def e4m3(t):
+        return kernels.fp8_simulate(t.detach(), "e4m3")
+
+    def e5m2(t):
+        return kernels.fp8_simulate(t.detach(), "e5m2")
+
+    out = layer(x)
+    torch.testing.assert_close(out, e4m3(x) @ e4m3(sparse).t() + layer.bias)
+    out.backward(grad)
+    pruned = kernels.mvue(grad, dim=0, key=torch.tensor(5)) if weight_grad == "mvue" else grad
+    torch.testing.assert_close(x.grad, e5m2(grad) @ e5m2(sparse))
+    torch.testing.assert_close(layer.weight.grad, e5m2(pruned).t() @ e5m2(x))
+    torch.testing.assert_close(layer.bias.grad, grad.sum(0))
 
 
 def test_mvue_weight_gradient_is_unbiased():
