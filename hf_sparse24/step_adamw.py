@@ -140,6 +140,8 @@ class StepAdamW(torch.optim.Optimizer):
         if not any("auto_switch" in group for group in state_dict["param_groups"]):
             raise ValueError("this is not the state of a StepAdamW: it does not say whether the variance is frozen")
         super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["step"] = state["step"].cpu()  # a checkpoint read onto a GPU has brought it there
 
     @property
     def _masked_group(self) -> dict[str, Any]:
@@ -172,13 +174,13 @@ class StepAdamW(torch.optim.Optimizer):
 
     def _watch(self, masked: list["_Batch"], step: int) -> None:
         """Write z of the step to come into the window, if any decision will look at it."""
-        auto = self._auto_switch
-        auto["window"] = window = auto["window"].to(masked[0].params[0].device)
+        auto, device = self._auto_switch, masked[0].params[0].device
+        auto["window"] = window = auto["window"].to(device)
         if step > self.switch_after - len(window):
             beta2 = self._masked_group["betas"][1]
             gradients = [gradient for batch in masked for gradient in batch.grads]
             variances = [variance for batch in masked for variance in batch.exp_avg_sqs]
-            window[step % len(window)] = (1 - beta2) * _mean_distance(gradients, variances, self.switch_rule, window)
+            window[step % len(window)] = (1 - beta2) * _mean_distance(gradients, variances, self.switch_rule, device)
 
     def _correct_variances(self) -> None:
         """Turn v into v* in place. Of all masked parameters, with a gradient in this step or not."""
@@ -263,21 +265,23 @@ def _frozen_step(group: dict[str, Any], batch: _Batch) -> None:
     torch._foreach_addcdiv_(batch.params, batch.exp_avgs, denominators, step_sizes)
 
 
-def _mean_distance(gradients: list[Tensor], variances: list[Tensor], rule: str, like: Tensor) -> Tensor:
-    """The mean of |g^2 - v| over all entries, as a scalar on the device of `like`: z_t / (1 - beta2)."""
-    distances = torch._foreach_mul(gradients, gradients)
-    torch._foreach_sub_(distances, variances)
-    torch._foreach_abs_(distances)
+def _mean_distance(gradients: list[Tensor], variances: list[Tensor], rule: str, device: torch.device) -> Tensor:
+    """The mean of |g^2 - v| over all entries, an fp32 scalar on `device`: z_t / (1 - beta2)."""
+    total, count = torch.zeros((), device=device), torch.zeros((), device=device)
+    # One weight after the other: the lists' functions would hold the distances of all weights at once, which takes
+    # memory and, on a CPU, ten times as long.
+    for gradient, variance in zip(gradients, variances):
+        distance = torch.addcmul(variance, gradient, gradient, value=-1).abs_()
+        if rule == "arithmetic":
+            total += distance.sum(dtype=torch.float32).to(device)
+            count += distance.numel()
+        else:
+            dead = distance == 0
+            total += distance.masked_fill_(dead, 1).log_().sum(dtype=torch.float32).to(device)
+            count += (~dead).sum().to(device)
     if rule == "arithmetic":
-        # Sums, and no 1-norms: on a CPU torch's norm adds up in a row, and loses digits over a large weight.
-        total = sum(distance.sum(dtype=torch.float32).to(like.device) for distance in distances)
-        return total / sum(distance.numel() for distance in distances)
-    total, alive = torch.zeros_like(like[0]), torch.zeros_like(like[0])
-    for distance in distances:
-        dead = distance == 0
-        total += distance.masked_fill_(dead, 1).log().sum(dtype=torch.float32).to(like.device)
-        alive += (~dead).sum().to(like.device)
-    return (total / alive.clamp(min=1)).exp()
+        return total / count
+    return (total / count.clamp(min=1)).exp()
 
 
 def _check_group(group: dict[str, Any]) -> None:
