@@ -1,8 +1,8 @@
-# `make demo` and `make test` need nothing but Python 3.11+: they make .venv and install into it first.
+# `make demo`, `make test` and `make methods` need nothing but Python 3.11+: they make .venv and install into it first.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test methods lint clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
@@ -10,6 +10,10 @@ demo: .venv/.recipes-installed
 test: .venv/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q
+
+# Every method on two small models, three seeds: what is missing in recipes/results/methods/, then the page.
+methods: .venv/.recipes-installed
+	$(BIN)/python recipes/methods.py
 
 lint: .venv/.test-installed
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
