@@ -1,5 +1,6 @@
 """The README is true: its code runs, its tables and tree equal the registries and the files."""
 
+import json
 import re
 from pathlib import Path
 
@@ -89,3 +90,10 @@ def test_links_and_make_targets_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_step_times_are_the_measured_ones():
+    result = json.loads((ROOT / "recipes" / "results" / "cpu_step_time.json").read_text())
+    for row in result["rows"]:
+        figure = "{seconds:.2f} s" if row["method"] == "dense" else "{ratio:.2f} [{ratio_min:.2f}, {ratio_max:.2f}]"
+        assert figure.format(**row) in README
