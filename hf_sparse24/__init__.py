@@ -9,11 +9,12 @@ from .callback import Sparse24Callback
 from .checkpoint import export_model
 from .config import PRESETS, Sparse24Config
 from .controller import Sparse24Controller
+from .gated import fuse_gated_mlps, unfuse_gated_mlps
 from .linear import Sparse24Conv1D, Sparse24Linear
 from .oneshot import OneshotReport, oneshot
 from .patching import patch_model, unpatch_model
 from .report import PatchReport
-from .step_adamw import StepAdamW
+from .step_adamw import StepAdamW, step_param_groups
 from .trainer import Sparse24Trainer
 from .version import __version__
 
@@ -30,7 +31,10 @@ __all__ = [
     "StepAdamW",
     "__version__",
     "export_model",
+    "fuse_gated_mlps",
     "oneshot",
     "patch_model",
+    "step_param_groups",
+    "unfuse_gated_mlps",
     "unpatch_model",
 ]

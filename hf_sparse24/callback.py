@@ -6,6 +6,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from .controller import Sparse24Controller
+from .patching import patched_config
 
 
 class Sparse24Callback(TrainerCallback):
@@ -35,6 +36,10 @@ class Sparse24Callback(TrainerCallback):
         return callback
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        config = patched_config(kwargs["model"])
+        if args.fp16 and config is not None and config.fp8:
+            # A loss scale finds its size by overflowing, and FP8 refuses to round what has overflowed.
+            raise ValueError("fp16=True and fp8=True: loss scaling overflows on purpose; train with bf16=True instead")
         self.controller = Sparse24Controller(
             kwargs["model"],
             kwargs["optimizer"],

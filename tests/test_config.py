@@ -39,7 +39,10 @@ def test_json_round_trip(method):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "sste"}, r"method='sste': must be one of \['ste', 'sr-ste', 't-sr-ste', 's-ste', 'step', 'fixed-mask'\]"),
+        (
+            {"method": "sste"},
+            r"method='sste': must be one of \['ste', 'sr-ste', 't-sr-ste', 's-ste', 'step', 'fixed-mask'\]",
+        ),
         ({"method": ["ste"]}, r"method=\['ste'\]: must be one of"),
         ({"pattern": "2-4"}, "pattern='2-4': must be 'N:M'"),
         ({"pattern": "4:4"}, "pattern='4:4': must be 'N:M' with 0 < N < M"),
@@ -72,7 +75,10 @@ def test_json_round_trip(method):
         ({"dense_tail": 1.0}, r"dense_tail=1.0: must be an int >= 0 .* or a float in \[0, 1\)"),
         ({"dense_start": -5}, "dense_start=-5: must be"),
         ({"dense_start": True}, "dense_start=True: must be"),
-        ({"weight_grad": "sparse"}, r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2'\]"),
+        (
+            {"weight_grad": "sparse"},
+            r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2'\]",
+        ),
         ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'reference'\]"),
         ({"phase": "done"}, "phase='done': must be one of"),
     ],

@@ -152,6 +152,21 @@ def test_the_callback_needs_a_patched_model(tmp_path):
         run.train()
 
 
+def test_fp8_and_loss_scaling_exclude_each_other(tmp_path):
+    args = arguments(tmp_path)
+    args.fp16 = True  # past the check of TrainingArguments, which wants a GPU for it
+    run = types.SimpleNamespace(model=zoo.build("llama"))
+    patch_model(run.model, Sparse24Config(fp8=True))
+    with pytest.raises(ValueError, match="fp16=True and fp8=True: loss scaling overflows on purpose"):
+        Sparse24Callback().on_train_begin(args, None, None, model=run.model, optimizer=None)
+
+
+def test_fp8_and_step_train(tmp_path):
+    for config in (Sparse24Config(fp8=True), Sparse24Config(method="step", switch_by=2, switch_after=1)):
+        run = train(tmp_path, config=config)
+        assert weights(run).isfinite().all() and run.state.log_history[2]["sparse_phase"] == 1.0
+
+
 def test_too_few_steps_for_the_schedule(tmp_path):
     with pytest.raises(ValueError, match="total_steps=4 leaves no sparse step: dense_start=2 is 2 steps, dense_tail=2"):
         train(tmp_path, config=Sparse24Config(dense_start=2, dense_tail=2))

@@ -98,8 +98,8 @@ def test_non_finite_gradients_stay_visible(value):
 
 def test_operator_contract():
     for n, m, estimator in ESTIMATORS:
-        arguments = (torch.randn(6, 8), torch.tensor(1), n, m, 0, estimator)
-        torch.library.opcheck(torch.ops.sparse24.mvue.default, arguments)
+        for x in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(2, 3, 4).transpose(0, 2)):
+            torch.library.opcheck(torch.ops.sparse24.mvue.default, (x, torch.tensor(1), n, m, 0, estimator))
 
 
 def test_independent_between_keys_and_groups():
