@@ -130,7 +130,9 @@ def test_sparsegpt_raises_the_damping_where_it_must():
 def test_least_squares_is_the_closed_form(penalty):
     x, weight = correlated(80, 16), randn64(5, 16)
     mask = nm_mask(weight)
-    solution = least_squares(weight, mask, x.T @ x, torch.full((16,), penalty, dtype=torch.float64), weight * mask)
+    start = weight * mask
+    solution = least_squares(weight, mask, x.T @ x, torch.full((16,), penalty, dtype=torch.float64), start)
+    assert torch.equal(start, weight * mask)
     # A ridge is 16 more rows of data, that ask for the dense weights.
     design = torch.cat([x, penalty**0.5 * torch.eye(16, dtype=torch.float64)])
     for row, kept, found in zip(weight, mask, solution):
@@ -191,6 +193,15 @@ def test_reconstruction_of_weight_and_bias(criterion, bias):
     assert report.error < report.masked_error
     assert report.kept_magnitude == pytest.approx((weight.abs() * mask).sum().item() / weight.abs().sum().item())
     assert (report.tokens, report.dropped) == (300, 64)
+
+
+def test_the_bias_absorbs_the_mean_error():
+    """However strongly damping holds the weights."""
+    x, layer = correlated(300, 16, mean=0.7), linear(8, 16)
+    weight, bias = layer.weight.clone(), layer.bias.clone()
+    oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), damping=1e9)
+    torch.testing.assert_close(layer.weight, weight * layer.mask(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer.bias, bias + (weight * ~layer.mask()) @ x.mean(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reconstruct", [True, False])
@@ -263,6 +274,8 @@ def test_reconstruction_lowers_every_error(criterion):
     report = oneshot(model, batches(), fixed_mask(), criterion=criterion)
     for one, two in zip(without.layers, report.layers):
         assert two.error < one.error
+        for weight in (each.get_submodule(one.name).weight for each in (plain, model)):
+            assert not torch.signbit(weight[weight == 0]).any()
         if criterion == "sparsegpt":
             assert one.error < one.masked_error
         else:
@@ -293,11 +306,19 @@ def test_later_blocks_see_the_pruned_ones_before_them():
 def test_forward_passes_end_with_their_block():
     model, calls = zoo.build("gpt2"), []
     for i, block in enumerate(model.transformer.h):
-        block.register_forward_pre_hook(lambda module, args, i=i: calls.append(i))
+        block.register_forward_pre_hook(
+            lambda module, args, i=i: calls.append(i if not module.training else "training")
+        )
     head = []
     model.lm_head.register_forward_pre_hook(lambda module, args: head.append(1))
     oneshot(model, batches(1), fixed_mask())
     assert calls == [0, 1, 0, 0, 1] and len(head) == 1  # the survey, block 0, block 1
+    assert model.training
+
+
+def test_a_block_that_runs_twice_is_calibrated_on_both():
+    report = oneshot(zoo.build("albert"), batches(1), fixed_mask())
+    assert {layer.tokens for layer in report.layers} == {2 * 4 * 24}
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
