@@ -1,12 +1,16 @@
 """Sparse24Callback: the controller in any Trainer. The only file that knows Trainer's events."""
 
+import json
+from pathlib import Path
+
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from .controller import Sparse24Controller
-from .patching import patched_config
+from .patching import patched_config, set_phase
 
 
 class Sparse24Callback(TrainerCallback):
@@ -30,9 +34,14 @@ class Sparse24Callback(TrainerCallback):
 
     @classmethod
     def add_to(cls, trainer: Trainer) -> "Sparse24Callback":
-        """Install the callback in `trainer`, ahead of the callbacks that report logs; returns it."""
-        callback = cls()
-        trainer.callback_handler.callbacks.insert(0, callback)
+        """Install the callback in `trainer`, ahead of those that report logs; returns it, or the one that is there."""
+        callbacks = trainer.callback_handler.callbacks
+        callback = next((present for present in callbacks if isinstance(present, cls)), None)
+        if callback is None:  # never two: the masked decay would be applied twice
+            callback = cls()
+        else:
+            callbacks.remove(callback)
+        callbacks.insert(0, callback)
         return callback
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
@@ -46,7 +55,8 @@ class Sparse24Callback(TrainerCallback):
             total_steps=state.max_steps,
             seed=args.seed + args.process_index,
             step=state.global_step,
-            metrics_interval=max(1, int(state.logging_steps)),
+            # Logged by the epoch, the last step is not known ahead: measured at every step, the number is never stale.
+            metrics_interval=max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1,
         )
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
@@ -59,12 +69,24 @@ class Sparse24Callback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.controller.after_step()
 
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            restore_phase(kwargs["model"], state.best_model_checkpoint)
+
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         if self.controller is None or "loss" not in logs:  # evaluation and the closing summary
             return
         metrics = self.controller.metrics()
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
+
+
+def restore_phase(model: nn.Module, checkpoint: str) -> None:
+    """Let `model` compute as the one saved in `checkpoint` did; the Trainer loads its weights, not its config."""
+    config = Path(checkpoint) / "config.json"
+    if config.is_file():  # an adapter's checkpoint has none
+        saved = json.loads(config.read_text(encoding="utf-8")).get("quantization_config", {})
+        set_phase(model, saved.get("phase", patched_config(model).phase))
 
 
 def _unscale(optimizer: torch.optim.Optimizer) -> None:

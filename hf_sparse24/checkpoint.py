@@ -1,7 +1,7 @@
 """export_model: a checkpoint that loads in every engine, no import needed."""
 
 import os
-import shutil
+import re
 import tempfile
 from contextlib import contextmanager
 
@@ -27,6 +27,8 @@ def export_model(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     layers = sparse_layers(model)
     if not layers:
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
+    if getattr(getattr(model, "config", None), "quantization_config", None) is None:
+        raise ValueError(f"{type(model).__name__} is no model that patch_model got: export the one that was patched")
     state_dict = model.state_dict()
     for name, layer in layers.items():
         if layer.phase == "sparse":
@@ -39,8 +41,13 @@ def export_model(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     with tempfile.TemporaryDirectory(dir=os.path.dirname(directory), prefix=".export-") as staging:
         with _without_quantization_config(model):
             model.save_pretrained(staging, state_dict=state_dict)
-        for name in sorted(os.listdir(staging), key=lambda name: (name == "config.json", name)):
-            shutil.move(os.path.join(staging, name), os.path.join(directory, name))
+        names = os.listdir(staging)
+        for name in sorted(names, key=lambda name: (name == "config.json", name)):
+            os.replace(os.path.join(staging, name), os.path.join(directory, name))
+    # Weights of an earlier, sharded checkpoint would contradict these.
+    for name in set(os.listdir(directory)) - set(names):
+        if re.fullmatch(r"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?", name):
+            os.remove(os.path.join(directory, name))
 
 
 @contextmanager

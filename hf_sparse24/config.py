@@ -151,6 +151,8 @@ class Sparse24Config(QuantizationConfigMixin):
             _check_number("masked_decay", self.masked_decay)
         if self.mask_interval is not None and self.mask_interval == 0:
             raise ValueError("mask_interval=0: must be at least 1 step or a fraction above 0")
+        if sum(length for length in (self.dense_start, self.dense_tail) if isinstance(length, float)) >= 1:
+            raise ValueError(f"dense_start={self.dense_start}, dense_tail={self.dense_tail}: leave no sparse step")
         _check_choice("backend", self.backend, ("auto", *BACKENDS))
         _check_choice("phase", self.phase, PHASES)
 

@@ -77,10 +77,7 @@ class Sparse24Controller:
         self._flips: dict[str, Tensor] = {}
         self._masks_before: dict[str, Tensor] = {}
         self._rng_keys = _share_rng_keys(list(self.layers.values()))
-        if step == 0:
-            self._enter_phase()
-        else:
-            set_phase(model, self.phase)
+        self._enter_phase()
         for layer in self.layers.values():
             if not layer.state_is_ready:
                 layer.init_state()
@@ -151,12 +148,12 @@ class Sparse24Controller:
             that the masks keep. `flip_rate`: share of patched weights that entered or left the mask in the last
             measured step, or, where masks are searched every so often, in the last search; absent before the first.
         """
-        kept, total = 0.0, 0.0
+        kept = total = torch.zeros(())
         for layer in self.layers.values():
             magnitude = layer.weight.detach().float().abs()
-            kept = kept + (magnitude * layer.mask()).sum()
-            total = total + magnitude.sum()
-        values = {"sparse_phase": float(self.phase == "sparse"), "kept_magnitude": float(kept / total)}
+            kept = kept + (magnitude * layer.mask()).sum().cpu()
+            total = total + magnitude.sum().cpu()
+        values = {"sparse_phase": float(self.phase == "sparse"), "kept_magnitude": float(kept / total.clamp(min=1e-38))}
         if self._flips:
             sizes = sum(self.layers[name].weight.numel() for name in self._flips)
             values["flip_rate"] = float(sum(self._flips.values())) / sizes

@@ -30,6 +30,7 @@ the sparse weight, passed straight through.
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from .methods import SparseMethod
@@ -50,6 +51,7 @@ class _SparseLinearFunction(torch.autograd.Function):
         return kernels.sparse_mm(x, sparse_weight.t(), bias, sparse="right", backend=config.backend)
 
     @staticmethod
+    @once_differentiable  # a second derivative would be another function's, and must not pass for this one's
     def backward(ctx, grad_output):
         x, sparse_weight, rng_key = ctx.saved_tensors
         config = ctx.method.config

@@ -1,5 +1,6 @@
 """patch_model and unpatch_model: make a model's linear layers 2:4 sparse in place, and back."""
 
+import copy
 import dataclasses
 
 import torch
@@ -69,6 +70,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         layer_class.from_dense(target.module, method)
     set_phase(model, config.phase)
     if hasattr(model, "config"):
+        _own_config(model)
         model.config.quantization_config = config
     return make_report(model, config, candidates)
 
@@ -117,6 +119,14 @@ def set_phase(model: nn.Module, phase: str) -> None:
         layer.method.config.phase = phase
 
 
+def _own_config(model: nn.Module) -> None:
+    """Give the model a config of its own: other models made from the same config object are not sparse."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
+
+
 def _reject_wrapped(model: nn.Module) -> None:
     for module in model.modules():
         for cls in type(module).__mro__:
@@ -130,7 +140,7 @@ def _reject_quantized(model: nn.Module) -> None:
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is None:
         return
-    method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     if method != "sparse24":
         raise ValueError(f"the model is quantized with {method}; load it without quantization to make it 2:4 sparse")
 

@@ -37,8 +37,8 @@ class Schedule:
         tail = to_steps(config.dense_tail, total_steps)
         if start + tail >= total_steps:
             raise ValueError(
-                f"total_steps={total_steps} leaves no sparse step: {start_field}={getattr(config, start_field)} is {start} "
-                f"steps, dense_tail={config.dense_tail} is {tail}; train longer or shorten them"
+                f"total_steps={total_steps} leaves no sparse step: {start_field}={getattr(config, start_field)} is "
+                f"{start} steps, dense_tail={config.dense_tail} is {tail}; train longer or shorten them"
             )
         interval = None if config.mask_interval is None else max(1, to_steps(config.mask_interval, total_steps))
         first_sparse = 0 if config.dense_start is None else start

@@ -1,5 +1,6 @@
 """Which layers become sparse: found by structure and by the field's usual names, without a table of models."""
 
+import inspect
 import re
 from functools import cache
 from itertools import pairwise
@@ -38,8 +39,14 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
     Raises:
         ValueError: an ending in a list of `target_modules` that no linear layer's name has.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    _check_endings(config.target_modules, linears)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        # A parametrized layer (weight_norm and the like) has no weight of its own to keep.
+        if isinstance(module, nn.Linear | Conv1D) and "weight" in module._parameters
+    }
+    for selector in (config.target_modules, config.exclude_modules):
+        _check_endings(selector, [alias for name in linears for alias in _aliases(model, name)])
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = []
@@ -49,15 +56,35 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
             if module is output or id(module.weight) in embeddings:
                 reason = "output embedding"
             elif _block_index(path) is None:
-                reason = "outside the repeated blocks: a head, a pooler or an embedding projection"
+                reason = "outside the repeated blocks (nn.ModuleList): a head, a pooler or an embedding projection"
             elif any(_ROUTER.search(text) for text in _names_in_block(path)):
                 reason = "router"
             else:
-                reason = _not_wanted(name, path, config) or _cannot_be_sparse(module, config)
+                reason = _not_wanted(_aliases(model, name), path, config) or _cannot_be_sparse(path, config)
             found.append(Candidate(name, module, reason))
         elif _is_stacked_experts(name, module):
             found.append(Candidate(name, module, "stacked experts (3-D parameters) are not supported yet"))
-    return found
+    return _without_half_shared(model, found)
+
+
+def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
+    """A weight that a dense module uses as well stays dense: it cannot be both when the model is unpatched."""
+    chosen = {id(candidate.module) for candidate in found if candidate.skipped is None}
+    dense = {id(p) for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
+    return [
+        candidate._replace(skipped="its weight is shared with a module that stays dense")
+        if candidate.skipped is None and id(candidate.module.weight) in dense
+        else candidate
+        for candidate in found
+    ]
+
+
+def _aliases(model: nn.Module, name: str) -> list[str]:
+    """A layer's name in this model, and in the model with or without its head (`model.layers.0...`, `layers.0...`)."""
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix:
+        return [name]
+    return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
 
 
 def _is_stacked_experts(name: str, module: nn.Module) -> bool:
@@ -65,15 +92,13 @@ def _is_stacked_experts(name: str, module: nn.Module) -> bool:
     return named_so and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
-def _check_endings(target_modules, linears: dict[str, nn.Module]) -> None:
-    if not isinstance(target_modules, list):
+def _check_endings(selector, names: list[str]) -> None:
+    if not isinstance(selector, list):
         return
-    unmatched = [ending for ending in target_modules if not any(_ends_with(name, [ending]) for name in linears)]
+    unmatched = [ending for ending in selector if not any(_ends_with(name, [ending]) for name in names)]
     if unmatched:
-        endings = sorted({name.rpartition(".")[2] for name in linears})
-        raise ValueError(
-            f"target_modules={target_modules!r}: no linear layer's name ends in {unmatched}; the model has {endings}"
-        )
+        endings = sorted({name.rpartition(".")[2] for name in names})
+        raise ValueError(f"{selector!r}: no linear layer's name ends in {unmatched}; the model has {endings}")
 
 
 def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
@@ -107,22 +132,22 @@ def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
     return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None
 
 
-def _matches(name: str, path: list[tuple[str, nn.Module]], selector: str | list[str]) -> bool:
-    if isinstance(selector, list):
-        return _ends_with(name, selector)
-    if selector in TARGET_GROUPS:
+def _matches(aliases: list[str], path: list[tuple[str, nn.Module]], selector: str | list[str]) -> bool:
+    if isinstance(selector, str) and selector in TARGET_GROUPS:
         return selector == "all-linear" or _sublayer(path) == selector
-    return re.fullmatch(selector, name) is not None
+    if isinstance(selector, list):
+        return any(_ends_with(name, selector) for name in aliases)
+    return any(re.fullmatch(selector, name) for name in aliases)
 
 
 def _ends_with(name: str, endings: list[str]) -> bool:
     return any(name == ending or name.endswith("." + ending) for ending in endings)
 
 
-def _not_wanted(name: str, path: list[tuple[str, nn.Module]], config: Sparse24Config) -> str | None:
-    if not _matches(name, path, config.target_modules):
+def _not_wanted(aliases: list[str], path: list[tuple[str, nn.Module]], config: Sparse24Config) -> str | None:
+    if not _matches(aliases, path, config.target_modules):
         return f"not in target_modules={config.target_modules!r}"
-    if config.exclude_modules is not None and _matches(name, path, config.exclude_modules):
+    if config.exclude_modules is not None and _matches(aliases, path, config.exclude_modules):
         return f"in exclude_modules={config.exclude_modules!r}"
     layers = config.layers_to_transform
     if layers is not None and _block_index(path) not in (layers if isinstance(layers, list) else [layers]):
@@ -130,11 +155,16 @@ def _not_wanted(name: str, path: list[tuple[str, nn.Module]], config: Sparse24Co
     return None
 
 
-def _cannot_be_sparse(module: nn.Module, config: Sparse24Config) -> str | None:
+def _cannot_be_sparse(path: list[tuple[str, nn.Module]], config: Sparse24Config) -> str | None:
+    module = path[-1][1]
+    if _is_adapter(path):
+        return "an adapter"
     if isinstance(module, Sparse24Layer):
         return None
     if not _is_plain_linear(type(module)):
         return f"its class {type(module).__name__} is not a plain linear layer"
+    if _reads_weight(type(path[-2][1]), path[-1][0]):
+        return f"{type(path[-2][1]).__name__} uses its weight without calling it"
     inputs, outputs = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
     if inputs % config.m:
         return f"input size {inputs} is not a multiple of {config.m}"
@@ -143,6 +173,29 @@ def _cannot_be_sparse(module: nn.Module, config: Sparse24Config) -> str | None:
     if METHODS[config.method].needs_square_groups and outputs % config.m:
         return f"output size {outputs} is not a multiple of {config.m}, as {config.method!r} needs"
     return None
+
+
+def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
+    """Whether a layer is one that PEFT has added beside a `base_layer`."""
+    return any(
+        part != "base_layer" and any(cls.__name__ == "BaseTunerLayer" for cls in type(parent).__mro__)
+        for (_, parent), (part, _) in pairwise(path)
+    )
+
+
+@cache
+def _reads_weight(parent: type, name: str) -> bool:
+    """Whether a class computes with `self.<name>.weight` itself, as Mamba's mixer and `nn.MultiheadAttention` do.
+
+    Such a product would go past a sparse layer's forward. Judged by the source, where there is one. Asking a weight for
+    its dtype or its class is no computation; slices of it are Bloom's emulation of tensor parallelism, off by default.
+    """
+    try:
+        source = inspect.getsource(parent)
+    except (OSError, TypeError):
+        return False
+    uses = re.finditer(rf"(isinstance\()?self\.{re.escape(name)}\.weight\b(\.(?:dtype|device|shape)\b|\[)?", source)
+    return any(use[1] is None and use[2] is None for use in uses)
 
 
 @cache

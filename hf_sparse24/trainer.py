@@ -7,7 +7,7 @@ from torch import nn, optim
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from .callback import Sparse24Callback
+from .callback import Sparse24Callback, restore_phase
 from .config import Sparse24Config
 from .patching import patch_model, patched_config
 from .report import PatchReport
@@ -91,6 +91,11 @@ class Sparse24Trainer(Trainer):
             switch_by=config.switch_by,
         )
         return self.optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # The controller then knows when a run goes on in another phase, as with more max_steps than it began with.
+        restore_phase(self.model if model is None else model, resume_from_checkpoint)
 
     def _patch(self, model: nn.Module) -> None:
         config = self.sparse24_config

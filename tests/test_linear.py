@@ -144,6 +144,14 @@ def test_autograd_agrees_with_finite_differences_in_x(method):
     assert torch.autograd.gradcheck(layer, x)
 
 
+def test_a_second_derivative_is_refused():
+    layer = make_layer("ste")
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_nothing_is_computed_for_what_needs_no_gradient():
     layer = make_layer("s-ste")
     layer.weight.requires_grad_(False)

@@ -217,6 +217,65 @@ def test_layers_that_share_one_weight():
     assert model.layers[1].mlp["plain"].weight is model.layers[0].mlp["plain"].weight
 
 
+def test_models_that_share_a_config_object():
+    config = zoo.build("llama").config
+    dense, sparse = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    dense.config = sparse.config = config
+    patch_model(sparse, Sparse24Config(method="ste"))
+    assert not hasattr(dense.config, "quantization_config")
+    assert sparse.model.config is sparse.config and sparse.config.quantization_config.method == "ste"
+
+
+def test_layers_whose_weight_is_used_without_calling_them():
+    config = AutoConfig.for_model(
+        "mamba", vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=1, time_step_rank=4
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    report = patch_model(model, Sparse24Config(target_modules="all-linear"))
+    assert report.skipped["backbone.layers.0.mixer.dt_proj"] == "MambaMixer uses its weight without calling it"
+    assert "backbone.layers.0.mixer.in_proj" in report.patched
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    with pytest.raises(ValueError, match="uses its weight without calling it"):
+        patch_model(encoder, Sparse24Config(target_modules=r".*"))
+
+
+@pytest.mark.parametrize(
+    "targets", [["model.layers.0.mlp.up_proj"], r"model\.layers\.\d\.mlp\.\w+", r"layers\.\d\.mlp\.\w+"]
+)
+def test_names_with_and_without_the_head(targets):
+    model = zoo.build("llama")
+    whole = patch_model(model, Sparse24Config(target_modules=targets)).patched
+    unpatch_model(model)
+    assert {f"model.{name}" for name in patch_model(model.model, Sparse24Config(target_modules=targets)).patched} == {
+        *whole
+    }
+
+
+def test_a_weight_shared_with_a_dense_module_stays_dense():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(nn.Linear(8, 8)), Block(nn.Linear(8, 8))])
+    model.layers[1].mlp["plain"].weight = model.layers[0].mlp["plain"].weight
+    report = patch_model(model, Sparse24Config(layers_to_transform=0))
+    assert report.patched == ("layers.0.mlp.odd",)
+    assert report.skipped["layers.0.mlp.plain"] == "its weight is shared with a module that stays dense"
+
+
+def test_parametrized_layers_are_left_alone():
+    model = zoo.build("llama")
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    assert "model.layers.0.mlp.up_proj" not in patch_model(model).patched
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_adapters_stay_dense():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(zoo.build("llama"), LoraConfig(r=4, target_modules=["up_proj"]))
+    report = patch_model(model, Sparse24Config(target_modules="mlp"))
+    assert any(name.endswith("up_proj.base_layer") for name in report.patched)
+    assert {report.skipped[name] for name in report.skipped if "lora_" in name} == {"an adapter"}
+
+
 def assert_untouched(model):
     assert not sparse_layers(model) and not hasattr(getattr(model, "config", None), "quantization_config")
 
@@ -226,8 +285,12 @@ def assert_untouched(model):
     [
         (Sparse24Config(target_modules=r".*\.nope"), "nothing to patch: target_modules"),
         (Sparse24Config(target_modules=["lm_head"]), "lm_head: output embedding"),
-        (Sparse24Config(target_modules=["up_porj"]), r"no linear layer's name ends in \['up_porj'\]; .*'up_proj'"),
+        (
+            Sparse24Config(target_modules=["up_porj"]),
+            r"\['up_porj'\]: no linear layer's name ends in \['up_porj'\]; .*'up_proj'",
+        ),
         (Sparse24Config(layers_to_transform=7), "layers_to_transform=7"),
+        (Sparse24Config(exclude_modules=["typo"]), r"\['typo'\]: no linear layer's name ends in"),
         (Sparse24Config(exclude_modules="mlp"), "in exclude_modules='mlp'"),
         (Sparse24Config(method="ste", pattern="3:5"), "input size 32 is not a multiple of 5"),
     ],

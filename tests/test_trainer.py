@@ -3,16 +3,17 @@
 import types
 
 import pytest
+import sparse24_kernels as kernels
 import torch
 import zoo
 from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
 from hf_sparse24.callback import _unscale
-from hf_sparse24.patching import patched_config
+from hf_sparse24.patching import patched_config, sparse_layers
 
 
 def arguments(tmp_path, **overrides) -> TrainingArguments:
@@ -150,6 +151,72 @@ def test_the_callback_needs_a_patched_model(tmp_path):
     run = Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Sparse24Callback()])
     with pytest.raises(ValueError, match="not patched; call patch_model"):
         run.train()
+
+
+def test_the_best_model_computes_as_it_did(tmp_path):
+    """A best checkpoint from the sparse phase, of a run that ends dense."""
+    run = Sparse24Trainer(
+        zoo.build("llama"),
+        arguments(
+            tmp_path,
+            max_steps=6,
+            learning_rate=1e-2,
+            eval_strategy="steps",
+            save_strategy="steps",
+            eval_steps=2,
+            save_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_runtime",  # a number to set, see below
+            greater_is_better=False,
+        ),
+        train_dataset=dataset(),
+        eval_dataset=dataset(4),
+        sparse24_config=Sparse24Config(method="t-sr-ste", dense_tail=2),
+    )
+    losses = iter([1.0, 2.0, 3.0])  # the first checkpoint is the best, and sparse
+    evaluate = run.evaluate
+    run.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_runtime": next(losses)}
+    run.train()
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert patched_config(run.model).phase == "sparse"
+    best = AutoModelForCausalLM.from_pretrained(run.state.best_model_checkpoint)
+    inputs = zoo.batch()
+    with torch.no_grad():
+        assert torch.equal(run.model.eval()(**inputs).logits, best(**inputs).logits)
+
+
+def test_going_on_longer_starts_the_new_sparse_phase_afresh(tmp_path):
+    """Resumed with more steps, a run may be sparse again where its checkpoint was dense already."""
+    config = Sparse24Config(method="t-sr-ste", dense_tail=0.5, mask_interval=40)
+    train(tmp_path, config=config, max_steps=4, learning_rate=0.05, save_strategy="steps", save_steps=3)
+    run = Sparse24Trainer(
+        zoo.build("llama"), arguments(tmp_path, max_steps=20), train_dataset=dataset(), sparse24_config=config
+    )
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            self.masks = [
+                (layer.mask(), kernels.transposable_mask(layer.weight)) for layer in sparse_layers(model).values()
+            ]
+            control.should_training_stop = True
+
+    stop = Stop()
+    run.add_callback(stop)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert all(torch.equal(mask, fresh) for mask, fresh in stop.masks)
+
+
+def test_one_callback_is_enough(tmp_path):
+    run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), callbacks=[Sparse24Callback()])
+    Sparse24Callback.add_to(run)
+    assert [type(callback) for callback in run.callback_handler.callbacks].count(Sparse24Callback) == 1
+    assert run.callback_handler.callbacks[0] is run.sparse24_callback
+
+
+def test_flip_rates_logged_by_the_epoch_are_fresh(tmp_path):
+    run = train(tmp_path, max_steps=-1, num_train_epochs=3, logging_strategy="epoch", learning_rate=1e-2)
+    rates = [log["flip_rate"] for log in run.state.log_history if "loss" in log]
+    assert len(set(rates)) == 3
 
 
 def test_fp8_and_loss_scaling_exclude_each_other(tmp_path):
