@@ -22,6 +22,8 @@ from hf_sparse24 import Sparse24Linear, Sparse24Trainer
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+import mask_quality  # noqa: E402
+import methods  # noqa: E402
 import quickstart  # noqa: E402
 import stdlib_text  # noqa: E402
 import text_data  # noqa: E402
@@ -390,3 +392,34 @@ def test_quickstart_interrupted(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in errors and "Traceback" not in errors
+
+
+def test_methods_page(tmp_path, capsys):
+    """Runs are kept and not repeated; the page tells what is there, the reverse of a claim included."""
+    stdlib_text.prepare(tmp_path / "text", 300, max_files=60)
+    results = tmp_path / "results" / "methods"
+    common = ["--results", str(results), "--data", str(tmp_path / "text"), "--steps", "20"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stdlib_text, "prepare", lambda directory: directory)
+        methods.main([*common, "--only", "llama-dense-seed0"])
+        methods.main([*common, "--only", "llama-ste-seed0", "--shard", "1/2"])
+        assert {path.name for path in results.iterdir()} == {"llama-dense-seed0.json", "llama-ste-seed0.json"}
+        before = (results / "llama-ste-seed0.json").stat().st_mtime_ns
+        methods.main([*common, "--only", "llama-ste-seed0"])
+    assert (results / "llama-ste-seed0.json").stat().st_mtime_ns == before
+    saved = json.loads((results / "llama-ste-seed0.json").read_text())
+    assert saved["sparse24"]["method"] == "ste" and saved["eval_loss"] > 0
+    # A made-up sr-ste run that is worse than ste: a claim that does not hold must be said not to.
+    saved |= {"variant": "sr-ste", "eval_loss": saved["eval_loss"] + 1}
+    (results / "llama-sr-ste-seed0.json").write_text(json.dumps(saved))
+    methods.main([*common, "--report"])
+    page = (tmp_path / "results" / "methods.md").read_text()
+    assert "| `ste` | straight-through |" in page and (tmp_path / "results" / "methods-llama.png").stat().st_size > 0
+    assert "- `sr-ste` below `ste` (SR-STE, section 3): **not seen**: the reverse (by -1.000)" in page
+
+
+def test_mask_quality_table():
+    lines = mask_quality.table(32, 0).splitlines()
+    assert len(lines) == 2 + 3 * 5
+    best = [line for line in lines if "| exact |" in line]
+    assert all("| 1.0000 |" in line for line in best)
