@@ -19,7 +19,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from hf_sparse24 import PRESETS, Sparse24Config, Sparse24Controller, __version__, patch_model
+from hf_sparse24 import (
+    PRESETS,
+    Sparse24Config,
+    Sparse24Controller,
+    StepAdamW,
+    __version__,
+    patch_model,
+    step_param_groups,
+)
 
 WORKLOADS = {
     "gpt2-124m": {"config": GPT2Config(), "batch": (1, 1024)},
@@ -37,10 +45,16 @@ class Run:
 
     def __init__(self, model: PreTrainedModel, batch: tuple[int, int], method: str):
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.controller = None
         if method != "dense":
             patch_model(model, Sparse24Config(method=method))
+        if method == "step":  # switched after the warm-up: what it costs while it is sparse
+            self.optimizer = StepAdamW(
+                step_param_groups(model), lr=1e-4, total_steps=100_000, switch_after=1, switch_by=1
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        if method != "dense":
             self.controller = Sparse24Controller(model, self.optimizer, total_steps=100_000, metrics_interval=10)
         self.ids = torch.randint(0, model.config.vocab_size, batch)
 
