@@ -12,7 +12,8 @@ def test_every_method_has_a_preset_and_a_card():
     assert list(METHODS) == list(PRESETS)
     for method in METHODS.values():
         module = __import__(method.__module__, fromlist=["__doc__"])
-        assert "Method card" in module.__doc__ and "Reference" in module.__doc__
+        for entry in ("Method card", "Hyper-parameters", "Known limits", "Measured here", "Reference"):
+            assert entry in module.__doc__, (module, entry)
 
 
 def test_none_means_the_preset():

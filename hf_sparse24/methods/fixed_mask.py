@@ -6,6 +6,8 @@ Method card
     Mask             N largest magnitudes of every M when the model is patched, or what `oneshot` chose
     Hyper-parameters none
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks
+    Deviations       ASP also masks gradients and optimizer; here pruned weights just never reach a product
+    Measured here    recipes/results/methods.md, on two tiny models
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
 

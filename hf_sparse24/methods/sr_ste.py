@@ -8,7 +8,11 @@ Method card
                      fade; a late rise asks for a larger lambda_W, a rate that is zero from early on for a smaller one.
     Deviation        The paper and its code add the term inside backward, once per micro-batch, before clipping and
                      blind to the loss scale. Its strength then depends on gradient accumulation and on AMP. We add it
-                     to the clipped, unscaled gradient instead (Hu et al. 2024's placement).
+                     to the clipped, unscaled gradient instead (Hu et al. 2024's placement). decay_on="weight" takes
+                     lr lambda_W (1 - mask) W off the weight itself, as decoupled weight decay does; with plain SGD
+                     both are the same.
+    Known limits     as STE's, milder
+    Measured here    recipes/results/methods.md, on two tiny models
     Reference        Zhou et al. 2021 (arXiv 2102.04010), eq. (7).
 """
 
