@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 
 from .config import Sparse24Config
-from .patching import patch_model, reject_non_finite, sparse_layers
+from .patching import patch_model, patched_config, reject_non_finite, sparse_layers
 
 register_quantization_config("sparse24")(Sparse24Config)
 
@@ -51,6 +51,8 @@ class Sparse24Quantizer(HfQuantizer):
                 layer.state_is_ready = True
             else:
                 layer.init_state()
+        # Transformers has put its own config object there; the model's is the one that follows the phase of training.
+        model.config.quantization_config = patched_config(model)
         # The weights are ordinary: without these marks, .float(), .half() and the Trainer treat the model as usual.
         del model.hf_quantizer
         model.is_quantized = False

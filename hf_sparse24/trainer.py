@@ -1,6 +1,7 @@
 """Sparse24Trainer: a Trainer that patches its model and runs its sparsity."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn, optim
@@ -122,3 +123,5 @@ class Sparse24Trainer(Trainer):
                     f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
                 )
         patched_config(self.model).masked_decay = decay
+        if self.sparse24_config is not None:  # for models that `model_init` has yet to make
+            self.sparse24_config = replace(self.sparse24_config, masked_decay=decay)

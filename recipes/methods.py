@@ -108,8 +108,9 @@ def report(directory: Path) -> str:
         "# Methods side by side\n",
         f"Made by `make methods` from {len(runs)} runs in `methods/`. "
         "Validation loss in nats per token: mean over seeds [lowest, highest]. All variants of a model see the same "
-        "data in the same order. The models are tiny and the runs short: this shows that each method trains, and what "
-        "it costs here, not what it costs a model of useful size.\n",
+        "data in the same order. Flip rates are per step; for `t-sr-ste` per mask search, every 40 steps. The models "
+        "are tiny and the runs short: this shows that each method trains, and what it costs "
+        "here, not what it costs a model of useful size.\n",
     ]
     for model in MODELS:
         rows = {v: [r for r in runs if (r["model"], r["variant"]) == (model, v)] for v in VARIANTS}
