@@ -208,4 +208,4 @@ def _json_object(name: str, value: dict | str | None) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    main().accelerator.end_training()  # leave together: a process that exits early takes the others down
