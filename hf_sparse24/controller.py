@@ -128,7 +128,7 @@ class Sparse24Controller:
         self.micro_step = 0
         if self._masks_before:
             self._flips = {
-                name: _flipped(before, self.layers[name].mask()) for name, before in self._masks_before.items()
+                name: count_flips(before, self.layers[name].mask()) for name, before in self._masks_before.items()
             }
             self._masks_before = {}
         if self.phase != self.config.phase:
@@ -184,7 +184,7 @@ class Sparse24Controller:
         for name, layer in self.layers.items():
             before = kernels.pack_bits(layer.mask())
             layer.init_state()
-            self._flips[name] = _flipped(before, layer.mask())
+            self._flips[name] = count_flips(before, layer.mask())
 
     def _set_rng_keys(self) -> None:
         for indices, keys in self._rng_keys:
@@ -229,7 +229,8 @@ def _first_of_each_weight(layers: dict[str, Sparse24Layer]) -> dict[str, Sparse2
     return {name: layers[name] for name in first.values()}
 
 
-def _flipped(packed_before: Tensor, after: Tensor) -> Tensor:
+def count_flips(packed_before: Tensor, after: Tensor) -> Tensor:
+    """How many weights differ between a mask in packed bits and a later bool mask."""
     return (kernels.unpack_bits(packed_before, after.shape[-1]) ^ after).sum()
 
 

@@ -61,7 +61,7 @@ class _SparseLinearFunction(torch.autograd.Function):
             x, sparse_weight = kernels.fp8_simulate(x, "e5m2"), kernels.fp8_simulate(sparse_weight, "e5m2")
         if ctx.needs_input_grad[0]:
             # Groups along out, which this product contracts. Another stream than grad_weight's.
-            key = None if rng_key is None else rng_key + 1
+            key = None if rng_key is None or config.input_grad == "dense" else rng_key + 1
             grad = _pruned(grad_output, config.input_grad, -1, key, config.fp8)
             if ctx.method.transposable:
                 grad_x = kernels.sparse_mm(grad, sparse_weight, sparse="right", backend=config.backend)

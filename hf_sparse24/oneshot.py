@@ -210,7 +210,8 @@ def _prune_layer(name, layer, gram, criterion, reconstruct, damping) -> LayerRep
     else:
         mask = layerwise.wanda_mask(dense, inputs_gram, n, m) if criterion == "wanda" else kernels.nm_mask(dense, n, m)
         pruned = dense * mask
-    masked_error = layerwise.output_norm(dense * ~mask, inputs_gram)
+    lost = dense * ~mask
+    masked_error = layerwise.output_norm(lost, inputs_gram)
     # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
     bias = dense.new_zeros(outputs) if layer.bias is None else layer.bias.to(dense)
     dense_and_bias = torch.cat([dense, bias[:, None]], 1)
@@ -234,6 +235,6 @@ def _prune_layer(name, layer, gram, criterion, reconstruct, damping) -> LayerRep
         masked_error=masked_error / scale,
         error=error / scale,
         kept_magnitude=kept_magnitude(dense, mask),
-        dropped=int((dense * ~mask).count_nonzero()),
+        dropped=int(lost.count_nonzero()),
         damping=damping,
     )

@@ -45,8 +45,9 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
         # A parametrized layer (weight_norm and the like) has no weight of its own to keep.
         if isinstance(module, nn.Linear | Conv1D) and "weight" in module._parameters
     }
-    for selector in (config.target_modules, config.exclude_modules):
-        _check_endings(selector, [alias for name in linears for alias in _aliases(model, name)])
+    aliases = {name: _aliases(model, name) for name in linears}
+    for field in ("target_modules", "exclude_modules"):
+        _check_endings(field, getattr(config, field), [alias for names in aliases.values() for alias in names])
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = []
@@ -60,7 +61,7 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
             elif any(_ROUTER.search(text) for text in _names_in_block(path)):
                 reason = "router"
             else:
-                reason = _not_wanted(_aliases(model, name), path, config) or _cannot_be_sparse(path, config)
+                reason = _not_wanted(aliases[name], path, config) or _cannot_be_sparse(path, config)
             found.append(Candidate(name, module, reason))
         elif _is_stacked_experts(name, module):
             found.append(Candidate(name, module, "stacked experts (3-D parameters) are not supported yet"))
@@ -92,13 +93,13 @@ def _is_stacked_experts(name: str, module: nn.Module) -> bool:
     return named_so and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
-def _check_endings(selector, names: list[str]) -> None:
+def _check_endings(field: str, selector: str | list[str] | None, names: list[str]) -> None:
     if not isinstance(selector, list):
         return
     unmatched = [ending for ending in selector if not any(_ends_with(name, [ending]) for name in names)]
     if unmatched:
         endings = sorted({name.rpartition(".")[2] for name in names})
-        raise ValueError(f"{selector!r}: no linear layer's name ends in {unmatched}; the model has {endings}")
+        raise ValueError(f"{field}={selector!r}: no linear layer's name ends in {unmatched}; the model has {endings}")
 
 
 def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

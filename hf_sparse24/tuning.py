@@ -14,10 +14,10 @@ from itertools import islice
 import numpy as np
 import sparse24_kernels as kernels
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, get_scheduler
 
-from .controller import Sparse24Controller
+from .controller import Sparse24Controller, count_flips
 from .patching import patched_config, set_phase, sparse_layers
 
 CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
@@ -109,10 +109,11 @@ def _probe(trainer: Trainer, decay: float | None, steps: int) -> float:
             if decay is not None:
                 controller.after_step()
             if step >= steps - steps // 4 - 1:
-                masks = [kernels.pack_bits(mask) for mask in _fresh_masks(model)]
+                masks = list(_fresh_masks(model))
                 if last is not None:
-                    flips.append(_flip_rate(model, last, masks))
-                last = masks
+                    flipped = sum(int(count_flips(packed, mask)) for packed, mask in zip(last, masks))
+                    flips.append(flipped / sum(mask.numel() for mask in masks))
+                last = [kernels.pack_bits(mask) for mask in masks]
         return sum(flips) / len(flips)
 
 
@@ -121,15 +122,6 @@ def _fresh_masks(model: nn.Module):
     for layer in sparse_layers(model).values():
         state = layer.method.init_state(layer.weight.detach(), layer.input_dim)
         yield layer.method.mask(layer.weight.detach(), layer.input_dim, state)
-
-
-def _flip_rate(model: nn.Module, old: list[Tensor], new: list[Tensor]) -> float:
-    sizes = [layer.weight.shape for layer in sparse_layers(model).values()]
-    flipped = sum(
-        int((kernels.unpack_bits(a, shape[-1]) ^ kernels.unpack_bits(b, shape[-1])).sum())
-        for a, b, shape in zip(old, new, sizes)
-    )
-    return flipped / sum(shape.numel() for shape in sizes)
 
 
 def _fresh_optimizer(trainer: Trainer, model: nn.Module) -> torch.optim.Optimizer:
@@ -155,7 +147,9 @@ def _planned_steps(trainer: Trainer) -> int:
 def _untouched_randomness():
     """Give every probe the same random states, and the caller theirs back."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

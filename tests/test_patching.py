@@ -287,10 +287,10 @@ def assert_untouched(model):
         (Sparse24Config(target_modules=["lm_head"]), "lm_head: output embedding"),
         (
             Sparse24Config(target_modules=["up_porj"]),
-            r"\['up_porj'\]: no linear layer's name ends in \['up_porj'\]; .*'up_proj'",
+            r"target_modules=\['up_porj'\]: no linear layer's name ends in \['up_porj'\]; .*'up_proj'",
         ),
         (Sparse24Config(layers_to_transform=7), "layers_to_transform=7"),
-        (Sparse24Config(exclude_modules=["typo"]), r"\['typo'\]: no linear layer's name ends in"),
+        (Sparse24Config(exclude_modules=["typo"]), r"exclude_modules=\['typo'\]: no linear layer's name ends in"),
         (Sparse24Config(exclude_modules="mlp"), "in exclude_modules='mlp'"),
         (Sparse24Config(method="ste", pattern="3:5"), "input size 32 is not a multiple of 5"),
     ],

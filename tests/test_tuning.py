@@ -98,8 +98,11 @@ def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):
     ],
 )
 def test_wrong_arguments(arguments, message, tmp_path):
+    run = make_trainer(tmp_path, max_steps=60)
+    states = torch.get_rng_state(), random.getstate()
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, max_steps=60).tune_masked_decay(**arguments)
+        run.tune_masked_decay(**arguments)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
 def test_methods_without_decay(tmp_path):

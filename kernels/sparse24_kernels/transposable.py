@@ -65,13 +65,14 @@ def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
     largest = tiles.double().amax((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     costs = -(tiles.double() / largest * 2**40).round().long().flatten().cpu()
     # Nodes: tile t has its rows at 2mt and its columns at 2mt + m.
-    tile, row, column = torch.meshgrid(torch.arange(count), torch.arange(m), torch.arange(m), indexing="ij")
+    sizes = (torch.arange(size, device="cpu") for size in (count, m, m))
+    tile, row, column = torch.meshgrid(*sizes, indexing="ij")
     heads, tails = (2 * m * tile + row).flatten(), (2 * m * tile + m + column).flatten()
     flow = SimpleMinCostFlow()
     arcs = flow.add_arcs_with_capacity_and_unit_cost(
         heads.numpy(), tails.numpy(), torch.ones_like(heads).numpy(), costs.numpy()
     )
-    nodes = torch.arange(2 * m * count)
+    nodes = torch.arange(2 * m * count, device="cpu")
     flow.set_nodes_supplies(nodes.numpy(), torch.where(nodes % (2 * m) < m, n, -n).numpy())
     status = flow.solve()
     if count and status != flow.OPTIMAL:
