@@ -9,7 +9,6 @@ There is no speed to gain on a CPU: this number says what developing and testing
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from stdlib_text import replace_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from hf_sparse24 import (
@@ -120,9 +120,7 @@ def main() -> None:
         "rows": rows,
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    part = arguments.output.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(part, arguments.output)
+    replace_file(arguments.output, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

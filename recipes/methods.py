@@ -10,7 +10,6 @@ One JSON per run in `results/methods/`; a run that has one is not repeated, so t
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import tempfile
@@ -206,17 +205,10 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             result = run(model, variant, seed, args.data, args.steps)
             print(f"{path.stem}: {result['eval_loss']:.4f} in {result['train_seconds']:.0f} s", flush=True)
-            _write(path, json.dumps(result) + "\n")
+            stdlib_text.replace_file(path, json.dumps(result) + "\n")
     page = args.results.parent / "methods.md"
-    _write(page, report(args.results))
+    stdlib_text.replace_file(page, report(args.results))
     print(page)
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace `path`, whole or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 if __name__ == "__main__":

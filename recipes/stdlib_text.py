@@ -49,10 +49,10 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
     documents = read_stdlib()[:max_files]
     train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
     validation = documents[HELD_OUT - 1 :: HELD_OUT]
-    _write(directory / "train.jsonl", _jsonl(train))
-    _write(directory / "validation.jsonl", _jsonl(validation))
+    replace_file(directory / "train.jsonl", _jsonl(train))
+    replace_file(directory / "validation.jsonl", _jsonl(validation))
     train_tokenizer(train, vocab_size).save_pretrained(directory / "tokenizer")
-    _write(manifest, json.dumps({"settings": settings, "train": len(train), "validation": len(validation)}))
+    replace_file(manifest, json.dumps({"settings": settings, "train": len(train), "validation": len(validation)}))
     return directory
 
 
@@ -87,9 +87,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
 
 
-def _write(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Replace `path`, whole or not at all."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may be at it
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
