@@ -1,11 +1,21 @@
-"""Which implementation runs a product, and why. Nothing falls back in silence: every choice carries its reason."""
+"""Which implementation runs, and why. Nothing falls back in silence: every choice carries its reason.
 
+Two choices are made. The pruning functions have a `reference` in PyTorch and kernels in Triton, and the tensor decides
+(`choose_kernels`). The matrix product has backends that a config can name (`choose_backend`).
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 BACKENDS = ("reference",)
 """Implementations of `sparse_mm` that this version has. `reference` is dense math on the pruned values."""
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
@@ -24,3 +34,33 @@ def choose_backend(requested: str, device: torch.device) -> Choice:
     if requested == "reference":
         return Choice("reference", "requested")
     return Choice("reference", f"no sparse tensor-core backend in this version serves {device.type}")
+
+
+@cache
+def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> Choice:
+    """What prunes tensors of `dtype` on `device`: `"triton"` or `"reference"`, with the reason in words.
+
+    Triton serves 2:4 (and MVUE's 1:2) on CUDA devices from Ampere on; other patterns run the reference everywhere.
+    """
+    if device.type != "cuda":
+        return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
+    if dtype not in KERNEL_DTYPES:
+        return Choice("reference", f"the kernels take fp32, bf16 and fp16, not {dtype}")
+    if find_spec("triton") is None:
+        return Choice("reference", "Triton is not installed: pip install triton")
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return Choice(
+            "reference", f"the kernels need compute capability 8.0 or more: {torch.cuda.get_device_name(device)}"
+        )
+    return Choice("triton", f"Triton on {torch.cuda.get_device_name(device)}")
+
+
+def implementation(tensor: Tensor, pattern_has_kernels: bool = True) -> ModuleType:
+    """The room that serves `tensor`: `reference` or `gpu`. Both hold the same functions, file by file."""
+    if pattern_has_kernels and choose_kernels(tensor.device, tensor.dtype).backend == "triton":
+        from . import gpu  # on first use: importing the package must not need Triton
+
+        return gpu
+    from . import reference
+
+    return reference

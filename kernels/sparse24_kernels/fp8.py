@@ -1,35 +1,82 @@
-"""FP8 simulation: what rounding a tensor to eight bits does to its values, in plain PyTorch."""
+"""FP8 operands: quantised for a product, or simulated in the tensor's own dtype."""
 
 import torch
 from torch import Tensor
 
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-"""Four exponent and three mantissa bits, up to 448; five and two, up to 57344."""
+from .backends import implementation
+
+FP8_FORMATS = ("e4m3", "e5m2")
 
 
-# A custom op, because it looks at its values (on a GPU a synchronisation), which torch.compile cannot trace.
-@torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
+def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Round to FP8 with one current scale for the tensor: `s = max / amax`, amax the largest magnitude of `x`.
+
+    Args:
+        x: any floating dtype, shape and strides.
+        format: `"e4m3"` (`torch.float8_e4m3fn`, max 448, for forward operands) or `"e5m2"` (`torch.float8_e5m2`, max
+            57344, for backward operands).
+
+    Returns:
+        The quantised tensor, shape and strides of `x`, never -0.0, so that 2:4 stays 2:4; and the fp32 scalar s, by
+        which a product with it must be divided. Zeros are quantised with the largest finite s. Where `x` holds NaN
+        the scale is NaN, where it holds inf the scale is 0: neither asks the device to synchronise.
+
+    Raises:
+        ValueError: another `format`.
+
+    Reference: S-STE (arXiv 2409.09099), section 5; Micikevicius et al. 2022 (arXiv 2209.05433) for the formats.
+    """
+    _check_format(format)
+    return _fp8_quantize(x, format)
+
+
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
-    """Scale the largest magnitude to the format's largest value, round to nearest even, and scale back; in fp32."""
-    if x.numel() == 0:
-        return torch.empty_like(x)
-    dtype = FORMATS[format]
-    values = x.float()
-    amax = values.abs().amax()
-    if not torch.isfinite(amax):
-        bad = int((~torch.isfinite(values)).sum())
-        raise ValueError(
-            f"fp8_simulate: {bad} of {x.numel()} values of a tensor of shape {tuple(x.shape)} are NaN or inf, which "
-            f"no FP8 scale fits; find what overflowed before it (learning rate or loss scale too large?), "
-            f"or turn FP8 off"
-        )
-    # The clamp is for a tensor of zeros, and for one so small that the scale overflows.
-    scale = (torch.finfo(dtype).max / amax).clamp(max=torch.finfo(torch.float32).max)
-    rounded = (values * scale).to(dtype).float() / scale
-    # Adding zero after the cast, which may round a small negative value to -0.0.
-    return torch.empty_like(x).copy_(rounded).add_(0.0)
+    """What is left of `x` after a round trip through FP8 with one current scale per tensor.
+
+    Simulation: the result is in the dtype of `x` again, and the products that follow run as ever. Values are multiplied
+    by `s = max / amax`, rounded to nearest even, and divided by s, in fp32.
+
+    Args:
+        x: any floating dtype, shape and strides; finite. Not differentiable: meant for the inside of an autograd
+            function.
+        format: `"e4m3"` (max 448, for forward operands) or `"e5m2"` (max 57344, for backward operands).
+
+    Returns:
+        Shape, dtype and strides of `x`. Zeros stay zeros, never -0.0, so 2:4 stays 2:4. All zeros, and empty tensors,
+        come back as they are.
+
+    Raises:
+        ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not look, which would make
+            the GPU wait: there, one NaN or inf turns the whole result into NaN, and the loss shows it.
+
+    Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
+    """
+    _check_format(format)
+    return _fp8_simulate(x, format)
 
 
-@fp8_simulate.register_fake
+def _check_format(format: str) -> None:
+    if format not in FP8_FORMATS:
+        raise ValueError(f"format={format!r}: must be one of {list(FP8_FORMATS)}")
+
+
+# Custom ops, because torch.compile cannot trace a look at the values.
+@torch.library.custom_op("sparse24::fp8_quantize", mutates_args=())
+def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    return implementation(x).fp8.fp8_quantize(x, format)
+
+
+@torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
+def _fp8_simulate(x: Tensor, format: str) -> Tensor:
+    return implementation(x).fp8.fp8_simulate(x, format)
+
+
+@_fp8_quantize.register_fake
+def _(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    dtype = torch.float8_e4m3fn if format == "e4m3" else torch.float8_e5m2
+    return torch.empty_like(x, dtype=dtype), torch.empty((), dtype=torch.float32, device=x.device)
+
+
+@_fp8_simulate.register_fake
 def _(x: Tensor, format: str) -> Tensor:
     return torch.empty_like(x)

@@ -1,62 +1,67 @@
-"""Gated activations `act(gate) * up` and their gradients, in plain PyTorch.
-
-Half precision is computed in fp32 and rounded once. Every result takes the memory layout of the tensor it belongs to:
-sparse products leave column-major outputs behind, and walking those row by row costs several times the arithmetic.
-"""
+"""Gated activations, the middle of a gated MLP, as one differentiable operation."""
 
 import torch
 from torch import Tensor
 
-_ops = torch.ops.aten
-# kind -> the activation, and its gradient from (gradient of its output, its input).
-ACTIVATIONS = {
-    "swiglu": (_ops.silu, _ops.silu_backward),
-    "geglu": (
-        lambda x: _ops.gelu(x, approximate="tanh"),
-        lambda grad, x: _ops.gelu_backward(grad, x, approximate="tanh"),
-    ),
-    "geglu-exact": (_ops.gelu, _ops.gelu_backward),
-}
+from .backends import implementation
+
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-exact")
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """`act(gate) * up`, the middle of a gated MLP, as one differentiable operation.
+
+    Args:
+        gate, up: same shape and floating dtype, any strides.
+        kind: `"swiglu"` (SiLU), `"geglu"` (GELU, tanh approximation) or `"geglu-exact"` (GELU by erf).
+
+    Returns:
+        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out. fp16
+        and bf16 are computed in fp32 and rounded once. Each gradient has the layout of what it is the gradient of.
+
+    Raises:
+        ValueError: another `kind`, or shapes or dtypes that differ.
+
+    Reference: Shazeer 2020 (arXiv 2002.05202) for the functions; Hu et al. 2024 (arXiv 2404.01847) for following the
+    layout, in their code for "geglu" alone.
+    """
+    if kind not in GATED_ACTIVATIONS:
+        raise ValueError(f"kind={kind!r}: must be one of {list(GATED_ACTIVATIONS)}")
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gated_activation needs gate and up alike, got {tuple(gate.shape)} {gate.dtype} and "
+            f"{tuple(up.shape)} {up.dtype}"
+        )
+    return _gated_activation(gate, up, kind)
 
 
 @torch.library.custom_op("sparse24::gated_activation", mutates_args=())
-def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up, laid out as `gate`. Autograd keeps `gate` and `up`, nothing else."""
-    activation, _ = ACTIVATIONS[kind]
-    return torch.mul(activation(_wide(gate)), _wide(up), out=torch.empty_like(gate))
+def _gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    return implementation(gate).gated.gated_activation(gate, up, kind)
 
 
 @torch.library.custom_op("sparse24::gated_activation_backward", mutates_args=())
-def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The gradients of `gate` and `up`, laid out as they are: grad * up * act'(gate) and grad * act(gate)."""
-    activation, activation_backward = ACTIVATIONS[kind]
-    wide_grad, wide_gate = _wide(grad), _wide(gate)
-    grad_gate = torch.empty_like(gate).copy_(activation_backward(wide_grad * _wide(up), wide_gate))
-    grad_up = torch.mul(wide_grad, activation(wide_gate), out=torch.empty_like(up))
-    return grad_gate, grad_up
+def _gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return implementation(gate).gated.gated_activation_backward(grad, gate, up, kind)
 
 
-@gated_activation.register_fake
+@_gated_activation.register_fake
 def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return torch.empty_like(gate)
 
 
-@gated_activation_backward.register_fake
+@_gated_activation_backward.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gate), torch.empty_like(up)
 
 
 def _save_inputs(ctx, inputs, output) -> None:
     gate, up, ctx.kind = inputs
-    ctx.save_for_backward(gate, up)
+    ctx.save_for_backward(gate, up)  # nothing else: the activation is computed again
 
 
 def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *gated_activation_backward(grad, *ctx.saved_tensors, ctx.kind), None
+    return *_gated_activation_backward(grad, *ctx.saved_tensors, ctx.kind), None
 
 
-gated_activation.register_autograd(_backward, setup_context=_save_inputs)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+_gated_activation.register_autograd(_backward, setup_context=_save_inputs)

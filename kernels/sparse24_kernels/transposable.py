@@ -1,122 +1,56 @@
-"""Reference solvers for transposable masks: n of every m kept along rows *and* along columns of each m x m tile.
-
-Four ways to choose a mask, best first. Kept share of the L1 norm on Gaussian 4x4 tiles, 2:4:
-
-    exact, min-cost-flow   0.703   the optimum: over all legal patterns, or as a flow problem
-    greedy                 0.692   keep the largest that still fits; torch's `_sparse_semi_structured_tile`
-    two-approx             0.630   prune the smallest while a line still has to lose some; within 2x of the optimal loss
-
-Every solver sees magnitudes of whole tiles `[T, m, m]` in fp32 and returns bool `[T, m, m]`. Rows and columns count in
-order, and of equals the lower index (row by row) is kept; only min-cost-flow promises an optimum but not which.
-"""
-
-from functools import cache
-from itertools import combinations, product
+"""Transposable masks: n:m along rows and along columns at once."""
 
 import torch
 from torch import Tensor
 
+from .backends import implementation
+from .checks import check_pattern
+from .masks import empty_mask
 
-def transposable_mask(weight: Tensor, n: int, m: int, solver: str) -> Tensor:
-    """Cut `[R, C]` into m x m tiles of the matrix itself, solve each, and put the mask together again."""
-    rows, columns = weight.shape
-    # Finite stand-ins for NaN and inf: scores are products with zeros and differences, which inf would poison.
-    huge = torch.finfo(torch.float32).max / m**2
-    magnitude = weight.float().abs().nan_to_num(nan=huge, posinf=huge).clamp(max=huge)
-    tiles = magnitude.reshape(rows // m, m, columns // m, m).transpose(1, 2).reshape(-1, m, m)
-    if solver == "exact":
-        solver = "patterns" if (n, m) == (2, 4) else "min-cost-flow"
-    mask = _SOLVERS[solver](tiles, n)
-    return mask.reshape(rows // m, columns // m, m, m).transpose(1, 2).reshape(rows, columns)
+SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
 
 
-@cache
-def transposable_patterns() -> Tensor:
-    """The 90 boolean 4x4 tiles with two ones in every row and column: bool `[90, 16]`.
+def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exact", packed: bool = False) -> Tensor:
+    """The mask that is n:m along rows and along columns, with as much of the L1 norm as the solver finds.
 
-    In an order that lets "the first of equals" mean "keep the lower indices".
+    Args:
+        weight: `[R, C]`, both multiples of `m`. The m x m tiles are those of the matrix itself, so the mask of W is the
+            mask of W^T (the public code of Hubara et al. cuts 64 consecutive weights of a row instead).
+        n, m: the pattern, 0 < n < m.
+        solver: `"exact"` is the optimum: 2:4 over all 90 patterns, any other by `"min-cost-flow"` (needs OR-tools).
+            `"greedy"` keeps the largest that still fits; `"two-approx"` is the paper's 2-approximation, which prunes
+            the smallest. Both are fast, any pattern, any device, and keep less.
+        packed: return `pack_bits` of the mask.
+
+    Returns:
+        bool `[R, C]`. The optimal solvers keep exactly n in every row and column of every tile; the others at most n.
+        Of equal optima the first in a fixed order is taken, which for equal weights keeps the lower indices
+        (min-cost-flow: some optimum).
+
+    Raises:
+        ValueError: not a matrix, a size that `m` does not divide, or an unknown solver.
+        ImportError: min-cost-flow without OR-tools.
+
+    Reference: Hubara et al. 2021 (arXiv 2102.08124), section 3 and Algorithm 1; Hu et al. 2024 (arXiv 2404.01847),
+        Algorithm 1 for the 90 patterns. Ours scores in fp32; theirs may score in TF32. Their public dynamic code calls
+        a keep-greedy sweep "2-approximation"; here each has its own name.
     """
-    rows = [tuple(int(i in kept) for i in range(4)) for kept in combinations(range(4), 2)]
-    tiles = [sum(tile, ()) for tile in product(rows, repeat=4) if all(sum(column) == 2 for column in zip(*tile))]
-    # On the CPU whatever the default device is: this is cached, and a model may be built under torch.device("meta").
-    return torch.tensor(tiles, dtype=torch.bool, device="cpu")
+    check_pattern(n, m)
+    if solver not in SOLVERS:
+        raise ValueError(f"solver={solver!r}: must be one of {list(SOLVERS)}")
+    if weight.dim() != 2 or weight.shape[0] % m or weight.shape[1] % m:
+        raise ValueError(
+            f"transposable_mask needs a matrix with both sizes multiples of {m}, got shape {tuple(weight.shape)}"
+        )
+    return _transposable_mask(weight, n, m, solver, packed)
 
 
-def _by_patterns(tiles: Tensor, n: int) -> Tensor:
-    """2:4 only: score all 90 patterns (Hu et al. 2024, Algorithm 1), in parts that bound the memory."""
-    patterns = transposable_patterns().to(tiles.device)
-    best = [(part @ patterns.T.float()).argmax(dim=1) for part in tiles.flatten(1).split(1 << 18)]
-    return patterns[torch.cat(best)].reshape(tiles.shape)
+@torch.library.custom_op("sparse24::transposable_mask", mutates_args=())
+def _transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
+    room = implementation(weight, (n, m, solver) == (2, 4, "exact"))
+    return room.transposable.transposable_mask(weight, n, m, solver, packed)
 
 
-def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
-    """The optimum for any n:m (Hubara et al. 2021, section 3.1): n units from every row to every column of a tile.
-
-    All tiles are one flow problem without ties between them, solved by OR-tools on the CPU. Costs are integers there:
-    magnitudes are scaled to 2^40 per tile, finer than fp32 adds them up, and equal magnitudes stay equal.
-    """
-    try:
-        from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
-    except ImportError as error:
-        raise ImportError("the min-cost-flow solver needs OR-tools: pip install 'hf_sparse24[solvers]'") from error
-    if tiles.is_meta:
-        return tiles > 0
-    count, m, _ = tiles.shape
-    largest = tiles.double().amax((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    costs = -(tiles.double() / largest * 2**40).round().long().flatten().cpu()
-    # Nodes: tile t has its rows at 2mt and its columns at 2mt + m.
-    sizes = (torch.arange(size, device="cpu") for size in (count, m, m))
-    tile, row, column = torch.meshgrid(*sizes, indexing="ij")
-    heads, tails = (2 * m * tile + row).flatten(), (2 * m * tile + m + column).flatten()
-    flow = SimpleMinCostFlow()
-    arcs = flow.add_arcs_with_capacity_and_unit_cost(
-        heads.numpy(), tails.numpy(), torch.ones_like(heads).numpy(), costs.numpy()
-    )
-    nodes = torch.arange(2 * m * count, device="cpu")
-    flow.set_nodes_supplies(nodes.numpy(), torch.where(nodes % (2 * m) < m, n, -n).numpy())
-    status = flow.solve()
-    if count and status != flow.OPTIMAL:
-        raise RuntimeError(f"min-cost-flow found no optimum for {count} tiles of {m}x{m}: {status}")
-    return torch.from_numpy(flow.flows(arcs)).bool().reshape(tiles.shape).to(tiles.device)
-
-
-def _by_greedy(tiles: Tensor, n: int) -> Tensor:
-    """From the largest down, keep what its row and its column have room for. Some tiles end with fewer than n * m."""
-    return _sweep(tiles, descending=True, fits=lambda row, column: (row < n) & (column < n))
-
-
-def _by_two_approx(tiles: Tensor, n: int) -> Tensor:
-    """From the smallest up, prune while the row *or* the column still has to lose some (Hubara et al. 2021, Alg. 1).
-
-    The pruned magnitude is at most twice the least possible. Lines that others prune from end with fewer than n.
-    """
-    must_lose = tiles.shape[-1] - n
-    return ~_sweep(tiles, descending=False, fits=lambda row, column: (row < must_lose) | (column < must_lose))
-
-
-def _sweep(tiles: Tensor, descending: bool, fits) -> Tensor:
-    """Visit each tile's elements by magnitude and take those for which `fits(taken in row, taken in column)`."""
-    count, m, _ = tiles.shape
-    flat = tiles.flatten(1)
-    # Ties: the lower index is kept, so it is visited first when taking means keeping and last when it means pruning.
-    order = flat.sort(dim=1, descending=True, stable=True).indices
-    if not descending:
-        order = order.flip(1)
-    taken = torch.zeros_like(flat, dtype=torch.bool)
-    in_row = torch.zeros(count, m, dtype=torch.long, device=tiles.device)
-    in_column = torch.zeros_like(in_row)
-    for element in order.unbind(1):
-        row, column = (element // m).unsqueeze(1), (element % m).unsqueeze(1)
-        take = fits(in_row.gather(1, row), in_column.gather(1, column))
-        taken.scatter_(1, element.unsqueeze(1), take)
-        in_row.scatter_add_(1, row, take.long())
-        in_column.scatter_add_(1, column, take.long())
-    return taken.reshape(tiles.shape)
-
-
-_SOLVERS = {
-    "patterns": _by_patterns,
-    "min-cost-flow": _by_min_cost_flow,
-    "greedy": _by_greedy,
-    "two-approx": _by_two_approx,
-}
+@_transposable_mask.register_fake
+def _(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
+    return empty_mask(weight, packed)

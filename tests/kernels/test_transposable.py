@@ -6,7 +6,7 @@ from math import factorial
 import pytest
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import transposable
+from sparse24_kernels.reference import transposable
 
 from hf_sparse24.metrics import is_nm_sparse, kept_magnitude, mask_diversity
 

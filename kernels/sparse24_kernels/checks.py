@@ -1,0 +1,24 @@
+"""What the public functions check before they run."""
+
+import torch
+from torch import Tensor
+
+
+def check_pattern(n: int, m: int) -> None:
+    if not 0 < n < m:
+        raise ValueError(f"an n:m pattern keeps n of m with 0 < n < m, got {n}:{m}")
+
+
+def check_groups(name: str, tensor: Tensor, m: int, dim: int) -> None:
+    if tensor.shape[dim] % m:
+        raise ValueError(f"{name}: dimension {dim} of shape {tuple(tensor.shape)} must be a multiple of {m}")
+
+
+def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
+    """A mask is bool of the weight's shape, or its packed bits."""
+    shape = weight.shape if mask.dtype == torch.bool else (*weight.shape[:-1], -(-weight.shape[-1] // 8))
+    if mask.dtype not in (torch.bool, torch.uint8) or mask.shape != shape:
+        raise ValueError(
+            f"{name}: a mask for a weight of shape {tuple(weight.shape)} is bool of that shape or uint8 bits of shape "
+            f"{(*weight.shape[:-1], -(-weight.shape[-1] // 8))}, got {mask.dtype} {tuple(mask.shape)}"
+        )

@@ -1,0 +1,60 @@
+"""Masked decay: the pull of pruned weights towards zero, added to the gradient."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .backends import implementation
+from .checks import check_mask
+
+
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
+    """`grad += alpha * (1 - mask) * weight`, in place: pull pruned weights towards zero through the gradient.
+
+    Args:
+        grad, weight: same shape; the gradient may have another dtype. Rounded once.
+        mask: true where the weight is kept; bool of the same shape, or its packed bits.
+        alpha: lambda_W >= 0.
+
+    Returns:
+        `grad`.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+
+    Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10).
+    """
+    foreach_masked_decay_([grad], [weight], [mask], [alpha])
+    return grad
+
+
+def foreach_masked_decay_(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
+) -> None:
+    """`masked_decay_` for many weights: where there are kernels, one launch for a whole model."""
+    if not len(grads) == len(weights) == len(masks) == len(alphas):
+        raise ValueError(
+            f"foreach_masked_decay_ needs as many gradients as weights, masks and alphas, got "
+            f"{len(grads)}, {len(weights)}, {len(masks)} and {len(alphas)}"
+        )
+    for grad, weight, mask in zip(grads, weights, masks):
+        if grad.shape != weight.shape:
+            raise ValueError(
+                f"masked_decay_ needs gradient and weight alike, got {tuple(grad.shape)} and {tuple(weight.shape)}"
+            )
+        check_mask("masked_decay_", mask, weight)
+    if grads:
+        _masked_decay_(list(grads), list(weights), list(masks), [float(alpha) for alpha in alphas])
+
+
+@torch.library.custom_op("sparse24::masked_decay_", mutates_args={"grads"})
+def _masked_decay_(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
+) -> None:
+    implementation(weights[0]).decay.masked_decay_(grads, weights, masks, alphas)
+
+
+@_masked_decay_.register_fake
+def _(grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]) -> None:
+    return None

@@ -1,0 +1,69 @@
+"""Many tensors, one launch: a table of addresses, and for each program the tensor and the block that it works on.
+
+A step that touches every weight of a model would otherwise launch hundreds of small kernels. Both tables are cached on
+the device by their contents, so in a steady state nothing is uploaded; uploads go through pinned memory that stays
+alive with them, so a CUDA graph that captured one can replay it.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton.language as tl
+import triton
+from torch import Tensor
+
+BLOCK = 4096
+"""Bytes or elements per program."""
+
+ALIGNMENT = 16
+"""In bytes for addresses and in elements for sizes: what vector loads need."""
+
+
+def served(*tensors: Tensor) -> bool:
+    """Whether flat vector loads can walk these tensors: row-major, aligned, of a size that divides."""
+    return all(
+        x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and x.numel() % ALIGNMENT == 0 and x.numel()
+        for x in tensors
+    )
+
+
+def address_table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """int64 `[len(rows), fields]` on the device."""
+    return _upload(tuple(rows), torch.int64, device)[1]
+
+
+def block_table(sizes: list[int], device: torch.device) -> Tensor:
+    """int32 `[programs, 2]` on the device: which tensor, and which block of it."""
+    return _block_table(tuple(sizes), device)[1]
+
+
+@lru_cache(maxsize=64)
+def _block_table(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    blocks = tuple((i, block) for i, size in enumerate(sizes) for block in range(triton.cdiv(size, BLOCK)))
+    return _upload.__wrapped__(blocks, torch.int32, device)
+
+
+@lru_cache(maxsize=64)
+def _upload(rows: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The host's copy and the device's."""
+    host = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device, non_blocking=True)
+
+
+@triton.jit
+def my_block(blocks):
+    """This program's tensor and block: two int64 scalars."""
+    program = tl.program_id(0)
+    return tl.load(blocks + 2 * program).to(tl.int64), tl.load(blocks + 2 * program + 1).to(tl.int64)
+
+
+@triton.jit
+def field(table, tensor, FIELDS: tl.constexpr, FIELD: tl.constexpr):
+    """One entry of the address table."""
+    return tl.load(table + tensor * FIELDS + FIELD)
+
+
+@triton.jit
+def aligned_pointer(address, DTYPE: tl.constexpr):
+    """An address of the table as a pointer that vector loads may use."""
+    return tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))

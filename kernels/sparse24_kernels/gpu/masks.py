@@ -1,0 +1,71 @@
+"""Triton: 2:4 masks by magnitude, and how many bits two masks differ in."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import reference
+from .batch import BLOCK, address_table, aligned_pointer, block_table, field, my_block, served
+from .groups import LAUNCH, as_matrix, grid, largest4, load4, store_mask, tile
+
+
+def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
+    """One read of the weight, one write of the mask."""
+    matrix, along = as_matrix(weight, dim)
+    rows, columns = matrix.shape
+    # Packed bits run along the last dimension, which is the matrix's own unless there are more than two.
+    bits = packed and columns == weight.shape[-1]
+    shape = (rows, (columns + 7) // 8) if bits else (rows, columns)
+    mask = matrix.new_empty(shape, dtype=torch.uint8 if bits else torch.bool)
+    if matrix.numel():
+        _nm_mask_kernel[grid(rows, columns)](matrix, mask, rows, columns, DIM=along, BITS=bits, **LAUNCH)
+    if bits:
+        return mask.view(*weight.shape[:-1], shape[1])
+    mask = mask.view(weight.shape)
+    return reference.masks.pack_bits(mask) if packed else mask
+
+
+@triton.jit
+def _nm_mask_kernel(
+    weight, mask, rows, columns, DIM: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
+):
+    row, start, column = tile(columns, G, COLS)
+    x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
+    k0, k1, k2, k3 = largest4(x0, x1, x2, x3, DIM)
+    store_mask(mask, k0, row, start, column, rows, columns, BITS)
+    store_mask(mask, k1, row + 1, start, column, rows, columns, BITS)
+    store_mask(mask, k2, row + 2, start, column, rows, columns, BITS)
+    store_mask(mask, k3, row + 3, start, column, rows, columns, BITS)
+
+
+def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
+    """All pairs in one launch; integers, so the order in which programs add does not matter."""
+    flips = before[0].new_zeros(len(before), dtype=torch.int64)
+    rows, sizes = [], []
+    for i, (old, new) in enumerate(zip(before, after)):
+        if served(old, new):
+            rows.append((old.data_ptr(), new.data_ptr(), old.numel(), i))
+            sizes.append(old.numel())
+        elif old.numel():
+            flips[i] = reference.masks.count_flips([old], [new])[0]
+    if rows:
+        blocks = block_table(sizes, flips.device)
+        _flips_kernel[(len(blocks),)](address_table(rows, flips.device), blocks, flips, BLOCK=BLOCK)
+    return flips
+
+
+@triton.jit
+def _flips_kernel(table, blocks, flips, BLOCK: tl.constexpr):
+    tensor, block = my_block(blocks)
+    old = aligned_pointer(field(table, tensor, 4, 0), tl.uint32)
+    new = aligned_pointer(field(table, tensor, 4, 1), tl.uint32)
+    words = tl.multiple_of(field(table, tensor, 4, 2), 16) // 4
+    at = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    x = tl.load(old + at, mask=at < words, other=0) ^ tl.load(new + at, mask=at < words, other=0)
+    # Bits set in pairs, in fours, in bytes, then all four bytes of a word.
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = (x + (x >> 8) + (x >> 16) + (x >> 24)) & 0xFF
+    tl.atomic_add(flips + field(table, tensor, 4, 3), tl.sum(x.to(tl.int32)).to(tl.int64))

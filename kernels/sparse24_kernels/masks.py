@@ -1,0 +1,94 @@
+"""N:M masks by magnitude, masks as packed bits, and how many entries two masks differ in.
+
+A mask is bool of the weight's shape or, eight times smaller, its packed bits: every function takes either.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .backends import implementation
+from .checks import check_groups, check_pattern
+
+
+def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool = False) -> Tensor:
+    """Mark the `n` largest magnitudes in each group of `m` along `dim`.
+
+    Args:
+        weight: any shape; the size of `dim` must be a multiple of `m`.
+        n, m: the pattern, 0 < n < m.
+        dim: the dimension that groups run along.
+        packed: return `pack_bits` of the mask.
+
+    Returns:
+        bool, shape of `weight`, exactly `n` of every `m` true. Ties keep the lower index, NaN counts as largest.
+
+    Raises:
+        ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
+
+    Reference: SR-STE (arXiv 2102.04010), section 3.
+    """
+    check_pattern(n, m)
+    check_groups("nm_mask", weight, m, dim)
+    return _nm_mask(weight, n, m, dim % weight.dim(), packed)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """bool `[..., K]` -> uint8 `[..., ceil(K/8)]`: bit j of byte i is element 8i + j (little end first)."""
+    return reference.masks.pack_bits(mask)
+
+
+def unpack_bits(packed: Tensor, size: int) -> Tensor:
+    """uint8 `[..., ceil(size/8)]` -> bool `[..., size]`, the inverse of `pack_bits`."""
+    return reference.masks.unpack_bits(packed, size)
+
+
+def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
+    """In how many entries masks differ, pair by pair: one kernel launch for a whole model.
+
+    Args:
+        before, after: masks of one device, as packed bits or bool; the two of a pair have the same shape.
+
+    Returns:
+        int64 `[len(before)]`.
+
+    Raises:
+        ValueError: lists of different lengths, or a pair of different shapes.
+    """
+    before, after = ([reference.masks.as_bits(mask) for mask in masks] for masks in (before, after))
+    if [mask.shape for mask in before] != [mask.shape for mask in after]:
+        raise ValueError(
+            f"count_flips needs pairs of masks of one shape, got packed bits of "
+            f"{[tuple(mask.shape) for mask in before]} and {[tuple(mask.shape) for mask in after]}"
+        )
+    return _count_flips(before, after) if before else torch.zeros(0, dtype=torch.int64)
+
+
+@torch.library.custom_op("sparse24::nm_mask", mutates_args=())
+def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
+    return implementation(weight, (n, m) == (2, 4)).masks.nm_mask(weight, n, m, dim, packed)
+
+
+@_nm_mask.register_fake
+def _(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
+    return empty_mask(weight, packed)
+
+
+def empty_mask(weight: Tensor, packed: bool) -> Tensor:
+    """Room for a mask of `weight`, row-major whatever the layout of `weight`."""
+    if packed:
+        return weight.new_empty(*weight.shape[:-1], (weight.shape[-1] + 7) // 8, dtype=torch.uint8)
+    return weight.new_empty(weight.shape, dtype=torch.bool)
+
+
+@torch.library.custom_op("sparse24::count_flips", mutates_args=())
+def _count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
+    # Masks have no floating dtype to choose by: any device that has kernels counts with them.
+    return implementation(before[0].new_empty(0, dtype=torch.float32)).masks.count_flips(before, after)
+
+
+@_count_flips.register_fake
+def _(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
+    return before[0].new_empty(len(before), dtype=torch.int64)

@@ -1,0 +1,76 @@
+"""MVUE: random N:M estimates of a gradient, unbiased, with the least variance."""
+
+import torch
+from torch import Tensor
+
+from .backends import implementation
+from .prune import Packed, empty_packed
+
+_ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
+
+
+def mvue(
+    x: Tensor,
+    n: int = 2,
+    m: int = 4,
+    dim: int = -1,
+    estimator: str = "exact",
+    generator: torch.Generator | None = None,
+    *,
+    key: Tensor | None = None,
+    form: str = "dense",
+) -> Tensor | Packed:
+    """A random n:m tensor whose expectation is `x`: the minimum-variance unbiased estimate.
+
+    Args:
+        x: any shape and size; a last group that is not full is treated as if padded with zeros.
+        n, m: 2:4 or 1:2.
+        dim: the dimension that groups run along.
+        estimator: `"exact"` has the least variance an n:m tensor can have; `"approx"` is the paper's cheaper 2:4
+            formula, at most twice that, kept for comparison.
+        generator: fixes the draw, as in `torch.rand`.
+        key: int64 scalar tensor that fixes the draw by itself, on every device: the random numbers are Philox 4x32-7
+            of the key and the place in `x`. Overrides `generator`. Both None draws a key from torch's global generator.
+        form: `"dense"`; or, for a matrix, `"transposed"`, the transpose of that in row-major order; or `"packed"`, with
+            2:4 and a multiple of 8 along `dim`: a `Packed` whose rows run along `dim`.
+
+    Returns:
+        Same shape and dtype (but for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
+
+    Raises:
+        ValueError: another pattern, an estimator the pattern does not have, or a form that `x` cannot take.
+
+    Reference: Chmiel et al. (arXiv 2203.10991), section 4: the inclusion probabilities `pi_i = min(1, c |x_i|)`,
+    `sum pi = n`, and value `x_i / pi_i`. Our deviation: the two elements of 2:4 are drawn by systematic sampling from
+    one uniform number per group, where the paper tabulates cases and others ship the two-draw approximation; the
+    probabilities and the variance are the optimal ones. Relative variance on Gaussian groups: 0.474 (2:4 exact), 0.502
+    (approx), 0.636 (1:2).
+    """
+    if (n, m, estimator) not in _ESTIMATORS:
+        known = ", ".join(f"{n}:{m} {estimator}" for n, m, estimator in _ESTIMATORS)
+        raise ValueError(f"mvue has no {n}:{m} {estimator!r} estimator; it has {known}")
+    dim = dim % x.dim()
+    if form not in ("dense", "transposed", "packed"):
+        raise ValueError(f"form={form!r}: must be 'dense', 'transposed' or 'packed'")
+    if form != "dense" and x.dim() != 2:
+        raise ValueError(f"form={form!r} needs a matrix, got shape {tuple(x.shape)}")
+    if form == "packed" and ((n, m) != (2, 4) or x.shape[dim] % 8):
+        raise ValueError(f"only 2:4 is packed, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
+    if key is None:
+        device = generator.device if generator is not None else x.device
+        key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
+    # Beside x, however it came: a kernel reads it there, so that nobody waits for a copy to the host.
+    results = _mvue(x, key.to(x.device), n, m, dim, estimator, form)
+    return Packed(*results) if form == "packed" else results[0]
+
+
+@torch.library.custom_op("sparse24::mvue", mutates_args=())
+def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+    return implementation(x).mvue.mvue(x, key, n, m, dim, estimator, form)
+
+
+@_mvue.register_fake
+def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+    if form == "packed":
+        return empty_packed(x if dim == 1 else x.t(), x.dtype)
+    return [x.new_empty(x.shape if form == "dense" else x.shape[::-1])]

@@ -1,0 +1,228 @@
+"""Pruning: hard by magnitude or by a mask, soft by S-STE's threshold; the result dense, transposed or packed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends import implementation
+from .checks import check_groups, check_mask, check_pattern
+
+RULES = ("magnitude", "mask", "soft-threshold")
+FORMS = ("dense", "transposed", "packed", "packed-transposed")
+SCALE_RULES = ("mse", "l1", "none")
+
+
+class Packed(NamedTuple):
+    """A 2:4 matrix `[R, K]` without its zeros: 9/16 of the bytes in bf16. The same on every device.
+
+    `values` `[R, K/2]`: the two kept elements of every four, in order. `indices` uint8 `[R, K/8]`: their places in the
+    four, two bits each, first element lowest; the lower of the two groups in a byte stands in the lower four bits.
+    Read as int16 it is the row-major metadata that NVIDIA's sparse instructions are described with.
+    """
+
+    values: Tensor
+    indices: Tensor
+
+
+def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """`apply_mask(weight, nm_mask(weight, n, m, dim), dtype)` in one pass."""
+    return _prune_checked("nm_prune", weight, "magnitude", n, m, dim, None, None, dtype, ["dense"])[0]
+
+
+def apply_mask(weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`weight` where `mask` is true and +0.0 elsewhere, never -0.0; NaN and inf show even there.
+
+    Args:
+        weight: any shape. mask: bool of that shape, or its packed bits. dtype: of the result; None for the weight's.
+
+    Raises:
+        ValueError: a mask of another shape.
+    """
+    return _prune_checked("apply_mask", weight, "mask", 2, 4, -1, mask, None, dtype, ["dense"])[0]
+
+
+def soft_threshold(
+    weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, scale: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """S-STE's continuous pruning: `sign(w) * max(|w| - t, 0) * scale`, t the (m-n)-th smallest magnitude of the group.
+
+    Args:
+        weight: any shape; the size of `dim` must be a multiple of `m`.
+        n, m, dim: the pattern and the dimension of its groups.
+        scale: 0-d tensor that multiplies the result (see `s_ste_scale`), or None for 1.
+        dtype: of the result, in the same pass; None for that of `weight`. FP8 saturates.
+
+    Returns:
+        Same shape; at most `n` non-zeros in every `m`, fewer at ties (that is what makes it continuous);
+        never -0.0. Computed in fp32. A NaN makes NaN.
+
+    Raises:
+        ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
+
+    Reference: S-STE (arXiv 2409.09099), section 4.1, with gamma = 0.
+    """
+    return _prune_checked("soft_threshold", weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense"])[0]
+
+
+def prune_forms(
+    weight: Tensor,
+    forms: Sequence[str],
+    rule: str = "magnitude",
+    *,
+    dim: int = -1,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | Packed, ...]:
+    """Prune a matrix 2:4, and write it in several forms in one pass.
+
+    Args:
+        weight: `[R, C]`, the size of `dim` a multiple of 4.
+        forms: of `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), `"packed"` (a `Packed` with groups
+            along C) and `"packed-transposed"` (along R). A packed form needs a multiple of 8 along its groups, and a
+            rule that is 2:4 along them: `dim` for magnitude and soft threshold, anything the mask is for a mask. What
+            the rule drops is not in it, NaN included.
+        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
+        dim, scale, dtype: as for `soft_threshold`. mask: as for `apply_mask`.
+
+    Returns:
+        One result per form.
+
+    Raises:
+        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not wanted.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"prune_forms needs a matrix, got shape {tuple(weight.shape)}")
+    along = {"packed": 1, "packed-transposed": 0}
+    for form in forms:
+        if form not in FORMS:
+            raise ValueError(f"form={form!r}: must be one of {list(FORMS)}")
+        if form in along:
+            check_groups(f"prune_forms: {form}", weight, 8, along[form])
+            if rule != "mask" and along[form] != dim % 2:
+                raise ValueError(
+                    f"form={form!r} needs groups along dimension {along[form]}, and {rule!r} has dim={dim}"
+                )
+    results = iter(_prune_checked("prune_forms", weight, rule, 2, 4, dim, mask, scale, dtype, list(forms)))
+    return tuple(Packed(next(results), next(results)) if form in along else next(results) for form in forms)
+
+
+def pack_nm(weight: Tensor) -> Packed:
+    """Store a matrix `[R, K]` that is 2:4 along K (K a multiple of 8) without its zeros.
+
+    Of a matrix that is not 2:4 the two largest of every four are stored; `is_nm_sparse` tells.
+    """
+    return prune_forms(weight, ["packed"])[0]
+
+
+def unpack_nm(packed: Packed) -> Tensor:
+    """The dense `[R, K]` matrix again, bit for bit, with +0.0 where nothing was stored."""
+    return _unpack_nm(*packed)
+
+
+def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str = "mse") -> Tensor:
+    """S-STE's beta: what S(W), the soft threshold of W, is multiplied with.
+
+    Args:
+        weight, n, m, dim: as for `soft_threshold`.
+        rule: `"mse"` minimises `||W - beta * S(W)||^2`, so beta is `<W, S(W)> / ||S(W)||^2`; `"l1"` keeps the L1 norm,
+            `||W||_1 / ||S(W)||_1`; `"none"` is 1.
+
+    Returns:
+        fp32 scalar on the weight's device. For Gaussian weights 1.483 (mse) and 2.512 (l1), for uniform ones 1.751
+        (mse). Where S(W) is all zeros every beta is as good, and it is 1 (the paper's formula divides by zero there).
+
+    Raises:
+        ValueError: a pattern outside 0 < n < m, a size that `m` does not divide, or an unknown rule.
+
+    Reference: S-STE (arXiv 2409.09099), section 4.2 and Table 2, where "minimise MSE" is chosen. The paper leaves open
+        which L1 norm is kept; ours is that of the dense weight.
+    """
+    check_pattern(n, m)
+    check_groups("s_ste_scale", weight, m, dim)
+    if rule not in SCALE_RULES:
+        raise ValueError(f"rule={rule!r}: must be one of {list(SCALE_RULES)}")
+    return _s_ste_scale(weight, n, m, dim % weight.dim(), rule)
+
+
+def _prune_checked(
+    name: str,
+    weight: Tensor,
+    rule: str,
+    n: int,
+    m: int,
+    dim: int,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype | None,
+    forms: list[str],
+) -> list[Tensor]:
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r}: must be one of {list(RULES)}")
+    if rule == "mask":
+        if mask is None:
+            raise ValueError(f"{name}: rule='mask' needs a mask")
+        check_mask(name, mask, weight)
+    else:
+        if mask is not None:
+            raise ValueError(f"{name}: rule={rule!r} makes its own mask; leave mask out or choose rule='mask'")
+        check_pattern(n, m)
+        check_groups(name, weight, m, dim)
+    return _prune(weight, rule, n, m, dim % max(weight.dim(), 1), mask, scale, dtype or weight.dtype, ",".join(forms))
+
+
+@torch.library.custom_op("sparse24::prune", mutates_args=())
+def _prune(
+    weight: Tensor,
+    rule: str,
+    n: int,
+    m: int,
+    dim: int,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    forms: str,
+) -> list[Tensor]:
+    # An operator's schema has no list of strings, so the forms come joined by commas.
+    room = implementation(weight, rule == "mask" or (n, m) == (2, 4))
+    return room.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms.split(","))
+
+
+@_prune.register_fake
+def _(weight, rule, n, m, dim, mask, scale, dtype, forms):
+    shapes = {"dense": weight.shape, "transposed": weight.shape[::-1]}
+    results = []
+    for form in forms.split(","):
+        if form in shapes:
+            results.append(weight.new_empty(shapes[form], dtype=dtype))
+        else:
+            results += empty_packed(weight if form == "packed" else weight.t(), dtype)
+    return results
+
+
+def empty_packed(matrix: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Room for the values and the indices of a packed `[R, K]` matrix."""
+    rows, size = matrix.shape
+    return [matrix.new_empty(rows, size // 2, dtype=dtype), matrix.new_empty(rows, size // 8, dtype=torch.uint8)]
+
+
+@torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
+def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
+    return implementation(indices.new_empty(0, dtype=torch.float32)).prune.unpack_nm(values, indices)
+
+
+@_unpack_nm.register_fake
+def _(values: Tensor, indices: Tensor) -> Tensor:
+    return values.new_empty(values.shape[0], values.shape[1] * 2)
+
+
+@torch.library.custom_op("sparse24::s_ste_scale", mutates_args=())
+def _s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
+    return implementation(weight, (n, m) == (2, 4)).prune.s_ste_scale(weight, n, m, dim, rule)
+
+
+@_s_ste_scale.register_fake
+def _(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
+    return weight.new_empty((), dtype=torch.float32)

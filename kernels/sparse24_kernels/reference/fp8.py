@@ -1,0 +1,33 @@
+"""FP8 with one current scale per tensor: the largest magnitude meets the format's largest value."""
+
+import torch
+from torch import Tensor
+
+from .prune import cast
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""Four exponent and three mantissa bits, up to 448; five and two, up to 57344."""
+
+
+def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """x * s rounded to nearest even, laid out as `x`, and s = max / amax as an fp32 scalar."""
+    dtype = FORMATS[format]
+    values = x.float()
+    amax = values.abs().amax() if x.numel() else values.new_zeros(())
+    # The clamp is for a tensor of zeros, and for one so small that the scale overflows.
+    scale = (torch.finfo(dtype).max / amax).clamp(max=torch.finfo(torch.float32).max)
+    return cast(values * scale, dtype), scale
+
+
+def fp8_simulate(x: Tensor, format: str) -> Tensor:
+    """The round trip, in the dtype and layout of `x`."""
+    quantized, scale = fp8_quantize(x, format)
+    if not torch.isfinite(scale) or scale == 0:
+        bad = int((~torch.isfinite(x)).sum())
+        raise ValueError(
+            f"fp8_simulate: {bad} of {x.numel()} values of a tensor of shape {tuple(x.shape)} are NaN or inf, which "
+            f"no FP8 scale fits; find what overflowed before it (learning rate or loss scale too large?), "
+            f"or turn FP8 off"
+        )
+    # Adding zero after the cast, which may round a small negative value to -0.0.
+    return torch.empty_like(x).copy_(quantized.float() / scale).add_(0.0)

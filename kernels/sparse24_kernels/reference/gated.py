@@ -1,0 +1,38 @@
+"""Gated activations `act(gate) * up` and their gradients.
+
+Half precision is computed in fp32 and rounded once. Every result takes the memory layout of the tensor it belongs to:
+sparse products leave column-major outputs behind, and walking those row by row costs several times the arithmetic.
+"""
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.aten
+# kind -> the activation, and its gradient from (gradient of its output, its input).
+ACTIVATIONS = {
+    "swiglu": (_ops.silu, _ops.silu_backward),
+    "geglu": (
+        lambda x: _ops.gelu(x, approximate="tanh"),
+        lambda grad, x: _ops.gelu_backward(grad, x, approximate="tanh"),
+    ),
+    "geglu-exact": (_ops.gelu, _ops.gelu_backward),
+}
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """act(gate) * up, laid out as `gate`."""
+    activation, _ = ACTIVATIONS[kind]
+    return torch.mul(activation(_wide(gate)), _wide(up), out=torch.empty_like(gate))
+
+
+def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The gradients of `gate` and `up`, laid out as they are: grad * up * act'(gate) and grad * act(gate)."""
+    activation, activation_backward = ACTIVATIONS[kind]
+    wide_grad, wide_gate = _wide(grad), _wide(gate)
+    grad_gate = torch.empty_like(gate).copy_(activation_backward(wide_grad * _wide(up), wide_gate))
+    grad_up = torch.mul(wide_grad, activation(wide_gate), out=torch.empty_like(up))
+    return grad_gate, grad_up
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

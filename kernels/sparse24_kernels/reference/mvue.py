@@ -1,0 +1,128 @@
+"""Minimum-variance unbiased estimates: random n:m tensors whose expectation is the input."""
+
+import torch
+from torch import Tensor
+
+from .masks import groups, member_dim, nm_mask
+from .philox import uniform
+from .prune import pack
+
+
+def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+    """Draw the estimate of `x` that `key` fixes, in one form; `dim` is not negative.
+
+    One number (two for "approx") per group. Groups are numbered as they lie in memory, row by row: a row holds the
+    groups that stand side by side, which are those of one vector when `dim` is the last dimension, and those at one
+    place along `dim` otherwise.
+    """
+    size, missing = x.shape[dim], -x.shape[dim] % m
+    if missing:
+        x = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+    shape = list(x.shape)
+    shape[dim] //= m
+    last = dim == x.dim() - 1
+    columns = shape[dim] if last else _product(shape[dim + 1 :])
+    rows = _product(shape[:dim] if last else shape[: dim + 1])
+    draws = [uniform(key, rows, columns, draw).reshape(shape) for draw in range(2 if estimator == "approx" else 1)]
+    estimate = _ESTIMATORS[n, m, estimator](x, *draws, dim)
+    if form == "dense":
+        return [estimate.narrow(dim, 0, size).contiguous()]
+    if form == "transposed":
+        return [estimate.narrow(dim, 0, size).t().contiguous()]
+    if dim == 0:
+        estimate = estimate.t()
+    return pack(estimate, nm_mask(estimate, n, m, -1, packed=False))
+
+
+def _product(sizes: list[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
+    """Exact 2:4 MVUE by systematic sampling; `uniform` holds one number of [0, 1) per group.
+
+    With magnitudes a, sum S and largest M, let T = min(S/2, S - M). Then b_i = min(a_i, T) sums to 2T, the optimal
+    inclusion probability is b_i / T, and the unbiased value of a kept element is sign(x_i) * max(a_i, T): the largest
+    element is kept as it is when it outweighs the other three, and everything else counts as T. Laying the b_i end to
+    end and keeping those that the two points u*T and (u + 1)*T fall into picks exactly two.
+    """
+    values, member = groups(x.float(), 4, dim), member_dim(dim)
+    a = values.abs()
+    a0, a1, a2, a3 = a.unbind(member)
+    high01, high23 = torch.maximum(a0, a1), torch.maximum(a2, a3)
+    largest = torch.maximum(high01, high23)
+    # Summed from its own three terms: S - M would cancel to nothing beside one huge value. In place from here on: on
+    # a CPU, fresh memory costs more than the arithmetic.
+    others = torch.minimum(high01, high23).add_(torch.minimum(a0, a1)).add_(torch.minimum(a2, a3))
+    pick = torch.minimum(largest.mul_(0.5).add_(others, alpha=0.5), others)  # T
+    end0 = torch.minimum(a0, pick)
+    end1 = torch.minimum(a1, pick).add_(end0)
+    end2 = torch.minimum(a2, pick).add_(end1)
+    first = uniform * pick
+    second = first + pick
+    # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0.
+    first_by0, first_by1 = first < end0, first < end1
+    second_by1, second_by2 = second < end1, second < end2
+    # A group with one non-zero has T = 0 and no length to sample from: it is kept as it is.
+    alone = pick == 0
+    keep = [
+        first_by0 | alone,
+        (first_by1 & ~first_by0) | second_by1 | alone,
+        (~first_by1 | (second_by2 & ~second_by1) | alone).logical_and_(a2),  # where rounding lets a point
+        (~second_by2 | alone).logical_and_(a3),  # pass the last non-zero, a zero must not be picked
+    ]
+    kept = torch.stack(keep, member)
+    # A product drops the others faster than masked_fill_ does; adding zero turns its -0.0 into +0.0.
+    estimate = torch.maximum(a, pick.unsqueeze(member), out=a).copysign_(values).mul_(kept).add_(0.0)
+    return estimate.reshape(x.shape).to(x.dtype)
+
+
+def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
+    """Exact 1:2 MVUE: keep x_i with probability |x_i| / (|x_0| + |x_1|), as sign(x_i) * (|x_0| + |x_1|)."""
+    values, member = groups(x.float(), 2, dim), member_dim(dim)
+    a0, a1 = values.abs().unbind(member)
+    total = a0 + a1
+    first = uniform * total < a0
+    # `logical_and` keeps a zero from being picked where uniform * total rounds up to a0.
+    kept = torch.stack([first.logical_and(a0), (~first).logical_and(a1)], member)
+    estimate = total.unsqueeze(member).expand_as(values).copysign(values).mul_(kept).add_(0.0)
+    return estimate.reshape(x.shape).to(x.dtype)
+
+
+def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> Tensor:
+    """The two-draw 2:4 estimate: draw i with probability a_i / S, then j != i with a_j / (S - a_i).
+
+    Each is divided by the exact probability of being drawn at all, p_i = a_i / S * (1 + sum_{j != i} r_j) with
+    r_j = a_j / (S - a_j), so that the value of a drawn element is sign(x_i) * S / (1 + sum_{j != i} r_j).
+    """
+    values, member = groups(x.float(), 4, dim), member_dim(dim)
+    parts = values.abs().unbind(member)
+    others, total = _sums_of_the_other_three(*parts)
+    ratios = [torch.where(other > 0, a / other, 0.0) for a, other in zip(parts, others)]
+    first = _draw(parts, uniform)
+    second = _draw([torch.where(first == i, 0.0, a) for i, a in enumerate(parts)], uniform2)
+    kept = [
+        torch.where((first == i) | (second == i), total / (1 + ratio), 0.0)
+        for i, ratio in enumerate(_sums_of_the_other_three(*ratios)[0])
+    ]
+    # Where x is 0 nothing is kept: a zero is drawn only where fewer than two others are left, or by rounding.
+    estimate = torch.stack(kept, member).copysign_(values).masked_fill_(values == 0, 0.0).add_(0.0)
+    return estimate.reshape(x.shape).to(x.dtype)
+
+
+def _sums_of_the_other_three(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The sum of four without each of them in turn, not by subtraction, which cancels; and the sum of all."""
+    low, high = a0 + a1, a2 + a3
+    return [a1 + high, a0 + high, low + a3, low + a2], low + high
+
+
+def _draw(weights: list[Tensor], uniform: Tensor) -> Tensor:
+    """Which of four, with probability in proportion to its weight."""
+    end0 = weights[0]
+    end1 = end0 + weights[1]
+    end2 = end1 + weights[2]
+    point = uniform * (end2 + weights[3])
+    return (end0 <= point).int() + (end1 <= point) + (end2 <= point)
+
+
+_ESTIMATORS = {(2, 4, "exact"): _mvue_24, (2, 4, "approx"): _mvue_24_approx, (1, 2, "exact"): _mvue_12}

@@ -1,0 +1,45 @@
+"""Philox 4x32-7: random numbers as a pure function of a key and a counter.
+
+The same numbers on every device, whatever the launch grid, the thread count, or what ran before. Seven rounds are the
+fewest that pass BigCrush (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", Table 2).
+"""
+
+import torch
+from torch import Tensor
+
+ROUNDS = 7
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def uniform(key: Tensor, rows: int, columns: int, draw: int = 0) -> Tensor:
+    """fp32 `[rows, columns]` in [0, 1), multiples of 2^-24.
+
+    The counter is (column // 4, row, draw, 0); its four results serve four neighbouring columns. `key` is an int64
+    scalar; `draw` tells independent numbers for the same place apart.
+    """
+    shape, device = (rows, (columns + 3) // 4), key.device
+    c0 = torch.arange(shape[1], device=device).expand(shape).clone()
+    c1 = torch.arange(rows, device=device).unsqueeze(1).expand(shape).clone()
+    words = philox(c0, c1, torch.full_like(c0, draw), torch.zeros_like(c0), key & _LOW, key >> 32 & _LOW)
+    numbers = torch.stack([word.bitwise_right_shift_(8).float() for word in words], -1)
+    return numbers.mul_(2.0**-24).view(rows, 4 * shape[1])[:, :columns]
+
+
+def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
+    """Four counters (overwritten) and two keys -> four results: words of 32 bits, all held in int64.
+
+    torch has no unsigned 32-bit product with a high half. In place, since on a CPU fresh memory costs more than the
+    arithmetic; a product's bit 63 may be set, so its high half is cut out after the (arithmetic) shift.
+    """
+    first, second = torch.empty_like(c0), torch.empty_like(c0)
+    for _ in range(ROUNDS):
+        torch.mul(c0, _MULTIPLIERS[0], out=first)
+        torch.mul(c2, _MULTIPLIERS[1], out=second)
+        torch.bitwise_right_shift(second, 32, out=c0).bitwise_and_(_LOW).bitwise_xor_(c1).bitwise_xor_(k0)
+        torch.bitwise_right_shift(first, 32, out=c2).bitwise_and_(_LOW).bitwise_xor_(c3).bitwise_xor_(k1)
+        torch.bitwise_and(second, _LOW, out=c1)
+        torch.bitwise_and(first, _LOW, out=c3)
+        k0, k1 = k0 + _WEYL[0] & _LOW, k1 + _WEYL[1] & _LOW
+    return c0, c1, c2, c3

@@ -1,0 +1,106 @@
+"""Pruning: hard by a mask, soft by S-STE's threshold; the result dense, transposed or packed."""
+
+import torch
+from torch import Tensor
+
+from .masks import as_bool, groups, member_dim, nm_mask
+
+
+def prune(
+    weight: Tensor,
+    rule: str,
+    n: int,
+    m: int,
+    dim: int,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    forms: list[str],
+) -> list[Tensor]:
+    """The pruned weight in each of the wanted forms; a packed form is two tensors, values and indices."""
+    if rule == "soft-threshold":
+        pruned, keep = soft_threshold(weight, n, m, dim, scale), None
+    else:
+        keep = nm_mask(weight, n, m, dim, packed=False) if rule == "magnitude" else as_bool(mask, weight)
+        # A product, so that a NaN shows even where it is masked.
+        pruned = weight * keep
+    pruned = cast(pruned, dtype)
+    results = []
+    for form in forms:
+        if form == "dense":
+            results.append(pruned)
+        elif form == "transposed":
+            results.append(pruned.t().clone(memory_format=torch.contiguous_format))
+        else:
+            if keep is None:
+                keep = nm_mask(weight, n, m, dim, packed=False)
+            results += pack(pruned, keep) if form == "packed" else pack(pruned.t(), keep.t())
+    return results
+
+
+def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | None) -> Tensor:
+    """sign(w) * max(|w| - t, 0) * scale in fp32, with t the (m-n)-th smallest magnitude of the group."""
+    values, member = groups(weight.float(), m, dim), member_dim(dim)
+    if (n, m) == (2, 4):
+        a0, a1, a2, a3 = (part.abs() for part in values.unbind(member))
+        lows = torch.maximum(torch.minimum(a0, a1), torch.minimum(a2, a3))
+        highs = torch.minimum(torch.maximum(a0, a1), torch.maximum(a2, a3))
+        threshold = torch.minimum(lows, highs).unsqueeze(member)  # the second smallest of four
+    else:
+        threshold = values.abs().sort(dim=member).values.narrow(member, m - n - 1, 1)
+    # w - clamp(w, -t, t) is the soft threshold, and lets NaN through. In place: on a CPU, fresh memory costs more
+    # than the arithmetic.
+    pruned = values.clamp(-threshold, threshold).neg_().add_(values)
+    if scale is not None:
+        pruned = pruned.mul_(scale)
+    return pruned.reshape(weight.shape)
+
+
+def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
+    """`fresh` (overwritten where it can be) in `dtype`, never -0.0; FP8 saturates."""
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        bits = fresh.clamp_(-limit, limit).to(dtype).view(torch.uint8)
+        return bits.masked_fill_(bits == 128, 0).view(dtype)
+    # After the cast, which may round a small negative value to -0.0. Adding zero makes it +0.0.
+    return fresh.to(dtype).add_(0.0)
+
+
+def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
+    """`[R, K]` with two kept of every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
+
+    A group's two indices take four bits, the lower element first; the lower group stands in the lower half of a byte.
+    """
+    rows, size = pruned.shape
+    position = keep.view(rows, size // 4, 4).to(torch.uint8).argsort(-1, descending=True, stable=True)[..., :2]
+    values = pruned.reshape(rows, size // 4, 4).view(_as_integers(pruned)).gather(-1, position).view(pruned.dtype)
+    nibbles = (position[..., 0] | position[..., 1] << 2).to(torch.uint8).view(rows, size // 8, 2)
+    return [values.reshape(rows, size // 2), nibbles[..., 0] | nibbles[..., 1] << 4]
+
+
+def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
+    """Values `[R, K/2]` and indices `[R, K/8]` -> dense `[R, K]` with zeros."""
+    rows, size = values.shape[0], values.shape[1] * 2
+    nibbles = torch.stack([indices & 15, indices >> 4], -1)
+    position = torch.stack([nibbles & 3, nibbles >> 2], -1).view(rows, size // 4, 2).long()
+    integers = values.view(_as_integers(values)).view(rows, size // 4, 2)
+    dense = integers.new_zeros(rows, size // 4, 4).scatter_(-1, position, integers)
+    return dense.view(rows, size).view(values.dtype)
+
+
+def _as_integers(x: Tensor) -> torch.dtype:
+    """The integer dtype of the same size: values are only moved, and FP8 tensors cannot even do that."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+
+
+def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
+    """The factor that S(W) is multiplied with, as an fp32 scalar; 1.0 where S(W) is all zeros."""
+    weight = weight.float()
+    pruned = soft_threshold(weight, n, m, dim, None)
+    if rule == "mse":
+        wanted, kept = (weight * pruned).sum(), pruned.square().sum()
+    elif rule == "l1":
+        wanted, kept = weight.abs().sum(), pruned.abs().sum()
+    else:
+        wanted = kept = weight.new_ones(())
+    return torch.where(kept == 0, 1.0, wanted / kept)
