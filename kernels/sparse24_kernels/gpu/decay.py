@@ -39,9 +39,7 @@ def masked_decay_(grads: list[Tensor], weights: list[Tensor], masks: list[Tensor
 
 
 @triton.jit
-def _decay_kernel(
-    table, blocks, GRAD: tl.constexpr, WEIGHT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _decay_kernel(table, blocks, GRAD: tl.constexpr, WEIGHT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     tensor, block = my_block(blocks)
     grad = aligned_pointer(field(table, tensor, 5, 0), GRAD)
     weight = aligned_pointer(field(table, tensor, 5, 1), WEIGHT)

@@ -24,10 +24,10 @@ def as_matrix(x: Tensor, dim: int) -> tuple[Tensor, int]:
     For a `dim` between the first and the last, its size must be a multiple of the group's: a group would otherwise
     run on into the next block of rows.
     """
-    x = x.contiguous()
+    x = x.contiguous() if x.dim() else x.view(1)
     last = dim == x.dim() - 1
-    columns = x.shape[dim] if last else x.shape[dim + 1 :].numel()
-    return x.view(x.numel() // max(columns, 1), columns), int(last)
+    cut = dim if last else dim + 1
+    return x.view(x.shape[:cut].numel(), x.shape[cut:].numel()), int(last)
 
 
 def grid(rows: int, columns: int) -> tuple[int]:

@@ -46,7 +46,10 @@ def prune(
             "dense": lambda: [new(weight.shape, dtype=dtype)],
             "transposed": lambda: [new(columns, rows, dtype=dtype)],
             "packed": lambda: [new(rows, columns // 2, dtype=dtype), new(rows, columns // 8, dtype=torch.uint8)],
-            "packed-transposed": lambda: [new(columns, rows // 2, dtype=dtype), new(columns, rows // 8, dtype=torch.uint8)],
+            "packed-transposed": lambda: [
+                new(columns, rows // 2, dtype=dtype),
+                new(columns, rows // 8, dtype=torch.uint8),
+            ],
         }[form]()
     if matrix.numel():
         _prune_kernel[grid(rows, columns)](
@@ -178,9 +181,7 @@ def pack_row(values, indices, y, keep, row, start, rows, columns, MAX: tl.conste
 
 
 @triton.jit
-def pack_columns(
-    values, indices, y0, y1, y2, y3, k0, k1, k2, k3, row, column, rows, columns, MAX: tl.constexpr
-):
+def pack_columns(values, indices, y0, y1, y2, y3, k0, k1, k2, k3, row, column, rows, columns, MAX: tl.constexpr):
     """Pack a tile along its columns: values `[columns, rows / 2]`, indices `[columns, rows / 8]`."""
     GROUPS: tl.constexpr = row.shape[0]
     top = tl.min(row)

@@ -54,7 +54,7 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     # Summed from its own three terms: S - M would cancel to nothing beside one huge value. In place from here on: on
     # a CPU, fresh memory costs more than the arithmetic.
     others = torch.minimum(high01, high23).add_(torch.minimum(a0, a1)).add_(torch.minimum(a2, a3))
-    pick = torch.minimum(largest.mul_(0.5).add_(others, alpha=0.5), others)  # T
+    pick = torch.minimum(largest.mul_(0.5).add_(others * 0.5), others)  # T
     end0 = torch.minimum(a0, pick)
     end1 = torch.minimum(a1, pick).add_(end0)
     end2 = torch.minimum(a2, pick).add_(end1)

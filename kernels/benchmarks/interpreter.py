@@ -1,0 +1,34 @@
+"""Triton's interpreter with the rounding of the hardware.
+
+As of Triton 3.9 the interpreter converts to bf16 and FP8 by its own bit arithmetic, which rounds halves up, drops the
+carry into the exponent, and loses subnormals. Kernels are compared bit for bit here, so those conversions go through
+torch, which rounds to nearest even as the GPU does.
+"""
+
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_TORCH = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+_convert_float = interpreter._convert_float
+
+
+def _through_torch(array, source, target, rounding_mode):
+    rounds = rounding_mode is None or rounding_mode == interpreter._ir.ROUNDING_MODE.RTNE
+    if not rounds or source not in _TORCH or target not in _TORCH:
+        return _convert_float(array, source, target, rounding_mode)
+    bits = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+    converted = bits.view(_TORCH[source]).to(_TORCH[target])
+    return converted.view(_BITS[converted.element_size()]).numpy().reshape(array.shape)
+
+
+def round_as_hardware() -> None:
+    """Replace the interpreter's conversions; does nothing to compiled kernels."""
+    interpreter._convert_float = _through_torch
