@@ -66,4 +66,4 @@ def field(table, tensor, FIELDS: tl.constexpr, FIELD: tl.constexpr):
 @triton.jit
 def aligned_pointer(address, DTYPE: tl.constexpr):
     """An address of the table as a pointer that vector loads may use."""
-    return tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)

@@ -37,12 +37,11 @@ def grid(rows: int, columns: int) -> tuple[int]:
 
 @triton.jit
 def tile(columns, G: tl.constexpr, COLS: tl.constexpr):
-    """This program's rows `[G, 1]` (of slice 0; int64), first column, and columns `[1, COLS]`."""
+    """This program's first row and column, rows `[G, 1]` of slice 0, and columns `[1, COLS]`; rows are int64."""
     across = tl.cdiv(columns, COLS)
     program = tl.program_id(0)
-    row = (program // across).to(tl.int64) * (4 * G) + 4 * tl.arange(0, G)[:, None]
-    start = (program % across) * COLS
-    return row, start, start + tl.arange(0, COLS)[None, :]
+    top, left = (program // across).to(tl.int64) * (4 * G), (program % across) * COLS
+    return top, left, top + 4 * tl.arange(0, G)[:, None], left + tl.arange(0, COLS)[None, :]
 
 
 @triton.jit
@@ -82,53 +81,34 @@ def join4(x0, x1, x2, x3):
 
 
 @triton.jit
-def columns_first(x0, x1, x2, x3):
-    """The four slices `[G, COLS]` of a tile -> the transposed tile `[COLS, 4 * G]`."""
-    tile = tl.join(tl.join(x0, x2), tl.join(x1, x3))
-    return tile.permute(1, 0, 2, 3).reshape(x0.shape[1], 4 * x0.shape[0])
+def two_largest(x0, x1, x2, x3, NARROW: tl.constexpr):
+    """Which two of four (fp32) are largest in magnitude, NaN above all, ties to the lower index.
 
-
-@triton.jit
-def magnitude(x):
-    """|x| as a key to compare by: NaN is +inf, the largest."""
-    return tl.where(x != x, float("inf"), tl.abs(x))
-
-
-@triton.jit
-def two_largest(a0, a1, a2, a3):
-    """Which two of four are largest, ties to the lower index: those that win two of their three comparisons."""
-    w01, w02, w03, w12, w13, w23 = a0 >= a1, a0 >= a2, a0 >= a3, a1 >= a2, a1 >= a3, a2 >= a3
-    k0 = (w01 & w02) | (w03 & (w01 | w02))
-    k1 = (~w01 & w12) | (w13 & (~w01 | w12))
-    k2 = (~w02 & ~w12) | (w23 & (~w02 | ~w12))
-    k3 = (~w03 & ~w13) | (~w23 & (~w03 | ~w13))
-    return k0, k1, k2, k3
-
-
-@triton.jit
-def largest_in_rows(x):
-    """`two_largest` of every four in a row: `[R, 4K]` -> bool `[R, 4K]`."""
-    a0, a1, a2, a3 = split4(magnitude(x))
-    k0, k1, k2, k3 = two_largest(a0, a1, a2, a3)
-    return join4(k0, k1, k2, k3)
-
-
-@triton.jit
-def largest4(x0, x1, x2, x3, DIM: tl.constexpr):
-    """The 2:4 mask of a tile by magnitude, slice by slice."""
-    if DIM == 1:
-        return largest_in_rows(x0), largest_in_rows(x1), largest_in_rows(x2), largest_in_rows(x3)
+    Without their sign, the bits of floats order as integers. NARROW says that the values came from 16 bits, so that
+    the lowest bits are free: the index goes there, no two keys are equal, and it takes one threshold. Else those are
+    kept that win two of their three comparisons (a GPU has few registers for so many truth values).
+    """
+    a0, a1 = x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    a2, a3 = x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if NARROW:
+        a0, a1, a2 = a0 | 3, a1 | 2, a2 | 1
+        low01, low23 = tl.minimum(a0, a1), tl.minimum(a2, a3)
+        second = tl.maximum(tl.minimum(tl.maximum(a0, a1), tl.maximum(a2, a3)), tl.maximum(low01, low23))
+        return a0 >= second, a1 >= second, a2 >= second, a3 >= second
     else:
-        return two_largest(magnitude(x0), magnitude(x1), magnitude(x2), magnitude(x3))
+        w01, w02, w03, w12, w13, w23 = a0 >= a1, a0 >= a2, a0 >= a3, a1 >= a2, a1 >= a3, a2 >= a3
+        k0 = (w01 & w02) | (w03 & (w01 | w02))
+        k1 = (~w01 & w12) | (w13 & (~w01 | w12))
+        k2 = (~w02 & ~w12) | (w23 & (~w02 | ~w12))
+        k3 = (~w03 & ~w13) | (~w23 & (~w03 | ~w13))
+        return k0, k1, k2, k3
 
 
 @triton.jit
-def pack4(x0, x1, x2, x3, k0, k1, k2, k3):
-    """The two kept of four, in order, and their places as a nibble: first | second << 2."""
-    first = tl.where(k0, x0, tl.where(k1, x1, x2))
-    second = tl.where(k3, x3, tl.where(k2, x2, x1))
-    place = tl.where(k0, 0, tl.where(k1, 1, 2)) | tl.where(k3, 12, tl.where(k2, 8, 4))
-    return first, second, place.to(tl.uint8)
+def nibble_of(k0, k1, k2, k3):
+    """Four booleans as the four low bits of a byte. (Joining booleans would cost several times as much.)"""
+    low = tl.where(k0, 1, 0) | tl.where(k1, 2, 0)
+    return (low | tl.where(k2, 4, 0) | tl.where(k3, 8, 0)).to(tl.uint8)
 
 
 @triton.jit
@@ -139,46 +119,50 @@ def nibbles_to_bytes(nibbles):
 
 
 @triton.jit
-def bits_of(keep):
-    """bool `[R, 8B]` -> uint8 `[R, B]`: bit j of a byte is column 8b + j."""
-    k0, k1, k2, k3 = split4(keep.to(tl.uint8))
-    return nibbles_to_bytes(k0 | (k1 << 1) | (k2 << 2) | (k3 << 3))
-
-
-@triton.jit
-def load_mask(ptr, row, start, column, rows, columns, BITS: tl.constexpr):
-    """A slice of a mask, bool or packed bits in memory, as bool `[G, COLS]`; false outside the matrix."""
+def load_mask(ptr, row, left, column, rows, columns, BITS: tl.constexpr):
+    """A slice of a mask, bool or packed bits in memory, as 0 or not 0 `[G, COLS]`; 0 outside the matrix."""
     if BITS:
         width = (columns + 7) // 8
-        byte = start // 8 + tl.arange(0, column.shape[1] // 8)[None, :]
+        byte = left // 8 + tl.arange(0, column.shape[1] // 8)[None, :]
         packed = tl.load(ptr + row * width + byte, mask=(row < rows) & (byte < width), other=0).to(tl.int32)
-        bits = (packed.expand_dims(2) >> tl.arange(0, 8)[None, None, :]) & 1
-        return bits.reshape(packed.shape[0], column.shape[1]) != 0
+        bits = packed.expand_dims(2) & (1 << tl.arange(0, 8))[None, None, :]
+        return bits.reshape(packed.shape[0], column.shape[1])
     else:
-        return tl.load(ptr + row * columns + column, mask=(row < rows) & (column < columns), other=0) != 0
+        return tl.load(ptr + row * columns + column, mask=(row < rows) & (column < columns), other=0).to(tl.int32)
 
 
 @triton.jit
-def store_mask(ptr, keep, row, start, column, rows, columns, BITS: tl.constexpr):
-    """Write a slice of a mask as bool or as packed bits, zeros in the last byte's unused bits."""
-    inside = (row < rows) & (column < columns)
+def store_mask(ptr, nibble, row, left, column, rows, columns, BITS: tl.constexpr):
+    """Write a slice of a mask, given as nibbles `[G, COLS / 4]`, as packed bits or as bool."""
     if BITS:
         width = (columns + 7) // 8
-        byte = start // 8 + tl.arange(0, column.shape[1] // 8)[None, :]
-        tl.store(ptr + row * width + byte, bits_of(keep & inside), mask=(row < rows) & (byte < width))
+        byte = left // 8 + tl.arange(0, column.shape[1] // 8)[None, :]
+        # Beyond the last column groups are zeros, which ties would keep; bits there must be 0.
+        room = columns - left - 4 * tl.arange(0, column.shape[1] // 4)[None, :]
+        nibble &= ((1 << tl.minimum(tl.maximum(room, 0), 4)) - 1).to(tl.uint8)
+        tl.store(ptr + row * width + byte, nibbles_to_bytes(nibble), mask=(row < rows) & (byte < width))
     else:
-        tl.store(ptr + row * columns + column, keep, mask=inside)
+        keep = join4(nibble & 1, (nibble >> 1) & 1, (nibble >> 2) & 1, nibble >> 3)
+        tl.store(ptr + row * columns + column, keep != 0, mask=(row < rows) & (column < columns))
 
 
 @triton.jit
-def cast(y, DTYPE: tl.constexpr, MAX: tl.constexpr):
-    """fp32 -> DTYPE, never -0.0; FP8 (where MAX is its largest value) saturates, NaN stays."""
+def cast(y, DTYPE: tl.constexpr, MAX: tl.constexpr, TINY: tl.constexpr):
+    """fp32 -> DTYPE, never -0.0; NaN stays. FP8 (where MAX is its largest value) saturates.
+
+    TINY is what still rounds to zero in DTYPE, or None where y is known to be representable.
+    """
     if MAX is not None:
         y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))
-    # Compared after the cast, which may round a small negative value to -0.0.
-    return tl.where(y.to(DTYPE).to(tl.float32) == 0.0, 0.0, y).to(DTYPE)
+    y = y + 0.0 if TINY is None else tl.where(tl.abs(y) <= TINY, 0.0, y)
+    return y.to(DTYPE)
 
 
-def fp8_max(dtype: torch.dtype) -> float | None:
-    """The largest value of an FP8 dtype, None for the others: `cast`'s MAX."""
-    return torch.finfo(dtype).max if dtype.itemsize == 1 else None
+def limits(target: torch.dtype, source: torch.dtype | None = None) -> dict[str, float | None]:
+    """MAX and TINY of `cast` to `target`, of values in fp32 or, where they are only kept or dropped, in `source`."""
+    exact = source == target or target == torch.float32
+    half_of_smallest = torch.finfo(target).smallest_normal * torch.finfo(target).eps / 2
+    return {
+        "MAX": torch.finfo(target).max if target.itemsize == 1 else None,
+        "TINY": None if exact else half_of_smallest,
+    }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from .batch import BLOCK, address_table, aligned_pointer, block_table, field, my_block, served
-from .groups import LAUNCH, as_matrix, grid, largest4, load4, store_mask, tile
+from .groups import LAUNCH, as_matrix, grid, load4, nibble_of, split4, store_mask, tile, two_largest
 
 
 def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
@@ -30,13 +30,27 @@ def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
 def _nm_mask_kernel(
     weight, mask, rows, columns, DIM: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
 ):
-    row, start, column = tile(columns, G, COLS)
+    top, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
-    k0, k1, k2, k3 = largest4(x0, x1, x2, x3, DIM)
-    store_mask(mask, k0, row, start, column, rows, columns, BITS)
-    store_mask(mask, k1, row + 1, start, column, rows, columns, BITS)
-    store_mask(mask, k2, row + 2, start, column, rows, columns, BITS)
-    store_mask(mask, k3, row + 3, start, column, rows, columns, BITS)
+    NARROW: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth == 16
+    a0, a1, a2, a3 = split4(x0)
+    b0, b1, b2, b3 = split4(x1)
+    c0, c1, c2, c3 = split4(x2)
+    d0, d1, d2, d3 = split4(x3)
+    if DIM == 1:
+        a0, a1, a2, a3 = two_largest(a0, a1, a2, a3, NARROW)
+        b0, b1, b2, b3 = two_largest(b0, b1, b2, b3, NARROW)
+        c0, c1, c2, c3 = two_largest(c0, c1, c2, c3, NARROW)
+        d0, d1, d2, d3 = two_largest(d0, d1, d2, d3, NARROW)
+    else:
+        a0, b0, c0, d0 = two_largest(a0, b0, c0, d0, NARROW)
+        a1, b1, c1, d1 = two_largest(a1, b1, c1, d1, NARROW)
+        a2, b2, c2, d2 = two_largest(a2, b2, c2, d2, NARROW)
+        a3, b3, c3, d3 = two_largest(a3, b3, c3, d3, NARROW)
+    store_mask(mask, nibble_of(a0, a1, a2, a3), row, left, column, rows, columns, BITS)
+    store_mask(mask, nibble_of(b0, b1, b2, b3), row + 1, left, column, rows, columns, BITS)
+    store_mask(mask, nibble_of(c0, c1, c2, c3), row + 2, left, column, rows, columns, BITS)
+    store_mask(mask, nibble_of(d0, d1, d2, d3), row + 3, left, column, rows, columns, BITS)
 
 
 def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:

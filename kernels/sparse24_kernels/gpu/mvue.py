@@ -6,28 +6,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.philox import ROUNDS
-from .groups import (
-    LAUNCH,
-    as_matrix,
-    cast,
-    grid,
-    join4,
-    largest4,
-    load4,
-    split4,
-    store4,
-    tile,
-)
+from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, split4, store4, tile
 from .prune import pack_columns, pack_row, store_transposed
 
 
 def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
     """One read of `x`, one write of the estimate; the key is read on the device."""
-    missing = -x.shape[dim] % m
-    if missing and 0 < dim < x.dim() - 1:
-        # Only here would a group run on into the next block of rows.
-        padded = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
-        return [mvue(padded, key, n, m, dim, estimator, form)[0].narrow(dim, 0, x.shape[dim]).contiguous()]
+    if 0 < dim < x.dim() - 1:
+        first = x.movedim(dim, 0)
+        return [mvue(first, key, n, m, 0, estimator, form)[0].movedim(0, dim).contiguous()]
     matrix, along = as_matrix(x, dim)
     rows, columns = matrix.shape
     size, other = (columns, rows) if along == 1 else (rows, columns)
@@ -67,69 +54,89 @@ def _mvue_kernel(
     G: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    row, start, column = tile(columns, G, COLS)
+    top, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(x, row, column, rows, columns)
     seed = tl.load(key)
     if DIM == 1:
-        y0 = _rows(x0, seed, row, start, KIND, ROUNDS)
-        y1 = _rows(x1, seed, row + 1, start, KIND, ROUNDS)
-        y2 = _rows(x2, seed, row + 2, start, KIND, ROUNDS)
-        y3 = _rows(x3, seed, row + 3, start, KIND, ROUNDS)
-    elif KIND == "1:2 exact":
-        y0, y1 = pick_one(x0, x1, uniform(seed, row // 2, start, COLS, 0, ROUNDS))
-        y2, y3 = pick_one(x2, x3, uniform(seed, row // 2 + 1, start, COLS, 0, ROUNDS))
-    elif KIND == "2:4 approx":
-        u, v = uniform(seed, row // 4, start, COLS, 0, ROUNDS), uniform(seed, row // 4, start, COLS, 1, ROUNDS)
-        y0, y1, y2, y3 = draw_two(x0, x1, x2, x3, u, v)
+        # Vectors are rows: the four words of a counter serve the four slices.
+        SIZE: tl.constexpr = 2 if KIND == "1:2 exact" else 4
+        group = left // SIZE + tl.arange(0, COLS // SIZE)[None, :]
+        u0, u1, u2, u3 = _uniform(seed, row // 4, group, 0, ROUNDS)
+        if KIND == "2:4 approx":
+            v0, v1, v2, v3 = _uniform(seed, row // 4, group, 1, ROUNDS)
+        else:
+            v0, v1, v2, v3 = u0, u1, u2, u3
+        y0, y1 = _estimate_row(x0, u0, v0, KIND), _estimate_row(x1, u1, v1, KIND)
+        y2, y3 = _estimate_row(x2, u2, v2, KIND), _estimate_row(x3, u3, v3, KIND)
     else:
-        y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, uniform(seed, row // 4, start, COLS, 0, ROUNDS))
+        # Vectors are columns: the four words of a counter serve four neighbours in a slice.
+        four = left // 4 + tl.arange(0, COLS // 4)[None, :]
+        if KIND == "1:2 exact":
+            u0, u1, u2, u3 = _uniform(seed, four, row // 2, 0, ROUNDS)
+            y0, y1 = pick_one(x0, x1, join4(u0, u1, u2, u3))
+            u0, u1, u2, u3 = _uniform(seed, four, row // 2 + 1, 0, ROUNDS)
+            y2, y3 = pick_one(x2, x3, join4(u0, u1, u2, u3))
+        else:
+            u0, u1, u2, u3 = _uniform(seed, four, row // 4, 0, ROUNDS)
+            u = join4(u0, u1, u2, u3)
+            v = u
+            if KIND == "2:4 approx":
+                u0, u1, u2, u3 = _uniform(seed, four, row // 4, 1, ROUNDS)
+                v = join4(u0, u1, u2, u3)
+            y0, y1, y2, y3 = _estimate_group(x0, x1, x2, x3, u, v, KIND)
+    # A value is an element as it is, or larger than another: nothing rounds to zero, so there is no TINY.
     if FORM == "dense":
         D: tl.constexpr = out.dtype.element_ty
-        z0, z1, z2, z3 = cast(y0, D, None), cast(y1, D, None), cast(y2, D, None), cast(y3, D, None)
+        z0, z1, z2, z3 = (
+            cast(y0, D, None, None),
+            cast(y1, D, None, None),
+            cast(y2, D, None, None),
+            cast(y3, D, None, None),
+        )
         store4(out, z0, z1, z2, z3, row, column, rows, columns)
     elif FORM == "transposed":
-        store_transposed(out, y0, y1, y2, y3, row, column, rows, columns, None)
+        store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None, None)
+    elif DIM == 1:
+        pack_row(out, indices, y0, y0, row, left, rows, columns, None, None)
+        pack_row(out, indices, y1, y1, row + 1, left, rows, columns, None, None)
+        pack_row(out, indices, y2, y2, row + 2, left, rows, columns, None, None)
+        pack_row(out, indices, y3, y3, row + 3, left, rows, columns, None, None)
     else:
-        k0, k1, k2, k3 = largest4(y0, y1, y2, y3, DIM)
-        if DIM == 1:
-            pack_row(out, indices, y0, k0, row, start, rows, columns, None)
-            pack_row(out, indices, y1, k1, row + 1, start, rows, columns, None)
-            pack_row(out, indices, y2, k2, row + 2, start, rows, columns, None)
-            pack_row(out, indices, y3, k3, row + 3, start, rows, columns, None)
-        else:
-            pack_columns(out, indices, y0, y1, y2, y3, k0, k1, k2, k3, row, column, rows, columns, None)
+        pack_columns(out, indices, y0, y1, y2, y3, y0, y1, y2, y3, top, left, rows, columns, None, None)
 
 
 @triton.jit
-def uniform(seed, row, start, COUNT: tl.constexpr, DRAW: tl.constexpr, ROUNDS: tl.constexpr):
-    """fp32 `[R, COUNT]` in [0, 1): the reference's Philox numbers for columns `start` to `start + COUNT - 1`.
-
-    The four words of a counter serve four neighbouring columns, so a thread makes what it uses and wastes nothing.
-    """
-    quarter = start // 4 + tl.arange(0, COUNT // 4)[None, :]
-    zero = tl.zeros([row.shape[0], COUNT // 4], tl.uint32)
-    c0, c1 = zero + quarter.to(tl.uint32), zero + row.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + DRAW, zero, ROUNDS)
-    return (join4(w0, w1, w2, w3) >> 8).to(tl.float32) * (1.0 / 16777216)
+def _uniform(seed, four, group, DRAW: tl.constexpr, ROUNDS: tl.constexpr):
+    """The reference's Philox numbers in [0, 1) for vectors 4 * `four` to 4 * `four` + 3 at place `group`: four fp32."""
+    zero = tl.zeros_like((four + group).to(tl.uint32))
+    w0, w1, w2, w3 = tl.philox(seed, zero + four.to(tl.uint32), zero + group.to(tl.uint32), zero + DRAW, zero, ROUNDS)
+    return _unit(w0), _unit(w1), _unit(w2), _unit(w3)
 
 
 @triton.jit
-def _rows(x, seed, row, start, KIND: tl.constexpr, ROUNDS: tl.constexpr):
+def _unit(word):
+    return (word >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
+
+
+@triton.jit
+def _estimate_row(x, u, v, KIND: tl.constexpr):
     """Groups along the rows of a slice."""
     x0, x1, x2, x3 = split4(x)
     if KIND == "1:2 exact":
-        u0, u1 = tl.split(
-            uniform(seed, row, start // 2, x.shape[1] // 2, 0, ROUNDS).reshape(x.shape[0], x.shape[1] // 4, 2)
-        )
-        y0, y1 = pick_one(x0, x1, u0)
-        y2, y3 = pick_one(x2, x3, u1)
-    elif KIND == "2:4 approx":
-        u = uniform(seed, row, start // 4, x.shape[1] // 4, 0, ROUNDS)
-        v = uniform(seed, row, start // 4, x.shape[1] // 4, 1, ROUNDS)
-        y0, y1, y2, y3 = draw_two(x0, x1, x2, x3, u, v)
+        first, second = tl.split(u.reshape(x0.shape[0], x0.shape[1], 2))
+        y0, y1 = pick_one(x0, x1, first)
+        y2, y3 = pick_one(x2, x3, second)
     else:
-        y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, uniform(seed, row, start // 4, x.shape[1] // 4, 0, ROUNDS))
+        y0, y1, y2, y3 = _estimate_group(x0, x1, x2, x3, u, v, KIND)
     return join4(y0, y1, y2, y3)
+
+
+@triton.jit
+def _estimate_group(x0, x1, x2, x3, u, v, KIND: tl.constexpr):
+    if KIND == "2:4 approx":
+        return draw_two(x0, x1, x2, x3, u, v)
+    else:
+        return pick_two(x0, x1, x2, x3, u)
 
 
 @triton.jit
@@ -146,18 +153,21 @@ def pick_two(x0, x1, x2, x3, u):
     end2 = tl.minimum(a2, pick, ALL) + end1
     first = u * pick
     second = first + pick
-    first_by1, second_by1, second_by2 = first < end1, second < end1, second < end2
+    first_by0, first_by1 = first < end0, first < end1
+    second_by1, second_by2 = second < end1, second < end2
     alone = pick == 0
-    k0 = (first < end0) | alone
-    k1 = (first_by1 & (first >= end0)) | second_by1 | alone
-    k2 = ((first >= end1) | (second_by2 & (second >= end1)) | alone) & (a2 != 0)
-    k3 = ((second >= end2) | alone) & (a3 != 0)
     return (
-        _signed(tl.maximum(a0, pick, ALL), x0) * k0,
-        _signed(tl.maximum(a1, pick, ALL), x1) * k1,
-        _signed(tl.maximum(a2, pick, ALL), x2) * k2,
-        _signed(tl.maximum(a3, pick, ALL), x3) * k3,
+        _value(x0, tl.maximum(a0, pick, ALL), first_by0 | alone),
+        _value(x1, tl.maximum(a1, pick, ALL), (first_by1 & ~first_by0) | second_by1 | alone),
+        _value(x2, tl.maximum(a2, pick, ALL), (~first_by1 | (second_by2 & ~second_by1) | alone) & (x2 != 0)),
+        _value(x3, tl.maximum(a3, pick, ALL), (~second_by2 | alone) & (x3 != 0)),
     )
+
+
+@triton.jit
+def _value(x, size, keep):
+    """`size` with the sign of x where kept, 0 elsewhere; a product, through which NaN comes."""
+    return _signed(size, x) * tl.where(keep, 1.0, 0.0)
 
 
 @triton.jit
@@ -170,10 +180,9 @@ def _signed(value, x):
 @triton.jit
 def pick_one(x0, x1, u):
     """Exact 1:2."""
-    a0, a1 = tl.abs(x0), tl.abs(x1)
-    total = a0 + a1
-    by0 = u * total < a0
-    return _signed(total, x0) * (by0 & (a0 != 0)), _signed(total, x1) * (~by0 & (a1 != 0))
+    total = tl.abs(x0) + tl.abs(x1)
+    by0 = u * total < tl.abs(x0)
+    return _value(x0, total, by0 & (x0 != 0)), _value(x1, total, ~by0 & (x1 != 0))
 
 
 @triton.jit
@@ -187,10 +196,10 @@ def draw_two(x0, x1, x2, x3, u, v):
     b2, b3 = tl.where(first == 2, 0.0, a2), tl.where(first == 3, 0.0, a3)
     second = _draw(b0, b1, b2, b3, v)
     return (
-        _value(x0, q0, total, (first == 0) | (second == 0)),
-        _value(x1, q1, total, (first == 1) | (second == 1)),
-        _value(x2, q2, total, (first == 2) | (second == 2)),
-        _value(x3, q3, total, (first == 3) | (second == 3)),
+        _drawn(x0, q0, total, (first == 0) | (second == 0)),
+        _drawn(x1, q1, total, (first == 1) | (second == 1)),
+        _drawn(x2, q2, total, (first == 2) | (second == 2)),
+        _drawn(x3, q3, total, (first == 3) | (second == 3)),
     )
 
 
@@ -202,7 +211,7 @@ def _without(a0, a1, a2, a3):
 
 @triton.jit
 def _ratio(a, other):
-    return tl.where(other > 0, tl.div_rn(a, other), 0.0)
+    return tl.where(other > 0, a / other, 0.0)
 
 
 @triton.jit
@@ -214,6 +223,5 @@ def _draw(w0, w1, w2, w3, u):
 
 
 @triton.jit
-def _value(x, q, total, drawn):
-    value = _signed(tl.div_rn(total, 1 + q), x)
-    return tl.where(drawn & (x != 0), value, 0.0)
+def _drawn(x, q, total, drawn):
+    return tl.where(drawn & (x != 0), _signed(total / (1 + q), x), 0.0)

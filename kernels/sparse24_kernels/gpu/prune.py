@@ -9,18 +9,16 @@ from .groups import (
     LAUNCH,
     as_matrix,
     cast,
-    columns_first,
-    fp8_max,
     grid,
     join4,
-    largest4,
+    limits,
     load4,
     load_mask,
     nibbles_to_bytes,
-    pack4,
     split4,
     store4,
     tile,
+    two_largest,
 )
 
 
@@ -65,7 +63,7 @@ def prune(
             RULE=rule,
             DIM=along,
             BITS=mask is not None and mask.dtype == torch.uint8,
-            MAX=fp8_max(dtype),
+            **limits(dtype, None if rule == "soft-threshold" else weight.dtype),
             **LAUNCH,
         )
     return [tensor for form in forms for tensor in out[form]]
@@ -88,39 +86,68 @@ def _prune_kernel(
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     MAX: tl.constexpr,
+    TINY: tl.constexpr,
     G: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    row, start, column = tile(columns, G, COLS)
+    top, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     if RULE == "mask":
-        k0 = load_mask(mask, row, start, column, rows, columns, BITS)
-        k1 = load_mask(mask, row + 1, start, column, rows, columns, BITS)
-        k2 = load_mask(mask, row + 2, start, column, rows, columns, BITS)
-        k3 = load_mask(mask, row + 3, start, column, rows, columns, BITS)
+        m0 = load_mask(mask, row, left, column, rows, columns, BITS)
+        m1 = load_mask(mask, row + 1, left, column, rows, columns, BITS)
+        m2 = load_mask(mask, row + 2, left, column, rows, columns, BITS)
+        m3 = load_mask(mask, row + 3, left, column, rows, columns, BITS)
+        y0, y1, y2, y3 = _keep(x0, m0 != 0), _keep(x1, m1 != 0), _keep(x2, m2 != 0), _keep(x3, m3 != 0)
     else:
-        k0, k1, k2, k3 = largest4(x0, x1, x2, x3, DIM)
-    if RULE == "soft-threshold":
-        y0, y1, y2, y3 = _soften4(x0, x1, x2, x3, DIM)
+        s = 1.0
         if scale is not None:
             s = tl.load(scale).to(tl.float32)
-            y0, y1, y2, y3 = y0 * s, y1 * s, y2 * s, y3 * s
-    else:
-        # Products, so that a NaN shows even where it is masked.
-        y0, y1, y2, y3 = x0 * k0, x1 * k1, x2 * k2, x3 * k3
+        NARROW: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth == 16
+        if DIM == 1:
+            y0, y1 = _prune_row(x0, s, RULE, NARROW), _prune_row(x1, s, RULE, NARROW)
+            y2, y3 = _prune_row(x2, s, RULE, NARROW), _prune_row(x3, s, RULE, NARROW)
+        else:
+            y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, s, RULE, NARROW)
+        # What a packed form stores is told by the values themselves.
+        m0, m1, m2, m3 = y0, y1, y2, y3
     if dense is not None:
-        DTYPE: tl.constexpr = dense.dtype.element_ty
-        z0, z1, z2, z3 = cast(y0, DTYPE, MAX), cast(y1, DTYPE, MAX), cast(y2, DTYPE, MAX), cast(y3, DTYPE, MAX)
+        D: tl.constexpr = dense.dtype.element_ty
+        z0, z1, z2, z3 = cast(y0, D, MAX, TINY), cast(y1, D, MAX, TINY), cast(y2, D, MAX, TINY), cast(y3, D, MAX, TINY)
         store4(dense, z0, z1, z2, z3, row, column, rows, columns)
     if transposed is not None:
-        store_transposed(transposed, y0, y1, y2, y3, row, column, rows, columns, MAX)
+        store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, MAX, TINY)
     if values is not None:
-        pack_row(values, indices, y0, k0, row, start, rows, columns, MAX)
-        pack_row(values, indices, y1, k1, row + 1, start, rows, columns, MAX)
-        pack_row(values, indices, y2, k2, row + 2, start, rows, columns, MAX)
-        pack_row(values, indices, y3, k3, row + 3, start, rows, columns, MAX)
+        pack_row(values, indices, y0, m0, row, left, rows, columns, MAX, TINY)
+        pack_row(values, indices, y1, m1, row + 1, left, rows, columns, MAX, TINY)
+        pack_row(values, indices, y2, m2, row + 2, left, rows, columns, MAX, TINY)
+        pack_row(values, indices, y3, m3, row + 3, left, rows, columns, MAX, TINY)
     if values_t is not None:
-        pack_columns(values_t, indices_t, y0, y1, y2, y3, k0, k1, k2, k3, row, column, rows, columns, MAX)
+        pack_columns(values_t, indices_t, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX, TINY)
+
+
+@triton.jit
+def _keep(x, keep):
+    """A product, so that a NaN shows even where it is masked."""
+    return x * tl.where(keep, 1.0, 0.0)
+
+
+@triton.jit
+def _prune_group(x0, x1, x2, x3, scale, RULE: tl.constexpr, NARROW: tl.constexpr):
+    """Four members of a group, pruned by magnitude or by the soft threshold."""
+    if RULE == "magnitude":
+        k0, k1, k2, k3 = two_largest(x0, x1, x2, x3, NARROW)
+        return _keep(x0, k0), _keep(x1, k1), _keep(x2, k2), _keep(x3, k3)
+    else:
+        y0, y1, y2, y3 = soften(x0, x1, x2, x3)
+        return y0 * scale, y1 * scale, y2 * scale, y3 * scale
+
+
+@triton.jit
+def _prune_row(x, scale, RULE: tl.constexpr, NARROW: tl.constexpr):
+    """`_prune_group` for every four in a row: `[R, 4K]` -> `[R, 4K]`."""
+    x0, x1, x2, x3 = split4(x)
+    y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, scale, RULE, NARROW)
+    return join4(y0, y1, y2, y3)
 
 
 @triton.jit
@@ -140,63 +167,66 @@ def soften(x0, x1, x2, x3):
 
 
 @triton.jit
-def _soften_rows(x):
-    x0, x1, x2, x3 = split4(x)
-    y0, y1, y2, y3 = soften(x0, x1, x2, x3)
-    return join4(y0, y1, y2, y3)
+def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+    """Write a tile, given as slices `[G, COLS]`, into the row-major transpose `[columns, rows]`."""
+    G: tl.constexpr = y0.shape[0]
+    COLS: tl.constexpr = y0.shape[1]
+    D: tl.constexpr = ptr.dtype.element_ty
+    z0, z1, z2, z3 = cast(y0, D, MAX, TINY), cast(y1, D, MAX, TINY), cast(y2, D, MAX, TINY), cast(y3, D, MAX, TINY)
+    z = tl.join(tl.join(z0, z2), tl.join(z1, z3)).permute(1, 0, 2, 3).reshape(COLS, 4 * G)
+    r = top + tl.arange(0, 4 * G)[None, :]
+    c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
+    tl.store(ptr + c * rows + r, z, mask=(c < columns) & (r < rows))
 
 
 @triton.jit
-def _soften4(x0, x1, x2, x3, DIM: tl.constexpr):
-    if DIM == 1:
-        return _soften_rows(x0), _soften_rows(x1), _soften_rows(x2), _soften_rows(x3)
-    else:
-        return soften(x0, x1, x2, x3)
+def _pack4(x0, x1, x2, x3, m0, m1, m2, m3):
+    """The two stored of four, in order, and their places as a nibble: first | second << 2.
+
+    Stored are the two where m is not 0, or, of fewer, those and the first others.
+    """
+    k0, k1, k2, k3 = m0 != 0, m1 != 0, m2 != 0, m3 != 0
+    first_is_1 = ~k0 & k1 & (k2 | k3)
+    first_is_2 = ~k0 & ~k1 & k2 & k3
+    first = tl.where(first_is_1, x1, tl.where(first_is_2, x2, x0))
+    second = tl.where(k3, x3, tl.where(k2, x2, x1))
+    place = tl.where(first_is_1, 1, tl.where(first_is_2, 2, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
+    return first, second, place.to(tl.uint8)
 
 
 @triton.jit
-def store_transposed(ptr, y0, y1, y2, y3, row, column, rows, columns, MAX: tl.constexpr):
-    """Write a tile into the row-major transpose `[columns, rows]`."""
-    r = tl.min(row) + tl.arange(0, 4 * row.shape[0])[None, :]
-    c = tl.reshape(column, (column.shape[1], 1)).to(tl.int64)
-    y = cast(columns_first(y0, y1, y2, y3), ptr.dtype.element_ty, MAX)
-    tl.store(ptr + c * rows + r, y, mask=(c < columns) & (r < rows))
-
-
-@triton.jit
-def pack_row(values, indices, y, keep, row, start, rows, columns, MAX: tl.constexpr):
+def pack_row(values, indices, y, m, row, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
     """Pack a slice along its rows: values `[rows, columns / 2]`, indices `[rows, columns / 8]`."""
+    R: tl.constexpr = y.shape[0]
+    COLS: tl.constexpr = y.shape[1]
     y0, y1, y2, y3 = split4(y)
-    k0, k1, k2, k3 = split4(keep.to(tl.int8))
-    first, second, nibble = pack4(y0, y1, y2, y3, k0 != 0, k1 != 0, k2 != 0, k3 != 0)
-    v = cast(tl.join(first, second).reshape(y.shape[0], y.shape[1] // 2), values.dtype.element_ty, MAX)
-    half = start // 2 + tl.arange(0, y.shape[1] // 2)[None, :]
-    tl.store(values + row * (columns // 2) + half, v, mask=(row < rows) & (half < columns // 2))
-    byte = start // 8 + tl.arange(0, y.shape[1] // 8)[None, :]
-    tl.store(
-        indices + row * (columns // 8) + byte,
-        nibbles_to_bytes(nibble),
-        mask=(row < rows) & (byte < columns // 8),
-    )
+    m0, m1, m2, m3 = split4(m)
+    first, second, nibble = _pack4(y0, y1, y2, y3, m0, m1, m2, m3)
+    D: tl.constexpr = values.dtype.element_ty
+    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).reshape(R, COLS // 2)
+    half = left // 2 + tl.arange(0, COLS // 2)[None, :]
+    tl.store(values + row * (columns // 2) + half, stored, mask=(row < rows) & (half < columns // 2))
+    byte = left // 8 + tl.arange(0, COLS // 8)[None, :]
+    inside = (row < rows) & (byte < columns // 8)
+    tl.store(indices + row * (columns // 8) + byte, nibbles_to_bytes(nibble), mask=inside)
 
 
 @triton.jit
-def pack_columns(values, indices, y0, y1, y2, y3, k0, k1, k2, k3, row, column, rows, columns, MAX: tl.constexpr):
+def pack_columns(
+    values, indices, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr
+):
     """Pack a tile along its columns: values `[columns, rows / 2]`, indices `[columns, rows / 8]`."""
-    GROUPS: tl.constexpr = row.shape[0]
-    top = tl.min(row)
-    c = tl.reshape(column, (column.shape[1], 1)).to(tl.int64)
-    first, second, nibble = pack4(y0, y1, y2, y3, k0, k1, k2, k3)
-    v = tl.join(first, second).permute(1, 0, 2).reshape(column.shape[1], 2 * GROUPS)
-    half = top // 2 + tl.arange(0, 2 * GROUPS)[None, :]
-    v = cast(v, values.dtype.element_ty, MAX)
-    tl.store(values + c * (rows // 2) + half, v, mask=(c < columns) & (half < rows // 2))
-    byte = top // 8 + tl.arange(0, GROUPS // 2)[None, :]
-    tl.store(
-        indices + c * (rows // 8) + byte,
-        nibbles_to_bytes(nibble.trans(1, 0)),
-        mask=(c < columns) & (byte < rows // 8),
-    )
+    G: tl.constexpr = y0.shape[0]
+    COLS: tl.constexpr = y0.shape[1]
+    first, second, nibble = _pack4(y0, y1, y2, y3, m0, m1, m2, m3)
+    D: tl.constexpr = values.dtype.element_ty
+    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).permute(1, 0, 2).reshape(COLS, 2 * G)
+    c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
+    half = top // 2 + tl.arange(0, 2 * G)[None, :]
+    tl.store(values + c * (rows // 2) + half, stored, mask=(c < columns) & (half < rows // 2))
+    byte = top // 8 + tl.arange(0, G // 2)[None, :]
+    inside = (c < columns) & (byte < rows // 8)
+    tl.store(indices + c * (rows // 8) + byte, nibbles_to_bytes(nibble.trans(1, 0)), mask=inside)
 
 
 def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
@@ -210,20 +240,20 @@ def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
 
 @triton.jit
 def _unpack_kernel(values, indices, dense, rows, columns, G: tl.constexpr, COLS: tl.constexpr):
-    row, start, column = tile(columns, G, COLS)
-    x0 = _unpack_row(values, indices, row, start, rows, columns, COLS)
-    x1 = _unpack_row(values, indices, row + 1, start, rows, columns, COLS)
-    x2 = _unpack_row(values, indices, row + 2, start, rows, columns, COLS)
-    x3 = _unpack_row(values, indices, row + 3, start, rows, columns, COLS)
+    top, left, row, column = tile(columns, G, COLS)
+    x0 = _unpack_row(values, indices, row, left, rows, columns, COLS)
+    x1 = _unpack_row(values, indices, row + 1, left, rows, columns, COLS)
+    x2 = _unpack_row(values, indices, row + 2, left, rows, columns, COLS)
+    x3 = _unpack_row(values, indices, row + 3, left, rows, columns, COLS)
     store4(dense, x0, x1, x2, x3, row, column, rows, columns)
 
 
 @triton.jit
-def _unpack_row(values, indices, row, start, rows, columns, COLS: tl.constexpr):
-    half = start // 2 + tl.arange(0, COLS // 2)[None, :]
+def _unpack_row(values, indices, row, left, rows, columns, COLS: tl.constexpr):
+    half = left // 2 + tl.arange(0, COLS // 2)[None, :]
     v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0.0)
     first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
-    byte = start // 8 + tl.arange(0, COLS // 8)[None, :]
+    byte = left // 8 + tl.arange(0, COLS // 8)[None, :]
     packed = tl.load(indices + row * (columns // 8) + byte, mask=(row < rows) & (byte < columns // 8), other=0)
     nibble = tl.join(packed & 15, packed >> 4).reshape(v.shape[0], COLS // 4)
     i, j = nibble & 3, nibble >> 2
@@ -253,9 +283,13 @@ def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
 def _scale_kernel(
     weight, sums, rows, columns, DIM: tl.constexpr, L1: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
 ):
-    row, start, column = tile(columns, G, COLS)
+    top, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
-    y0, y1, y2, y3 = _soften4(x0, x1, x2, x3, DIM)
+    if DIM == 1:
+        y0, y1 = _prune_row(x0, 1.0, "soft-threshold", False), _prune_row(x1, 1.0, "soft-threshold", False)
+        y2, y3 = _prune_row(x2, 1.0, "soft-threshold", False), _prune_row(x3, 1.0, "soft-threshold", False)
+    else:
+        y0, y1, y2, y3 = soften(x0, x1, x2, x3)
     if L1:
         wanted = tl.abs(x0) + tl.abs(x1) + tl.abs(x2) + tl.abs(x3)
         kept = tl.abs(y0) + tl.abs(y1) + tl.abs(y2) + tl.abs(y3)

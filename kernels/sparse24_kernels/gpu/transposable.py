@@ -1,10 +1,8 @@
-"""Triton: the exact 2:4 transposable mask of every 4x4 tile, without ever writing the 90 patterns down.
+"""Triton: the exact 2:4 transposable mask of every 4x4 tile, without the 90 patterns.
 
-A thread holds the 16 magnitudes of a tile. Each row can keep one of six pairs of columns; two rows together leave one
-of 19 column counts, and the other two rows must make up the difference (`reference.transposable.halves`). So the
-best tile is the best over 19 counts of (best upper half + best lower half): 72 sums of two pairs in place of 90 sums
-of eight elements, and 52 comparisons in place of 89, ties as the reference. With a half goes its part of the mask, as
-eight bits.
+A thread holds the 16 magnitudes of a tile and plays the tournament of `reference.transposable`: about 60 additions
+and 26 comparisons in place of 90 sums of eight elements, and ties fall the same way. With a score goes its part of
+the mask, 16 bits in a float: adding two floats costs a GPU half of what joining two integers does.
 """
 
 import torch
@@ -12,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .groups import LAUNCH, grid, join4, load4, nibbles_to_bytes, split4, tile
+from .groups import LAUNCH, grid, load4, split4, store_mask, tile
 
 _HUGE = tl.constexpr(torch.finfo(torch.float32).max / 16)  # what the reference takes for inf and NaN
 
@@ -31,71 +29,69 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
 
 @triton.jit
 def _transposable_kernel(weight, mask, rows, columns, BITS: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr):
-    row, start, column = tile(columns, G, COLS)
+    top, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
-    upper, upper_bits = _halves(_pairs(x0), _pairs(x1))
-    lower, lower_bits = _halves(_pairs(x2), _pairs(x3))
-    # Counts are in descending order, so what makes up for the i-th is the i-th from the end.
-    best = upper[0] + lower[18]
-    bits = upper_bits[0] | (lower_bits[18] << 8)
-    for i in tl.static_range(1, 19):
-        score = upper[i] + lower[18 - i]
-        bits = tl.where(score > best, upper_bits[i] | (lower_bits[18 - i] << 8), bits)
-        best = tl.maximum(score, best)
-    tile_column = start // 4 + tl.arange(0, COLS // 4)[None, :]
-    bits = tl.where(tile_column < columns // 4, bits, 0)
+    bits = _best_pattern(_magnitudes(x0), _magnitudes(x1), _magnitudes(x2), _magnitudes(x3)).to(tl.int32)
     for i in tl.static_range(4):
-        nibble = (bits >> (4 * i)) & 15
-        if BITS:
-            width = (columns + 7) // 8
-            byte = start // 8 + tl.arange(0, COLS // 8)[None, :]
-            at = mask + (row + i) * width + byte
-            tl.store(at, nibbles_to_bytes(nibble.to(tl.uint8)), mask=(row < rows) & (byte < width))
-        else:
-            keep = join4(nibble & 1, (nibble >> 1) & 1, (nibble >> 2) & 1, nibble >> 3) != 0
-            tl.store(mask + (row + i) * columns + column, keep, mask=(row < rows) & (column < columns))
+        store_mask(mask, ((bits >> (4 * i)) & 15).to(tl.uint8), row + i, left, column, rows, columns, BITS)
 
 
 @triton.jit
-def _pairs(x):
-    """What a row of each tile keeps with each pair of columns: ab, ac, ad, bc, bd, cd."""
+def _magnitudes(x):
+    """The four columns of every tile in a slice; `minimum` takes the number where the other is NaN."""
     a, b, c, d = split4(tl.abs(x))
-    # `minimum` takes the number where the other is NaN.
-    a, b, c, d = tl.minimum(a, _HUGE), tl.minimum(b, _HUGE), tl.minimum(c, _HUGE), tl.minimum(d, _HUGE)
-    return a + b, a + c, a + d, b + c, b + d, c + d
+    return tl.minimum(a, _HUGE), tl.minimum(b, _HUGE), tl.minimum(c, _HUGE), tl.minimum(d, _HUGE)
 
 
 @triton.jit
 def _better(x, X, y, Y):
-    """The larger of two scores and its bits; the first of equals."""
+    """The larger of two scores, and its bits; the first of equals."""
     return tl.maximum(x, y), tl.where(y > x, Y, X)
 
 
 @triton.jit
-def _halves(first, second):
-    """For each of the 19 counts, in descending order, the best that two rows keep, and the bits they keep it with."""
-    ab, ac, ad, bc, bd, cd = first
-    AB, AC, AD, BC, BD, CD = second
-    v1, b1 = _better(ab + AC, 0x53, ac + AB, 0x35)
-    v2, b2 = _better(ab + AD, 0x93, ad + AB, 0x39)
-    v4, b4 = _better(ac + AD, 0x95, ad + AC, 0x59)
-    v6, b6 = _better(ab + BC, 0x63, bc + AB, 0x36)
-    v7, b7 = _better(ab + BD, 0xA3, bd + AB, 0x3A)
-    v8, b8 = _better(ac + BC, 0x65, bc + AC, 0x56)
-    v10, b10 = _better(ad + BD, 0xA9, bd + AD, 0x9A)
-    v11, b11 = _better(ac + CD, 0xC5, cd + AC, 0x5C)
-    v12, b12 = _better(ad + CD, 0xC9, cd + AD, 0x9C)
-    v14, b14 = _better(bc + BD, 0xA6, bd + BC, 0x6A)
-    v16, b16 = _better(bc + CD, 0xC6, cd + BC, 0x6C)
-    v17, b17 = _better(bd + CD, 0xCA, cd + BD, 0xAC)
-    v9, b9 = _better(ab + CD, 0xC3, ac + BD, 0xA5)
-    v9, b9 = _better(v9, b9, ad + BC, 0x69)
-    v9, b9 = _better(v9, b9, bc + AD, 0x96)
-    v9, b9 = _better(v9, b9, bd + AC, 0x5A)
-    v9, b9 = _better(v9, b9, cd + AB, 0x3C)
-    v0, v3, v5, v13, v15, v18 = ab + AB, ac + AC, ad + AD, bc + BC, bd + BD, cd + CD
-    b0, b3, b5, b13, b15, b18 = 0x33, 0x55, 0x99, 0x66, 0xAA, 0xCC
+def _apart(x, y, X: tl.constexpr, Y: tl.constexpr):
+    """For each two columns the better way to keep one in x and the other in y: ab, ac, ad, bc, bd, cd.
+
+    Keeping column j in x sets the bits X * 2^j, and in y the bits Y * 2^j.
+    """
+    a, b, c, d = x
+    A, B, C, D = y
     return (
-        (v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15, v16, v17, v18),
-        (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15, b16, b17, b18),
+        _better(a + B, X * 1.0 + Y * 2.0, b + A, X * 2.0 + Y * 1.0),
+        _better(a + C, X * 1.0 + Y * 4.0, c + A, X * 4.0 + Y * 1.0),
+        _better(a + D, X * 1.0 + Y * 8.0, d + A, X * 8.0 + Y * 1.0),
+        _better(b + C, X * 2.0 + Y * 4.0, c + B, X * 4.0 + Y * 2.0),
+        _better(b + D, X * 2.0 + Y * 8.0, d + B, X * 8.0 + Y * 2.0),
+        _better(c + D, X * 4.0 + Y * 8.0, d + C, X * 8.0 + Y * 4.0),
     )
+
+
+@triton.jit
+def _all_apart(pairs):
+    """Two columns kept in one of the two, two in the other."""
+    ab, ac, ad, bc, bd, cd = pairs
+    return _better(ac[0] + bd[0], ac[1] + bd[1], ab[0] + cd[0], ab[1] + cd[1])
+
+
+@triton.jit
+def _add(x, y):
+    """Two rows, column by column."""
+    return x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]
+
+
+@triton.jit
+def _best_pattern(x0, x1, x2, x3):
+    """The bits of the best of the 90 patterns, row by row, as fp32."""
+    upper = _apart(x0, x1, 1.0, 16.0)
+    lower = _apart(x2, x3, 256.0, 4096.0)
+    halves = _apart(_add(x0, x1), _add(x2, x3), 17.0, 4352.0)
+    score, bits = _all_apart(halves)
+    for i in tl.static_range(6):
+        # Pairs are in an order in which the i-th from the end has the other two columns.
+        both = (upper[i][0] + lower[i][0]) + halves[5 - i][0]
+        score, bits = _better(score, bits, both, (upper[i][1] + lower[i][1]) + halves[5 - i][1])
+    above, above_bits = _all_apart(upper)
+    below, below_bits = _all_apart(lower)
+    score, bits = _better(score, bits, above + below, above_bits + below_bits)
+    return bits

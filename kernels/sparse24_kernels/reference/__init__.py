@@ -7,7 +7,7 @@ next door (`gpu`, same files, same names, same arguments) is tested against. A *
 Results that the papers leave open are fixed here, for every function:
 
 * ties keep the element with the lower index, and exactly N of M are kept;
-* a NaN counts as the largest magnitude, so it is kept and stays visible;
+* a NaN counts as larger than any magnitude, so it is kept and stays visible;
 * a zero is written as +0.0, never -0.0 (some sparse compressors count -0.0 as a value).
 """
 

@@ -35,7 +35,9 @@ def _two_largest_of_four(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> list
 
 def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     """Keep the n largest magnitudes of each group of m: bool, same shape as `weight`, or its packed bits."""
-    magnitude = weight.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # Without their sign, the bits of floats order as integers: NaN above inf, and faster to compare on a CPU.
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    magnitude = weight.view(integer) & torch.iinfo(integer).max
     magnitude, member = groups(magnitude, m, dim), member_dim(dim)
     if (n, m) == (2, 4):
         # Six comparisons instead of a sort: about 20 times faster on a CPU, and equal to it (tested exhaustively).
@@ -43,7 +45,7 @@ def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     else:
         order = magnitude.sort(dim=member, descending=True, stable=True).indices
         keep = torch.zeros_like(magnitude, dtype=torch.bool).scatter(member, order.narrow(member, 0, n), True)
-    keep = keep.reshape(weight.shape)
+    keep = keep.reshape(weight.shape).contiguous()
     return pack_bits(keep) if packed else keep
 
 

@@ -3,27 +3,25 @@
 import torch
 from torch import Tensor
 
-from .masks import groups, member_dim, nm_mask
+from .masks import groups, member_dim
 from .philox import uniform
-from .prune import pack
+from .prune import pack, two_of_four
 
 
 def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
     """Draw the estimate of `x` that `key` fixes, in one form; `dim` is not negative.
 
-    One number (two for "approx") per group. Groups are numbered as they lie in memory, row by row: a row holds the
-    groups that stand side by side, which are those of one vector when `dim` is the last dimension, and those at one
-    place along `dim` otherwise.
+    One number (two for "approx") per group, by its place along `dim` and the vector along `dim` that it belongs to. So
+    the estimate of a transposed matrix along the other dimension is the transposed estimate.
     """
     size, missing = x.shape[dim], -x.shape[dim] % m
     if missing:
         x = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
-    shape = list(x.shape)
-    shape[dim] //= m
-    last = dim == x.dim() - 1
-    columns = shape[dim] if last else _product(shape[dim + 1 :])
-    rows = _product(shape[:dim] if last else shape[: dim + 1])
-    draws = [uniform(key, rows, columns, draw).reshape(shape) for draw in range(2 if estimator == "approx" else 1)]
+    before, count, after = x.shape[:dim], x.shape[dim] // m, x.shape[dim + 1 :]
+    draws = [
+        uniform(key, count, before.numel() * after.numel(), draw).view(count, *before, *after).movedim(0, dim)
+        for draw in range(2 if estimator == "approx" else 1)
+    ]
     estimate = _ESTIMATORS[n, m, estimator](x, *draws, dim)
     if form == "dense":
         return [estimate.narrow(dim, 0, size).contiguous()]
@@ -31,11 +29,7 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
         return [estimate.narrow(dim, 0, size).t().contiguous()]
     if dim == 0:
         estimate = estimate.t()
-    return pack(estimate, nm_mask(estimate, n, m, -1, packed=False))
-
-
-def _product(sizes: list[int]) -> int:
-    return torch.Size(sizes).numel()
+    return pack(estimate, two_of_four(estimate, -1))
 
 
 def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:

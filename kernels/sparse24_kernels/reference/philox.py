@@ -13,18 +13,18 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def uniform(key: Tensor, rows: int, columns: int, draw: int = 0) -> Tensor:
-    """fp32 `[rows, columns]` in [0, 1), multiples of 2^-24.
+def uniform(key: Tensor, groups: int, vectors: int, draw: int = 0) -> Tensor:
+    """fp32 `[groups, vectors]` in [0, 1), multiples of 2^-24: one number for each group of each vector.
 
-    The counter is (column // 4, row, draw, 0); its four results serve four neighbouring columns. `key` is an int64
-    scalar; `draw` tells independent numbers for the same place apart.
+    The counter is (vector // 4, group, draw, 0); its four results serve four neighbouring vectors. `key` is an int64
+    scalar; `draw` tells independent numbers for the same group apart.
     """
-    shape, device = (rows, (columns + 3) // 4), key.device
+    shape, device = (groups, (vectors + 3) // 4), key.device
     c0 = torch.arange(shape[1], device=device).expand(shape).clone()
-    c1 = torch.arange(rows, device=device).unsqueeze(1).expand(shape).clone()
+    c1 = torch.arange(groups, device=device).unsqueeze(1).expand(shape).clone()
     words = philox(c0, c1, torch.full_like(c0, draw), torch.zeros_like(c0), key & _LOW, key >> 32 & _LOW)
     numbers = torch.stack([word.bitwise_right_shift_(8).float() for word in words], -1)
-    return numbers.mul_(2.0**-24).view(rows, 4 * shape[1])[:, :columns]
+    return numbers.mul_(2.0**-24).view(groups, 4 * shape[1])[:, :vectors]
 
 
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:

@@ -19,12 +19,13 @@ def prune(
 ) -> list[Tensor]:
     """The pruned weight in each of the wanted forms; a packed form is two tensors, values and indices."""
     if rule == "soft-threshold":
-        pruned, keep = soft_threshold(weight, n, m, dim, scale), None
+        pruned = soft_threshold(weight, n, m, dim, scale)
     else:
-        keep = nm_mask(weight, n, m, dim, packed=False) if rule == "magnitude" else as_bool(mask, weight)
+        mask = nm_mask(weight, n, m, dim, packed=False) if rule == "magnitude" else as_bool(mask, weight)
         # A product, so that a NaN shows even where it is masked.
-        pruned = weight * keep
-    pruned = cast(pruned, dtype)
+        pruned = weight * mask
+    keep = mask if rule == "mask" or not any("packed" in form for form in forms) else two_of_four(pruned, dim)
+    pruned = cast(pruned, dtype).contiguous()
     results = []
     for form in forms:
         if form == "dense":
@@ -32,8 +33,6 @@ def prune(
         elif form == "transposed":
             results.append(pruned.t().clone(memory_format=torch.contiguous_format))
         else:
-            if keep is None:
-                keep = nm_mask(weight, n, m, dim, packed=False)
             results += pack(pruned, keep) if form == "packed" else pack(pruned.t(), keep.t())
     return results
 
@@ -64,6 +63,11 @@ def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
         return bits.masked_fill_(bits == 128, 0).view(dtype)
     # After the cast, which may round a small negative value to -0.0. Adding zero makes it +0.0.
     return fresh.to(dtype).add_(0.0)
+
+
+def two_of_four(pruned: Tensor, dim: int) -> Tensor:
+    """Which two of every four a packed form stores: the first two non-zeros, filled up with the first zeros."""
+    return nm_mask((pruned != 0).float(), 2, 4, dim, packed=False)
 
 
 def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:

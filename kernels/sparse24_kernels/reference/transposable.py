@@ -7,12 +7,11 @@ Four ways to choose a mask, best first. Kept share of the L1 norm on Gaussian 4x
     two-approx             0.630   prune the smallest while a line still has to lose some; within 2x of the optimal loss
 
 Every solver sees magnitudes of whole tiles `[T, m, m]` in fp32 and returns bool `[T, m, m]`. Of equals the lower index
-(row by row) is kept by the two fast solvers, the first in the order of `halves()` by the exact one; min-cost-flow
-promises an optimum but not which.
+(row by row) is kept by the two fast solvers. The exact one takes the first of equals in the order of its tournament;
+min-cost-flow promises an optimum but not which.
 """
 
-from functools import cache
-from itertools import combinations, product
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -34,48 +33,57 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
     return pack_bits(mask) if packed else mask
 
 
-PAIRS = tuple(combinations(range(4), 2))
-"""Which two of four columns a row may keep, in order."""
-
-
-@cache
-def halves() -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """What two rows can leave for the other two: 19 column counts, and the pairs of row patterns that give each.
-
-    A legal tile is two halves, rows 0-1 and rows 2-3, whose column counts add up to 2 everywhere. So the best tile is
-    the best over the 19 counts of (best upper half with these counts + best lower half with the rest): 36 + 36 halves
-    to score in place of 90 tiles, and the same optimum. Row patterns are indices into `PAIRS`.
-    """
-    ways: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for upper, lower in product(range(6), repeat=2):
-        counts = tuple((i in PAIRS[upper]) + (i in PAIRS[lower]) for i in range(4))
-        ways.setdefault(counts, []).append((upper, lower))
-    return sorted(ways.items(), reverse=True)
-
-
 def _by_patterns(tiles: Tensor, n: int) -> Tensor:
-    """2:4 only: the best of the 90 patterns (Hu et al. 2024, Algorithm 1), half by half."""
+    """2:4 only: the best of the 90 patterns (Hu et al. 2024, Algorithm 1), found without scoring 90 sums.
+
+    A column is kept by both upper rows, by both lower rows, or by one of each. As many columns must be of the first
+    kind as of the second, so there are three kinds of patterns, and each is made of *pairs* of columns kept apart:
+
+        none mixed    two columns to the upper half, two to the lower: two pairs, kept apart between the halves
+        two mixed     these two apart between the upper rows, and between the lower rows; the others apart between
+                      the halves
+        four mixed    two pairs apart between the upper rows, and two pairs between the lower rows
+    """
     return torch.cat([_best_patterns(part) for part in tiles.split(1 << 16)])
 
 
+_Scored = tuple[Tensor, Tensor]  # a score per tile, and its part of the mask as 16 bits
+
+
+def _better(first: _Scored, second: _Scored) -> _Scored:
+    """The larger score, and its bits; the first of equals."""
+    return torch.maximum(first[0], second[0]), torch.where(second[0] > first[0], second[1], first[1])
+
+
+def _sum(first: _Scored, second: _Scored) -> _Scored:
+    return first[0] + second[0], first[1] + second[1]
+
+
+def _apart(x: Tensor, y: Tensor, bits_x: int, bits_y: int) -> dict[str, _Scored]:
+    """For each two columns the better way to keep one in x and the other in y, both `[T, 4]`."""
+
+    def keep(i: int, j: int) -> _Scored:
+        score = x[:, i] + y[:, j]
+        return score, torch.full_like(score, (bits_x << i) + (bits_y << j), dtype=torch.int32)
+
+    return {"abcd"[i] + "abcd"[j]: _better(keep(i, j), keep(j, i)) for i, j in combinations(range(4), 2)}
+
+
+def _all_apart(pairs: dict[str, _Scored]) -> _Scored:
+    """Two columns kept in one of the two, two in the other."""
+    return _better(_sum(pairs["ac"], pairs["bd"]), _sum(pairs["ab"], pairs["cd"]))
+
+
 def _best_patterns(tiles: Tensor) -> Tensor:
-    device, by_counts = tiles.device, dict(halves())
-    complements = [by_counts[tuple(2 - count for count in counts)] for counts in by_counts]
-    # [19, 6, 2]: the ways to each count, over and over to fill the table (a repetition never wins an argmax).
-    upper_ways, lower_ways = (
-        torch.tensor([(ways * 6)[:6] for ways in table], device=device) for table in (by_counts.values(), complements)
-    )
-    left, right = torch.tensor(PAIRS, device=device).unbind(1)
-    rows = tiles[..., left] + tiles[..., right]  # [T, 4, 6]: what each row keeps with each pair
-    counts = torch.arange(19, device=device)
-    scores, pairs = 0, []
-    for first, ways in ((0, upper_ways), (2, lower_ways)):
-        best = (rows[:, first, ways[..., 0]] + rows[:, first + 1, ways[..., 1]]).max(-1)
-        scores = scores + best.values
-        pairs.append(ways[counts, best.indices])  # [T, 19, 2]
-    tile = torch.arange(len(tiles), device=device)
-    winner = torch.cat(pairs, -1)[tile, scores.argmax(1)]  # [T, 4]
-    return torch.tensor([[i in pair for i in range(4)] for pair in PAIRS], device=device)[winner]
+    row = tiles.unbind(1)
+    upper, lower = _apart(row[0], row[1], 1, 16), _apart(row[2], row[3], 256, 4096)
+    halves = _apart(row[0] + row[1], row[2] + row[3], 1 + 16, 256 + 4096)
+    best = _all_apart(halves)
+    for mixed, others in zip(upper, reversed(upper)):
+        best = _better(best, _sum(_sum(upper[mixed], lower[mixed]), halves[others]))
+    best = _better(best, _sum(_all_apart(upper), _all_apart(lower)))
+    bits = torch.arange(16, dtype=torch.int32, device=tiles.device)
+    return (best[1].unsqueeze(1) >> bits & 1).bool().reshape(tiles.shape)
 
 
 def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
