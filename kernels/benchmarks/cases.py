@@ -5,7 +5,7 @@ The tests run all of them on CPU tensors in Triton's interpreter; `make gpu` run
 sizes that are timed, before any speed is reported.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 

@@ -1,33 +1,38 @@
-"""Many tensors, one launch: a table of addresses, and for each program the tensor and the block that it works on.
+"""Many tensors, one launch: a table of places, and for each program the tensor and the block that it works on.
 
 A step that touches every weight of a model would otherwise launch hundreds of small kernels. Both tables are cached on
 the device by their contents, so in a steady state nothing is uploaded; uploads go through pinned memory that stays
 alive with them, so a CUDA graph that captured one can replay it.
+
+Places are distances from a tensor that the kernel gets as an argument, in units of 16 bytes, and sizes are in units of
+16 elements: so the compiler can prove that vector loads are aligned.
 """
 
 from functools import lru_cache
 
 import torch
-import triton.language as tl
 import triton
+import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
 """Bytes or elements per program."""
 
-ALIGNMENT = 16
-"""In bytes for addresses and in elements for sizes: what vector loads need."""
+UNIT = 16
+"""In bytes for places and in elements for sizes."""
 
 
 def served(*tensors: Tensor) -> bool:
     """Whether flat vector loads can walk these tensors: row-major, aligned, of a size that divides."""
-    return all(
-        x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and x.numel() % ALIGNMENT == 0 and x.numel()
-        for x in tensors
-    )
+    return all(x.is_contiguous() and x.data_ptr() % UNIT == 0 and x.numel() % UNIT == 0 and x.numel() for x in tensors)
 
 
-def address_table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+def distance(tensor: Tensor, base: Tensor) -> int:
+    """How far `tensor` lies behind `base` (or, negative, before it), in units of 16 bytes."""
+    return (tensor.data_ptr() - base.data_ptr()) // UNIT
+
+
+def place_table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
     """int64 `[len(rows), fields]` on the device."""
     return _upload(tuple(rows), torch.int64, device)[1]
 
@@ -59,11 +64,11 @@ def my_block(blocks):
 
 @triton.jit
 def field(table, tensor, FIELDS: tl.constexpr, FIELD: tl.constexpr):
-    """One entry of the address table."""
+    """One entry of the table of places."""
     return tl.load(table + tensor * FIELDS + FIELD)
 
 
 @triton.jit
-def aligned_pointer(address, DTYPE: tl.constexpr):
-    """An address of the table as a pointer that vector loads may use."""
-    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+def far(base, distance):
+    """The pointer `distance` units of 16 bytes behind `base`."""
+    return base + distance * (128 // base.dtype.element_ty.primitive_bitwidth)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .batch import BLOCK, address_table, aligned_pointer, block_table, field, my_block, served
+from .batch import BLOCK, UNIT, block_table, distance, far, field, my_block, place_table, served
 from .groups import LAUNCH, as_matrix, grid, load4, nibble_of, split4, store_mask, tile, two_largest
 
 
@@ -30,7 +30,7 @@ def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
 def _nm_mask_kernel(
     weight, mask, rows, columns, DIM: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
 ):
-    top, left, row, column = tile(columns, G, COLS)
+    _, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     NARROW: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth == 16
     a0, a1, a2, a3 = split4(x0)
@@ -56,30 +56,39 @@ def _nm_mask_kernel(
 def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
     """All pairs in one launch; integers, so the order in which programs add does not matter."""
     flips = before[0].new_zeros(len(before), dtype=torch.int64)
-    rows, sizes = [], []
+    pairs = []
     for i, (old, new) in enumerate(zip(before, after)):
         if served(old, new):
-            rows.append((old.data_ptr(), new.data_ptr(), old.numel(), i))
-            sizes.append(old.numel())
+            pairs.append((i, old, new))
         elif old.numel():
             flips[i] = reference.masks.count_flips([old], [new])[0]
-    if rows:
-        blocks = block_table(sizes, flips.device)
-        _flips_kernel[(len(blocks),)](address_table(rows, flips.device), blocks, flips, BLOCK=BLOCK)
+    if pairs:
+        _, first_old, first_new = pairs[0]
+        places = [(distance(a, first_old), distance(b, first_new), a.numel() // UNIT, i) for i, a, b in pairs]
+        blocks = block_table([old.numel() for _, old, _ in pairs], flips.device)
+        _flips_kernel[(len(blocks),)](
+            first_old.view(-1).view(torch.int32),
+            first_new.view(-1).view(torch.int32),
+            place_table(places, flips.device),
+            blocks,
+            flips,
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
     return flips
 
 
 @triton.jit
-def _flips_kernel(table, blocks, flips, BLOCK: tl.constexpr):
+def _flips_kernel(olds, news, places, blocks, flips, BLOCK: tl.constexpr):
     tensor, block = my_block(blocks)
-    old = aligned_pointer(field(table, tensor, 4, 0), tl.uint32)
-    new = aligned_pointer(field(table, tensor, 4, 1), tl.uint32)
-    words = tl.multiple_of(field(table, tensor, 4, 2), 16) // 4
+    old, new = far(olds, field(places, tensor, 4, 0)), far(news, field(places, tensor, 4, 1))
+    words = field(places, tensor, 4, 2) * 4
     at = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     x = tl.load(old + at, mask=at < words, other=0) ^ tl.load(new + at, mask=at < words, other=0)
+    x = x.to(tl.uint32, bitcast=True)
     # Bits set in pairs, in fours, in bytes, then all four bytes of a word.
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     x = (x + (x >> 8) + (x >> 16) + (x >> 24)) & 0xFF
-    tl.atomic_add(flips + field(table, tensor, 4, 3), tl.sum(x.to(tl.int32)).to(tl.int64))
+    tl.atomic_add(flips + field(places, tensor, 4, 3), tl.sum(x.to(tl.int32)).to(tl.int64))

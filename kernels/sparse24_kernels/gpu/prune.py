@@ -240,7 +240,7 @@ def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
 
 @triton.jit
 def _unpack_kernel(values, indices, dense, rows, columns, G: tl.constexpr, COLS: tl.constexpr):
-    top, left, row, column = tile(columns, G, COLS)
+    _, left, row, column = tile(columns, G, COLS)
     x0 = _unpack_row(values, indices, row, left, rows, columns, COLS)
     x1 = _unpack_row(values, indices, row + 1, left, rows, columns, COLS)
     x2 = _unpack_row(values, indices, row + 2, left, rows, columns, COLS)
@@ -283,7 +283,7 @@ def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
 def _scale_kernel(
     weight, sums, rows, columns, DIM: tl.constexpr, L1: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
 ):
-    top, left, row, column = tile(columns, G, COLS)
+    _, _, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     if DIM == 1:
         y0, y1 = _prune_row(x0, 1.0, "soft-threshold", False), _prune_row(x1, 1.0, "soft-threshold", False)

@@ -29,7 +29,7 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
 
 @triton.jit
 def _transposable_kernel(weight, mask, rows, columns, BITS: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr):
-    top, left, row, column = tile(columns, G, COLS)
+    _, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     bits = _best_pattern(_magnitudes(x0), _magnitudes(x1), _magnitudes(x2), _magnitudes(x3)).to(tl.int32)
     for i in tl.static_range(4):
@@ -70,7 +70,7 @@ def _apart(x, y, X: tl.constexpr, Y: tl.constexpr):
 @triton.jit
 def _all_apart(pairs):
     """Two columns kept in one of the two, two in the other."""
-    ab, ac, ad, bc, bd, cd = pairs
+    ab, ac, _, _, bd, cd = pairs
     return _better(ac[0] + bd[0], ac[1] + bd[1], ab[0] + cd[0], ab[1] + cd[1])
 
 
