@@ -39,7 +39,7 @@ def masked_decay_(grads: list[Tensor], weights: list[Tensor], masks: list[Tensor
         _decay_kernel[(len(blocks),)](
             first_grad,
             first_weight,
-            first_mask,
+            first_mask.view(torch.uint8),
             place_table(places, first_weight.device),
             blocks,
             BITS=first_mask.dtype == torch.uint8,
