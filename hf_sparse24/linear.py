@@ -43,7 +43,7 @@ class _SparseLinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, sparse_weight, bias, method, rng_key):
         config = method.config
         if config.activations == "2:4":
-            x = kernels.apply_mask(x, kernels.nm_mask(x))
+            x = kernels.nm_prune(x)
         ctx.save_for_backward(x, sparse_weight, rng_key)
         ctx.method, ctx.weight_dtype = method, weight.dtype
         if config.fp8:
@@ -143,34 +143,36 @@ class Sparse24Layer(nn.Module):
         self.state_is_ready = True
 
     @torch.no_grad()
-    def sparse_weight(self) -> Tensor:
-        """The N:M weight that stands for the master weight: its shape, dtype and layout, never -0.0.
+    def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The N:M weight that stands for the master weight: its shape and layout, never -0.0.
 
-        Exactly N:M along the input dimension: at most N of every M are non-zero.
+        Exactly N:M along the input dimension: at most N of every M are non-zero. `dtype` is that of the result, by
+        default the master's; what is kept never depends on it.
         """
         if not self.state_is_ready:
             raise RuntimeError(
                 "this layer was patched on the meta device and has no state yet; "
                 "load a checkpoint into the model, or call init_state() on its layers once they have weights"
             )
-        return self.method.sparse_weight(self.weight, self.input_dim, self.state)
+        return self.method.sparse_weight(self.weight, self.input_dim, self.state, dtype or self.weight.dtype)
 
     @torch.no_grad()
-    def mask(self) -> Tensor:
-        """bool, shape of the weight: which weights the method keeps now."""
-        return self.method.mask(self.weight, self.input_dim, self.state)
+    def mask(self, packed: bool = False) -> Tensor:
+        """Which weights the method keeps now: bool, shape of the weight, or its packed bits."""
+        return self.method.mask(self.weight, self.input_dim, self.state, packed)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.phase == "dense":
             return self.dense_class.forward(self, x)
-        weight, sparse_weight, bias = self.weight, self.sparse_weight(), self.bias
-        if self.input_dim == 0:
-            weight, sparse_weight = weight.t(), sparse_weight.t()
+        weight, bias, dtype = self.weight, self.bias, None
         if torch.is_autocast_enabled(x.device.type):
             # Pruned from the master's precision, multiplied in autocast's: a mask never depends on rounding.
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, sparse_weight = x.to(dtype), sparse_weight.to(dtype)
+            x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
+        sparse_weight = self.sparse_weight(dtype)
+        if self.input_dim == 0:
+            weight, sparse_weight = weight.t(), sparse_weight.t()
         return _SparseLinearFunction.apply(x, weight, sparse_weight, bias, self.method, self.rng_key)
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import Trainer, get_scheduler
 
-from .controller import Sparse24Controller, count_flips
+from .controller import Sparse24Controller
 from .patching import patched_config, set_phase, sparse_layers
 
 CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
@@ -89,6 +89,7 @@ def _probe(trainer: Trainer, decay: float | None, steps: int) -> float:
         if decay is None:
             set_phase(model, "dense")
         flips, last = [], None
+        weights = sum(layer.weight.numel() for layer in sparse_layers(model).values())
         batches = iter(trainer.get_train_dataloader())
         for step in range(steps):
             micro_batches = list(islice(batches, args.gradient_accumulation_steps))
@@ -111,9 +112,8 @@ def _probe(trainer: Trainer, decay: float | None, steps: int) -> float:
             if step >= steps - steps // 4 - 1:
                 masks = list(_fresh_masks(model))
                 if last is not None:
-                    flipped = sum(int(count_flips(packed, mask)) for packed, mask in zip(last, masks))
-                    flips.append(flipped / sum(mask.numel() for mask in masks))
-                last = [kernels.pack_bits(mask) for mask in masks]
+                    flips.append(int(kernels.count_flips(last, masks).sum()) / weights)
+                last = masks
         return sum(flips) / len(flips)
 
 
@@ -121,7 +121,7 @@ def _fresh_masks(model: nn.Module):
     """The masks that the weights ask for now, whatever masks the layers hold."""
     for layer in sparse_layers(model).values():
         state = layer.method.init_state(layer.weight.detach(), layer.input_dim)
-        yield layer.method.mask(layer.weight.detach(), layer.input_dim, state)
+        yield layer.method.mask(layer.weight.detach(), layer.input_dim, state, packed=True)
 
 
 def _fresh_optimizer(trainer: Trainer, model: nn.Module) -> torch.optim.Optimizer:

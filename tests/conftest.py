@@ -2,13 +2,22 @@
 
 import logging
 import os
+from importlib.util import find_spec
+
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: a test that asks the Hub must fail
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the compiled tests and DataLoaders fork
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported: they run on CPU tensors then
 
 import pytest
-import torch
 import transformers
+
+if find_spec("triton"):
+    import interpreter
+
+    interpreter.round_as_hardware()
 
 transformers.utils.logging.disable_progress_bar()
 # Tiny tensors gain nothing from threads, and on a busy machine threads that wait for each other cost a factor of 30.

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-import sparse24_kernels as kernels
+import torch
 from torch import Tensor
 
 from ..config import Sparse24Config
@@ -32,9 +32,9 @@ class SparseMethod(ABC):
         return {}
 
     @abstractmethod
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
-        """bool, shape of `weight`: which weights are kept now. What masked decay and the metrics look at."""
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
+        """Which weights are kept now: bool, shape of `weight`, or its packed bits. Masked decay and metrics ask."""
 
-    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
-        """The weight the products use: shape and dtype of `weight`, N:M along `dim`, without -0.0."""
-        return kernels.apply_mask(weight, self.mask(weight, dim, state))
+    @abstractmethod
+    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight the products use, in `dtype`: shape of `weight`, N:M along `dim`, without -0.0."""

@@ -12,6 +12,7 @@ Method card
 """
 
 import sparse24_kernels as kernels
+import torch
 from torch import Tensor
 
 from .base import SparseMethod
@@ -19,7 +20,11 @@ from .base import SparseMethod
 
 class FixedMask(SparseMethod):
     def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.pack_bits(kernels.nm_mask(weight, self.n, self.m, dim))}
+        return {"mask_bits": kernels.nm_mask(weight, self.n, self.m, dim, packed=True)}
 
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
-        return kernels.unpack_bits(state["mask_bits"], weight.shape[-1])
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
+        bits = state["mask_bits"]
+        return bits if packed else kernels.unpack_bits(bits, weight.shape[-1])
+
+    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return kernels.apply_mask(weight, state["mask_bits"], dtype)

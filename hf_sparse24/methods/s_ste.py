@@ -17,6 +17,7 @@ Method card
 """
 
 import sparse24_kernels as kernels
+import torch
 from torch import Tensor
 
 from .base import SparseMethod
@@ -26,8 +27,8 @@ class SSTE(SparseMethod):
     def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
         return {"scale": kernels.s_ste_scale(weight, self.n, self.m, dim, self.config.scale_rule)}
 
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
-        return kernels.nm_mask(weight, self.n, self.m, dim)
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
+        return kernels.nm_mask(weight, self.n, self.m, dim, packed)
 
-    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
-        return kernels.soft_threshold(weight, self.n, self.m, dim, state["scale"])
+    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return kernels.soft_threshold(weight, self.n, self.m, dim, state["scale"], dtype)

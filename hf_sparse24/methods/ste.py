@@ -11,11 +11,15 @@ Method card
 """
 
 import sparse24_kernels as kernels
+import torch
 from torch import Tensor
 
 from .base import SparseMethod
 
 
 class STE(SparseMethod):
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
-        return kernels.nm_mask(weight, self.n, self.m, dim)
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
+        return kernels.nm_mask(weight, self.n, self.m, dim, packed)
+
+    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return kernels.nm_prune(weight, self.n, self.m, dim, dtype)

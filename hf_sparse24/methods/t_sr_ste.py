@@ -20,6 +20,7 @@ Method card
 """
 
 import sparse24_kernels as kernels
+import torch
 from torch import Tensor
 
 from .base import SparseMethod
@@ -30,8 +31,11 @@ class TSRSTE(SparseMethod):
     needs_square_groups = True
 
     def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        mask = kernels.transposable_mask(weight, self.n, self.m, self.config.mask_solver)
-        return {"mask_bits": kernels.pack_bits(mask)}
+        return {"mask_bits": kernels.transposable_mask(weight, self.n, self.m, self.config.mask_solver, packed=True)}
 
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor]) -> Tensor:
-        return kernels.unpack_bits(state["mask_bits"], weight.shape[-1])
+    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
+        bits = state["mask_bits"]
+        return bits if packed else kernels.unpack_bits(bits, weight.shape[-1])
+
+    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return kernels.apply_mask(weight, state["mask_bits"], dtype)

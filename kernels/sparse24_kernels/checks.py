@@ -1,4 +1,6 @@
-"""What the public functions check before they run."""
+"""What the public functions check and sort before they run."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,3 +24,11 @@ def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
             f"{name}: a mask for a weight of shape {tuple(weight.shape)} is bool of that shape or uint8 bits of shape "
             f"{(*weight.shape[:-1], -(-weight.shape[-1] // 8))}, got {mask.dtype} {tuple(mask.shape)}"
         )
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the tensors on each device: a launch works on one, a model may lie on several."""
+    indices: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        indices.setdefault(tensor.device, []).append(i)
+    return list(indices.values())

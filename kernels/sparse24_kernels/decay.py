@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .backends import implementation
-from .checks import check_mask
+from .checks import by_device, check_mask
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -32,7 +32,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
 def foreach_masked_decay_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
 ) -> None:
-    """`masked_decay_` for many weights: where there are kernels, one launch for a whole model."""
+    """`masked_decay_` for many weights: where there are kernels, one launch per device for a whole model."""
     if not len(grads) == len(weights) == len(masks) == len(alphas):
         raise ValueError(
             f"foreach_masked_decay_ needs as many gradients as weights, masks and alphas, got "
@@ -44,8 +44,10 @@ def foreach_masked_decay_(
                 f"masked_decay_ needs gradient and weight alike, got {tuple(grad.shape)} and {tuple(weight.shape)}"
             )
         check_mask("masked_decay_", mask, weight)
-    if grads:
-        _masked_decay_(list(grads), list(weights), list(masks), [float(alpha) for alpha in alphas])
+    for indices in by_device(weights):
+        _masked_decay_(
+            *([sequence[i] for i in indices] for sequence in (grads, weights, masks, list(map(float, alphas))))
+        )
 
 
 @torch.library.custom_op("sparse24::masked_decay_", mutates_args={"grads"})

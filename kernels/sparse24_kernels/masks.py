@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import implementation
-from .checks import check_groups, check_pattern
+from .checks import by_device, check_groups, check_pattern
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool = False) -> Tensor:
@@ -46,13 +46,13 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 
 
 def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    """In how many entries masks differ, pair by pair: one kernel launch for a whole model.
+    """In how many entries masks differ, pair by pair: one kernel launch per device for a whole model.
 
     Args:
-        before, after: masks of one device, as packed bits or bool; the two of a pair have the same shape.
+        before, after: masks as packed bits or bool; the two of a pair have the same shape and device.
 
     Returns:
-        int64 `[len(before)]`.
+        int64 `[len(before)]`, on the device of the first.
 
     Raises:
         ValueError: lists of different lengths, or a pair of different shapes.
@@ -63,7 +63,11 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
             f"count_flips needs pairs of masks of one shape, got packed bits of "
             f"{[tuple(mask.shape) for mask in before]} and {[tuple(mask.shape) for mask in after]}"
         )
-    return _count_flips(before, after) if before else torch.zeros(0, dtype=torch.int64)
+    flips: dict[int, Tensor] = {}
+    for indices in by_device(before):
+        counts = _count_flips([before[i] for i in indices], [after[i] for i in indices])
+        flips.update(zip(indices, counts.to(before[0].device).unbind()))
+    return torch.stack([flips[i] for i in range(len(before))]) if flips else torch.zeros(0, dtype=torch.int64)
 
 
 @torch.library.custom_op("sparse24::nm_mask", mutates_args=())

@@ -3,6 +3,7 @@
 import pytest
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.reference import philox
 
 from hf_sparse24.metrics import is_nm_sparse
 
@@ -81,6 +82,45 @@ def test_a_key_fixes_the_draw_whatever_ran_before():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_philox_known_answers():
+    """Those that its authors published for 7 rounds (Random123, kat_vectors)."""
+    zeros, ones = (torch.full((1,), value) for value in (0, 0xFFFFFFFF))
+    for word, key, expected in (
+        (zeros, zeros[0], "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        (ones, ones[0], "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    ):
+        words = philox.philox(*(word.clone() for _ in range(4)), key, key)
+        assert " ".join(f"{int(w):08x}" for w in words) == expected
+
+
+def test_numbers_belong_to_groups_and_vectors():
+    """The estimate of the transposed matrix is the transposed estimate, and a larger one draws the same numbers."""
+    x, key = torch.randn(10, 12), torch.tensor(11)
+    for n, m, estimator in ESTIMATORS:
+        estimate = kernels.mvue(x, n, m, 0, estimator, key=key)
+        assert torch.equal(kernels.mvue(x.t(), n, m, 1, estimator, key=key), estimate.t())
+        more = torch.cat([torch.cat([x[:8], torch.randn(8, 7)], 1), torch.randn(9, 19)])
+        assert torch.equal(kernels.mvue(more, n, m, 0, estimator, key=key)[:8, :12], estimate[:8])
+
+
+def test_forms():
+    x, key = torch.randn(16, 24).bfloat16(), torch.tensor(3)
+    for dim in (0, 1):
+        dense = kernels.mvue(x, dim=dim, key=key)
+        transposed = kernels.mvue(x, dim=dim, key=key, form="transposed")
+        assert torch.equal(transposed, dense.t()) and transposed.is_contiguous()
+        packed = kernels.mvue(x, dim=dim, key=key, form="packed")
+        assert torch.equal(kernels.unpack_nm(packed), dense if dim == 1 else dense.t())
+    for x, n, m, form, message in (
+        (torch.ones(8, 12), 2, 4, "packed", "multiple of 8 along dim, got 2:4 and 12"),
+        (torch.ones(8, 8), 1, 2, "packed", "only 2:4 is packed"),
+        (torch.ones(8), 2, 4, "transposed", "needs a matrix"),
+        (torch.ones(8, 8), 2, 4, "sparse", "must be 'dense', 'transposed' or 'packed'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.mvue(x, n, m, form=form)
+
+
 def test_without_key_or_generator_it_follows_torch_manual_seed():
     x = torch.randn(8, 8)
     torch.manual_seed(3)
@@ -99,7 +139,7 @@ def test_non_finite_gradients_stay_visible(value):
 def test_operator_contract():
     for n, m, estimator in ESTIMATORS:
         for x in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(2, 3, 4).transpose(0, 2)):
-            torch.library.opcheck(torch.ops.sparse24.mvue.default, (x, torch.tensor(1), n, m, 0, estimator))
+            torch.library.opcheck(torch.ops.sparse24.mvue.default, (x, torch.tensor(1), n, m, 0, estimator, "dense"))
 
 
 def test_independent_between_keys_and_groups():

@@ -18,8 +18,8 @@ def sorted_mask(weight: torch.Tensor, n: int, m: int) -> torch.Tensor:
     """The mask by an independent route: Python's stable sort, group by group."""
     rows = []
     for group in weight.reshape(-1, m).tolist():
-        key = [INF if value != value else abs(value) for value in group]
-        kept = sorted(range(m), key=lambda i: -key[i])[:n]
+        key = [(1, 0) if value != value else (0, abs(value)) for value in group]  # NaN above inf
+        kept = sorted(range(m), key=lambda i: key[i], reverse=True)[:n]
         rows.append([i in kept for i in range(m)])
     return torch.tensor(rows, dtype=torch.bool).reshape(weight.shape)
 
@@ -36,6 +36,7 @@ def sorted_mask(weight: torch.Tensor, n: int, m: int) -> torch.Tensor:
         ([0, 0, 0, 7], [1, 0, 0, 1]),
         ([1, NAN, 2, 3], [0, 1, 0, 1]),  # NaN is the largest: kept, and so seen
         ([INF, 1, NAN, INF], [1, 0, 1, 0]),
+        ([INF, INF, NAN, 1], [1, 0, 1, 0]),  # above inf
     ],
 )
 def test_mask_by_hand(group, kept):
@@ -181,6 +182,117 @@ def test_bits_round_trip(size):
 
 def test_bit_order():
     assert kernels.pack_bits(torch.tensor([True, False, False, True])).tolist() == [9]
+
+
+def test_count_flips():
+    before, after = torch.rand(6, 20) < 0.5, torch.rand(6, 20) < 0.5
+    masks = [before, kernels.pack_bits(after[:, :12]), before]
+    flips = kernels.count_flips(masks, [after, kernels.pack_bits(before[:, :12]), before])
+    assert flips.tolist() == [(before ^ after).sum(), (before ^ after)[:, :12].sum(), 0]
+    assert kernels.count_flips([], []).tolist() == []
+    with pytest.raises(
+        ValueError, match=r"pairs of masks of one shape, got packed bits of \[\(6, 3\)\] and \[\(6, 1\)\]"
+    ):
+        kernels.count_flips([before], [after[:, :8]])
+
+
+def test_packed_masks_are_masks():
+    weight = torch.randn(12, 20)
+    for dim in (0, 1):
+        mask, bits = kernels.nm_mask(weight, dim=dim), kernels.nm_mask(weight, dim=dim, packed=True)
+        assert torch.equal(kernels.pack_bits(mask), bits)
+        assert torch.equal(kernels.apply_mask(weight, bits), kernels.apply_mask(weight, mask))
+        assert torch.equal(kernels.nm_prune(weight, dim=dim), kernels.apply_mask(weight, mask))
+    bits = kernels.transposable_mask(weight, packed=True)
+    assert torch.equal(bits, kernels.pack_bits(kernels.transposable_mask(weight)))
+    for bad in (bits[:, :1], mask.t(), mask.float()):
+        with pytest.raises(ValueError, match=r"bool of that shape or uint8 bits of shape \(12, 3\), got"):
+            kernels.apply_mask(weight, bad)
+
+
+def test_the_dtype_of_a_result_is_rounded_once():
+    weight, scale = torch.randn(8, 16), torch.tensor(1.483)
+    soft = kernels.soft_threshold(weight, scale=scale)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(kernels.soft_threshold(weight, scale=scale, dtype=dtype), soft.to(dtype))
+        assert torch.equal(kernels.nm_prune(weight, dtype=dtype), kernels.nm_prune(weight).to(dtype))
+    fp8 = kernels.nm_prune(torch.tensor([1e4, -1e4, 1e-9, -1e-9]), dtype=torch.float8_e4m3fn)
+    assert fp8.float().tolist() == [448, -448, 0, 0] and not torch.signbit(fp8.float()[2:]).any()
+    tiny = kernels.apply_mask(torch.tensor([-1e-9, 1.0]), torch.tensor([True, True]), torch.float16)
+    assert tiny.tolist() == [0, 1] and not torch.signbit(tiny[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_pack_and_unpack(dtype):
+    weight = kernels.nm_prune(torch.randn(6, 24), dtype=dtype)
+    packed = kernels.pack_nm(weight) if dtype != torch.float8_e4m3fn else None
+    if packed is None:  # FP8 is written by pruning, not packed afterwards
+        packed = kernels.prune_forms(torch.randn(6, 24), ["packed"], dtype=dtype)[0]
+        assert kernels.unpack_nm(packed).dtype == dtype
+        return
+    assert packed.values.shape == (6, 12) and packed.indices.shape == (6, 3)
+    assert torch.equal(kernels.unpack_nm(packed), weight)
+    size = sum(part.numel() * part.element_size() for part in packed)
+    assert size / (weight.numel() * weight.element_size()) == {torch.float32: 17 / 32, torch.bfloat16: 9 / 16}[dtype]
+
+
+def test_packed_by_hand():
+    row = torch.tensor([[0.0, 5, 0, 7, 0, 0, 3, 0]])
+    packed = kernels.pack_nm(row)
+    # (1, 3) and, with one non-zero, (0, 2): nibbles 1 | 3 << 2 and 0 | 2 << 2, the first group in the lower half.
+    assert packed.values.tolist() == [[5, 7, 0, 3]] and packed.indices.tolist() == [[0b1000_1101]]
+    zeros = kernels.pack_nm(torch.zeros(1, 8))
+    assert zeros.indices.tolist() == [[0b0100_0100]]
+
+
+def test_every_form_of_a_transposable_weight():
+    weight = torch.randn(16, 24)
+    mask = kernels.transposable_mask(weight)
+    forms = ["packed-transposed", "dense", "transposed", "packed"]
+    across, dense, transposed, along = kernels.prune_forms(weight, forms, "mask", mask=mask, dtype=torch.bfloat16)
+    expected = (weight * mask).bfloat16()
+    assert torch.equal(dense, expected)
+    assert torch.equal(transposed, expected.t()) and transposed.is_contiguous()
+    assert torch.equal(kernels.unpack_nm(along), expected)
+    assert torch.equal(kernels.unpack_nm(across), expected.t())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.ones(4, 8), ["dens"]), "form='dens': must be one of"),
+        ((torch.ones(8), ["dense"]), r"needs a matrix, got shape \(8,\)"),
+        ((torch.ones(4, 12), ["packed"]), r"packed: dimension 1 of shape \(4, 12\) must be a multiple of 8"),
+        ((torch.ones(8, 8), ["packed-transposed"]), "needs groups along dimension 0, and 'magnitude' has dim=-1"),
+        ((torch.ones(8, 8), ["dense"], "mask"), "rule='mask' needs a mask"),
+        ((torch.ones(8, 8), ["dense"], "median"), "rule='median': must be one of"),
+    ],
+)
+def test_forms_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.prune_forms(*arguments)
+    with pytest.raises(ValueError, match="makes its own mask"):
+        kernels.prune_forms(torch.ones(8, 8), ["dense"], mask=torch.ones(8, 8).bool())
+
+
+def test_foreach_masked_decay_equals_one_by_one():
+    weights = [torch.randn(4, 8), torch.randn(3, 5)]
+    masks = [kernels.nm_mask(weights[0], packed=True), torch.rand(3, 5) < 0.5]
+    grads, expected = ([torch.ones_like(weight) for weight in weights] for _ in range(2))
+    kernels.foreach_masked_decay_(grads, weights, masks, [0.1, 0.2])
+    for grad, weight, mask, alpha in zip(expected, weights, masks, [0.1, 0.2]):
+        kernels.masked_decay_(grad, weight, mask, alpha)
+    torch.testing.assert_close(grads, expected)
+    with pytest.raises(ValueError, match="as many gradients as weights, masks and alphas, got 2, 2, 2 and 1"):
+        kernels.foreach_masked_decay_(grads, weights, masks, [0.1])
+    with pytest.raises(ValueError, match=r"gradient and weight alike, got \(4, 8\) and \(3, 5\)"):
+        kernels.masked_decay_(grads[0], weights[1], masks[1], 0.1)
+
+
+def test_masked_decay_rounds_once():
+    grad, weight = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.00390625 + 2**-8])
+    kernels.masked_decay_(grad, weight, torch.tensor([False]), 1.0)
+    assert grad.item() == torch.tensor(1.0 + weight.item()).bfloat16().item()
 
 
 def test_masked_decay():

@@ -1,0 +1,77 @@
+"""The torch operators: schemas, fakes, torch.compile without a graph break, and which implementation is chosen."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels.backends import choose_kernels
+
+ops = torch.ops.sparse24
+WEIGHT = torch.randn(8, 16)
+BITS = kernels.nm_mask(WEIGHT, packed=True)
+ALL_FORMS = "dense,transposed,packed,packed-transposed"
+CALLS = {
+    "nm_mask": (WEIGHT, 2, 4, 1, False),
+    "nm_mask-bits": (WEIGHT.t(), 1, 2, 0, True),
+    "count_flips": ([BITS, BITS[:4]], [BITS, BITS[4:]]),
+    "transposable_mask": (WEIGHT, 2, 4, "exact", True),
+    "transposable_mask-greedy": (WEIGHT, 4, 8, "greedy", False),
+    "prune": (WEIGHT, "mask", 2, 4, 1, kernels.transposable_mask(WEIGHT), None, torch.bfloat16, ALL_FORMS),
+    "prune-soft": (WEIGHT.t(), "soft-threshold", 2, 4, 0, None, torch.ones(()), torch.float32, "dense"),
+    "prune-any-shape": (torch.randn(2, 3, 8), "magnitude", 2, 8, 2, None, None, torch.float16, "dense"),
+    "unpack_nm": tuple(kernels.pack_nm(WEIGHT)),
+    "s_ste_scale": (WEIGHT, 2, 4, 1, "mse"),
+    "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "packed"),
+    "mvue-transposed": (WEIGHT[:, :6], torch.tensor(1), 1, 2, 1, "exact", "transposed"),
+    "masked_decay_": ([WEIGHT.clone(), WEIGHT.clone()], [WEIGHT, WEIGHT], [BITS, WEIGHT > 0], [0.1, 0.2]),
+    "fp8_quantize": (WEIGHT, "e4m3"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operator_contract(name):
+    torch.library.opcheck(getattr(ops, name.split("-")[0]).default, CALLS[name])
+
+
+def test_every_operator_is_checked_somewhere():
+    elsewhere = {"gated_activation", "gated_activation_backward", "fp8_simulate"}
+    names = {name.split("-")[0] for name in CALLS} | elsewhere
+    assert {
+        name.removeprefix("sparse24::") for name in torch._C._dispatch_get_all_op_names() if "sparse24" in name
+    } == names
+
+
+def test_compiles_in_one_graph():
+    def step(weight, grad, key):
+        bits = kernels.transposable_mask(weight, packed=True)
+        sparse, transposed = kernels.prune_forms(weight, ["dense", "transposed"], "mask", mask=bits)
+        packed = kernels.mvue(grad, dim=0, key=key, form="packed")
+        kernels.masked_decay_(grad, weight, bits, 0.1)
+        flips = kernels.count_flips([bits], [kernels.nm_mask(weight, packed=True)])
+        values, scale = kernels.fp8_quantize(kernels.soft_threshold(weight, dtype=torch.bfloat16), "e4m3")
+        return sparse @ transposed, kernels.unpack_nm(packed), grad.sin(), flips, values.float() / scale
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for rows in (8, 16):
+        weight, grad, key = torch.randn(rows, 16), torch.randn(rows, 16), torch.tensor(rows)
+        expected_grad = grad.clone()
+        results, expected = compiled(weight, grad, key), step(weight, expected_grad, key)
+        torch.testing.assert_close(results, expected)
+        assert torch.equal(grad, expected_grad)
+
+
+def test_the_choice_of_kernels_has_a_reason(monkeypatch):
+    choose_kernels.cache_clear()
+    assert choose_kernels(torch.device("cpu")) == ("reference", "the kernels need a CUDA device, not cpu")
+    cuda = torch.device("cuda", 0)
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert choose_kernels(cuda, torch.bfloat16) == ("triton", "Triton on NVIDIA H200")
+    assert choose_kernels(cuda, torch.float64).reason == "the kernels take fp32, bf16 and fp16, not torch.float64"
+    choose_kernels.cache_clear()
+    capability = (7, 5)
+    assert choose_kernels(cuda) == ("reference", "the kernels need compute capability 8.0 or more: NVIDIA H200")
+    choose_kernels.cache_clear()
+    monkeypatch.setattr("sparse24_kernels.backends.find_spec", lambda _: None)
+    assert choose_kernels(cuda) == ("reference", "Triton is not installed: pip install triton")
+    choose_kernels.cache_clear()
