@@ -37,10 +37,11 @@ def choose_backend(requested: str, device: torch.device) -> Choice:
 
 
 @cache
-def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> Choice:
-    """What prunes tensors of `dtype` on `device`: `"triton"` or `"reference"`, with the reason in words.
+def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8: bool = False) -> Choice:
+    """What works on tensors of `dtype` on `device`: `"triton"` or `"reference"`, with the reason in words.
 
-    Triton serves 2:4 (and MVUE's 1:2) on CUDA devices from Ampere on; other patterns run the reference everywhere.
+    Triton serves 2:4 (and MVUE's 1:2) on CUDA devices from Ampere on, and from Hopper on where the result is FP8 (older
+    ones round it twice, or not at all). Other patterns run the reference everywhere.
     """
     if device.type != "cuda":
         return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
@@ -48,16 +49,16 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> 
         return Choice("reference", f"the kernels take fp32, bf16 and fp16, not {dtype}")
     if find_spec("triton") is None:
         return Choice("reference", "Triton is not installed: pip install triton")
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return Choice(
-            "reference", f"the kernels need compute capability 8.0 or more: {torch.cuda.get_device_name(device)}"
-        )
-    return Choice("triton", f"Triton on {torch.cuda.get_device_name(device)}")
+    name, needed = torch.cuda.get_device_name(device), (9, 0) if fp8 else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        what = "FP8 results need" if fp8 else "the kernels need"
+        return Choice("reference", f"{what} compute capability {needed[0]}.{needed[1]} or more: {name}")
+    return Choice("triton", f"Triton on {name}")
 
 
-def implementation(tensor: Tensor, pattern_has_kernels: bool = True) -> ModuleType:
+def implementation(tensor: Tensor, pattern_has_kernels: bool = True, fp8: bool = False) -> ModuleType:
     """The room that serves `tensor`: `reference` or `gpu`. Both hold the same functions, file by file."""
-    if pattern_has_kernels and choose_kernels(tensor.device, tensor.dtype).backend == "triton":
+    if pattern_has_kernels and choose_kernels(tensor.device, tensor.dtype, fp8).backend == "triton":
         from . import gpu  # on first use: importing the package must not need Triton
 
         return gpu

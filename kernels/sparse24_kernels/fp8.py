@@ -63,12 +63,12 @@ def _check_format(format: str) -> None:
 # Custom ops, because torch.compile cannot trace a look at the values.
 @torch.library.custom_op("sparse24::fp8_quantize", mutates_args=())
 def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return implementation(x).fp8.fp8_quantize(x, format)
+    return implementation(x, fp8=True).fp8.fp8_quantize(x, format)
 
 
 @torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
 def _fp8_simulate(x: Tensor, format: str) -> Tensor:
-    return implementation(x).fp8.fp8_simulate(x, format)
+    return implementation(x, fp8=True).fp8.fp8_simulate(x, format)
 
 
 @_fp8_quantize.register_fake

@@ -186,7 +186,7 @@ def _prune(
     forms: str,
 ) -> list[Tensor]:
     # An operator's schema has no list of strings, so the forms come joined by commas.
-    room = implementation(weight, rule == "mask" or (n, m) == (2, 4))
+    room = implementation(weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
     return room.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms.split(","))
 
 

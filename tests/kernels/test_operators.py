@@ -69,6 +69,11 @@ def test_the_choice_of_kernels_has_a_reason(monkeypatch):
     assert choose_kernels(cuda, torch.bfloat16) == ("triton", "Triton on NVIDIA H200")
     assert choose_kernels(cuda, torch.float64).reason == "the kernels take fp32, bf16 and fp16, not torch.float64"
     choose_kernels.cache_clear()
+    capability = (8, 9)
+    assert choose_kernels(cuda).backend == "triton"
+    reason = "FP8 results need compute capability 9.0 or more: NVIDIA H200"
+    assert choose_kernels(cuda, torch.bfloat16, fp8=True) == ("reference", reason)
+    choose_kernels.cache_clear()
     capability = (7, 5)
     assert choose_kernels(cuda) == ("reference", "the kernels need compute capability 8.0 or more: NVIDIA H200")
     choose_kernels.cache_clear()

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .groups import cast
+from .groups import cast, limits
 
 _LAUNCH = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 """Without fused multiply-add, so that the bits are those of the reference."""
@@ -55,6 +55,7 @@ def _round(x: Tensor, format: str, values: Tensor, scale: Tensor | None) -> None
             size,
             FORMAT=_FORMATS[format],
             MAX=torch.finfo(reference.fp8.FORMATS[format]).max,
+            TINY=limits(values.dtype)["TINY"],
             **_LAUNCH,
         )
 
@@ -71,7 +72,17 @@ def _amax_kernel(x, amax, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _round_kernel(x, amax, values, scale, size, FORMAT: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+def _round_kernel(
+    x,
+    amax,
+    values,
+    scale,
+    size,
+    FORMAT: tl.constexpr,
+    MAX: tl.constexpr,
+    TINY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     # Rounded twice, as PyTorch divides a number by a tensor. Zeros, and values so small that their scale overflows,
     # take the largest finite one; NaN stays.
     s = tl.div_rn(1.0, tl.load(amax).to(tl.float32, bitcast=True)) * MAX
@@ -82,14 +93,14 @@ def _round_kernel(x, amax, values, scale, size, FORMAT: tl.constexpr, MAX: tl.co
     if scale is not None:
         if tl.program_id(0) == 0:
             tl.store(scale, s)
-        tl.store(values + at, cast(y, FORMAT, None), mask=at < size)
+        tl.store(values + at, cast(y, FORMAT, None, TINY), mask=at < size)
     else:
         y = y.to(FORMAT).to(tl.float32)
         DTYPE: tl.constexpr = values.dtype.element_ty
         if (s > 2.0**-100) & (s < 2.0**100):
-            tl.store(values + at, cast(_divide(y, s), DTYPE, None), mask=at < size)
+            tl.store(values + at, cast(_divide(y, s), DTYPE, None, TINY), mask=at < size)
         else:
-            tl.store(values + at, cast(tl.div_rn(y, s), DTYPE, None), mask=at < size)
+            tl.store(values + at, cast(tl.div_rn(y, s), DTYPE, None, TINY), mask=at < size)
 
 
 @triton.jit
