@@ -45,7 +45,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8
     """
     if device.type != "cuda":
         return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
-    if dtype not in KERNEL_DTYPES:
+    if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes
         return Choice("reference", f"the kernels take fp32, bf16 and fp16, not {dtype}")
     if find_spec("triton") is None:
         return Choice("reference", "Triton is not installed: pip install triton")

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_pattern(n: int, m: int) -> None:
     if not 0 < n < m:
         raise ValueError(f"an n:m pattern keeps n of m with 0 < n < m, got {n}:{m}")
 
 
 def check_groups(name: str, tensor: Tensor, m: int, dim: int) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{name} takes fp64, fp32, bf16 and fp16, got {tensor.dtype}")
     if tensor.shape[dim] % m:
         raise ValueError(f"{name}: dimension {dim} of shape {tuple(tensor.shape)} must be a multiple of {m}")
 

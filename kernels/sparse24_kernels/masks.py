@@ -89,8 +89,7 @@ def empty_mask(weight: Tensor, packed: bool) -> Tensor:
 
 @torch.library.custom_op("sparse24::count_flips", mutates_args=())
 def _count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    # Masks have no floating dtype to choose by: any device that has kernels counts with them.
-    return implementation(before[0].new_empty(0, dtype=torch.float32)).masks.count_flips(before, after)
+    return implementation(before[0]).masks.count_flips(before, after)
 
 
 @_count_flips.register_fake

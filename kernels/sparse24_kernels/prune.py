@@ -210,7 +210,7 @@ def empty_packed(matrix: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 @torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
 def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
-    return implementation(indices.new_empty(0, dtype=torch.float32)).prune.unpack_nm(values, indices)
+    return implementation(indices).prune.unpack_nm(values, indices)
 
 
 @_unpack_nm.register_fake

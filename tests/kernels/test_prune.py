@@ -72,6 +72,8 @@ def test_mask_of_any_pattern(n, extra, rows, groups, dim, dtype, seed):
 def test_bad_shapes_and_patterns(function):
     with pytest.raises(ValueError, match=r"dimension -1 of shape \(8, 6\) must be a multiple of 4"):
         function(torch.ones(8, 6))
+    with pytest.raises(ValueError, match=r"takes fp64, fp32, bf16 and fp16, got torch.int64"):
+        function(torch.ones(8, 8, dtype=torch.int64))
     for n, m in [(0, 4), (4, 4), (5, 4), (-1, 2)]:
         with pytest.raises(ValueError, match=f"got {n}:{m}"):
             function(torch.ones(8, 8), n, m)
@@ -224,16 +226,18 @@ def test_the_dtype_of_a_result_is_rounded_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_pack_and_unpack(dtype):
-    weight = kernels.nm_prune(torch.randn(6, 24), dtype=dtype)
-    packed = kernels.pack_nm(weight) if dtype != torch.float8_e4m3fn else None
-    if packed is None:  # FP8 is written by pruning, not packed afterwards
-        packed = kernels.prune_forms(torch.randn(6, 24), ["packed"], dtype=dtype)[0]
-        assert kernels.unpack_nm(packed).dtype == dtype
-        return
+    weight = torch.randn(6, 24)
+    pruned = kernels.nm_prune(weight, dtype=dtype)
+    (packed,) = kernels.prune_forms(weight, ["packed"], dtype=dtype)
     assert packed.values.shape == (6, 12) and packed.indices.shape == (6, 3)
-    assert torch.equal(kernels.unpack_nm(packed), weight)
+    unpacked = kernels.unpack_nm(packed)
+    assert unpacked.dtype == dtype and torch.equal(unpacked.float(), pruned.float())
     size = sum(part.numel() * part.element_size() for part in packed)
-    assert size / (weight.numel() * weight.element_size()) == {torch.float32: 17 / 32, torch.bfloat16: 9 / 16}[dtype]
+    share = {torch.float32: 17 / 32, torch.bfloat16: 9 / 16, torch.float8_e4m3fn: 10 / 16}[dtype]
+    assert size / (weight.numel() * pruned.element_size()) == share
+    if dtype != torch.float8_e4m3fn:
+        again = kernels.pack_nm(pruned)
+        assert torch.equal(again.values, packed.values) and torch.equal(again.indices, packed.indices)
 
 
 def test_packed_by_hand():

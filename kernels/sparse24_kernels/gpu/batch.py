@@ -1,8 +1,8 @@
 """Many tensors, one launch: a table of places, and for each program the tensor and the block that it works on.
 
 A step that touches every weight of a model would otherwise launch hundreds of small kernels. Both tables are cached on
-the device by their contents, so in a steady state nothing is uploaded; uploads go through pinned memory that stays
-alive with them, so a CUDA graph that captured one can replay it.
+the device by their contents, so in a steady state nothing is uploaded, and a warmed-up step can be captured in a CUDA
+graph; the pinned memory that an upload reads stays alive with it.
 
 Places are distances from a tensor that the kernel gets as an argument, in units of 16 bytes, and sizes are in units of
 16 elements: so the compiler can prove that vector loads are aligned.

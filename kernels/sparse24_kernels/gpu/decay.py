@@ -9,10 +9,12 @@ from torch import Tensor
 
 from .. import reference
 from .batch import BLOCK, UNIT, block_table, distance, far, field, my_block, place_table, served
+from .groups import on_its_device
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@on_its_device
 def masked_decay_(grads: list[Tensor], weights: list[Tensor], masks: list[Tensor], alphas: list[float]) -> None:
     """One launch per combination of dtypes: gradient and weight are read once, the gradient written once."""
     launches: dict[tuple[torch.dtype, ...], list[tuple[Tensor, Tensor, Tensor, float]]] = {}

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .groups import cast, limits
+from .groups import cast, limits, on_its_device
 
 _LAUNCH = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 """Without fused multiply-add, so that the bits are those of the reference."""
@@ -22,6 +22,7 @@ _READERS = 1024
 _FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
+@on_its_device
 def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Two reads of `x`, one write of the result; the scale stays on the device."""
     values = torch.empty_like(x, dtype=reference.fp8.FORMATS[format])
@@ -30,6 +31,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
+@on_its_device
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
     """Two reads of `x`, one write of the result. NaN or inf in `x` make all of it NaN."""
     values = torch.empty_like(x)

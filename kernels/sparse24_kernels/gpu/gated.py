@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .groups import on_its_device
 
+
+@on_its_device
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """act(gate) * up, laid out as `gate`: each input is read once."""
     out = torch.empty_like(gate)
@@ -18,6 +21,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return out
 
 
+@on_its_device
 def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """The gradients of `gate` and `up`, laid out as they are, in one pass over the three inputs."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)

@@ -6,6 +6,9 @@ are four neighbours in a slice, which one thread loads together; `split4` tells 
 between threads. Sizes of a tile are capitals, sizes of a tensor small letters.
 """
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +19,17 @@ G, COLS = 16, 64
 
 LAUNCH = {"G": G, "COLS": COLS, "num_warps": 4, "enable_fp_fusion": False}
 """Without fused multiply-add, so that a kernel's bits are those of the reference."""
+
+
+def on_its_device(function: Callable) -> Callable:
+    """Run `function` with the first argument's device as the current one, which is where Triton launches."""
+
+    @wraps(function)
+    def run(first, *rest):
+        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+            return function(first, *rest)
+
+    return run
 
 
 def as_matrix(x: Tensor, dim: int) -> tuple[Tensor, int]:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from .. import reference
 from .batch import BLOCK, UNIT, block_table, distance, far, field, my_block, place_table, served
-from .groups import LAUNCH, as_matrix, grid, load4, nibble_of, split4, store_mask, tile, two_largest
+from .groups import LAUNCH, as_matrix, grid, load4, nibble_of, on_its_device, split4, store_mask, tile, two_largest
 
 
+@on_its_device
 def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     """One read of the weight, one write of the mask."""
     matrix, along = as_matrix(weight, dim)
@@ -53,6 +54,7 @@ def _nm_mask_kernel(
     store_mask(mask, nibble_of(d0, d1, d2, d3), row + 3, left, column, rows, columns, BITS)
 
 
+@on_its_device
 def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
     """All pairs in one launch; integers, so the order in which programs add does not matter."""
     flips = before[0].new_zeros(len(before), dtype=torch.int64)

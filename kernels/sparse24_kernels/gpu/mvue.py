@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.philox import ROUNDS
-from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, split4, store4, tile
+from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, tile
 from .prune import pack_columns, pack_row, store_transposed
 
 
+@on_its_device
 def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
     """One read of `x`, one write of the estimate; the key is read on the device."""
     if 0 < dim < x.dim() - 1:

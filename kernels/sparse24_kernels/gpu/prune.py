@@ -15,6 +15,7 @@ from .groups import (
     load4,
     load_mask,
     nibbles_to_bytes,
+    on_its_device,
     split4,
     store4,
     tile,
@@ -22,6 +23,7 @@ from .groups import (
 )
 
 
+@on_its_device
 def prune(
     weight: Tensor,
     rule: str,
@@ -229,6 +231,7 @@ def pack_columns(
     tl.store(indices + c * (rows // 8) + byte, nibbles_to_bytes(nibble.trans(1, 0)), mask=inside)
 
 
+@on_its_device
 def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     """Zeros everywhere, then the stored values where their indices say."""
     rows, columns = values.shape[0], values.shape[1] * 2
@@ -266,6 +269,7 @@ def _unpack_row(values, indices, row, left, rows, columns, COLS: tl.constexpr):
     )
 
 
+@on_its_device
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
     """One read of the weight: two sums per tile, added up in fp64, in a fixed order."""
     if rule == "none":

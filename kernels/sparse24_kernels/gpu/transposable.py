@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .groups import LAUNCH, grid, load4, split4, store_mask, tile
+from .groups import LAUNCH, grid, load4, on_its_device, split4, store_mask, tile
 
 _HUGE = tl.constexpr(torch.finfo(torch.float32).max / 16)  # what the reference takes for inf and NaN
 
 
+@on_its_device
 def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
     """One read of the weight, one write of the mask."""
     weight = weight.contiguous()
