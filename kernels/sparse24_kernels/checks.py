@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
