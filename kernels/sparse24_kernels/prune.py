@@ -56,7 +56,7 @@ def soft_threshold(
 
     Returns:
         Same shape; at most `n` non-zeros in every `m`, fewer at ties (that is what makes it continuous);
-        never -0.0. Computed in fp32. A NaN makes NaN.
+        never -0.0. Computed in fp32. A NaN makes NaN. Not differentiable: S-STE's gradient goes straight through.
 
     Raises:
         ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
