@@ -1,8 +1,10 @@
 # `make demo`, `make test` and `make methods` need nothing but Python 3.11+: they make .venv and install into it first.
 PYTHON ?= python3
+# What `make gpu` runs with: an interpreter that has PyTorch and Triton. It installs nothing.
+GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test methods lint clean
+.PHONY: demo test methods gpu lint clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
@@ -14,6 +16,10 @@ test: .venv/.test-installed
 # Every method on two small models, three seeds: what is missing in recipes/results/methods/, then the page.
 methods: .venv/.recipes-installed
 	$(BIN)/python recipes/methods.py
+
+# The kernels on a GPU: checked first, then timed. Arguments in GPU_ARGS, say GPU_ARGS='--minutes 4'.
+gpu:
+	$(GPU_PYTHON) kernels/benchmarks/gpu.py $(GPU_ARGS)
 
 lint: .venv/.test-installed
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

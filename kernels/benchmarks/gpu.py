@@ -1,0 +1,300 @@
+"""`make gpu`: every kernel checked on the GPU, then timed, within a given time. Needs PyTorch and Triton, no install.
+
+    python3 kernels/benchmarks/gpu.py [--minutes 8] [--output DIR] [--only TEXT] [--list]
+
+First the gate (`gate.py`); where one check fails, no speed is reported and the exit code is 1. Then the bandwidth of a
+copy, every workload of `workloads.py`, and the competitors of `competitors.py`, as far as the time goes; what was not
+reached is listed as such. Results are in DIR/gpu_<device>.json and .md and complete after every step. To add something
+to this run, add a section: a name and a function of the run.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# ruff: noqa: E402 (imports come after the path that they need)
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+
+import report
+import torch
+import triton
+from ahead_of_time import CHIPS, predicted_seconds
+from competitors import LOOPED, competitors, compiled, copy_of
+from sparse24_kernels.backends import KERNEL_DTYPES, choose_kernels
+from timing import OutOfTime, describe, interleave, time_limit
+from workloads import Workload, workloads
+
+
+class Run:
+    """What the sections share: the machine, the workloads, the time left, and the result that they fill."""
+
+    def __init__(self, machine, options: argparse.Namespace, found: list[Workload], gate: Callable[..., dict]):
+        self.machine, self.options, self.workloads, self.gate = machine, options, found, gate
+        self.end = time.monotonic() + 60 * options.minutes
+        self.path = options.output / ("gpu_" + re.sub(r"\W+", "_", machine.name).strip("_").lower())
+        self.predictions = read_predictions()
+        self.result: dict = {
+            "command": " ".join(["kernels/benchmarks/gpu.py", *map(clean, options.command)]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "environment": machine.facts()
+            | {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+            | {"commit": commit()},
+            "clocks": {"clocks before (SM, memory, power, temperature)": machine.clocks()},
+            "errors": {},
+            "operations": {},
+            "competitors": {},
+        }
+
+    def left(self, reserve: float = 0.0) -> float:
+        """Seconds left, of which `reserve` are for what must still come."""
+        return self.end - time.monotonic() - reserve
+
+    def write(self) -> None:
+        report.write(self.result, self.path)
+
+
+def gate(run: Run) -> bool:
+    """Everything right? At most two thirds of the time go into it."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        results = run.gate(
+            run.machine.device, run.left() * 2 / 3, Path(folder), run.options.processes, run.options.only
+        )
+    failed = {name: clean(error) for name, error in results.items() if error is not None}
+    run.result["kernels"] = {str(dtype): list(choose_kernels(run.machine.device, dtype)) for dtype in KERNEL_DTYPES}
+    run.result["gate"] = {
+        "passed": len(results) - len(failed),
+        "failed": failed,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    print(f"gate: {len(results) - len(failed)} passed, {len(failed)} failed", run.result["kernels"], flush=True)
+    for name, error in failed.items():
+        print(f"  {name}: {error}", flush=True)
+    return bool(results) and not failed
+
+
+def copy_before(run: Run) -> None:
+    _copy(run, "before")
+
+
+def copy_after(run: Run) -> None:
+    """Once more at the end: what has drifted meanwhile."""
+    _copy(run, "after")
+    run.result["clocks"]["clocks after"] = run.machine.clocks()
+
+
+def _copy(run: Run, when: str) -> None:
+    samples = sorted(run.machine.copy_bandwidth())
+    run.machine.forget()
+    low, middle, high = (samples[i] / 1e9 for i in (0, len(samples) // 2, -1))
+    run.result.setdefault("copy", {})[when] = {"gb_per_s": middle, "min": low, "max": high}
+
+
+def operations(run: Run) -> None:
+    """Every workload, one shape of each operation before the next shape."""
+    bandwidth = run.result["copy"]["before"]["gb_per_s"] * 1e9
+    for workload in run.workloads:
+        seconds = predicted_seconds(workload, run.predictions)
+        run.result["operations"][str(workload)] = {
+            "bytes": workload.bytes(),
+            "predicted_us": seconds and seconds * 1e6,
+            "target": workload.operation.target,
+            "error": "not run: out of time",
+        }
+    turn: dict[object, int] = {}
+    for workload in run.workloads:
+        turn[workload] = sum(other.operation is workload.operation for other in turn)
+    for workload in sorted(run.workloads, key=turn.__getitem__):
+        if run.left(reserve=20) < 0:
+            return
+        entry = run.result["operations"][str(workload)]
+        rivals = {"ours": lambda arguments, w=workload: lambda: w.call(arguments), "copy": copy_of(workload.bytes())}
+        timed = compare(run, workload, rivals, 60)
+        if "error" in timed["ours"]:
+            entry["error"] = timed["ours"]["error"]
+            continue
+        del entry["error"]
+        ours, copy = timed["ours"], timed["copy"]
+        speed = workload.bytes() / (ours["median_us"] * 1e-6)
+        entry |= {
+            "ours": {name: ours[name] for name in ("median_us", "min_us", "max_us", "samples")},
+            "method": ours["method"],
+            "host_us": ours["host_us"],
+            "gb_per_s": speed / 1e9,
+            "share_of_copy": speed / bandwidth,
+            "share_of_equal_copy": copy["median_us"] / ours["median_us"] if "median_us" in copy else None,
+            "target_met": speed / bandwidth >= workload.operation.target,
+        }
+        run.write()
+
+
+def rivals(run: Run) -> None:
+    """The smallest and the largest shape of every operation against all others, then torch.compile, once each."""
+    smallest, largest = {}, {}
+    for workload in run.workloads:
+        key = (workload.operation, workload.dtype)
+        smallest.setdefault(key, workload)
+        largest[key] = workload
+    chosen = [*largest.values(), *(w for key, w in smallest.items() if w is not largest[key])]
+    todo = [(workload, dict(competitors(workload)), 30) for workload in chosen]
+    once = {w.operation: w for w in reversed(run.workloads) if w.shape == w.operation.compile}
+    todo += [(workload, {"torch.compile": compiled(workload)}, 90) for workload in once.values()]
+    for workload, others, _ in todo:
+        row = run.result["competitors"].setdefault(str(workload), {})
+        row |= {name: {"error": "not run: out of time"} for name in others}
+    for workload, others, limit in todo:
+        if run.left(reserve=15) < 0:
+            return
+        ours = {"ours": lambda arguments, w=workload: lambda: w.call(arguments)}
+        timed = compare(run, workload, ours | others, limit)
+        base = timed.pop("ours")
+        for row in timed.values():
+            if "error" in base:
+                row |= {"error": f"ours: {base['error']}"}
+            elif "error" not in row:
+                row |= {
+                    "ours_us": base["median_us"],
+                    "ours_method": base["method"],
+                    "ratio": row["median_us"] / base["median_us"],
+                }
+        run.result["competitors"][str(workload)] |= timed
+        run.write()
+
+
+def compare(run: Run, workload: Workload, makers: dict[str, Callable], limit: float) -> dict[str, dict]:
+    """Several ways to do a workload, sampled in turn; each with its times and how they were taken, or its error."""
+    machine, rows, samplers = run.machine, {name: {} for name in makers}, {}
+    try:
+        with time_limit(min(limit, run.left(reserve=10))):
+            # So many that no call finds anything of its inputs in the cache.
+            count = min(64, -(-4 * machine.l2_bytes // workload.bytes()))
+            sets = [workload.arguments(machine.device) for _ in range(count)]
+            for name, make in makers.items():
+                try:
+                    start = time.monotonic()
+                    calls = [make(arguments) for arguments in sets]
+                    samplers[name], rows[name]["method"] = machine.prepare(
+                        calls, (workload.function, name) not in LOOPED
+                    )
+                    rows[name]["prepare_s"] = round(time.monotonic() - start, 2)
+                    if name == "ours":
+                        rows[name]["host_us"] = machine.host_seconds(calls) * 1e6
+                except Exception as error:  # one that fails must not stop the others
+                    rows[name] = {"error": clean(describe(error))}
+            for name, times in interleave(samplers).items():
+                rows[name] |= times
+    except (Exception, OutOfTime) as error:  # no room for the arguments, or it took too long
+        rows = {name: row if "error" in row else {"error": clean(describe(error))} for name, row in rows.items()}
+    samplers.clear()
+    calls = sets = None  # before memory is given back
+    try:
+        machine.forget()
+    except Exception as error:
+        run.result["errors"][str(workload)] = clean(describe(error))
+    return rows
+
+
+SECTIONS: list[tuple[str, Callable[[Run], bool | None]]] = [
+    ("gate", gate),
+    ("copy", copy_before),
+    ("operations", operations),
+    ("competitors", rivals),
+    ("copy again", copy_after),
+]
+"""In order. One that returns False ends the run; an exception ends the section, and the gate's ends the run."""
+
+
+def execute(run: Run) -> int:
+    """All sections; the exit code."""
+    for name, section in SECTIONS:
+        run.result["unfinished"] = name
+        run.write()
+        try:
+            ends = section(run) is False
+        except Exception as error:
+            run.result["errors"][name] = clean(describe(error))
+            ends = name in ("gate", "copy")
+        if ends:
+            break
+    red = run.result.pop("unfinished") != SECTIONS[-1][0] or bool(run.result["errors"])
+    run.write()
+    return int(red)
+
+
+def clean(error: str) -> str:
+    """Without the folders of this machine, and fit for a table."""
+    for folder, name in ((str(ROOT), "."), (sys.prefix, "python"), (str(Path.home()), "~")):
+        error = error.replace(folder, name)
+    return error.replace("|", "/")
+
+
+def commit() -> str | None:
+    """Of the checkout, if it is one and git is there."""
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def read_predictions() -> dict:
+    path = HERE / "results/ahead_of_time_sm90.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def listing(found: list[Workload]) -> str:
+    """The workloads, without a GPU: what each must move, and how fast that could be."""
+    predictions = read_predictions()
+    lines = [f"{'workload':64s} {'MB':>9s} {'copy us':>9s} {'predicted us':>12s} {'at most':>7s} {'target':>6s}"]
+    for workload in found:
+        copy, seconds = workload.bytes() / CHIPS[90].bandwidth, predicted_seconds(workload, predictions)
+        predicted = f"{'no kernel':>12s} {'':7s}" if seconds is None else f"{seconds * 1e6:12.1f} {copy / seconds:7.0%}"
+        lines.append(
+            f"{workload!s:64s} {workload.bytes() / 1e6:9.1f} {copy * 1e6:9.1f} {predicted} "
+            f"{workload.operation.target:6.0%}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str], machine=None, gate: Callable[..., dict] | None = None, found=None) -> int:
+    """The tests give a machine, a gate and workloads of their own."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for everything")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the results")
+    parser.add_argument("--only", default="", help="only checks and workloads with this text in their names")
+    parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)), help="of the gate")
+    parser.add_argument("--list", action="store_true", help="print the workloads and stop; needs no GPU")
+    options = parser.parse_args(arguments)
+    options.command = ["DIR" if x == str(options.output) else x for x in arguments]
+    found = [workload for workload in found or workloads() if options.only in str(workload)]
+    if options.list:
+        print(listing(found))
+        return 0
+    if machine is None:
+        if not torch.cuda.is_available():
+            print("make gpu needs a CUDA device; --list needs none", file=sys.stderr)
+            return 2
+        from timing import Cuda
+
+        machine = Cuda()
+    if gate is None:
+        from gate import run_all as gate
+    run = Run(machine, options, found, gate)
+    code = execute(run)
+    print(report.page(run.result))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
