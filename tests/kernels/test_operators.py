@@ -6,7 +6,7 @@ import torch
 from sparse24_kernels.backends import choose_kernels
 
 ops = torch.ops.sparse24
-WEIGHT = torch.randn(8, 16)
+WEIGHT, LARGE = torch.randn(8, 16), torch.randn(64, 128)
 BITS = kernels.nm_mask(WEIGHT, packed=True)
 ALL_FORMS = "dense,transposed,packed,packed-transposed"
 CALLS = {
@@ -16,6 +16,7 @@ CALLS = {
     "transposable_mask": (WEIGHT, 2, 4, "exact", True),
     "transposable_mask-greedy": (WEIGHT, 4, 8, "greedy", False),
     "prune": (WEIGHT, "mask", 2, 4, 1, kernels.transposable_mask(WEIGHT), None, torch.bfloat16, ALL_FORMS),
+    "prune-large": (LARGE, "mask", 2, 4, 1, LARGE > 0, None, torch.bfloat16, ALL_FORMS),
     "prune-soft": (WEIGHT.t(), "soft-threshold", 2, 4, 0, None, torch.ones(()), torch.float32, "dense"),
     "prune-any-shape": (torch.randn(2, 3, 8), "magnitude", 2, 8, 2, None, None, torch.float16, "dense"),
     "unpack_nm": tuple(kernels.pack_nm(WEIGHT)),

@@ -79,7 +79,7 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     position = keep.view(rows, size // 4, 4).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :2]
     values = pruned.reshape(rows, size // 4, 4).view(_as_integers(pruned)).gather(-1, position).view(pruned.dtype)
     nibbles = (position[..., 0] | position[..., 1] << 2).to(torch.uint8).view(rows, size // 8, 2)
-    return [values.reshape(rows, size // 2), nibbles[..., 0] | nibbles[..., 1] << 4]
+    return [values.reshape(rows, size // 2), (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous()]
 
 
 def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
