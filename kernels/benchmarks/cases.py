@@ -127,7 +127,7 @@ def draw(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, 
 
 def special(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Every group of four of the special values, `[10000 / 16, 64]`."""
-    return torch.tensor(list(product(SPECIAL, repeat=4)), dtype=dtype, device=device).view(-1, 64)[:, :]
+    return torch.tensor(list(product(SPECIAL, repeat=4)), dtype=dtype, device=device).view(-1, 64)
 
 
 def label(shape, dtype, *more) -> str:

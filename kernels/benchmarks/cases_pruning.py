@@ -125,6 +125,27 @@ def _prune_cases() -> Iterator[Case]:
                 f"special-{rule}-{dtype}",
                 lambda device, d=dtype, r=rule: (special(device, d), r, 2, 4, 1, None, None, d, ["dense"]),
             )
+            # What a packed form stores of groups with NaN and inf, and of masks that keep any number of four.
+            yield Case(
+                "prune.prune",
+                f"special-packed-{rule}-{dtype}",
+                lambda device, d=dtype, r=rule: (special(device, d), r, 2, 4, 1, None, None, d, ["packed"]),
+            )
+        yield Case(
+            "prune.prune",
+            f"any-mask-{dtype}",
+            lambda device, d=dtype: (
+                draw(device, 64, 72, dtype=d),
+                "mask",
+                2,
+                4,
+                1,
+                draw(device, 64, 72, ties=True) > 0,
+                None,
+                d,
+                ["packed", "packed-transposed"],
+            ),
+        )
     for shape, dtype in (((3, 24), torch.float32), ((66, 136), torch.bfloat16), ((0, 8), torch.float16)):
         yield Case(
             "prune.unpack_nm",
@@ -163,6 +184,20 @@ def _mvue_cases() -> Iterator[Case]:
                 4,
                 dim,
                 e,
+                "packed",
+            ),
+        )
+    for dim, dtype in product((0, 1), (torch.float32, torch.bfloat16)):
+        yield Case(
+            "mvue.mvue",
+            f"special-packed-dim{dim}-{dtype}",
+            lambda device, dim=dim, d=dtype: (
+                special(device, d)[:624],
+                torch.tensor(3, device=device),
+                2,
+                4,
+                dim,
+                "exact",
                 "packed",
             ),
         )

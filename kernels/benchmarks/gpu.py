@@ -26,9 +26,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
+try:
+    import torch
+    import triton
+except ImportError as error:
+    sys.exit(f"{sys.executable} has no {error.name}, which make gpu needs: choose one with GPU_PYTHON=...")
+
 import report
-import torch
-import triton
 from ahead_of_time import CHIPS, predicted_seconds
 from competitors import LOOPED, competitors, compiled, copy_of
 from sparse24_kernels.backends import KERNEL_DTYPES, choose_kernels
@@ -283,7 +287,11 @@ def main(arguments: list[str], machine=None, gate: Callable[..., dict] | None = 
         return 0
     if machine is None:
         if not torch.cuda.is_available():
-            print("make gpu needs a CUDA device; --list needs none", file=sys.stderr)
+            print(
+                f"make gpu needs a CUDA device, and torch {torch.__version__} of {sys.executable} sees none. Another "
+                f"interpreter: make gpu GPU_PYTHON=...; what would run, without a GPU: make gpu GPU_ARGS=--list",
+                file=sys.stderr,
+            )
             return 2
         from timing import Cuda
 

@@ -5,6 +5,7 @@ Two choices are made. The pruning functions have a `reference` in PyTorch and ke
 """
 
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from torch import Tensor
 
 BACKENDS = ("reference",)
 """Implementations of `sparse_mm` that this version has. `reference` is dense math on the pruned values."""
+
+TRITON_NEEDED = (3, 6)
+"""The oldest release that the kernels are compiled with in the tests' reach; it came with torch 2.11."""
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,8 +51,13 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8
         return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
     if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes
         return Choice("reference", f"the kernels take fp32, bf16 and fp16, not {dtype}")
+    if not torch.cuda.is_available():
+        return Choice("reference", "this build of torch, or this machine, has no CUDA")
     if find_spec("triton") is None:
         return Choice("reference", "Triton is not installed: pip install triton")
+    if tuple(map(int, version("triton").split(".")[:2])) < TRITON_NEEDED:
+        needed = ".".join(map(str, TRITON_NEEDED))
+        return Choice("reference", f"Triton {version('triton')} is too old, {needed} is needed: pip install -U triton")
     name, needed = torch.cuda.get_device_name(device), (9, 0) if fp8 else (8, 0)
     if torch.cuda.get_device_capability(device) < needed:
         what = "FP8 results need" if fp8 else "the kernels need"

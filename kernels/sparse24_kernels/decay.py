@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .backends import implementation
-from .checks import by_device, check_mask
+from .checks import by_device, check_device, check_dtype, check_mask
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -15,13 +15,13 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
     Args:
         grad, weight: same shape; the gradient may have another dtype. Rounded once.
         mask: true where the weight is kept; bool of the same shape, or its packed bits.
-        alpha: lambda_W >= 0.
+        alpha: lambda_W. Negative ones push away from zero; `decay_on="weight"` uses that on the weight itself.
 
     Returns:
         `grad`.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes, dtypes or devices that do not belong together.
 
     Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10).
     """
@@ -43,7 +43,9 @@ def foreach_masked_decay_(
             raise ValueError(
                 f"masked_decay_ needs gradient and weight alike, got {tuple(grad.shape)} and {tuple(weight.shape)}"
             )
+        check_dtype("masked_decay_", weight)
         check_mask("masked_decay_", mask, weight)
+        check_device("masked_decay_", grad, weight, mask)
     for indices in by_device(weights):
         _masked_decay_(
             *([sequence[i] for i in indices] for sequence in (grads, weights, masks, list(map(float, alphas))))

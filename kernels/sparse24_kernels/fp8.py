@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .backends import implementation
+from .checks import check_dtype
 
 FP8_FORMATS = ("e4m3", "e5m2")
 
@@ -17,16 +18,16 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
             57344, for backward operands).
 
     Returns:
-        The quantised tensor, shape and strides of `x`, never -0.0, so that 2:4 stays 2:4; and the fp32 scalar s, by
-        which a product with it must be divided. Zeros are quantised with the largest finite s. Where `x` holds NaN
-        the scale is NaN, where it holds inf the scale is 0: neither asks the device to synchronise.
+        The quantised tensor, shape and (where dense) strides of `x`, never -0.0, so that 2:4 stays 2:4; and the fp32
+        scalar s, by which a product with it must be divided. Zeros are quantised with the largest finite s. Where `x`
+        holds NaN the scale is NaN, where it holds inf the scale is 0: neither asks the device to synchronise.
 
     Raises:
         ValueError: another `format`.
 
     Reference: S-STE (arXiv 2409.09099), section 5; Micikevicius et al. 2022 (arXiv 2209.05433) for the formats.
     """
-    _check_format(format)
+    _check(x, format)
     return _fp8_quantize(x, format)
 
 
@@ -42,8 +43,8 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
         format: `"e4m3"` (max 448, for forward operands) or `"e5m2"` (max 57344, for backward operands).
 
     Returns:
-        Shape, dtype and strides of `x`. Zeros stay zeros, never -0.0, so 2:4 stays 2:4. All zeros, and empty tensors,
-        come back as they are.
+        Shape, dtype and (where dense) strides of `x`. Zeros stay zeros, never -0.0, so 2:4 stays 2:4. All zeros, and
+        empty tensors, come back as they are.
 
     Raises:
         ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not look, which would make
@@ -51,11 +52,12 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
     """
-    _check_format(format)
+    _check(x, format)
     return _fp8_simulate(x, format)
 
 
-def _check_format(format: str) -> None:
+def _check(x: Tensor, format: str) -> None:
+    check_dtype("fp8", x)
     if format not in FP8_FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FP8_FORMATS)}")
 

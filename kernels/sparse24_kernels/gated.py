@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .backends import implementation
+from .checks import check_device, check_dtype
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-exact")
 
@@ -16,11 +17,12 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         kind: `"swiglu"` (SiLU), `"geglu"` (GELU, tanh approximation) or `"geglu-exact"` (GELU by erf).
 
     Returns:
-        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out. fp16
-        and bf16 are computed in fp32 and rounded once. Each gradient has the layout of what it is the gradient of.
+        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out; what
+        has gaps (half of a projection) comes out without. fp16 and bf16 are computed in fp32 and rounded once. Each
+        gradient has the layout of what it is the gradient of. Differentiable once, in reverse mode.
 
     Raises:
-        ValueError: another `kind`, or shapes or dtypes that differ.
+        ValueError: another `kind`, a dtype that is not floating, or shapes, dtypes or devices that differ.
 
     Reference: Shazeer 2020 (arXiv 2002.05202) for the functions; Hu et al. 2024 (arXiv 2404.01847) for following the
     layout, in their code for "geglu" alone.
@@ -32,6 +34,8 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
             f"gated_activation needs gate and up alike, got {tuple(gate.shape)} {gate.dtype} and "
             f"{tuple(up.shape)} {up.dtype}"
         )
+    check_dtype("gated_activation", gate)
+    check_device("gated_activation", gate, up)
     return _gated_activation(gate, up, kind)
 
 

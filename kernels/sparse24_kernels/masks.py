@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import implementation
-from .checks import by_device, check_groups, check_pattern
+from .checks import by_device, check_device, check_dim, check_groups, check_pattern
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool = False) -> Tensor:
@@ -32,16 +32,22 @@ def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool 
     """
     check_pattern(n, m)
     check_groups("nm_mask", weight, m, dim)
-    return _nm_mask(weight, n, m, dim % weight.dim(), packed)
+    return _nm_mask(weight, n, m, check_dim("nm_mask", weight, dim), packed)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
     """bool `[..., K]` -> uint8 `[..., ceil(K/8)]`: bit j of byte i is element 8i + j (little end first)."""
+    if mask.dtype != torch.bool or not mask.dim():
+        raise ValueError(f"pack_bits takes a bool mask with a last dimension, got {mask.dtype} {tuple(mask.shape)}")
     return reference.masks.pack_bits(mask)
 
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
     """uint8 `[..., ceil(size/8)]` -> bool `[..., size]`, the inverse of `pack_bits`."""
+    if packed.dtype != torch.uint8 or not packed.dim() or packed.shape[-1] != -(-size // 8):
+        raise ValueError(
+            f"unpack_bits takes uint8 `[..., ceil(size / 8)]`, got {packed.dtype} {tuple(packed.shape)} and size={size}"
+        )
     return reference.masks.unpack_bits(packed, size)
 
 
@@ -49,20 +55,24 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     """In how many entries masks differ, pair by pair: one kernel launch per device for a whole model.
 
     Args:
-        before, after: masks as packed bits or bool; the two of a pair have the same shape and device.
+        before, after: masks as packed bits or bool; the two of a pair alike, in shape, dtype and device.
 
     Returns:
         int64 `[len(before)]`, on the device of the first.
 
     Raises:
-        ValueError: lists of different lengths, or a pair of different shapes.
+        ValueError: lists of different lengths, a pair of different shapes, dtypes or devices, or another dtype.
     """
+    if len(before) != len(after):
+        raise ValueError(f"count_flips needs as many masks before as after, got {len(before)} and {len(after)}")
+    for old, new in zip(before, after):
+        if (old.shape, old.dtype) != (new.shape, new.dtype) or old.dtype not in (torch.bool, torch.uint8):
+            raise ValueError(
+                f"count_flips needs two masks of one shape, bool or packed bits, got {old.dtype} {tuple(old.shape)} "
+                f"and {new.dtype} {tuple(new.shape)}"
+            )
+        check_device("count_flips", old, new)
     before, after = ([reference.masks.as_bits(mask) for mask in masks] for masks in (before, after))
-    if [mask.shape for mask in before] != [mask.shape for mask in after]:
-        raise ValueError(
-            f"count_flips needs pairs of masks of one shape, got packed bits of "
-            f"{[tuple(mask.shape) for mask in before]} and {[tuple(mask.shape) for mask in after]}"
-        )
     flips: dict[int, Tensor] = {}
     for indices in by_device(before):
         counts = _count_flips([before[i] for i in indices], [after[i] for i in indices])

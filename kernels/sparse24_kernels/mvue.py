@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .backends import implementation
+from .checks import check_dim, check_dtype
 from .prune import Packed, empty_packed
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
@@ -17,7 +18,7 @@ def mvue(
     estimator: str = "exact",
     generator: torch.Generator | None = None,
     *,
-    key: Tensor | None = None,
+    key: Tensor | int | None = None,
     form: str = "dense",
 ) -> Tensor | Packed:
     """A random n:m tensor whose expectation is `x`: the minimum-variance unbiased estimate.
@@ -29,13 +30,16 @@ def mvue(
         estimator: `"exact"` has the least variance an n:m tensor can have; `"approx"` is the paper's cheaper 2:4
             formula, at most twice that, kept for comparison.
         generator: fixes the draw, as in `torch.rand`.
-        key: int64 scalar tensor that fixes the draw by itself, on every device: the random numbers are Philox 4x32-7
+        key: int64 scalar tensor (or an int) that fixes the draw by itself, on every device: the random numbers are
+        Philox 4x32-7
             of the key and the place in `x`. Overrides `generator`. Both None draws a key from torch's global generator.
         form: `"dense"`; or, for a matrix, `"transposed"`, the transpose of that in row-major order; or `"packed"`, with
             2:4 and a multiple of 8 along `dim`: a `Packed` whose rows run along `dim`.
 
     Returns:
         Same shape and dtype (but for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
+        Not differentiable. Random numbers have 24 bits, so an element below 2^-24 of its group is kept about as often
+        as one of that size, or never; a value is up to the sum of its group, which fp16 may not hold.
 
     Raises:
         ValueError: another pattern, an estimator the pattern does not have, or a form that `x` cannot take.
@@ -49,7 +53,8 @@ def mvue(
     if (n, m, estimator) not in _ESTIMATORS:
         known = ", ".join(f"{n}:{m} {estimator}" for n, m, estimator in _ESTIMATORS)
         raise ValueError(f"mvue has no {n}:{m} {estimator!r} estimator; it has {known}")
-    dim = dim % x.dim()
+    check_dtype("mvue", x)
+    dim = check_dim("mvue", x, dim)
     if form not in ("dense", "transposed", "packed"):
         raise ValueError(f"form={form!r}: must be 'dense', 'transposed' or 'packed'")
     if form != "dense" and x.dim() != 2:
@@ -59,6 +64,10 @@ def mvue(
     if key is None:
         device = generator.device if generator is not None else x.device
         key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
+    elif isinstance(key, int):
+        key = torch.tensor(key, dtype=torch.int64, device=x.device)
+    elif key.dtype != torch.int64 or key.dim():
+        raise ValueError(f"mvue: key is an int or an int64 0-d tensor, got {key.dtype} {tuple(key.shape)}")
     # Beside x, however it came: a kernel reads it there, so that nobody waits for a copy to the host.
     results = _mvue(x, key.to(x.device), n, m, dim, estimator, form)
     return Packed(*results) if form == "packed" else results[0]

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from .backends import implementation
-from .checks import check_groups, check_mask, check_pattern
+from .checks import (
+    RESULTS,
+    check_device,
+    check_dim,
+    check_dtype,
+    check_groups,
+    check_mask,
+    check_pattern,
+    check_scalar,
+)
 
 RULES = ("magnitude", "mask", "soft-threshold")
 FORMS = ("dense", "transposed", "packed", "packed-transposed")
@@ -27,12 +36,12 @@ class Packed(NamedTuple):
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    """`apply_mask(weight, nm_mask(weight, n, m, dim), dtype)` in one pass."""
+    """`apply_mask(weight, nm_mask(weight, n, m, dim), dtype)` in one pass. Not differentiable."""
     return _prune_checked("nm_prune", weight, "magnitude", n, m, dim, None, None, dtype, ["dense"])[0]
 
 
 def apply_mask(weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`weight` where `mask` is true and +0.0 elsewhere, never -0.0; NaN and inf show even there.
+    """`weight` where `mask` is true and +0.0 elsewhere, never -0.0; NaN and inf show even there. Not differentiable.
 
     Args:
         weight: any shape. mask: bool of that shape, or its packed bits. dtype: of the result; None for the weight's.
@@ -51,7 +60,7 @@ def soft_threshold(
     Args:
         weight: any shape; the size of `dim` must be a multiple of `m`.
         n, m, dim: the pattern and the dimension of its groups.
-        scale: 0-d tensor that multiplies the result (see `s_ste_scale`), or None for 1.
+        scale: floating 0-d tensor that multiplies the result (see `s_ste_scale`), or None for 1.
         dtype: of the result, in the same pass; None for that of `weight`. FP8 saturates.
 
     Returns:
@@ -84,7 +93,9 @@ def prune_forms(
             along C) and `"packed-transposed"` (along R). A packed form needs a multiple of 8 along its groups, and a
             rule that is 2:4 along them: `dim` for magnitude and soft threshold, anything the mask is for a mask. What
             the rule drops is not in it, NaN included.
-        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
+        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`). A mask for packed forms
+        keeps at
+            most two of every four along them (of more, the first and the last are stored).
         dim, scale, dtype: as for `soft_threshold`. mask: as for `apply_mask`.
 
     Returns:
@@ -95,13 +106,15 @@ def prune_forms(
     """
     if weight.dim() != 2:
         raise ValueError(f"prune_forms needs a matrix, got shape {tuple(weight.shape)}")
+    if isinstance(forms, str) or not forms or len(set(forms)) != len(forms):
+        raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
     along = {"packed": 1, "packed-transposed": 0}
     for form in forms:
         if form not in FORMS:
             raise ValueError(f"form={form!r}: must be one of {list(FORMS)}")
         if form in along:
             check_groups(f"prune_forms: {form}", weight, 8, along[form])
-            if rule != "mask" and along[form] != dim % 2:
+            if rule != "mask" and along[form] != check_dim("prune_forms", weight, dim):
                 raise ValueError(
                     f"form={form!r} needs groups along dimension {along[form]}, and {rule!r} has dim={dim}"
                 )
@@ -112,13 +125,24 @@ def prune_forms(
 def pack_nm(weight: Tensor) -> Packed:
     """Store a matrix `[R, K]` that is 2:4 along K (K a multiple of 8) without its zeros.
 
-    Of a matrix that is not 2:4 the two largest of every four are stored; `is_nm_sparse` tells.
+    Of a matrix that is not 2:4 the two largest of every four are stored.
     """
     return prune_forms(weight, ["packed"])[0]
 
 
 def unpack_nm(packed: Packed) -> Tensor:
-    """The dense `[R, K]` matrix again, bit for bit, with +0.0 where nothing was stored."""
+    """The dense `[R, K]` matrix again, bit for bit (but a zero is +0.0), with zeros where nothing was stored.
+
+    Raises:
+        ValueError: values `[R, K/2]` and indices uint8 `[R, K/8]` that do not belong together.
+    """
+    values, indices = packed
+    if values.dim() != 2 or indices.dtype != torch.uint8 or 4 * indices.shape[-1] != values.shape[1]:
+        raise ValueError(
+            f"unpack_nm takes values [R, K/2] and uint8 indices [R, K/8], got {tuple(values.shape)} and "
+            f"{indices.dtype} {tuple(indices.shape)}"
+        )
+    check_device("unpack_nm", values, indices)
     return _unpack_nm(*packed)
 
 
@@ -144,7 +168,7 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
     check_groups("s_ste_scale", weight, m, dim)
     if rule not in SCALE_RULES:
         raise ValueError(f"rule={rule!r}: must be one of {list(SCALE_RULES)}")
-    return _s_ste_scale(weight, n, m, dim % weight.dim(), rule)
+    return _s_ste_scale(weight, n, m, check_dim("s_ste_scale", weight, dim), rule)
 
 
 def _prune_checked(
@@ -164,13 +188,24 @@ def _prune_checked(
     if rule == "mask":
         if mask is None:
             raise ValueError(f"{name}: rule='mask' needs a mask")
+        check_dtype(name, weight)
         check_mask(name, mask, weight)
+        check_device(name, weight, mask)
+        dim = max(weight.dim() - 1, 0)  # an elementwise rule has no groups
     else:
         if mask is not None:
             raise ValueError(f"{name}: rule={rule!r} makes its own mask; leave mask out or choose rule='mask'")
         check_pattern(n, m)
         check_groups(name, weight, m, dim)
-    return _prune(weight, rule, n, m, dim % max(weight.dim(), 1), mask, scale, dtype or weight.dtype, ",".join(forms))
+        dim %= weight.dim()
+    if scale is not None:
+        if rule != "soft-threshold":
+            raise ValueError(f"{name}: rule={rule!r} has no scale")
+        check_scalar(name, "scale", scale, weight)
+    dtype = dtype or weight.dtype
+    if dtype not in RESULTS:
+        raise ValueError(f"{name}: dtype={dtype}: must be one of {[str(result) for result in RESULTS]}")
+    return _prune(weight, rule, n, m, dim, mask, scale, dtype, ",".join(forms))
 
 
 @torch.library.custom_op("sparse24::prune", mutates_args=())

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .backends import implementation
-from .checks import check_pattern
+from .checks import check_dtype, check_pattern
 from .masks import empty_mask
 
 SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
@@ -32,10 +32,12 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
         ImportError: min-cost-flow without OR-tools.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 3 and Algorithm 1; Hu et al. 2024 (arXiv 2404.01847),
-        Algorithm 1 for the 90 patterns. Ours scores in fp32; theirs may score in TF32. Their public dynamic code calls
+        Algorithm 1 for the 90 patterns. Ours scores in fp32, where two sums may round to a tie, and takes 2.1e37 for
+        inf, NaN and what is larger; theirs may score in TF32. Their public dynamic code calls
         a keep-greedy sweep "2-approximation"; here each has its own name.
     """
     check_pattern(n, m)
+    check_dtype("transposable_mask", weight)
     if solver not in SOLVERS:
         raise ValueError(f"solver={solver!r}: must be one of {list(SOLVERS)}")
     if weight.dim() != 2 or weight.shape[0] % m or weight.shape[1] % m:

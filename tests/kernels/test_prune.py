@@ -192,10 +192,10 @@ def test_count_flips():
     flips = kernels.count_flips(masks, [after, kernels.pack_bits(before[:, :12]), before])
     assert flips.tolist() == [(before ^ after).sum(), (before ^ after)[:, :12].sum(), 0]
     assert kernels.count_flips([], []).tolist() == []
-    with pytest.raises(
-        ValueError, match=r"pairs of masks of one shape, got packed bits of \[\(6, 3\)\] and \[\(6, 1\)\]"
-    ):
-        kernels.count_flips([before], [after[:, :8]])
+    with pytest.raises(ValueError, match=r"two masks of one shape, bool or packed bits, got torch.bool \(6, 20\) and"):
+        kernels.count_flips([before], [after[:, :17]])  # as many bytes of bits
+    with pytest.raises(ValueError, match="as many masks before as after, got 1 and 0"):
+        kernels.count_flips([before], [])
 
 
 def test_packed_masks_are_masks():
@@ -238,6 +238,35 @@ def test_pack_and_unpack(dtype):
     if dtype != torch.float8_e4m3fn:
         again = kernels.pack_nm(pruned)
         assert torch.equal(again.values, packed.values) and torch.equal(again.indices, packed.indices)
+
+
+@pytest.mark.parametrize(
+    ("mask", "stored"),
+    [
+        ([0, 0, 1, 0], [0, 2]),  # fewer than two: filled up with the first others, in order
+        ([0, 1, 0, 0], [0, 1]),
+        ([0, 0, 0, 0], [0, 1]),
+        ([0, 1, 1, 0], [1, 2]),
+        ([0, 0, 1, 1], [2, 3]),
+        ([1, 1, 1, 1], [0, 3]),  # more than two: the first and the last
+        ([0, 1, 1, 1], [1, 3]),
+    ],
+)
+def test_what_is_packed(mask, stored):
+    weight = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]])
+    kept = torch.tensor([[*mask, 1, 1, 0, 0]]).bool()
+    (packed,) = kernels.prune_forms(weight, ["packed"], "mask", mask=kept)
+    assert packed.indices.item() & 15 == stored[0] | stored[1] << 2
+    expected = torch.zeros(8)
+    expected[stored] = (weight * kept)[0, stored]
+    expected[4:6] = weight[0, 4:6]
+    assert kernels.unpack_nm(packed).tolist() == [expected.tolist()]
+
+
+def test_what_is_kept_is_packed_even_beside_inf():
+    row = torch.tensor([[INF, INF, NAN, 1.0, 1, 2, 3, 4]])
+    unpacked = kernels.unpack_nm(kernels.pack_nm(row))
+    assert unpacked[0, 0] == INF and unpacked[0, 2].isnan() and unpacked[0, 1] == 0
 
 
 def test_packed_by_hand():
@@ -303,3 +332,40 @@ def test_masked_decay():
     grad, weight = torch.tensor([1.0, 1.0]), torch.tensor([10.0, -20.0])
     returned = kernels.masked_decay_(grad, weight, torch.tensor([True, False]), 0.1)
     assert grad.tolist() == [1.0, -1.0] and returned is grad
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: kernels.apply_mask(x, (x > 0).to(META)), "different devices: cpu, meta"),
+        (lambda x: kernels.count_flips([x > 0], [(x > 0).to(META)]), "different devices: cpu, meta"),
+        (lambda x: kernels.masked_decay_(x, x.to(META), x > 0, 1.0), "different devices: cpu, meta"),
+        (lambda x: kernels.gated_activation(x, x.to(META), "swiglu"), "different devices: cpu, meta"),
+        (lambda x: kernels.soft_threshold(x, scale=torch.ones((), device=META)), "different devices: cpu, meta"),
+        (lambda x: kernels.soft_threshold(x, scale=torch.ones(4)), r"scale is a floating 0-d tensor, got .* \(4,\)"),
+        (lambda x: kernels.prune_forms(x, ["dense"], scale=torch.ones(())), "rule='magnitude' has no scale"),
+        (lambda x: kernels.nm_mask(x, dim=2), r"nm_mask: dim=2 of a tensor of shape \(8, 16\)"),
+        (lambda x: kernels.mvue(x, dim=5), r"mvue: dim=5 of a tensor of shape \(8, 16\)"),
+        (lambda x: kernels.mvue(x[0, 0]), r"mvue: dim=-1 of a tensor of shape \(\)"),
+        (lambda x: kernels.mvue(x, key=torch.tensor([1, 2])), r"key is an int or an int64 0-d tensor, got .* \(2,\)"),
+        (lambda x: kernels.mvue(x.long()), "mvue takes fp64, fp32, bf16 and fp16, got torch.int64"),
+        (lambda x: kernels.transposable_mask(x.long()), "transposable_mask takes fp64"),
+        (lambda x: kernels.apply_mask(x.long(), x > 0), "apply_mask takes fp64"),
+        (lambda x: kernels.fp8_quantize(x.long(), "e4m3"), "fp8 takes fp64"),
+        (lambda x: kernels.gated_activation(x.long(), x.long(), "swiglu"), "gated_activation takes fp64"),
+        (lambda x: kernels.nm_prune(x, dtype=torch.int8), "dtype=torch.int8: must be one of"),
+        (lambda x: kernels.nm_prune(x, dtype=torch.float8_e4m3fnuz), "dtype=torch.float8_e4m3fnuz: must be one of"),
+        (lambda x: kernels.prune_forms(x, ["dense", "dense"]), "must be a list of different forms"),
+        (lambda x: kernels.prune_forms(x, "dense"), "must be a list of different forms"),
+        (lambda x: kernels.prune_forms(x, []), "must be a list of different forms"),
+        (lambda x: kernels.pack_bits(x.byte()), "takes a bool mask with a last dimension, got torch.uint8"),
+        (lambda x: kernels.unpack_bits(kernels.pack_bits(x > 0), 30), r"got torch.uint8 \(8, 2\) and size=30"),
+        (lambda x: kernels.unpack_nm(kernels.Packed(x, torch.zeros(8, 1, dtype=torch.uint8))), "takes values"),
+    ],
+)
+def test_what_does_not_fit_is_told(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(8, 16))

@@ -2,7 +2,7 @@
 
 A step that touches every weight of a model would otherwise launch hundreds of small kernels. Both tables are cached on
 the device by their contents, so in a steady state nothing is uploaded, and a warmed-up step can be captured in a CUDA
-graph; the pinned memory that an upload reads stays alive with it.
+graph, whose tables then live as long as the process.
 
 Places are distances from a tensor that the kernel gets as an argument, in units of 16 bytes, and sizes are in units of
 16 elements: so the compiler can prove that vector loads are aligned.
@@ -32,14 +32,23 @@ def distance(tensor: Tensor, base: Tensor) -> int:
     return (tensor.data_ptr() - base.data_ptr()) // UNIT
 
 
+_captured: list[tuple[Tensor, Tensor]] = []
+
+
 def place_table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
     """int64 `[len(rows), fields]` on the device."""
-    return _upload(tuple(rows), torch.int64, device)[1]
+    return _kept(_upload(tuple(rows), torch.int64, device))
 
 
 def block_table(sizes: list[int], device: torch.device) -> Tensor:
     """int32 `[programs, 2]` on the device: which tensor, and which block of it."""
-    return _block_table(tuple(sizes), device)[1]
+    return _kept(_block_table(tuple(sizes), device))
+
+
+def _kept(table: tuple[Tensor, Tensor]) -> Tensor:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        _captured.append(table)  # its graph may be replayed long after the caches have forgotten it
+    return table[1]
 
 
 @lru_cache(maxsize=64)
@@ -51,7 +60,7 @@ def _block_table(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
 @lru_cache(maxsize=64)
 def _upload(rows: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """The host's copy and the device's."""
-    host = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+    host = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host, host.to(device, non_blocking=True)
 
 

@@ -52,6 +52,7 @@ def _launch(kernel: triton.JITFunction, inputs: list[Tensor], results: list[Tens
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     for result, matrix in zip(results, matrices[len(inputs) :]):
         if matrix.data_ptr() != result.data_ptr():

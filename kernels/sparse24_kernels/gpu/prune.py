@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from .groups import (
     LAUNCH,
     as_matrix,
@@ -99,19 +100,20 @@ def _prune_kernel(
         m1 = load_mask(mask, row + 1, left, column, rows, columns, BITS)
         m2 = load_mask(mask, row + 2, left, column, rows, columns, BITS)
         m3 = load_mask(mask, row + 3, left, column, rows, columns, BITS)
-        y0, y1, y2, y3 = _keep(x0, m0 != 0), _keep(x1, m1 != 0), _keep(x2, m2 != 0), _keep(x3, m3 != 0)
+        y0, y1 = x0 * _as_factor(m0 != 0), x1 * _as_factor(m1 != 0)
+        y2, y3 = x2 * _as_factor(m2 != 0), x3 * _as_factor(m3 != 0)
     else:
         s = 1.0
         if scale is not None:
             s = tl.load(scale).to(tl.float32)
         NARROW: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth == 16
         if DIM == 1:
-            y0, y1 = _prune_row(x0, s, RULE, NARROW), _prune_row(x1, s, RULE, NARROW)
-            y2, y3 = _prune_row(x2, s, RULE, NARROW), _prune_row(x3, s, RULE, NARROW)
+            y0, m0 = _prune_row(x0, s, RULE, NARROW)
+            y1, m1 = _prune_row(x1, s, RULE, NARROW)
+            y2, m2 = _prune_row(x2, s, RULE, NARROW)
+            y3, m3 = _prune_row(x3, s, RULE, NARROW)
         else:
-            y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, s, RULE, NARROW)
-        # What a packed form stores is told by the values themselves.
-        m0, m1, m2, m3 = y0, y1, y2, y3
+            y0, y1, y2, y3, m0, m1, m2, m3 = _prune_group(x0, x1, x2, x3, s, RULE, NARROW)
     if dense is not None:
         D: tl.constexpr = dense.dtype.element_ty
         z0, z1, z2, z3 = cast(y0, D, MAX, TINY), cast(y1, D, MAX, TINY), cast(y2, D, MAX, TINY), cast(y3, D, MAX, TINY)
@@ -128,28 +130,30 @@ def _prune_kernel(
 
 
 @triton.jit
-def _keep(x, keep):
-    """A product, so that a NaN shows even where it is masked."""
-    return x * tl.where(keep, 1.0, 0.0)
+def _as_factor(keep):
+    """1 or 0 to multiply with, so that a NaN shows even where it is masked."""
+    return tl.where(keep, 1.0, 0.0)
 
 
 @triton.jit
 def _prune_group(x0, x1, x2, x3, scale, RULE: tl.constexpr, NARROW: tl.constexpr):
-    """Four members of a group, pruned by magnitude or by the soft threshold."""
+    """Four members of a group, pruned by magnitude or by the soft threshold; and not 0 where one is kept."""
     if RULE == "magnitude":
         k0, k1, k2, k3 = two_largest(x0, x1, x2, x3, NARROW)
-        return _keep(x0, k0), _keep(x1, k1), _keep(x2, k2), _keep(x3, k3)
+        m0, m1, m2, m3 = _as_factor(k0), _as_factor(k1), _as_factor(k2), _as_factor(k3)
+        return x0 * m0, x1 * m1, x2 * m2, x3 * m3, m0, m1, m2, m3
     else:
         y0, y1, y2, y3 = soften(x0, x1, x2, x3)
-        return y0 * scale, y1 * scale, y2 * scale, y3 * scale
+        y0, y1, y2, y3 = y0 * scale, y1 * scale, y2 * scale, y3 * scale
+        return y0, y1, y2, y3, y0, y1, y2, y3
 
 
 @triton.jit
 def _prune_row(x, scale, RULE: tl.constexpr, NARROW: tl.constexpr):
-    """`_prune_group` for every four in a row: `[R, 4K]` -> `[R, 4K]`."""
+    """`_prune_group` for every four in a row: `[R, 4K]` -> two `[R, 4K]`."""
     x0, x1, x2, x3 = split4(x)
-    y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, scale, RULE, NARROW)
-    return join4(y0, y1, y2, y3)
+    y0, y1, y2, y3, m0, m1, m2, m3 = _prune_group(x0, x1, x2, x3, scale, RULE, NARROW)
+    return join4(y0, y1, y2, y3), join4(m0, m1, m2, m3)
 
 
 @triton.jit
@@ -185,7 +189,7 @@ def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, MAX: tl.cons
 def _pack4(x0, x1, x2, x3, m0, m1, m2, m3):
     """The two stored of four, in order, and their places as a nibble: first | second << 2.
 
-    Stored are the two where m is not 0, or, of fewer, those and the first others.
+    Stored are the two where m is not 0, or, of fewer, those and the first others. (Of more, the first and the last.)
     """
     k0, k1, k2, k3 = m0 != 0, m1 != 0, m2 != 0, m3 != 0
     first_is_1 = ~k0 & k1 & (k2 | k3)
@@ -235,10 +239,14 @@ def pack_columns(
 def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     """Zeros everywhere, then the stored values where their indices say."""
     rows, columns = values.shape[0], values.shape[1] * 2
-    dense = values.new_empty(rows, columns)
+    # As integers: values are only moved, and a GPU that lacks FP8 can move it all the same.
+    integer = reference.prune.integer_of(values)
+    dense = values.new_empty(rows, columns, dtype=integer)
     if dense.numel():
-        _unpack_kernel[grid(rows, columns)](values.contiguous(), indices.contiguous(), dense, rows, columns, **LAUNCH)
-    return dense
+        _unpack_kernel[grid(rows, columns)](
+            values.contiguous().view(integer), indices.contiguous(), dense, rows, columns, **LAUNCH
+        )
+    return dense.view(values.dtype)
 
 
 @triton.jit
@@ -254,7 +262,7 @@ def _unpack_kernel(values, indices, dense, rows, columns, G: tl.constexpr, COLS:
 @triton.jit
 def _unpack_row(values, indices, row, left, rows, columns, COLS: tl.constexpr):
     half = left // 2 + tl.arange(0, COLS // 2)[None, :]
-    v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0.0)
+    v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0)
     first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
     byte = left // 8 + tl.arange(0, COLS // 8)[None, :]
     packed = tl.load(indices + row * (columns // 8) + byte, mask=(row < rows) & (byte < columns // 8), other=0)
@@ -284,14 +292,20 @@ def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
 
 
 @triton.jit
+def _soften_row(x):
+    x0, x1, x2, x3 = split4(x)
+    y0, y1, y2, y3 = soften(x0, x1, x2, x3)
+    return join4(y0, y1, y2, y3)
+
+
+@triton.jit
 def _scale_kernel(
     weight, sums, rows, columns, DIM: tl.constexpr, L1: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
 ):
     _, _, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     if DIM == 1:
-        y0, y1 = _prune_row(x0, 1.0, "soft-threshold", False), _prune_row(x1, 1.0, "soft-threshold", False)
-        y2, y3 = _prune_row(x2, 1.0, "soft-threshold", False), _prune_row(x3, 1.0, "soft-threshold", False)
+        y0, y1, y2, y3 = _soften_row(x0), _soften_row(x1), _soften_row(x2), _soften_row(x3)
     else:
         y0, y1, y2, y3 = soften(x0, x1, x2, x3)
     if L1:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .masks import groups, member_dim
 from .philox import uniform
-from .prune import pack, two_of_four
+from .prune import pack
 
 
 def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
@@ -29,7 +29,7 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
         return [estimate.narrow(dim, 0, size).t().contiguous()]
     if dim == 0:
         estimate = estimate.t()
-    return pack(estimate, two_of_four(estimate, -1))
+    return pack(estimate, estimate != 0)
 
 
 def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:

@@ -20,11 +20,11 @@ def prune(
     """The pruned weight in each of the wanted forms; a packed form is two tensors, values and indices."""
     if rule == "soft-threshold":
         pruned = soft_threshold(weight, n, m, dim, scale)
+        keep = pruned != 0
     else:
-        mask = nm_mask(weight, n, m, dim, packed=False) if rule == "magnitude" else as_bool(mask, weight)
+        keep = nm_mask(weight, n, m, dim, packed=False) if rule == "magnitude" else as_bool(mask, weight)
         # A product, so that a NaN shows even where it is masked.
-        pruned = weight * mask
-    keep = mask if rule == "mask" or not any("packed" in form for form in forms) else two_of_four(pruned, dim)
+        pruned = weight * keep
     pruned = cast(pruned, dtype).contiguous()
     results = []
     for form in forms:
@@ -65,19 +65,18 @@ def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
     return fresh.to(dtype).add_(0.0)
 
 
-def two_of_four(pruned: Tensor, dim: int) -> Tensor:
-    """Which two of every four a packed form stores: the first two non-zeros, filled up with the first zeros."""
-    return nm_mask((pruned != 0).float(), 2, 4, dim, packed=False)
-
-
 def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
-    """`[R, K]` with two kept of every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
+    """`[R, K]` of which `keep` marks at most two in every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
 
-    A group's two indices take four bits, the lower element first; the lower group stands in the lower half of a byte.
+    Stored are those two, or, of fewer, them and the first others. (Of more, the first and the last.) A group's two
+    indices take four bits, the lower element first; the lower group stands in the lower half of a byte.
     """
     rows, size = pruned.shape
-    position = keep.view(rows, size // 4, 4).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :2]
-    values = pruned.reshape(rows, size // 4, 4).view(_as_integers(pruned)).gather(-1, position).view(pruned.dtype)
+    k0, k1, k2, k3 = keep.reshape(rows, size // 4, 4).unbind(-1)
+    first = torch.where(~k0 & k1 & (k2 | k3), 1, torch.where(~k0 & ~k1 & k2 & k3, 2, 0))
+    second = torch.where(k3, 3, torch.where(k2, 2, 1))
+    position = torch.stack([first, second], -1)
+    values = pruned.reshape(rows, size // 4, 4).view(integer_of(pruned)).gather(-1, position).view(pruned.dtype)
     nibbles = (position[..., 0] | position[..., 1] << 2).to(torch.uint8).view(rows, size // 8, 2)
     return [values.reshape(rows, size // 2), (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous()]
 
@@ -87,13 +86,13 @@ def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     rows, size = values.shape[0], values.shape[1] * 2
     nibbles = torch.stack([indices & 15, indices >> 4], -1)
     position = torch.stack([nibbles & 3, nibbles >> 2], -1).view(rows, size // 4, 2).long()
-    integers = values.view(_as_integers(values)).view(rows, size // 4, 2)
+    integers = values.view(integer_of(values)).view(rows, size // 4, 2)
     dense = integers.new_zeros(rows, size // 4, 4).scatter_(-1, position, integers)
     return dense.view(rows, size).view(values.dtype)
 
 
-def _as_integers(x: Tensor) -> torch.dtype:
-    """The integer dtype of the same size: values are only moved, and FP8 tensors cannot even do that."""
+def integer_of(x: Tensor) -> torch.dtype:
+    """The integer dtype of the same size, for values that are only moved: FP8 tensors cannot even do that."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
 
 
