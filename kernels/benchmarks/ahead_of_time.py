@@ -212,8 +212,10 @@ def table(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capability", type=int, default=90, choices=CHIPS)
-    parser.add_argument("--output", type=Path, default=HERE / "results")
-    parser.add_argument("--only", default="", help="print operations with this text in their names, write nothing")
+    parser.add_argument("--output", type=Path, help=f"a directory; by default {HERE.name}/results")
+    parser.add_argument(
+        "--only", default="", help="operations with this text in their names; printed alone, without --output"
+    )
     options = parser.parse_args()
     results: dict = {"capability": options.capability, "triton": triton.__version__, "operations": {}}
     for operation in (operation for operation in OPERATIONS if options.only in operation.name):
@@ -223,10 +225,11 @@ def main() -> None:
     print(table(results))
     if not results["operations"]:
         sys.exit(f"no operation has {options.only!r} in its name")
-    if options.only:
+    if options.only and options.output is None:
         return  # a part must not take the place of the whole
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"ahead_of_time_sm{options.capability}"
+    folder = options.output or HERE / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"ahead_of_time_sm{options.capability}"
     before = json.loads(path.with_suffix(".json").read_text())["triton"] if path.with_suffix(".json").exists() else None
     if before not in (None, triton.__version__):
         print(f"{path}.json was made with Triton {before}; now it is of {triton.__version__}", file=sys.stderr)
