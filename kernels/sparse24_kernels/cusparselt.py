@@ -1,0 +1,153 @@
+"""Products on Nvidia's sparse tensor cores, through torch's two cuSPARSELt operators. The only file that calls them.
+
+`product = sparse @ dense`, where `sparse` `[m, k]` is 2:4 along k and compressed, and `dense` is `[k, n]`. What torch's
+operators leave to the caller, and this file takes care of:
+
+* sizes are derived from the number of bytes, so k must be that of the matrix which was compressed;
+* a dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides;
+* sizes must be multiples of 16, or the library refuses (m, k) or is slow (n): n is padded with zeros here;
+* the arguments for split-k have had two signatures;
+* neither operator says what it runs on, and some algorithm ids return wrong numbers: see `tuner.py`.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MULTIPLE = 16
+"""What m and k must be multiples of in fp16 and bf16; n is padded to it."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Algorithm(NamedTuple):
+    """One way to run a product. What an id means changes with the library's version and the device."""
+
+    id: int = 0
+    split_k: int = 1
+    split_k_mode: int = -1
+
+
+class Problem(NamedTuple):
+    """One product's shape: what an algorithm is chosen by.
+
+    `dense_is_column_major`: the dense operand `[k, n]` is the transpose of a contiguous `[n, k]`, as activations are.
+    `transposed`: the result is wanted as a contiguous `[n, m]`.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    dense_is_column_major: bool
+    transposed: bool
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """Why cuSPARSELt cannot run on `device`, or None where it can."""
+    if device.type != "cuda":
+        return f"cuSPARSELt needs a CUDA device, not {device.type}"
+    if torch.version.hip is not None:
+        return "cuSPARSELt needs an Nvidia GPU"
+    if not torch.backends.cusparselt.is_available():
+        return "this build of torch has no cuSPARSELt"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"sparse tensor cores need compute capability 8.0 or more: {torch.cuda.get_device_name(device)}"
+    return None
+
+
+def why_not_matrix(m: int, k: int, dtype: torch.dtype) -> str | None:
+    """Why a 2:4 matrix `[m, k]` cannot be compressed, or None where it can."""
+    if dtype not in DTYPES:
+        return f"the sparse products run in bf16 and fp16, not {dtype}"
+    if m % MULTIPLE or k % MULTIPLE or not m or not k:
+        return f"cuSPARSELt needs multiples of {MULTIPLE}, not {m} x {k}"
+    return None
+
+
+def version() -> str:
+    """The library's version, such as "0.8.1"."""
+    number = torch.backends.cusparselt.version() or 0
+    # 801 in older releases, 8010 and more later: the last digits are minor and patch.
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number >= 10000 else f"0.{number // 100}.{number % 100}"
+
+
+@torch.library.custom_op("sparse24::cslt_compress", mutates_args=())
+def compress(matrix: Tensor) -> Tensor:
+    """A row-major matrix `[m, k]` that is 2:4 along k, in the library's own layout: 9/16 of its elements, flat.
+
+    The layout belongs to this device and library version: never save it.
+    """
+    return torch._cslt_compress(matrix.contiguous())
+
+
+@compress.register_fake
+def _(matrix: Tensor) -> Tensor:
+    return matrix.new_empty(matrix.numel() * 9 // 16)
+
+
+@torch.library.custom_op("sparse24::cslt_mm", mutates_args=())
+def matmul(
+    compressed: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    m: int,
+    transposed: bool,
+    algorithm: int,
+    split_k: int,
+    split_k_mode: int,
+) -> Tensor:
+    """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
+
+    Args:
+        compressed: of `compress`. dense: `[k, n]`, row-major or the transpose of that (another layout is copied).
+        bias: `[m]` in the operands' dtype, or None. m: rows of the sparse matrix.
+        transposed: the layout of the result. algorithm, split_k, split_k_mode: see `Algorithm`.
+    """
+    k, n = dense.shape
+    if compressed.numel() * 16 != m * k * 9:
+        raise ValueError(f"cslt_mm: {compressed.numel()} compressed elements are no matrix of {m} x {k}")
+    if not n:
+        return dense.new_empty((0, m) if transposed else (m, 0))
+    column_major = dense.t().is_contiguous() and not dense.is_contiguous()
+    if not column_major:
+        dense = dense.contiguous()
+    missing = -n % MULTIPLE
+    if missing:
+        pad = torch.nn.functional.pad
+        dense = pad(dense.t(), (0, 0, 0, missing)).t() if column_major else pad(dense, (0, missing))
+    result = torch._cslt_sparse_mm(
+        compressed,
+        dense,
+        bias=bias,
+        transpose_result=transposed,
+        alg_id=algorithm,
+        **_split_k_arguments(split_k, split_k_mode),
+    )
+    if missing:
+        result = result[:n] if transposed else result[:, :n].contiguous()
+    return result
+
+
+@matmul.register_fake
+def _(compressed, dense, bias, m, transposed, algorithm, split_k, split_k_mode):
+    n = dense.shape[1]
+    return dense.new_empty((n, m) if transposed else (m, n))
+
+
+@cache
+def _split_k_argument_names() -> frozenset[str]:
+    schema = torch.ops.aten._cslt_sparse_mm.default._schema
+    return frozenset(argument.name for argument in schema.arguments)
+
+
+def _split_k_arguments(split_k: int, split_k_mode: int) -> dict[str, int | bool]:
+    """Torch renamed `split_k_one_kernel` (bool) to `split_k_mode` (-1: the library's default)."""
+    if split_k == 1:
+        return {}
+    if "split_k_mode" in _split_k_argument_names():
+        return {"split_k": split_k, "split_k_mode": split_k_mode}
+    return {"split_k": split_k, "split_k_one_kernel": split_k_mode == 0}
