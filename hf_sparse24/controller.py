@@ -125,6 +125,8 @@ class Sparse24Controller:
                 masks.append(mask)
                 alphas.append(decay if on_gradient else -decay * self._groups[name]["lr"])
         kernels.foreach_masked_decay_(targets, weights, masks, alphas)
+        for layer in self.layers.values():
+            layer.operands.clear()  # stale after the step, and the optimizer can use the memory
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -33,53 +33,71 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from .config import Sparse24Config
 from .methods import SparseMethod
+from .operands import Operands
 
 
 class _SparseLinearFunction(torch.autograd.Function):
-    """The three products. `weight` is there to receive the gradient; `sparse_weight` is what is multiplied."""
+    """The three products. `weight` is there to receive the gradient; the other two are what is multiplied.
+
+    `output_weight` and `input_weight` are forms of the sparse weight (`operands.FORMS`), for the output and for the
+    grad_input product; their algorithms say which: None for the dense form.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, sparse_weight, bias, method, rng_key):
+    def forward(ctx, x, weight, output_weight, input_weight, output_algorithm, input_algorithm, bias, method, rng_key):
         config = method.config
         if config.activations == "2:4":
             x = kernels.nm_prune(x)
-        ctx.save_for_backward(x, sparse_weight, rng_key)
-        ctx.method, ctx.weight_dtype = method, weight.dtype
+        ctx.save_for_backward(x, input_weight, rng_key)
+        ctx.method, ctx.input_algorithm, ctx.weight_shape = method, input_algorithm, weight.shape
+        ctx.weight_dtype = weight.dtype
         if config.fp8:
-            x, sparse_weight = kernels.fp8_simulate(x, "e4m3"), kernels.fp8_simulate(sparse_weight, "e4m3")
-        return kernels.sparse_mm(x, sparse_weight.t(), bias, sparse="right", backend=config.backend)
+            x, output_weight = kernels.fp8_simulate(x, "e4m3"), kernels.fp8_simulate(output_weight, "e4m3")
+        return kernels.sparse_linear(x, output_weight, bias, algorithm=output_algorithm, out=weight.shape[0])
 
     @staticmethod
     @once_differentiable  # a second derivative would be another function's, and must not pass for this one's
     def backward(ctx, grad_output):
-        x, sparse_weight, rng_key = ctx.saved_tensors
+        x, input_weight, rng_key = ctx.saved_tensors
         config = ctx.method.config
         grad_x = grad_weight = grad_bias = None
         flat_grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
         if config.fp8:
-            x, sparse_weight = kernels.fp8_simulate(x, "e5m2"), kernels.fp8_simulate(sparse_weight, "e5m2")
+            x, input_weight = kernels.fp8_simulate(x, "e5m2"), kernels.fp8_simulate(input_weight, "e5m2")
         if ctx.needs_input_grad[0]:
             # Groups along out, which this product contracts. Another stream than grad_weight's.
             key = None if rng_key is None or config.input_grad == "dense" else rng_key + 1
             grad = _pruned(grad_output, config.input_grad, -1, key, config.fp8)
-            if ctx.method.transposable:
-                grad_x = kernels.sparse_mm(grad, sparse_weight, sparse="right", backend=config.backend)
-            elif config.input_grad != "dense":
-                grad_x = kernels.sparse_mm(grad, sparse_weight, sparse="left", backend=config.backend)
+            if ctx.input_algorithm is None:
+                grad_x = grad @ input_weight
             else:
-                grad_x = grad @ sparse_weight
+                algorithm, inputs = ctx.input_algorithm, ctx.weight_shape[1]
+                grad_x = kernels.sparse_linear(grad, input_weight, algorithm=algorithm, out=inputs)
         if ctx.needs_input_grad[1]:
-            flat_x = x.reshape(-1, x.shape[-1])  # [T, in]
-            grad = _pruned(flat_grad, config.weight_grad, 0, rng_key, config.fp8).t()
-            if config.weight_grad != "dense":
-                grad_weight = kernels.sparse_mm(grad, flat_x, sparse="left", backend=config.backend)
-            else:
-                grad_weight = grad @ flat_x
-            grad_weight = grad_weight.to(ctx.weight_dtype)
-        if ctx.needs_input_grad[3]:
+            grad_weight = _grad_weight(flat_grad, x.reshape(-1, x.shape[-1]), rng_key, config).to(ctx.weight_dtype)
+        if ctx.needs_input_grad[6]:
             grad_bias = flat_grad.sum(0)  # from the whole gradient: it costs no product, so nothing is pruned
-        return grad_x, grad_weight, None, grad_bias, None, None
+        return grad_x, grad_weight, None, None, None, None, grad_bias, None, None
+
+
+def _grad_weight(grad: Tensor, x: Tensor, rng_key: Tensor | None, config: Sparse24Config) -> Tensor:
+    """dZ^T X from `[T, out]` and `[T, in]`; dZ pruned at random along the tokens, where the config says so."""
+    sparse = config.weight_grad in ("mvue", "mvue-approx") and len(grad) % 16 == 0
+    algorithm = None
+    if sparse:
+        algorithm = kernels.plan_mm(grad.shape[1], x.shape[1], len(grad), grad.dtype, grad.device, _backend(config))
+    if algorithm is None:
+        return _pruned(grad, config.weight_grad, 0, rng_key, config.fp8).t() @ x
+    estimator = "approx" if config.weight_grad == "mvue-approx" else "exact"
+    pruned = kernels.mvue(grad, dim=0, estimator=estimator, key=rng_key, form="transposed")
+    return kernels.sparse_mm(kernels.compress(pruned), x, algorithm=algorithm, m=len(pruned))
+
+
+def _backend(config: Sparse24Config) -> str:
+    """Simulated FP8, and patterns that no hardware has, are dense math."""
+    return "reference" if config.fp8 or config.pattern != "2:4" else config.backend
 
 
 def _pruned(grad: Tensor, estimator: str, dim: int, key: Tensor | None, fp8: bool) -> Tensor:
@@ -112,6 +130,7 @@ class Sparse24Layer(nn.Module):
         module.method = method
         module.phase = "sparse"
         module.rng_key = None
+        module.operands = Operands()
         module.state_names = tuple(state)
         for name, tensor in state.items():
             module.register_buffer(name, tensor)
@@ -126,7 +145,7 @@ class Sparse24Layer(nn.Module):
         self.__class__ = self.dense_class
         for name in self.state_names:
             del self._buffers[name]
-        for name in ("dense_class", "method", "phase", "rng_key", "state_names", "state_is_ready"):
+        for name in ("dense_class", "method", "operands", "phase", "rng_key", "state_names", "state_is_ready"):
             delattr(self, name)
         return self
 
@@ -164,16 +183,32 @@ class Sparse24Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.phase == "dense":
             return self.dense_class.forward(self, x)
-        weight, bias, dtype = self.weight, self.bias, None
+        weight, bias, dtype = self.weight, self.bias, self.weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             # Pruned from the master's precision, multiplied in autocast's: a mask never depends on rounding.
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        sparse_weight = self.sparse_weight(dtype)
         if self.input_dim == 0:
-            weight, sparse_weight = weight.t(), sparse_weight.t()
-        return _SparseLinearFunction.apply(x, weight, sparse_weight, bias, self.method, self.rng_key)
+            weight = weight.t()
+        config, (out, inputs) = self.method.config, weight.shape
+        tokens, backend = x.numel() // inputs, _backend(config)
+        output_algorithm = kernels.plan_linear(tokens, out, inputs, dtype, x.device, backend)
+        input_algorithm, forms = None, ["dense" if output_algorithm is None else "compressed"]
+        if torch.is_grad_enabled():
+            if self.method.transposable and config.input_grad == "dense":
+                input_algorithm = kernels.plan_linear(tokens, inputs, out, dtype, x.device, backend)
+            forms.append("dense" if input_algorithm is None else "compressed-transposed")
+        operands = self.operands.get(forms, lambda: self._operand(dtype), self.weight, list(self.state.values()), dtype)
+        return _SparseLinearFunction.apply(
+            x, weight, operands[0], operands[-1], output_algorithm, input_algorithm, bias, self.method, self.rng_key
+        )
+
+    @torch.no_grad()
+    def _operand(self, dtype: torch.dtype) -> Tensor:
+        """The sparse weight as the products see it: `[out, in]`."""
+        sparse_weight = self.sparse_weight(dtype)
+        return sparse_weight if self.input_dim == 1 else sparse_weight.t()
 
     def extra_repr(self) -> str:
         outputs, inputs = self.weight.shape if self.input_dim == 1 else self.weight.shape[::-1]
@@ -183,6 +218,7 @@ class Sparse24Layer(nn.Module):
     def _apply(self, fn, recurse=True):
         # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
         before = self.state
+        self.operands.clear()
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             if tensor.is_floating_point() and not tensor.is_meta:

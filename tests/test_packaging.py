@@ -19,6 +19,7 @@ LAYERS = [
     ["version"],
     ["config"],
     ["metrics", "schedule", "methods"],
+    ["operands"],
     ["linear"],
     ["layerwise", "calibration", "gated", "targets"],
     ["report"],

@@ -14,7 +14,7 @@ from .decay import foreach_masked_decay_, masked_decay_
 from .fp8 import FP8_FORMATS, fp8_quantize, fp8_simulate
 from .gated import GATED_ACTIVATIONS, gated_activation
 from .masks import count_flips, nm_mask, pack_bits, unpack_bits
-from .matmul import sparse_mm
+from .matmul import compress, plan_linear, plan_mm, sparse_linear, sparse_mm
 from .mvue import mvue
 from .prune import (
     SCALE_RULES,
@@ -40,6 +40,7 @@ __all__ = [
     "apply_mask",
     "choose_backend",
     "choose_kernels",
+    "compress",
     "count_flips",
     "foreach_masked_decay_",
     "fp8_quantize",
@@ -51,9 +52,12 @@ __all__ = [
     "nm_prune",
     "pack_bits",
     "pack_nm",
+    "plan_linear",
+    "plan_mm",
     "prune_forms",
     "s_ste_scale",
     "soft_threshold",
+    "sparse_linear",
     "sparse_mm",
     "transposable_mask",
     "unpack_bits",

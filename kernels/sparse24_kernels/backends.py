@@ -13,8 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference",)
-"""Implementations of `sparse_mm` that this version has. `reference` is dense math on the pruned values."""
+from . import cusparselt, tuner
+
+BACKENDS = ("reference", "cusparselt")
+"""Implementations of the sparse products. `reference` is dense math on the pruned values, on any device; `cusparselt`
+runs on Nvidia's sparse tensor cores."""
 
 TRITON_NEEDED = (3, 6)
 """The oldest release that the kernels are compiled with in the tests' reach; it came with torch 2.11."""
@@ -27,17 +30,57 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_backend(requested: str, device: torch.device) -> Choice:
-    """Turn `"auto"` or a backend's name into the backend to run on `device`, with the reason in words.
+class Product(NamedTuple):
+    """What runs one product: an algorithm of a sparse backend, or None for dense math; and why."""
 
-    Raises:
-        ValueError: `requested` is not `"auto"` or one of `BACKENDS`.
-    """
+    algorithm: cusparselt.Algorithm | None
+    reason: str
+
+
+def check_backend(requested: str) -> None:
     if requested != "auto" and requested not in BACKENDS:
         raise ValueError(f"backend={requested!r} is not available; choose 'auto' or one of {list(BACKENDS)}")
+
+
+def choose_backend(requested: str, device: torch.device) -> Choice:
+    """Turn `"auto"` or a backend's name into the backend that may run on `device`, with the reason in words.
+
+    Where it is `cusparselt`, every product is still decided by itself (`choose_product`).
+
+    Raises:
+        ValueError: `requested` is not `"auto"` or one of `BACKENDS`, or it is `"cusparselt"` where that cannot run.
+    """
+    check_backend(requested)
     if requested == "reference":
         return Choice("reference", "requested")
-    return Choice("reference", f"no sparse tensor-core backend in this version serves {device.type}")
+    obstacle = cusparselt.why_not(device)
+    if requested == "cusparselt":
+        if obstacle:
+            raise ValueError(f"backend='cusparselt': {obstacle}; use 'auto'")
+        return Choice("cusparselt", "requested")
+    if obstacle:
+        return Choice("reference", obstacle)
+    return Choice("cusparselt", "where a tuned product beats dense, otherwise dense math")
+
+
+def choose_product(requested: str, problem: cusparselt.Problem, device: torch.device) -> Product:
+    """How to run one product. `"auto"` takes a sparse algorithm only where a measured, checked entry says it wins.
+
+    `"cusparselt"` takes the fastest known sparse algorithm even where dense is faster, and the library's default one
+    where nothing was tuned.
+    """
+    choice = choose_backend(requested, device)
+    if choice.backend == "reference":
+        return Product(None, choice.reason)
+    obstacle = cusparselt.why_not_matrix(problem.m, problem.k, problem.dtype)
+    if obstacle:
+        return Product(None, obstacle)
+    verdict = tuner.choose(problem, device)
+    if requested == "cusparselt":
+        return Product(verdict.algorithm or cusparselt.Algorithm(), "requested")
+    if verdict.backend == "dense":
+        return Product(None, verdict.reason)
+    return Product(verdict.algorithm, verdict.reason)
 
 
 @cache

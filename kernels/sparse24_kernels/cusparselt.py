@@ -72,7 +72,11 @@ def version() -> str:
     """The library's version, such as "0.8.1"."""
     number = torch.backends.cusparselt.version() or 0
     # 801 in older releases, 8010 and more later: the last digits are minor and patch.
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number >= 10000 else f"0.{number // 100}.{number % 100}"
+    return (
+        f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        if number >= 10000
+        else f"0.{number // 100}.{number % 100}"
+    )
 
 
 @torch.library.custom_op("sparse24::cslt_compress", mutates_args=())

@@ -1,28 +1,79 @@
-"""The product with one sparse operand: the seam for sparse tensor cores."""
+"""The products with one 2:4 operand: dense math on its zeros, or sparse tensor cores where those are faster."""
 
 import torch
 from torch import Tensor
 
-from .backends import choose_backend
+from . import cusparselt
+from .backends import choose_product
+from .cusparselt import Algorithm
 
 
-def sparse_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, sparse: str, backend: str = "auto") -> Tensor:
-    """`a @ b (+ bias)` where one operand is 2:4 sparse along the contraction.
+def plan_linear(
+    tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+) -> Algorithm | None:
+    """How `sparse_linear` should run for `[tokens, inputs]` activations: an algorithm, or None for dense math.
+
+    Made apart from the product, because it decides which form of the weight is needed.
 
     Args:
-        a: `[..., K]`, the left operand. b: `[K, N]`, the right one, any strides. bias: `[N]` or None.
-        sparse: `"left"` or `"right"`: which operand holds at most two non-zeros in every four along K. It is trusted,
-            not checked.
-        backend: `"auto"`, or one of `BACKENDS`.
-
-    Returns:
-        `[..., N]` in the operands' dtype.
+        tokens: rows of the activations, all leading dimensions together. out, inputs: the weight's sizes.
+        dtype: of the product. backend: `"auto"`, or one of `BACKENDS`.
 
     Raises:
-        ValueError: an unknown `backend` or `sparse`.
+        ValueError: an unknown backend, or one that was asked for by name and cannot run this.
     """
-    if sparse not in ("left", "right"):
-        raise ValueError(f"sparse must be 'left' or 'right', got {sparse!r}")
-    choose_backend(backend, a.device)
-    # Written as F.linear so that a model gives the same bits before and after its layers are unpatched.
-    return torch.nn.functional.linear(a, b.t(), bias)
+    problem = cusparselt.Problem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
+    return choose_product(backend, problem, device).algorithm
+
+
+def plan_mm(
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+) -> Algorithm | None:
+    """`plan_linear` for `sparse_mm`: a sparse `[m, k]` times a dense `[k, n]`, both row-major."""
+    problem = cusparselt.Problem(m, n, k, dtype, dense_is_column_major=False, transposed=False)
+    return choose_product(backend, problem, device).algorithm
+
+
+def compress(matrix: Tensor) -> Tensor:
+    """A 2:4 matrix `[m, k]` as sparse tensor cores read it: flat, 9/16 of its elements.
+
+    Trusted to be 2:4 along k and free of -0.0, not checked. The layout belongs to the device and the library's version:
+    never save it (`pack_nm` is for that).
+    """
+    return cusparselt.compress(matrix)
+
+
+def sparse_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, algorithm: Algorithm | None = None, out: int = 0
+) -> Tensor:
+    """`F.linear(x, weight, bias)` with a 2:4 weight.
+
+    Args:
+        x: `[..., in]`. bias: `[out]` or None.
+        weight: without an algorithm, `[out, in]`, any strides; with one, what `compress` made of it.
+        algorithm: of `plan_linear`. out: the weight's rows, needed where it is compressed.
+
+    Returns:
+        `[..., out]` in the operands' dtype, row-major.
+    """
+    if algorithm is None:
+        # F.linear, so that a model gives the same bits before and after its layers are unpatched.
+        return torch.nn.functional.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    result = cusparselt.matmul(weight, flat.t(), bias, out, True, *algorithm)
+    return result.view(*x.shape[:-1], out)
+
+
+def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = None, m: int = 0) -> Tensor:
+    """`sparse @ dense` with a 2:4 left operand.
+
+    Args:
+        sparse: without an algorithm, `[m, k]`, 2:4 along k; with one, what `compress` made of it.
+        dense: `[k, n]`, any strides. algorithm: of `plan_mm`. m: rows of the result, needed where compressed.
+
+    Returns:
+        `[m, n]` in the operands' dtype, row-major.
+    """
+    if algorithm is None:
+        return sparse @ dense
+    return cusparselt.matmul(sparse, dense, None, m, False, *algorithm)

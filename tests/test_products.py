@@ -1,0 +1,203 @@
+"""Sparse products in models, on a CPU stand-in for the library: right numbers, packed once, never stale."""
+
+import copy
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+import zoo
+from cslt import stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels import backends, cusparselt
+from torch import nn
+
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
+from hf_sparse24.patching import sparse_layers
+
+METHODS = ["ste", "s-ste", "t-sr-ste"]
+
+
+def model_of(method: str, backend: str = "auto", **kwargs) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16, bias=False)).bfloat16()
+    patch_model(layers, Sparse24Config(method=method, target_modules="all-linear", backend=backend, **kwargs))
+    return layers
+
+
+def train(model: nn.Module, tokens: int = 32, steps: int = 3, micro_batches: int = 2) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = Sparse24Controller(model, optimizer, total_steps=100)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            x = torch.randn(2, tokens // 2, 32, generator=generator).bfloat16()
+            model(x).float().square().mean().backward()
+            controller.after_micro_step()
+        controller.before_step()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.after_step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("tokens", [32, 34])
+@pytest.mark.parametrize("method", METHODS)
+def test_training_by_sparse_products_equals_dense_math(stand_in, method, tokens):  # noqa: F811
+    sparse, reference = train(model_of(method), tokens), train(model_of(method, "reference"), tokens)
+    for ours, theirs in zip(sparse, reference):
+        assert torch.equal(ours, theirs)
+    by_shape = {(m, k, transposed) for m, _, k, _, transposed in stand_in.products}
+    assert {(48, 32, True), (16, 48, True)} <= by_shape  # output
+    assert ((32, 48, True) in by_shape) == (method == "t-sr-ste")  # grad_input
+    assert any(not transposed for *_, transposed in by_shape) == (method != "ste" and tokens == 32)  # grad_weight
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_are_packed_once_per_optimizer_step(stand_in, method):  # noqa: F811
+    steps, micro_batches, layers = 3, 4, 2
+    forms = 2 if method == "t-sr-ste" else 1
+    gradients = 0 if method == "ste" else steps * micro_batches * layers
+    train(model_of(method), steps=steps, micro_batches=micro_batches)
+    # The first layer's input needs no gradient, but is not known to need none: both of its forms are made.
+    assert stand_in.compressed == steps * layers * forms + gradients
+
+
+def test_recomputation_and_generation_reuse_them(stand_in):  # noqa: F811
+    model = zoo.build("llama").bfloat16()
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(0, 64, (1, 16))
+    model.train()(ids, labels=ids).loss.backward()
+    products = stand_in.compressed
+    model.eval()
+    with torch.no_grad():
+        for _ in range(5):
+            model(ids)
+    assert stand_in.compressed == products
+
+
+def changes():
+    def step_behind_the_version_counter(model):
+        class Optimizer(torch.optim.Optimizer):
+            def step(self):
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data.mul_(2)  # `.data` has a version counter of its own
+
+        Optimizer(model.parameters(), {}).step()
+
+    def load(model):
+        model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+
+    def in_place(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+
+    def replace(model):
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+
+    def cast(model):
+        model.float().bfloat16()
+        in_place(model)
+
+    def state(model):
+        for layer in sparse_layers(model).values():
+            layer.scale.mul_(2)
+
+    return [step_behind_the_version_counter, load, in_place, replace, cast, state]
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_no_change_goes_unseen(stand_in, change, backend):  # noqa: F811
+    model = model_of("s-ste", backend)
+    x = torch.randn(16, 32).bfloat16()
+    with torch.no_grad():
+        before = model(x)
+        assert torch.equal(model(x), before)
+        change(model)
+        after = model(x)
+        expected = copy.deepcopy(model)(x)  # a copy remembers nothing
+    assert torch.equal(after, expected) and not torch.equal(after, before)
+
+
+def test_a_copy_and_a_pickle_carry_no_operands(stand_in):  # noqa: F811
+    model = model_of("ste")
+    model(torch.randn(16, 32).bfloat16())
+    layer = model[0]
+    assert layer.operands.nbytes() > 0
+    assert copy.deepcopy(model)[0].operands.nbytes() == 0
+    layer.operands.clear()
+    assert layer.operands.nbytes() == 0
+
+
+def test_memory_of_a_layer_whose_products_are_all_sparse(stand_in):  # noqa: F811
+    model = model_of("t-sr-ste")
+    model(torch.randn(16, 32).bfloat16())
+    layer = model[0]
+    assert layer.operands.nbytes() == 2 * 9 / 16 * layer.weight.numel() * 2  # W and its transpose, nothing dense
+
+
+def test_compiled_in_one_graph(stand_in):  # noqa: F811
+    x = torch.randn(32, 32).bfloat16()
+    for method in METHODS:
+        model, eager = model_of(method), model_of(method)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for run in (compiled, eager):
+            run(x).float().square().mean().backward()
+        for ours, theirs in zip(model.parameters(), eager.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
+    device = torch.device("cpu")
+    problem = cusparselt.Problem(48, 32, 32, torch.bfloat16, True, True)
+    assert backends.choose_product("auto", problem, device) == (cusparselt.Algorithm(3), "measured")
+    for change, reason in (
+        ({"m": 40}, "cuSPARSELt needs multiples of 16, not 40 x 32"),
+        ({"k": 8}, "cuSPARSELt needs multiples of 16, not 48 x 8"),
+        ({"dtype": torch.float32}, "the sparse products run in bf16 and fp16, not torch.float32"),
+    ):
+        assert backends.choose_product("auto", problem._replace(**change), device) == (None, reason)
+    assert backends.choose_product("reference", problem, device).reason == "requested"
+    x = torch.randn(16, 24).bfloat16()
+    odd = nn.Sequential(nn.Linear(24, 20)).bfloat16()
+    patch_model(odd, Sparse24Config(method="ste", target_modules="all-linear"))
+    assert odd(x).shape == (16, 20) and not stand_in.products
+
+
+def test_without_the_library(monkeypatch):
+    device = torch.device("cpu")
+    assert backends.choose_backend("auto", device) == ("reference", "cuSPARSELt needs a CUDA device, not cpu")
+    with pytest.raises(ValueError, match="backend='cusparselt': cuSPARSELt needs a CUDA device, not cpu; use 'auto'"):
+        kernels.plan_linear(16, 16, 16, torch.bfloat16, device, "cusparselt")
+    with pytest.raises(ValueError, match="backend='cutlass' is not available"):
+        kernels.plan_mm(16, 16, 16, torch.bfloat16, device, "cutlass")
+
+
+def test_operators(stand_in):  # noqa: F811
+    matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
+    compressed = kernels.compress(matrix)
+    assert compressed.numel() * 16 == matrix.numel() * 9
+    torch.library.opcheck(torch.ops.sparse24.cslt_compress.default, (matrix,))
+    x, bias = torch.randn(20, 48).bfloat16(), torch.randn(32).bfloat16()
+    algorithm = cusparselt.Algorithm(1)
+    result = kernels.sparse_linear(x.view(4, 5, 48), compressed, bias, algorithm=algorithm, out=32)
+    assert torch.equal(result, nn.functional.linear(x, matrix, bias).view(4, 5, 32)) and result.is_contiguous()
+    for dense in (x.t(), x.t().contiguous(), torch.randn(48, 40).bfloat16()[:, ::2]):  # any strides
+        result = kernels.sparse_mm(compressed, dense, algorithm=algorithm, m=32)
+        torch.testing.assert_close(result, matrix @ dense)
+        arguments = (compressed, dense, None, 32, False, 1, 1, -1)
+        torch.library.opcheck(torch.ops.sparse24.cslt_mm.default, arguments)
+    assert kernels.sparse_linear(x[:0], compressed, algorithm=algorithm, out=32).shape == (0, 32)
+    with pytest.raises(ValueError, match="are no matrix of 16 x 48"):
+        kernels.sparse_linear(x, compressed, algorithm=algorithm, out=16)
+
+
+def test_both_signatures_of_split_k(monkeypatch):
+    assert cusparselt._split_k_arguments(1, -1) == {}
+    monkeypatch.setattr(cusparselt, "_split_k_argument_names", lambda: frozenset({"split_k", "split_k_mode"}))
+    assert cusparselt._split_k_arguments(4, 1) == {"split_k": 4, "split_k_mode": 1}
+    monkeypatch.setattr(cusparselt, "_split_k_argument_names", lambda: frozenset({"split_k", "split_k_one_kernel"}))
+    assert cusparselt._split_k_arguments(4, 0) == {"split_k": 4, "split_k_one_kernel": True}
