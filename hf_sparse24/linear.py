@@ -42,7 +42,7 @@ class _SparseLinearFunction(torch.autograd.Function):
     """The three products. `weight` is there to receive the gradient; the other two are what is multiplied.
 
     `output_weight` and `input_weight` are forms of the sparse weight (`operands.FORMS`), for the output and for the
-    grad_input product; their algorithms say which: None for the dense form.
+    grad_input product; their algorithms say which: None for the dense form. Where x needs no gradient, neither is there.
     """
 
     @staticmethod
@@ -65,8 +65,10 @@ class _SparseLinearFunction(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         flat_grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
         if config.fp8:
-            x, input_weight = kernels.fp8_simulate(x, "e5m2"), kernels.fp8_simulate(input_weight, "e5m2")
+            x = kernels.fp8_simulate(x, "e5m2")
         if ctx.needs_input_grad[0]:
+            if config.fp8:
+                input_weight = kernels.fp8_simulate(input_weight, "e5m2")
             # Groups along out, which this product contracts. Another stream than grad_weight's.
             key = None if rng_key is None or config.input_grad == "dense" else rng_key + 1
             grad = _pruned(grad_output, config.input_grad, -1, key, config.fp8)
@@ -195,13 +197,14 @@ class Sparse24Layer(nn.Module):
         tokens, backend = x.numel() // inputs, _backend(config)
         output_algorithm = kernels.plan_linear(tokens, out, inputs, dtype, x.device, backend)
         input_algorithm, forms = None, ["dense" if output_algorithm is None else "compressed"]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and x.requires_grad:
             if self.method.transposable and config.input_grad == "dense":
                 input_algorithm = kernels.plan_linear(tokens, inputs, out, dtype, x.device, backend)
             forms.append("dense" if input_algorithm is None else "compressed-transposed")
         operands = self.operands.get(forms, lambda: self._operand(dtype), self.weight, list(self.state.values()), dtype)
+        output_weight, input_weight = operands[0], operands[1] if len(operands) == 2 else None
         return _SparseLinearFunction.apply(
-            x, weight, operands[0], operands[-1], output_algorithm, input_algorithm, bias, self.method, self.rng_key
+            x, weight, output_weight, input_weight, output_algorithm, input_algorithm, bias, self.method, self.rng_key
         )
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 FORMS = ("dense", "compressed", "compressed-transposed")
-"""`[out, in]` with its zeros; that for sparse tensor cores; and its transpose for them, where the mask is transposable."""
+"""`[out, in]` with its zeros; the same for sparse tensor cores; and its transpose for them, with transposable masks."""
 
 _optimizer_steps = 0
 
