@@ -179,9 +179,9 @@ def test_without_the_library(monkeypatch):
     device = torch.device("cpu")
     assert backends.choose_backend("auto", device) == ("reference", "cuSPARSELt needs a CUDA device, not cpu")
     with pytest.raises(ValueError, match="backend='cusparselt': cuSPARSELt needs a CUDA device, not cpu; use 'auto'"):
-        kernels.plan_linear(16, 16, 16, torch.bfloat16, device, "cusparselt")
+        kernels.plan_product(kernels.linear_problem(16, 16, 16, torch.bfloat16), device, "cusparselt")
     with pytest.raises(ValueError, match="backend='cutlass' is not available"):
-        kernels.plan_mm(16, 16, 16, torch.bfloat16, device, "cutlass")
+        kernels.plan_product(kernels.mm_problem(16, 16, 16, torch.bfloat16), device, "cutlass")
 
 
 def test_operators(stand_in):  # noqa: F811

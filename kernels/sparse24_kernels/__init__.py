@@ -9,12 +9,12 @@ Depends on torch and, on a GPU, Triton. Three rooms with the same files in each:
 `backends.py` decides which of the two runs, with a reason.
 """
 
-from .backends import BACKENDS, Choice, choose_backend, choose_kernels
+from .backends import BACKENDS, Choice, choose_backend, choose_kernels, choose_product
 from .decay import foreach_masked_decay_, masked_decay_
 from .fp8 import FP8_FORMATS, fp8_quantize, fp8_simulate
 from .gated import GATED_ACTIVATIONS, gated_activation
 from .masks import count_flips, nm_mask, pack_bits, unpack_bits
-from .matmul import compress, plan_linear, plan_mm, sparse_linear, sparse_mm
+from .matmul import compress, linear_problem, mm_problem, plan_product, sparse_linear, sparse_mm
 from .mvue import mvue
 from .prune import (
     SCALE_RULES,
@@ -40,20 +40,22 @@ __all__ = [
     "apply_mask",
     "choose_backend",
     "choose_kernels",
+    "choose_product",
     "compress",
     "count_flips",
     "foreach_masked_decay_",
     "fp8_quantize",
     "fp8_simulate",
     "gated_activation",
+    "linear_problem",
     "masked_decay_",
+    "mm_problem",
     "mvue",
     "nm_mask",
     "nm_prune",
     "pack_bits",
     "pack_nm",
-    "plan_linear",
-    "plan_mm",
+    "plan_product",
     "prune_forms",
     "s_ste_scale",
     "soft_threshold",

@@ -5,32 +5,30 @@ from torch import Tensor
 
 from . import cusparselt
 from .backends import choose_product
-from .cusparselt import Algorithm
+from .cusparselt import Algorithm, Problem
 
 
-def plan_linear(
-    tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
-) -> Algorithm | None:
-    """How `sparse_linear` should run for `[tokens, inputs]` activations: an algorithm, or None for dense math.
+def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> Problem:
+    """`F.linear` of `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`."""
+    return Problem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
 
-    Made apart from the product, because it decides which form of the weight is needed.
+
+def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> Problem:
+    """A sparse `[m, k]` times a dense `[k, n]`, both row-major, such as dZ^T X."""
+    return Problem(m, n, k, dtype, dense_is_column_major=False, transposed=False)
+
+
+def plan_product(problem: Problem, device: torch.device, backend: str = "auto") -> Algorithm | None:
+    """How `sparse_linear` or `sparse_mm` should run a problem: an algorithm, or None for dense math.
+
+    Made apart from the product, because it decides which form of the sparse operand is needed.
 
     Args:
-        tokens: rows of the activations, all leading dimensions together. out, inputs: the weight's sizes.
-        dtype: of the product. backend: `"auto"`, or one of `BACKENDS`.
+        backend: `"auto"`, or one of `BACKENDS`.
 
     Raises:
-        ValueError: an unknown backend, or one that was asked for by name and cannot run this.
+        ValueError: an unknown backend, or one that was asked for by name and cannot run on `device`.
     """
-    problem = cusparselt.Problem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
-    return choose_product(backend, problem, device).algorithm
-
-
-def plan_mm(
-    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
-) -> Algorithm | None:
-    """`plan_linear` for `sparse_mm`: a sparse `[m, k]` times a dense `[k, n]`, both row-major."""
-    problem = cusparselt.Problem(m, n, k, dtype, dense_is_column_major=False, transposed=False)
     return choose_product(backend, problem, device).algorithm
 
 
@@ -51,7 +49,7 @@ def sparse_linear(
     Args:
         x: `[..., in]`. bias: `[out]` or None.
         weight: without an algorithm, `[out, in]`, any strides; with one, what `compress` made of it.
-        algorithm: of `plan_linear`. out: the weight's rows, needed where it is compressed.
+        algorithm: of `plan_product`. out: the weight's rows, needed where it is compressed.
 
     Returns:
         `[..., out]` in the operands' dtype, row-major.
@@ -69,7 +67,7 @@ def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = No
 
     Args:
         sparse: without an algorithm, `[m, k]`, 2:4 along k; with one, what `compress` made of it.
-        dense: `[k, n]`, any strides. algorithm: of `plan_mm`. m: rows of the result, needed where compressed.
+        dense: `[k, n]`, any strides. algorithm: of `plan_product`. m: rows of the result, needed where compressed.
 
     Returns:
         `[m, n]` in the operands' dtype, row-major.
