@@ -42,7 +42,7 @@ class _SparseLinearFunction(torch.autograd.Function):
     """The three products. `weight` is there to receive the gradient; the other two are what is multiplied.
 
     `output_weight` and `input_weight` are forms of the sparse weight (`operands.FORMS`), for the output and for the
-    grad_input product; their algorithms say which: None for the dense form. `input_weight` is None where x needs no gradient.
+    grad_input product (None where x needs no gradient); their algorithms say which, None for the dense form.
     """
 
     @staticmethod

@@ -25,7 +25,8 @@ LAYERS = [
     ["report"],
     ["patching"],
     ["step_adamw", "controller", "checkpoint", "quantizer", "oneshot"],
-    ["callback", "tuning"],
+    ["callback", "tuning", "doctor"],
+    ["cli"],
     ["trainer"],
     ["__init__"],
 ]

@@ -68,15 +68,14 @@ def why_not_matrix(m: int, k: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def version() -> str:
-    """The library's version, such as "0.8.1"."""
-    number = torch.backends.cusparselt.version() or 0
-    # 801 in older releases, 8010 and more later: the last digits are minor and patch.
-    return (
-        f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-        if number >= 10000
-        else f"0.{number // 100}.{number % 100}"
-    )
+def version() -> int | None:
+    """The library's version as torch tells it, such as 801 for 0.8.1, or None without the library."""
+    return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+
+
+def is_slow_on(device: torch.device) -> bool:
+    """Whether this version is known to be slow on Hopper and Ada: 0.8.0, of CUDA 13 builds of torch up to 2.11."""
+    return version() == 800 and torch.cuda.get_device_capability(device) in ((8, 9), (9, 0))
 
 
 @torch.library.custom_op("sparse24::cslt_compress", mutates_args=())

@@ -1,0 +1,117 @@
+"""The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's products."""
+
+import argparse
+import sys
+
+import torch
+from sparse24_kernels import cusparselt, tuner
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+from . import doctor
+from .config import PRESETS, Sparse24Config
+from .patching import patch_model
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit status is 0 where all is well, 1 where a self-test failed, 2 for a wrong argument."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (OSError, ValueError) as error:
+        print(f"hf-sparse24: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("hf-sparse24: stopped; what was measured is kept", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-sparse24", description="2:4 sparse training for Transformers")
+    commands = parser.add_subparsers(required=True)
+    for name, run, text in (
+        ("doctor", _doctor, "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"),
+        ("tune", _tune, "measure every sparse product that training MODEL asks for, and remember what wins"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("model", metavar="MODEL", nargs="?" if name == "doctor" else None, help=_MODEL_HELP)
+        command.add_argument("--tokens", type=_positive, default=8192, help="per step and device (default 8192)")
+        command.add_argument("--method", choices=PRESETS, help="without it the model's own, or s-ste")
+        command.add_argument("--target-modules", default="mlp", help="mlp, attention or all-linear (default mlp)")
+        command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the products (default bf16)")
+        command.set_defaults(run=run)
+    return parser
+
+
+_MODEL_HELP = "a name on the Hub or a directory with a config.json; no weights are loaded"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return number
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    _print_table(doctor.versions())
+    failed = False
+    for device in doctor.devices():
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        print(f"\n{device}: {name}")
+        _print_table(doctor.choices(device))
+        results = list(doctor.self_test(device))
+        print()
+        _print_table(results)
+        failed |= any(result.startswith("FAILED") for _, result in results)
+    if options.model:
+        model = _patched(options)
+        header = ["layers", "out x in", "output", "grad_input", "grad_weight", "gain"]
+        rows = doctor.gains(model, options.tokens, _DTYPES[options.dtype], doctor.devices()[0])
+        print(f"\n{options.model}, {options.tokens} tokens, {options.dtype}: forward + backward of the patched layers")
+        _print_table([header, *rows])
+    return int(failed)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    device = doctor.devices()[0]
+    obstacle = cusparselt.why_not(device)
+    if obstacle:
+        raise ValueError(f"nothing to tune here: {obstacle}")
+    found = doctor.problems(_patched(options), options.tokens, _DTYPES[options.dtype])
+    print(f"{len(found)} products; Ctrl-C keeps what is done")
+    verdicts = tuner.tune(found, device, on_progress=lambda text: print(f"\r{text:<100.100}", end="", flush=True))
+    print()
+    _print_table([["m x n x k", "runs", "dense us", "sparse us"], *map(_verdict_row, verdicts.items())])
+    return 0
+
+
+def _verdict_row(item: tuple[cusparselt.Problem, tuner.Verdict]) -> list[str]:
+    problem, verdict = item
+    times = [f"{us:.1f}" if us else "-" for us in (verdict.dense_us, verdict.sparse_us)]
+    return [f"{problem.m} x {problem.n} x {problem.k}", f"{verdict.backend}: {verdict.reason}", *times]
+
+
+def _patched(options: argparse.Namespace) -> PreTrainedModel:
+    """The model's architecture without weights, patched as it would be trained."""
+    config = AutoConfig.from_pretrained(options.model)
+    own = getattr(config, "quantization_config", None)
+    if own is not None:
+        del config.quantization_config
+    if options.method or own is None:
+        sparse = Sparse24Config(method=options.method or "s-ste", target_modules=options.target_modules)
+    else:
+        sparse = own if isinstance(own, Sparse24Config) else Sparse24Config.from_dict(own)
+    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
+    with torch.device("meta"):
+        model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)
+    patch_model(model, sparse)
+    return model
+
+
+def _print_table(rows: list) -> None:
+    rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
