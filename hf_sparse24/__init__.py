@@ -10,6 +10,7 @@ from .checkpoint import export_model
 from .config import PRESETS, Sparse24Config
 from .controller import Sparse24Controller
 from .gated import fuse_gated_mlps, unfuse_gated_mlps
+from .inference import drop_master_weights
 from .linear import Sparse24Conv1D, Sparse24Linear
 from .oneshot import OneshotReport, oneshot
 from .patching import patch_model, unpatch_model
@@ -30,6 +31,7 @@ __all__ = [
     "Sparse24Trainer",
     "StepAdamW",
     "__version__",
+    "drop_master_weights",
     "export_model",
     "fuse_gated_mlps",
     "oneshot",

@@ -171,6 +171,7 @@ class Sparse24Layer(nn.Module):
         Exactly N:M along the input dimension: at most N of every M are non-zero. `dtype` is that of the result, by
         default the master's; what is kept never depends on it.
         """
+        self.operands.must_not_be_frozen()
         if not self.state_is_ready:
             raise RuntimeError(
                 "this layer was patched on the meta device and has no state yet; "
@@ -195,7 +196,7 @@ class Sparse24Layer(nn.Module):
         if self.input_dim == 0:
             weight = weight.t()
         config, (out, inputs) = self.method.config, weight.shape
-        tokens, backend = x.numel() // inputs, _backend(config)
+        tokens, backend = x.numel() // inputs, "cusparselt" if self.operands.frozen else _backend(config)
         problem = kernels.linear_problem(tokens, out, inputs, dtype)
         output_algorithm = kernels.plan_product(problem, x.device, backend)
         input_algorithm, forms = None, ["dense" if output_algorithm is None else "compressed"]
@@ -204,14 +205,19 @@ class Sparse24Layer(nn.Module):
                 problem = kernels.linear_problem(tokens, inputs, out, dtype)
                 input_algorithm = kernels.plan_product(problem, x.device, backend)
             forms.append("dense" if input_algorithm is None else "compressed-transposed")
-        operands = self.operands.get(forms, lambda: self._operand(dtype), self.weight, list(self.state.values()), dtype)
+        operands = self.operands.get(forms, lambda: self.operand(dtype), self.weight, list(self.state.values()), dtype)
         output_weight, input_weight = operands[0], operands[1] if len(operands) == 2 else None
         return _SparseLinearFunction.apply(
             x, weight, output_weight, input_weight, output_algorithm, input_algorithm, bias, self.method, self.rng_key
         )
 
+    def why_not_sparse(self) -> str | None:
+        """Why the output product cannot run on sparse tensor cores, whatever its speed; None where it can."""
+        out, inputs = self.weight.shape if self.input_dim == 1 else self.weight.shape[::-1]
+        return kernels.why_not_sparse(out, inputs, self.weight.dtype, self.weight.device, _backend(self.method.config))
+
     @torch.no_grad()
-    def _operand(self, dtype: torch.dtype) -> Tensor:
+    def operand(self, dtype: torch.dtype) -> Tensor:
         """The sparse weight as the products see it: `[out, in]`."""
         sparse_weight = self.sparse_weight(dtype)
         return sparse_weight if self.input_dim == 1 else sparse_weight.t()
@@ -230,6 +236,10 @@ class Sparse24Layer(nn.Module):
             if tensor.is_floating_point() and not tensor.is_meta:
                 self._buffers[name] = tensor.to(self._buffers[name].device)
         return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self.operands.must_not_be_frozen()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -35,6 +35,8 @@ class Operands:
     def __init__(self):
         self._sources: list = []
         self._forms: dict[str, Tensor] = {}
+        self.frozen = False
+        """Whether the compressed form is all there is, its master weight given up (see `drop_master_weights`)."""
 
     def get(
         self, names: list[str], make: Callable[[], Tensor], weight: Tensor, state: list[Tensor], *key
@@ -45,6 +47,10 @@ class Operands:
             names: of `FORMS`. make: computes the dense form.
             weight, state: what it is computed from. key: whatever else it depends on, such as a dtype.
         """
+        if self.frozen:
+            if names != ["compressed"]:
+                self.must_not_be_frozen()
+            return [self._forms["compressed"]]
         if torch.compiler.is_compiling():
             return list(_make(names, make).values())  # a graph can look at no version counter: it computes them itself
         sources = [weight, *state, weight.data_ptr(), *map(_version, [weight, *state]), _optimizer_steps, *key]
@@ -57,7 +63,20 @@ class Operands:
 
     def clear(self) -> None:
         """Forget everything: the next product makes its operands anew. Frees their memory."""
+        self.must_not_be_frozen()
         self._sources, self._forms = [], {}
+
+    def must_not_be_frozen(self) -> None:
+        """Raise where the master weight is needed and gone."""
+        if self.frozen:
+            raise RuntimeError(
+                "this layer's master weight was dropped: it computes under torch.no_grad() and cannot be trained, "
+                "saved, exported or moved; load the model again"
+            )
+
+    def freeze(self, compressed: Tensor) -> None:
+        """From now on, `compressed` is all there is."""
+        self._forms, self.frozen = {"compressed": compressed}, True
 
     def nbytes(self) -> int:
         """Memory that is held now."""

@@ -24,7 +24,7 @@ LAYERS = [
     ["layerwise", "calibration", "gated", "targets"],
     ["report"],
     ["patching"],
-    ["step_adamw", "controller", "checkpoint", "quantizer", "oneshot"],
+    ["step_adamw", "controller", "checkpoint", "quantizer", "oneshot", "inference"],
     ["callback", "tuning", "doctor"],
     ["cli"],
     ["trainer"],

@@ -5,12 +5,13 @@ import copy
 import pytest
 import sparse24_kernels as kernels
 import torch
+import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels import backends, cusparselt
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
-from hf_sparse24.patching import sparse_layers
+from hf_sparse24 import Sparse24Config, Sparse24Controller, drop_master_weights, patch_model, unpatch_model
+from hf_sparse24.patching import set_phase, sparse_layers
 
 METHODS = ["ste", "s-ste", "t-sr-ste"]
 
@@ -143,6 +144,40 @@ def test_memory_of_a_layer_whose_products_are_all_sparse(stand_in):  # noqa: F81
     model(torch.randn(16, 32).bfloat16().requires_grad_())
     layer = model.layers[0]
     assert layer.operands.nbytes() == 2 * 9 / 16 * layer.weight.numel() * 2  # W and its transpose, nothing dense
+
+
+def test_dropped_master_weights(stand_in, tmp_path):  # noqa: F811
+    model = zoo.build("llama").bfloat16()
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    ids = torch.randint(0, zoo.VOCAB, (2, 8))
+    with torch.no_grad():
+        before = model(ids).logits
+        sizes = sum(layer.weight.nbytes for layer in sparse_layers(model).values())
+        assert drop_master_weights(model) == sizes * 7 / 16
+        assert torch.equal(model(ids).logits, before)
+        assert torch.equal(model(ids[:1, :1]).logits.isfinite(), torch.ones(1, 1, zoo.VOCAB, dtype=torch.bool))
+    for forbidden in (
+        lambda: model(ids, labels=ids).loss.backward(),
+        lambda: model.save_pretrained(tmp_path),
+        lambda: model.float(),
+        lambda: unpatch_model(model),
+    ):
+        with pytest.raises(RuntimeError, match="master weight was dropped"):
+            forbidden()
+    with pytest.raises(ValueError, match=r"no weight can be dropped: .*: dropped already"):
+        drop_master_weights(model)
+
+
+def test_what_cannot_drop_its_master_weights(stand_in):  # noqa: F811
+    model = Mlp()
+    with pytest.raises(ValueError, match="not patched"):
+        drop_master_weights(model)
+    patch_model(model, Sparse24Config(method="ste", target_modules="all-linear"))
+    with pytest.raises(ValueError, match=r"layers\.0: the sparse products run in bf16 and fp16, not torch.float32"):
+        drop_master_weights(model)
+    set_phase(model, "dense")
+    with pytest.raises(ValueError, match="dense phase"):
+        drop_master_weights(model)
 
 
 def test_compiled_in_one_graph(stand_in):  # noqa: F811

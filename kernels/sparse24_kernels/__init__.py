@@ -14,7 +14,7 @@ from .decay import foreach_masked_decay_, masked_decay_
 from .fp8 import FP8_FORMATS, fp8_quantize, fp8_simulate
 from .gated import GATED_ACTIVATIONS, gated_activation
 from .masks import count_flips, nm_mask, pack_bits, unpack_bits
-from .matmul import compress, linear_problem, mm_problem, plan_product, sparse_linear, sparse_mm
+from .matmul import compress, linear_problem, mm_problem, plan_product, sparse_linear, sparse_mm, why_not_sparse
 from .mvue import mvue
 from .prune import (
     SCALE_RULES,
@@ -64,4 +64,5 @@ __all__ = [
     "transposable_mask",
     "unpack_bits",
     "unpack_nm",
+    "why_not_sparse",
 ]

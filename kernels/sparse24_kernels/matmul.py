@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import cusparselt
-from .backends import choose_product
+from .backends import check_backend, choose_product
 from .cusparselt import Algorithm, Problem
 
 
@@ -30,6 +30,14 @@ def plan_product(problem: Problem, device: torch.device, backend: str = "auto") 
         ValueError: an unknown backend, or one that was asked for by name and cannot run on `device`.
     """
     return choose_product(backend, problem, device).algorithm
+
+
+def why_not_sparse(m: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> str | None:
+    """Why a 2:4 matrix `[m, k]` cannot be multiplied on sparse tensor cores, whatever the speed; None where it can."""
+    check_backend(backend)
+    if backend == "reference":
+        return "backend='reference'"
+    return cusparselt.why_not(device) or cusparselt.why_not_matrix(m, k, dtype)
 
 
 def compress(matrix: Tensor) -> Tensor:
