@@ -89,8 +89,7 @@ def _grad_weight(grad: Tensor, x: Tensor, rng_key: Tensor | None, config: Sparse
     sparse = config.weight_grad in ("mvue", "mvue-approx") and len(grad) % 16 == 0
     algorithm = None
     if sparse:
-        problem = kernels.mm_problem(grad.shape[1], x.shape[1], len(grad), grad.dtype)
-        algorithm = kernels.plan_product(problem, grad.device, _backend(config))
+        algorithm = kernels.plan_mm(grad.shape[1], x.shape[1], len(grad), grad.dtype, grad.device, _backend(config))
     if algorithm is None:
         return _pruned(grad, config.weight_grad, 0, rng_key, config.fp8).t() @ x
     estimator = "approx" if config.weight_grad == "mvue-approx" else "exact"
@@ -197,13 +196,12 @@ class Sparse24Layer(nn.Module):
             weight = weight.t()
         config, (out, inputs) = self.method.config, weight.shape
         tokens, backend = x.numel() // inputs, "cusparselt" if self.operands.frozen else _backend(config)
-        problem = kernels.linear_problem(tokens, out, inputs, dtype)
-        output_algorithm = kernels.plan_product(problem, x.device, backend)
+        output_algorithm = kernels.plan_linear(tokens, out, inputs, dtype, x.device, backend)
         input_algorithm, forms = None, ["dense" if output_algorithm is None else "compressed"]
-        if torch.is_grad_enabled() and x.requires_grad:
+        # A graph that is traced asks for every gradient, needed or not.
+        if torch.is_grad_enabled() and (x.requires_grad or torch.compiler.is_compiling()):
             if self.method.transposable and config.input_grad == "dense":
-                problem = kernels.linear_problem(tokens, inputs, out, dtype)
-                input_algorithm = kernels.plan_product(problem, x.device, backend)
+                input_algorithm = kernels.plan_linear(tokens, inputs, out, dtype, x.device, backend)
             forms.append("dense" if input_algorithm is None else "compressed-transposed")
         operands = self.operands.get(forms, lambda: self.operand(dtype), self.weight, list(self.state.values()), dtype)
         output_weight, input_weight = operands[0], operands[1] if len(operands) == 2 else None

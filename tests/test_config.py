@@ -80,7 +80,7 @@ def test_json_round_trip(method):
             {"weight_grad": "sparse"},
             r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2'\]",
         ),
-        ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'reference'\]"),
+        ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'reference', 'cusparselt'\]"),
         ({"phase": "done"}, "phase='done': must be one of"),
     ],
 )

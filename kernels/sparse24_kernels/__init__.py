@@ -14,7 +14,16 @@ from .decay import foreach_masked_decay_, masked_decay_
 from .fp8 import FP8_FORMATS, fp8_quantize, fp8_simulate
 from .gated import GATED_ACTIVATIONS, gated_activation
 from .masks import count_flips, nm_mask, pack_bits, unpack_bits
-from .matmul import compress, linear_problem, mm_problem, plan_product, sparse_linear, sparse_mm, why_not_sparse
+from .matmul import (
+    compress,
+    linear_problem,
+    mm_problem,
+    plan_linear,
+    plan_mm,
+    sparse_linear,
+    sparse_mm,
+    why_not_sparse,
+)
 from .mvue import mvue
 from .prune import (
     SCALE_RULES,
@@ -55,7 +64,8 @@ __all__ = [
     "nm_prune",
     "pack_bits",
     "pack_nm",
-    "plan_product",
+    "plan_linear",
+    "plan_mm",
     "prune_forms",
     "s_ste_scale",
     "soft_threshold",

@@ -1,10 +1,12 @@
 """The products with one 2:4 operand: dense math on its zeros, or sparse tensor cores where those are faster."""
 
+from operator import index
+
 import torch
 from torch import Tensor
 
 from . import cusparselt
-from .backends import check_backend, choose_product
+from .backends import check_backend, choose_backend, choose_product
 from .cusparselt import Algorithm, Problem
 
 
@@ -18,18 +20,45 @@ def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> Problem:
     return Problem(m, n, k, dtype, dense_is_column_major=False, transposed=False)
 
 
-def plan_product(problem: Problem, device: torch.device, backend: str = "auto") -> Algorithm | None:
-    """How `sparse_linear` or `sparse_mm` should run a problem: an algorithm, or None for dense math.
+def plan_linear(
+    tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+) -> Algorithm | None:
+    """How `sparse_linear` should run: an algorithm, or None for dense math.
 
-    Made apart from the product, because it decides which form of the sparse operand is needed.
+    Made apart from the product, because it decides which form of the weight is needed. In a graph of torch.compile it
+    is a constant, so where sparse products are possible, each number of tokens has a graph of its own.
 
     Args:
-        backend: `"auto"`, or one of `BACKENDS`.
+        tokens: rows of the activations, all leading dimensions together. out, inputs: the weight's sizes.
+        dtype: of the product. backend: `"auto"`, or one of `BACKENDS`.
 
     Raises:
         ValueError: an unknown backend, or one that was asked for by name and cannot run on `device`.
     """
-    return choose_product(backend, problem, device).algorithm
+    if not _can_be_sparse(dtype, device, backend):
+        return None
+    return _plan(out, index(tokens), inputs, dtype, True, True, device, backend)
+
+
+def plan_mm(
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+) -> Algorithm | None:
+    """`plan_linear` for `sparse_mm`: a sparse `[m, k]` times a dense `[k, n]`, both row-major."""
+    if not _can_be_sparse(dtype, device, backend):
+        return None
+    return _plan(m, n, index(k), dtype, False, False, device, backend)
+
+
+# Plain numbers in and out of these two, since torch.compile runs them and keeps the result.
+@torch._dynamo.assume_constant_result
+def _can_be_sparse(dtype: torch.dtype, device: torch.device, backend: str) -> bool:
+    return choose_backend(backend, device).backend != "reference" and dtype in cusparselt.DTYPES
+
+
+@torch._dynamo.assume_constant_result
+def _plan(*arguments) -> Algorithm | None:
+    *problem, device, backend = arguments
+    return choose_product(backend, Problem(*problem), device).algorithm
 
 
 def why_not_sparse(m: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> str | None:
@@ -57,7 +86,7 @@ def sparse_linear(
     Args:
         x: `[..., in]`. bias: `[out]` or None.
         weight: without an algorithm, `[out, in]`, any strides; with one, what `compress` made of it.
-        algorithm: of `plan_product`. out: the weight's rows, needed where it is compressed.
+        algorithm: of `plan_linear`. out: the weight's rows, needed where it is compressed.
 
     Returns:
         `[..., out]` in the operands' dtype, row-major.
@@ -75,7 +104,7 @@ def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = No
 
     Args:
         sparse: without an algorithm, `[m, k]`, 2:4 along k; with one, what `compress` made of it.
-        dense: `[k, n]`, any strides. algorithm: of `plan_product`. m: rows of the result, needed where compressed.
+        dense: `[k, n]`, any strides. algorithm: of `plan_mm`. m: rows of the result, needed where compressed.
 
     Returns:
         `[m, n]` in the operands' dtype, row-major.
