@@ -42,7 +42,7 @@ class _SparseLinearFunction(torch.autograd.Function):
     """The three products. `weight` is there to receive the gradient; the other two are what is multiplied.
 
     `output_weight` and `input_weight` are forms of the sparse weight (`operands.FORMS`), for the output and for the
-    grad_input product (None where x needs no gradient); their algorithms say which, None for the dense form.
+    grad_input product (None where that of the output serves); their algorithms say which, None for the dense form.
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ class _SparseLinearFunction(torch.autograd.Function):
         config = method.config
         if config.activations == "2:4":
             x = kernels.nm_prune(x)
-        ctx.save_for_backward(x, input_weight, rng_key)
+        ctx.save_for_backward(x, output_weight if input_weight is None else input_weight, rng_key)
         ctx.method, ctx.input_algorithm, ctx.weight_shape = method, input_algorithm, weight.shape
         ctx.weight_dtype = weight.dtype
         if config.fp8:
@@ -204,7 +204,7 @@ class Sparse24Layer(nn.Module):
                 input_algorithm = kernels.plan_linear(tokens, inputs, out, dtype, x.device, backend)
             forms.append("dense" if input_algorithm is None else "compressed-transposed")
         operands = self.operands.get(forms, lambda: self.operand(dtype), self.weight, list(self.state.values()), dtype)
-        output_weight, input_weight = operands[0], operands[1] if len(operands) == 2 else None
+        output_weight, input_weight = operands[0], None if forms[-1] == forms[0] else operands[-1]
         return _SparseLinearFunction.apply(
             x, weight, output_weight, input_weight, output_algorithm, input_algorithm, bias, self.method, self.rng_key
         )

@@ -52,7 +52,8 @@ class Operands:
                 self.must_not_be_frozen()
             return [self._forms["compressed"]]
         if torch.compiler.is_compiling():
-            return list(_make(names, make).values())  # a graph can look at no version counter: it computes them itself
+            forms = _make(names, make)  # a graph can look at no version counter: it computes them itself
+            return [forms[name] for name in names]
         sources = [weight, *state, weight.data_ptr(), *map(_version, [weight, *state]), _optimizer_steps, *key]
         if len(sources) != len(self._sources) or any(not _same(a, b) for a, b in zip(sources, self._sources)):
             self._sources, self._forms = sources, {}
