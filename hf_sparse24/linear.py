@@ -235,6 +235,12 @@ class Sparse24Layer(nn.Module):
                 self._buffers[name] = tensor.to(self._buffers[name].device)
         return self
 
+    def _replicate_for_data_parallel(self):
+        # Replicas run in threads, each with a weight of its own on another device.
+        replica = super()._replicate_for_data_parallel()
+        replica.operands = Operands()
+        return replica
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self.operands.must_not_be_frozen()
         super()._save_to_state_dict(destination, prefix, keep_vars)

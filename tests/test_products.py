@@ -1,6 +1,7 @@
 """Sparse products in models, on a CPU stand-in for the library: right numbers, packed once, never stale."""
 
 import copy
+import pickle
 
 import pytest
 import sparse24_kernels as kernels
@@ -135,6 +136,8 @@ def test_a_copy_and_a_pickle_carry_no_operands(stand_in):  # noqa: F811
     layer = model.layers[0]
     assert layer.operands.nbytes() > 0
     assert copy.deepcopy(model).layers[0].operands.nbytes() == 0
+    assert layer._replicate_for_data_parallel().operands.nbytes() == 0
+    assert pickle.loads(pickle.dumps(layer.operands)).nbytes() == 0
     layer.operands.clear()
     assert layer.operands.nbytes() == 0
 

@@ -1,0 +1,135 @@
+"""hf-sparse24 doctor and tune, on a machine without a GPU and on a pretended one."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+import zoo
+from cslt import stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels import backends, cusparselt, tuner
+
+from hf_sparse24 import Sparse24Config, doctor, patch_model
+from hf_sparse24.cli import main
+
+
+@pytest.fixture
+def directory(tmp_path):
+    model = zoo.build("llama", architectures=["LlamaForCausalLM"])
+    model.config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_doctor_says_what_runs_here_and_why(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for part in (f"torch          {torch.__version__}", "a CPU build", "the kernels need a CUDA device, not cpu"):
+        assert part in printed
+    assert printed.count(" ok\n") == len(doctor._SELF_TESTS)
+    assert "sparse product     skipped: cuSPARSELt needs a CUDA device, not cpu" in printed
+
+
+def test_doctor_fails_where_an_operation_is_wrong(capsys, monkeypatch):
+    right, calls = kernels.soft_threshold, []
+
+    def wrong_the_first_time(x):
+        calls.append(x)
+        return right(x) + (len(calls) == 1)
+
+    monkeypatch.setattr(kernels, "soft_threshold", wrong_the_first_time)
+    monkeypatch.setattr(kernels, "nm_mask", lambda *_, **__: 1 / 0)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "soft_threshold     FAILED: differs from the CPU by 1" in printed
+    assert "nm_mask            FAILED: ZeroDivisionError" in printed
+    assert "mvue               ok" in printed  # the others go on
+
+
+def test_a_wrong_library_is_told(stand_in):  # noqa: F811
+    assert dict(doctor.self_test(torch.device("cpu")))["sparse product"] == "ok"
+    stand_in.wrong_ids = (0,)
+    assert "FAILED: relative error" in dict(doctor.self_test(torch.device("cpu")))["sparse product"]
+
+
+def verdict(problem, device):
+    """Dense takes 2 us everywhere; sparse wins on the output product and was not measured for gradients."""
+    if problem.transposed:
+        return tuner.Verdict("cusparselt", cusparselt.Algorithm(3), 1.25, 2.0, "measured")
+    return tuner.Verdict("dense", None, None, None, "not tuned: run `hf-sparse24 tune`")
+
+
+def test_predicted_gains(stand_in, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(backends.tuner, "choose", verdict)
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ste"))
+    rows = doctor.gains(model, 32, torch.bfloat16, torch.device("cpu"))
+    # Three products of 2 us, one of them in 1.25 us.
+    assert rows == [
+        ["4", "64 x 32", "sparse 1.60x", "dense", "dense", "1.14x"],
+        ["2", "32 x 64", "sparse 1.60x", "dense", "dense", "1.14x"],
+    ]
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    (row, _) = doctor.gains(model, 32, torch.bfloat16, torch.device("cpu"))
+    assert row[2:] == ["sparse 1.60x", "sparse 1.60x", "dense: not tuned: run `hf-sparse24 tune`", "?"]
+
+
+def test_problems_of_a_model():
+    model = zoo.build("gpt2")
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    problems = doctor.problems(model, 64, torch.bfloat16)
+    assert set(problems) == {
+        *(kernels.linear_problem(64, out, inputs, torch.bfloat16) for out, inputs in ((128, 32), (32, 128))),
+        *(kernels.mm_problem(out, inputs, 64, torch.bfloat16) for out, inputs in ((128, 32), (32, 128))),
+    }
+    assert not any(problem.transposed is False for problem in doctor.problems(model, 60, torch.bfloat16))
+
+
+def test_doctor_on_a_model_that_is_not_loaded(directory, capsys):
+    assert main(["doctor", directory, "--tokens", "64", "--method", "t-sr-ste"]) == 0
+    printed = capsys.readouterr().out
+    assert "64 x 32   dense: cuSPARSELt needs a CUDA device, not cpu" in printed
+
+
+def test_tune(directory, capsys, monkeypatch, stand_in):  # noqa: F811
+    asked = []
+
+    def tune(problems, device, on_progress):
+        asked.extend(problems)
+        on_progress("half way")
+        return {problem: verdict(problem, device) for problem in problems}
+
+    monkeypatch.setattr(tuner, "tune", tune, raising=False)
+    assert main(["tune", directory, "--tokens", "64", "--dtype", "fp16"]) == 0
+    printed = capsys.readouterr().out
+    assert len(asked) == 4 and all(problem.dtype == torch.float16 for problem in asked)
+    assert "64 x 64 x 32" in printed and "cusparselt: measured" in printed and "1.2" in printed
+
+
+def test_tune_stopped(directory, capsys, monkeypatch, stand_in):  # noqa: F811
+    def tune(problems, device, on_progress):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "tune", tune, raising=False)
+    assert main(["tune", directory]) == 130
+    assert "what was measured is kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune", "{}"], "nothing to tune here: cuSPARSELt needs a CUDA device, not cpu"),
+        (["doctor", "/no/such/model"], "hf-sparse24: "),
+        (["doctor", "{}", "--target-modules", "mpl"], "nothing to patch"),
+    ],
+)
+def test_wrong_arguments(directory, arguments, message, capsys):
+    assert main([argument.format(directory) for argument in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["tune"], ["doctor", "x", "--tokens", "0"], ["tune", "x", "--method", "best"]]
+)
+def test_usage(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "usage: hf-sparse24" in capsys.readouterr().err
