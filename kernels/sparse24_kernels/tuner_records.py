@@ -1,0 +1,189 @@
+"""The tuner's vocabulary, as tuples and as JSON: environments, measurements, failures, rules, and buckets of n."""
+
+import hashlib
+import json
+import math
+import re
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+
+from . import cusparselt
+from .cusparselt import DTYPES, MULTIPLE, Algorithm, Problem
+
+FORMAT = 1
+"""Of the files. A file of another format is ignored."""
+
+SEGMENT_K = -1
+"""The `split_k` that asks for segment-k."""
+SEGMENT_K_FROM = 400
+"""Segment-k has been seen to hang for fewer columns than this."""
+
+BUCKETS = tuple(edge for power in range(4, 32) for edge in (2**power, 3 * 2 ** (power - 1)) if edge % MULTIPLE == 0)
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+def bucket(n: int) -> int:
+    """The largest n that shares a verdict with `n`: the next power of two or midpoint of two (16, 32, 48, 64, 96, ...).
+
+    Rounded up, as full batches are the usual powers of two and the last batch is smaller. Comparisons alone, so that
+    `torch.compile` turns a dynamic n into a guard on this range.
+    """
+    for edge in BUCKETS:
+        if n <= edge:
+            return edge
+    return BUCKETS[-1]
+
+
+def bucket_start(n: int) -> int:
+    """The smallest n that shares a verdict with `n`."""
+    place = BUCKETS.index(bucket(n))
+    return BUCKETS[place - 1] + 1 if place else 1
+
+
+class Environment(NamedTuple):
+    """What a measurement is valid for, besides its problem."""
+
+    device: str
+    capability: str
+    torch: str
+    cusparselt: str
+
+    def file_name(self) -> str:
+        readable = re.sub(r"[^A-Za-z0-9.+]+", "-", "_".join(self)).strip("-")
+        return f"{readable}-{hashlib.sha256(json.dumps(self).encode()).hexdigest()[:8]}.json"
+
+
+def current_environment(device: torch.device) -> Environment:
+    name, capability = device.type, ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    return Environment(name, capability, str(torch.__version__), cusparselt.version())
+
+
+class Measured(NamedTuple):
+    """An algorithm whose numbers are right, with its time and that of the dense product, taken in turns."""
+
+    algorithm: Algorithm
+    sparse_us: float
+    dense_us: float
+
+    @property
+    def speedup(self) -> float:
+        return self.dense_us / self.sparse_us
+
+
+class Failure(NamedTuple):
+    """An algorithm that hung, died or gave wrong numbers, and where it did."""
+
+    problem: Problem
+    algorithm: Algorithm
+    why: str
+
+    @property
+    def key(self) -> tuple:
+        """One bad size is enough: no size of the kind is trusted to it again, as only few sizes are ever checked."""
+        return (*self.problem[3:], self.algorithm)
+
+
+class Rule(NamedTuple):
+    """One line of a `deny.json`. Versions and devices are patterns such as "0.6.*"; None stands for any."""
+
+    cusparselt: str
+    device: str
+    id: int | None
+    split_k: int | None
+    reason: str
+    source: str
+
+    def matches(self, environment: Environment, algorithm: Algorithm) -> bool:
+        return (
+            fnmatchcase(environment.cusparselt, self.cusparselt)
+            and fnmatchcase(environment.device, self.device)
+            and self.id in (None, algorithm.id)
+            and self.split_k in (None, algorithm.split_k)
+        )
+
+
+def problem_record(problem: Problem) -> dict[str, Any]:
+    """For JSON; `parse_problem` reads it back."""
+    return problem._asdict() | {"dtype": str(problem.dtype).removeprefix("torch.")}
+
+
+def parse_problem(record: Any) -> Problem:
+    kinds = {"m": int, "n": int, "k": int, "dtype": str, "dense_is_column_major": bool, "transposed": bool}
+    m, n, k, dtype, column_major, transposed = _fields(record, kinds)
+    if dtype not in _DTYPES or not all(0 < size < 2**31 for size in (m, n, k)):
+        raise ValueError(f"no problem of ours: {record}")
+    return Problem(m, n, k, _DTYPES[dtype], column_major, transposed)
+
+
+def _parse_algorithm(record: Any) -> Algorithm:
+    algorithm = Algorithm(*_fields(record, {"id": int, "split_k": int, "split_k_mode": int}))
+    if not (0 <= algorithm.id < 1024 and -1 <= algorithm.split_k < 1024 and -1 <= algorithm.split_k_mode < 16):
+        raise ValueError(f"no algorithm: {record}")
+    return algorithm
+
+
+def _parse_measured(record: Any) -> Measured:
+    return Measured(_parse_algorithm(record), *_fields(record, {"sparse_us": float, "dense_us": float}))
+
+
+def parse_table(data: Any, environment: Environment) -> tuple[dict[Problem, tuple[Measured, ...]], list[Failure]]:
+    where, entries, failures = _of_this_format(data, {"environment": dict, "entries": list, "failures": list})
+    if where != environment._asdict():
+        raise ValueError(f"it is of another environment, {where}")
+    found = {}
+    for record in entries:
+        (candidates,) = _fields(record, {"candidates": list})
+        found[parse_problem(record)] = tuple(map(_parse_measured, candidates))
+    return found, [Failure(parse_problem(r), _parse_algorithm(r), *_fields(r, {"why": str})) for r in failures]
+
+
+def dump_table(environment: Environment, entries: dict[Problem, tuple[Measured, ...]], failures: list[Failure]) -> str:
+    def measured(candidate: Measured) -> dict[str, Any]:
+        return candidate.algorithm._asdict() | {"sparse_us": candidate.sparse_us, "dense_us": candidate.dense_us}
+
+    data = {
+        "format": FORMAT,
+        "environment": environment._asdict(),
+        "entries": [problem_record(p) | {"candidates": [measured(c) for c in entries[p]]} for p in entries],
+        "failures": [problem_record(f.problem) | f.algorithm._asdict() | {"why": f.why} for f in failures],
+    }
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def parse_rules(data: Any) -> list[Rule]:
+    (records,) = _of_this_format(data, {"deny": list})
+    kinds = {"cusparselt": str, "device": str, "id": int | None, "split_k": int | None, "reason": str, "source": str}
+    return [Rule(*_fields(record, kinds)) for record in records]
+
+
+def _of_this_format(data: Any, kinds: dict[str, Any]) -> list[Any]:
+    (version,) = _fields(data, {"format": int})
+    if version != FORMAT:
+        raise ValueError(f"it has format {version}, this version reads {FORMAT}")
+    return _fields(data, kinds)
+
+
+def _fields(record: Any, kinds: dict[str, Any]) -> list[Any]:
+    """The named values of a JSON object.
+
+    Raises:
+        ValueError: a value is missing or of another type (True is no int), or a time is not finite and positive.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{str(record)[:60]!r} where an object should be")
+    values = []
+    for name, kind in kinds.items():
+        value = record.get(name)
+        if kind is float and type(value) is int:
+            value = float(value)
+        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        if not fits or (kind is float and not 0 < value < math.inf):
+            raise ValueError(f"{name} is {str(value)[:60]!r}")
+        values.append(value)
+    return values
