@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speed-up in this round."""
+    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speed-up of the round."""
 
     problem: Problem
     number: int

@@ -194,11 +194,11 @@ def poisoned(call: Callable[[], Tensor], case: Case) -> Tensor:
     n = case.problem.n + -case.problem.n % MULTIPLE
     garbage = torch.full((case.problem.m * n,), math.nan, dtype=case.problem.dtype, device=case.dense.device)
     del garbage  # the allocator hands out again what it got back last; in the mode below torch fills that as well
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     try:
         return call()
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def check(case: Case, result: Tensor, of: str = "") -> None:

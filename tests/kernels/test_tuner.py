@@ -1,0 +1,202 @@
+"""What the tuner chooses: from which measurements, and when it does not."""
+
+import pytest
+import torch
+from sparse24_kernels import cusparselt, tuner, tuner_table
+from sparse24_kernels.cusparselt import Algorithm, Problem
+from sparse24_kernels.tuner import choose, reset, tune
+from sparse24_kernels.tuner_records import Environment, bucket, bucket_start
+from sparse24_kernels.tuner_table import Table
+from tuner_stage import CPU, HERE, PROBLEM, deny, measured, remember, user_file
+
+pytestmark = pytest.mark.usefixtures("tuner_stage")
+
+
+def test_untuned_is_dense_and_says_what_to_do():
+    verdict = choose(PROBLEM, CPU)
+    assert verdict == ("dense", Algorithm(), None, None, "not tuned: run `hf-sparse24 tune`")
+    assert not tuner_table.user_directory().exists()
+
+
+def test_what_cannot_run_is_dense_with_the_reason(monkeypatch):
+    assert "multiples of 16" in choose(PROBLEM._replace(k=24), CPU).reason
+    assert "float32" in choose(PROBLEM._replace(dtype=torch.float32), CPU).reason
+    monkeypatch.setattr(cusparselt, "why_not", lambda device: "no such device")
+    reset()
+    remember(PROBLEM, measured(1, 50.0))
+    assert choose(PROBLEM, CPU)[::4] == ("dense", "no such device")
+    with pytest.raises(ValueError, match="no such device"):
+        tune([PROBLEM], CPU)
+
+
+def test_round_trip():
+    candidates = measured(17, 60.5), measured(20, 61.25, split_k=2), measured(3, 1e-3)
+    remember(PROBLEM, *candidates)
+    other = PROBLEM._replace(n=16, dtype=torch.float16, transposed=False)
+    remember(other)
+    table = Table(HERE)
+    assert table.entries == {PROBLEM: candidates, other: ()}
+    assert table.failures == {}
+
+
+def test_the_fastest_is_chosen():
+    remember(PROBLEM, measured(17, 60.0), measured(20, 50.0))
+    verdict = choose(PROBLEM, CPU)
+    assert verdict[:4] == ("cusparselt", Algorithm(20), 50.0, 100.0)
+    assert "2.00 times" in verdict.reason and "64 x 4096 x 128" in verdict.reason
+    remember(PROBLEM)
+    assert choose(PROBLEM, CPU).reason.endswith("no algorithm passes the checks")
+
+
+@pytest.mark.parametrize(
+    "sparse_us, backend", [(97.0, "cusparselt"), (98.5, "dense"), (100.0, "dense"), (200.0, "dense")]
+)
+def test_dense_unless_two_per_cent_faster(sparse_us, backend):
+    remember(PROBLEM, measured(1, sparse_us))
+    verdict = choose(PROBLEM, CPU)
+    assert verdict[0] == backend and verdict[2:4] == (sparse_us, 100.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"m": 80}, {"k": 144}, {"n": 2048}, {"dtype": torch.float16}, {"transposed": False}, {"n": 4097}]
+)
+def test_an_entry_serves_its_own_problem(change):
+    remember(PROBLEM, measured(1, 50.0))
+    assert choose(PROBLEM._replace(**change), CPU).reason == tuner.NOT_TUNED
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_environments_are_apart(place, monkeypatch):
+    remember(PROBLEM, measured(1, 50.0))
+    elsewhere = Environment(*("other" if i == place else value for i, value in enumerate(HERE)))
+    monkeypatch.setattr(tuner, "current_environment", lambda device: elsewhere)
+    assert choose(PROBLEM, CPU).backend == "dense"
+    remember(PROBLEM, measured(2, 50.0), environment=elsewhere)
+    assert choose(PROBLEM, CPU).algorithm.id == 2
+    assert len(list(tuner_table.user_directory().glob("*.json"))) == 2
+
+
+def test_names_of_devices_make_files_that_are_apart():
+    names = {HERE._replace(device=device).file_name() for device in ("A/B", "A B", "A-B", "../A-B", "é")}
+    assert len(names) == 5 and not [name for name in names if "/" in name or " " in name]
+
+
+def test_buckets():
+    assert [bucket(n) for n in (0, 1, 16, 17, 33, 48, 49, 4096, 4097, 6144, 6145)] == [
+        *(16, 16, 16, 32, 48, 48, 64, 4096, 6144, 6144, 8192)
+    ]
+    for n in range(1, 3000):
+        assert bucket_start(n) <= n <= bucket(n)
+        assert bucket(bucket_start(n)) == bucket(n) and (
+            n == 1 or bucket_start(n) in (1, bucket(bucket_start(n) - 1) + 1)
+        )
+
+
+def test_a_bucket_shares_its_verdict():
+    remember(PROBLEM._replace(n=4000), measured(1, 50.0))
+    inside = [choose(PROBLEM._replace(n=n), CPU) for n in (3073, 4000, 4096, 3500)]
+    assert {verdict.algorithm.id for verdict in inside} == {1}
+    assert {choose(PROBLEM._replace(n=n), CPU).reason for n in (3072, 4097)} == {tuner.NOT_TUNED}
+
+
+@pytest.mark.parametrize("order", [(4096, 3600), (3600, 4096)])
+def test_of_a_bucket_every_measurement_counts_in_any_order(order):
+    remember(PROBLEM, measured(1, 50.0), measured(2, 55.0))
+    remember(PROBLEM._replace(n=3600), measured(2, 60.0))
+    assert [choose(PROBLEM._replace(n=n), CPU).algorithm.id for n in order] == [1, 1]
+    remember(PROBLEM._replace(n=3600), measured(2, 99.0))
+    assert [choose(PROBLEM._replace(n=n), CPU).backend for n in order] == ["dense", "dense"]
+
+
+def test_a_verdict_stays_until_reset():
+    assert choose(PROBLEM, CPU).backend == "dense"
+    table = tuner._table(HERE)
+    table.add(PROBLEM, (measured(1, 50.0),))
+    assert choose(PROBLEM, CPU).reason == tuner.NOT_TUNED
+    table.save()
+    reset()
+    assert choose(PROBLEM, CPU).algorithm.id == 1
+    user_file().unlink()  # read once
+    assert choose(PROBLEM._replace(m=128), CPU).backend == "dense" and choose(PROBLEM, CPU).algorithm.id == 1
+
+
+def test_steady_state_reads_nothing(monkeypatch):
+    remember(PROBLEM, measured(1, 50.0))
+    choose(PROBLEM, CPU)
+    monkeypatch.setattr(tuner, "_decide", None)
+    monkeypatch.setattr(tuner, "_table", None)
+    assert choose(PROBLEM._replace(n=4000), CPU).algorithm.id == 1
+
+
+def test_deterministic_when_asked():
+    remember(PROBLEM, measured(1, 50.0, split_k=2), measured(2, 60.0), measured(3, 55.0, split_k=-1))
+    remember(PROBLEM._replace(m=128), measured(1, 50.0, split_k=2))
+    remember(PROBLEM._replace(m=256), measured(1, 50.0, split_k=2), measured(2, 99.0))
+    problems = [PROBLEM, PROBLEM._replace(m=128), PROBLEM._replace(m=256)]
+    assert [choose(problem, CPU).algorithm for problem in problems] == [Algorithm(1, 2)] * 3
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second, third = (choose(problem, CPU) for problem in problems)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first[:2] == ("cusparselt", Algorithm(2))
+    assert second.backend == "dense" and "deterministic" in second.reason
+    assert third.backend == "dense"
+    assert choose(PROBLEM, CPU).algorithm == Algorithm(1, 2)
+
+
+def test_in_a_compiled_graph(monkeypatch):
+    """No graph break, a dynamic n is guarded by its bucket, and determinism by its flag."""
+    weight = torch.nn.Parameter(torch.randn(64, 128))
+
+    def double_if_sparse(x):
+        verdict = choose(Problem(*(64, x.shape[0], 128), torch.bfloat16, True, True), x.device)
+        return x @ weight.t() * (2 if verdict.backend == "cusparselt" else 1)
+
+    remember(PROBLEM._replace(n=96), measured(1, 50.0, split_k=2))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(double_if_sparse, fullgraph=True, backend=backend)
+    for n in (70, 80, 90, 96, 100, 128, 81):
+        x = torch.randn(n, 128)
+        torch.testing.assert_close(compiled(x), double_if_sparse(x))
+        assert torch.equal(compiled(x), x @ weight.t()) == (n > 96)
+    assert len(graphs) == 3  # static, then one for each bucket
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(compiled(x), x @ weight.t())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_denied_is_never_used_nor_tried(stand_in):
+    remember(PROBLEM, measured(1, 50.0), measured(2, 60.0, split_k=2), measured(3, 70.0))
+    deny({"id": 1, "cusparselt": "0.8.*", "device": "Test*"}, {"split_k": 2}, {"id": 3, "cusparselt": "0.7.*"})
+    assert choose(PROBLEM, CPU).algorithm == Algorithm(3)
+    worker = stand_in(_0=90, _1=10, _3=70, **{"0/2": 5, "3/4": 60})
+    assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].algorithm == Algorithm(3, 4)
+    assert "1" not in worker.tried() and not [name for name in worker.tried() if name.endswith("/2")]
+    deny({"id": 3}, {"id": 0})
+    verdict = choose(PROBLEM, CPU)
+    assert verdict.backend == "dense" and "no algorithm passes" in verdict.reason
+
+
+def test_users_may_deny_and_nonsense_denies_nothing():
+    remember(PROBLEM, measured(1, 50.0))
+    deny({"id": 1}, folder=tuner_table.user_directory())
+    assert choose(PROBLEM, CPU).backend == "dense"
+    deny({"id": "1"}, folder=tuner_table.user_directory())
+    with pytest.warns(UserWarning, match=r"deny\.json is ignored: id is '1'"):
+        assert choose(PROBLEM, CPU).backend == "cusparselt"
+
+
+def test_segment_k_is_not_used_where_it_may_hang():
+    for n in (256, 512):  # the bucket of 512 begins below 400
+        remember(PROBLEM._replace(n=n), measured(1, 50.0, split_k=-1), measured(2, 60.0))
+        assert choose(PROBLEM._replace(n=n), CPU).algorithm == Algorithm(2)
+    remember(PROBLEM._replace(n=768), measured(1, 50.0, split_k=-1))
+    assert choose(PROBLEM._replace(n=513), CPU).algorithm == Algorithm(1, -1)

@@ -1,0 +1,284 @@
+"""What a worker checks before it believes in a number or a time; a CPU stands in for the library."""
+
+import sys
+
+import pytest
+import torch
+from sparse24_kernels import tuner, tuner_check, tuner_records, tuner_search, tuner_worker
+from sparse24_kernels.cusparselt import Algorithm, Problem
+from sparse24_kernels.tuner import tune
+from sparse24_kernels.tuner_records import bucket, bucket_start
+from sparse24_kernels.tuner_table import Table
+from tuner_stage import CPU, HERE, PROBLEM
+
+pytestmark = pytest.mark.usefixtures("tuner_stage")
+
+
+SMALL = Problem(32, 40, 64, torch.bfloat16, True, True)
+PLAIN = Algorithm()
+
+
+class CpuLibrary(tuner_check.Library):
+    """Right, and twice as fast as dense, unless told otherwise by what follows."""
+
+    def compress(self, matrix):
+        return matrix.clone()
+
+    def matmul(self, compressed, dense, problem, algorithm):
+        return self.laid_out(compressed.float() @ dense.float(), problem)
+
+    def laid_out(self, product, problem):
+        return (product.t() if problem.transposed else product).to(problem.dtype).contiguous()
+
+    def synchronize(self):
+        pass
+
+    def measure(self, call):
+        result = call()
+        self.turn = not getattr(self, "turn", False)
+        return (50.0 if self.turn else 100.0), result
+
+    def peak(self):
+        return 1e15
+
+    def environment(self):
+        return HERE
+
+
+def attempt(library, problem=SMALL, algorithm=PLAIN):
+    return tuner_check.try_candidate(library, tuner_check.prepare(library, problem), algorithm, 1)
+
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@every_dtype
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("m, n, k", [(32, 40, 64), (16, 1, 4096), (48, 130, 512)])
+def test_a_right_library_passes(dtype, column_major, transposed, m, n, k):
+    library = CpuLibrary(CPU)
+    problem = Problem(m, n, k, dtype, column_major, transposed)
+    assert attempt(library, problem) == (50.0, 100.0)
+    cases = tuner_check.prepare(library, problem)
+    assert {case.problem.n for case in cases} == {n, bucket_start(n), bucket(n)}
+    for case in cases:
+        groups = case.matrix.view(m, -1, 4)
+        assert ((groups != 0).sum(-1) <= 2).all()
+        assert not (torch.signbit(groups) & (groups == 0)).any()
+        if case.problem.n > 1:
+            assert case.dense.is_contiguous() is not column_major and (case.dense.t().is_contiguous() is column_major)
+        assert case.error(library.dense(case.matrix, case.dense, case.problem)) <= 1.5
+    large = max(cases, key=lambda case: case.scale)
+    peak = library.dense(large.matrix, large.dense, large.problem).abs().max()
+    assert peak.isfinite() and peak > torch.finfo(dtype).max / 64
+    zeros = cases[-1]
+    assert (zeros.matrix == 0).all(1).any() and (zeros.dense == 0).all(0).any() and (zeros.truth == 0).any()
+
+
+class Tampered(CpuLibrary):
+    """`tamper(right result in fp32 [m, n], problem, number of the call)`."""
+
+    def __init__(self, tamper, from_call=0):
+        super().__init__(CPU)
+        self.tamper, self.from_call, self.calls = tamper, from_call, 0
+
+    def matmul(self, compressed, dense, problem, algorithm):
+        right = compressed.float() @ dense.float()
+        self.calls += 1
+        if self.calls <= self.from_call:
+            return self.laid_out(right, problem)
+        return self.laid_out(self.tamper(right, problem, self.calls), problem)
+
+
+def one_element(value):
+    def tamper(right, problem, call):
+        right[3, 0] = value
+        return right
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda right, problem, call: right * 1.02,
+        lambda right, problem, call: right + 0.3,
+        lambda right, problem, call: right.roll(1, 0),
+        lambda right, problem, call: -right,
+        lambda right, problem, call: torch.zeros_like(right),
+        one_element(float("nan")),
+        one_element(float("inf")),
+        one_element(1e4),
+        lambda right, problem, call: right.clamp(-1e4, 1e4),  # right but for large numbers
+        lambda right, problem, call: right if problem.n != 33 else right * 2,  # wrong at the start of the bucket
+        lambda right, problem, call: right if problem.n != 48 else right * 2,  # and at its end
+    ],
+)
+def test_wrong_numbers_are_rejected(tamper):
+    with pytest.raises(tuner_check.Rejected, match="wrong numbers") as caught:
+        attempt(Tampered(tamper))
+    assert caught.value.deny
+
+
+@every_dtype
+def test_one_lost_term_shows(dtype):
+    class Forgetful(CpuLibrary):
+        def matmul(self, compressed, dense, problem, algorithm):
+            return self.laid_out(compressed[:, :-1].float() @ dense[:-1].float(), problem)
+
+    with pytest.raises(tuner_check.Rejected, match="wrong numbers"):
+        attempt(Forgetful(CPU), Problem(64, 256, 4096, dtype, True, True))
+
+
+@every_dtype
+def test_sums_in_low_precision_are_rejected(dtype):
+    """Split-k that adds its parts in the operands' dtype is not as good as the dense product."""
+
+    class Coarse(CpuLibrary):
+        def matmul(self, compressed, dense, problem, algorithm):
+            parts = zip(compressed.float().chunk(8, 1), dense.float().chunk(8, 0))
+            return self.laid_out(sum((a @ b).to(dtype) for a, b in parts), problem)
+
+    with pytest.raises(tuner_check.Rejected, match="wrong numbers"):
+        attempt(Coarse(CPU), Problem(64, 256, 1024, dtype, True, True), Algorithm(0, 8))
+
+
+def test_another_order_of_sums_passes():
+    class Shuffled(CpuLibrary):
+        def matmul(self, compressed, dense, problem, algorithm):
+            order = torch.randperm(problem.k)
+            return self.laid_out(compressed[:, order].float() @ dense[order].float(), problem)
+
+    problem = Problem(64, 256, 1024, torch.bfloat16, True, True)
+    assert attempt(Shuffled(CPU), problem, Algorithm(0, 2)) == (50.0, 100.0)
+    with pytest.raises(tuner_check.Rejected, match="other bits from the same inputs"):
+        attempt(Shuffled(CPU), problem, Algorithm(0, 1))
+
+
+@pytest.mark.parametrize("split_k, why", [(1, "other bits .* while timed"), (2, "wrong numbers .* while timed")])
+def test_wrong_now_and_then(split_k, why):
+    """The checks before the timing pass; the timed runs are looked at as well."""
+    library = Tampered(lambda right, problem, call: right if call % 7 else right * 1.5, from_call=10)
+    with pytest.raises(tuner_check.Rejected, match=why):
+        attempt(library, Problem(32, 48, 64, torch.bfloat16, True, True), Algorithm(0, split_k))
+
+
+def test_returning_without_running_is_seen():
+    """What it returns is memory: of the dense product's result, had it not been poisoned."""
+
+    class Idle(CpuLibrary):
+        def matmul(self, compressed, dense, problem, algorithm):
+            shape = (problem.n, problem.m) if problem.transposed else (problem.m, problem.n)
+            return torch.empty(shape, dtype=problem.dtype)
+
+    with pytest.raises(tuner_check.Rejected, match="off by nan"):
+        attempt(Idle(CPU))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_result_of_another_shape_or_layout_is_rejected():
+    class Flipped(CpuLibrary):
+        def laid_out(self, product, problem):
+            return super().laid_out(product, problem).t()
+
+    for transposed in (False, True):
+        with pytest.raises(tuner_check.Rejected, match="the result is"):
+            attempt(Flipped(CPU), Problem(48, 48, 64, torch.float16, True, transposed))
+
+
+@pytest.mark.parametrize(
+    "sparse_us, dense_us", [(0.0, 100.0), (-1.0, 100.0), (float("nan"), 100.0), (9e-9, 1.0), (5.0, 0)]
+)
+def test_impossible_times_are_rejected(sparse_us, dense_us):
+    library = CpuLibrary(CPU)
+    times = [sparse_us, dense_us]
+    library.measure = lambda call: (times.append(times.pop(0)) or times[-1], call())
+    library.peak = lambda: 1e19
+    with pytest.raises(tuner_check.Rejected, match="cannot be") as caught:
+        attempt(library)
+    assert not caught.value.deny
+
+
+def test_a_dense_product_that_is_off_is_no_measure():
+    library = CpuLibrary(CPU)
+    library.dense = lambda matrix, dense, problem: library.laid_out(matrix.float() @ dense.float() * 1.1, problem)
+    with pytest.raises(tuner_check.Rejected, match="dense product is off"):
+        attempt(library)
+
+
+LIAR = """
+import os, sys
+import torch
+from sparse24_kernels import tuner_worker
+from sparse24_kernels.tuner_check import Library
+from sparse24_kernels.tuner_records import Environment
+
+class Liar(Library):
+    def environment(self): return Environment(*sys.argv[1].split("|"))
+    def last_id(self): return 6
+    def compress(self, matrix): return matrix.clone()
+    def synchronize(self): pass
+    def peak(self): return 1e15
+    def measure(self, call):
+        self.id = None
+        result = call()
+        return {None: 100.0, 0: 90.0, 2: 0.0, 6: 80.0}.get(self.id, 10.0), result
+    def matmul(self, compressed, dense, problem, algorithm):
+        self.id = algorithm.id
+        if self.id == 4 or algorithm.split_k != 1: raise RuntimeError("not supported\\nmore")
+        right = (dense.t().float() @ compressed.t().float()).to(problem.dtype)
+        if self.id == 1: return right * 1.5
+        if self.id == 3: return torch.empty_like(right)
+        if self.id == 5: return right * (1 + 1e-2 * torch.rand(()).to(right.dtype))
+        print("Python prints this")
+        os.write(1, b"the library prints this\\n")
+        return right
+
+tuner_worker.main(Liar)
+"""
+
+
+def test_the_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuner_search, "CANDIDATE_SECONDS", 30)
+    command = [sys.executable, "-c", LIAR, "|".join(HERE)]
+    problem = Problem(32, 40, 64, torch.bfloat16, True, True)
+    verdict = tune([problem], CPU, seconds_per_problem=60, worker=command)[problem]
+    assert verdict[:4] == ("cusparselt", Algorithm(6), 80.0, 100.0)
+    whys = {failure.algorithm: failure.why for failure in Table(HERE).failures.values()}
+    assert set(whys) == {Algorithm(1), Algorithm(3), Algorithm(5)}  # refusals and odd times are not held against it
+    assert "wrong numbers" in whys[Algorithm(1)] and "off by nan" in whys[Algorithm(3)]
+
+
+def request(algorithm=None, environment=HERE, problem=SMALL):
+    problem = tuner_records.problem_record(problem)
+    return {"device": "cpu", "environment": list(environment), "problem": problem, "algorithm": algorithm, "effort": 1}
+
+
+def test_the_worker_refuses_another_device_and_a_problem_it_does_not_hold():
+    worker = tuner_worker.Worker(CpuLibrary)
+    reply = worker.answer(request(environment=HERE._replace(device="B200")))
+    assert not reply["ok"] and "another device" in reply["why"]
+    assert "not prepared" in worker.answer(request([0, 1, -1]))["why"]
+    assert worker.answer(request()) == {"ok": True, "max_id": None}
+    assert worker.answer(request([0, 1, -1]))["ok"]
+    assert "not prepared" in worker.answer(request([0, 1, -1], problem=PROBLEM))["why"]
+
+
+def test_a_refusal_is_a_reply_and_a_lost_device_ends_the_worker():
+    class Refusing(CpuLibrary):
+        def matmul(self, *_):
+            raise RuntimeError("not supported\nin words")
+
+    worker = tuner_worker.Worker(Refusing)
+    worker.answer(request())
+    assert worker.answer(request([0, 1, -1])) == {"ok": False, "why": "not supported", "rejected": True}
+    worker.library.synchronize = lambda: (_ for _ in ()).throw(RuntimeError("illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        worker.answer(request([0, 1, -1]))
+
+
+def test_the_command_that_is_the_default():
+    """It starts without warnings that matter, and finds that this process and itself do not see the same device."""
+    assert tuner.WORKER[1:] == ["-P", "-m", "sparse24_kernels.tuner_worker"]
+    assert "the worker sees another device" in tune([PROBLEM], CPU)[PROBLEM].reason

@@ -1,0 +1,101 @@
+"""What the tests of the tuner share: a cache of their own, and a worker that misbehaves as it is told."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from sparse24_kernels import tuner, tuner_table
+from sparse24_kernels.cusparselt import Algorithm, Problem
+from sparse24_kernels.tuner_records import Environment, Measured
+from sparse24_kernels.tuner_table import Table
+
+CPU = torch.device("cpu")
+HERE = Environment("Test GPU", "9.0", "2.13.0", "0.8.1")
+PROBLEM = Problem(64, 4096, 128, torch.bfloat16, True, True)
+
+WORKER = """
+import json, os, resource, signal, sys, time
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+behaviour = json.loads(sys.argv[1])
+log = open(sys.argv[2], "a")
+def write(text):
+    sys.stdout.write(text); sys.stdout.flush()
+for line in sys.stdin:
+    request = json.loads(line)
+    number, algorithm = request["number"], request["algorithm"]
+    def reply(**what):
+        write(json.dumps({"number": number, **what}) + "\\n")
+    if algorithm is None:
+        log.write("prepare\\n"); log.flush()
+        reply(ok=True, max_id=behaviour.get("max_id"))
+        continue
+    name = f"{algorithm[0]}" if algorithm[1] == 1 else f"{algorithm[0]}/{algorithm[1]}"
+    log.write(f"{name}\\n"); log.flush()
+    do = behaviour.get(name, "reject")
+    if isinstance(do, list):
+        do = do.pop(0) if len(do) > 1 else do[0]
+    if isinstance(do, (int, float)): reply(ok=True, sparse_us=do, dense_us=100.0)
+    elif do == "hang": time.sleep(1000)
+    elif do == "crash": print("CUDA error: illegal access", file=sys.stderr); os.kill(os.getpid(), signal.SIGSEGV)
+    elif do == "exit": sys.exit(3)
+    elif do == "close": os.close(1); time.sleep(1000)
+    elif do == "wrong": reply(ok=False, why="wrong numbers", deny=True)
+    elif do == "garbage":
+        write("\\x00\\xff{]" * 1000 + "\\n[1]\\n" + json.dumps({"number": number - 1, "ok": True}) + "\\n")
+        time.sleep(1000)
+    elif do == "noise": write("library says hello\\n[[[\\n"); reply(ok=True, sparse_us=80.0, dense_us=100.0)
+    elif do == "flood":
+        while True: write("x" * 100000)
+    elif do == "nonsense": reply(ok=True, sparse_us="fast", dense_us=None)
+    elif do == "zero": reply(ok=True, sparse_us=0.0, dense_us=100.0)
+    elif do == "nan": reply(ok=True, sparse_us=float("nan"), dense_us=100.0)
+    else: reply(ok=False, why="not supported", rejected=True)
+"""
+
+
+@dataclass
+class StandIn:
+    """A worker that behaves as told, by algorithm: "3" or "3/2" with split-k, a time of sparse in us or a misdeed."""
+
+    folder: Path
+    behaviour: dict
+    log: Path = field(init=False)
+
+    def __post_init__(self):
+        self.log = self.folder / "tried"
+        self.script = self.folder / "worker.py"
+        self.script.write_text(WORKER)
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-S", str(self.script), json.dumps(self.behaviour), str(self.log)]
+
+    def tried(self) -> list[str]:
+        return [line for line in self.log.read_text().split() if line != "prepare"]
+
+
+def measured(id: int, sparse_us: float, split_k: int = 1) -> Measured:
+    return Measured(Algorithm(id, split_k), sparse_us, 100.0)
+
+
+def remember(problem: Problem, *candidates: Measured, environment: Environment = HERE) -> Path:
+    """Into the user's cache, as a tuner of another process does."""
+    table = Table(environment)
+    table.add(problem, candidates)
+    table.save()
+    tuner.reset()
+    return user_file(environment)
+
+
+def user_file(environment: Environment = HERE) -> Path:
+    return tuner_table.user_directory() / environment.file_name()
+
+
+def deny(*rules: dict, folder: Path | None = None) -> None:
+    folder = folder or tuner_table.SHIPPED
+    folder.mkdir(exist_ok=True)
+    defaults = {"cusparselt": "*", "device": "*", "id": None, "split_k": None, "reason": "denied here", "source": "us"}
+    (folder / "deny.json").write_text(json.dumps({"format": 1, "deny": [defaults | rule for rule in rules]}))
+    tuner.reset()
