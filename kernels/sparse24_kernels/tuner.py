@@ -160,6 +160,8 @@ def tune(
     """
     if why_not := cusparselt.why_not(device):
         raise ValueError(f"nothing to tune: {why_not}")
+    if device.type == "cuda" and device.index is None:  # the child has a current device of its own
+        device = torch.device("cuda", torch.cuda.current_device())
     table = _table(current_environment(device))
     problems = list(dict.fromkeys(problems))
     verdicts = {}

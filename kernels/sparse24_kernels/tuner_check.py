@@ -36,6 +36,8 @@ class Library:
 
     def __init__(self, device: torch.device):
         self.device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # events belong to the current device
 
     def environment(self) -> Environment:
         return current_environment(self.device)

@@ -122,10 +122,10 @@ def test_a_verdict_stays_until_reset():
 
 def test_steady_state_reads_nothing(monkeypatch):
     remember(PROBLEM, measured(1, 50.0))
-    choose(PROBLEM, CPU)
+    choose(PROBLEM, CPU, tune=True)
     monkeypatch.setattr(tuner, "_decide", None)
     monkeypatch.setattr(tuner, "_table", None)
-    assert choose(PROBLEM._replace(n=4000), CPU).algorithm.id == 1
+    assert [choose(PROBLEM._replace(n=4000), CPU, tune=asked).algorithm.id for asked in (False, True)] == [1, 1]
 
 
 def test_deterministic_when_asked():

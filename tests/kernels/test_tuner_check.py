@@ -232,7 +232,7 @@ class Liar(Library):
         if self.id == 3: return torch.empty_like(right)
         if self.id == 5: return right * (1 + 1e-2 * torch.rand(()).to(right.dtype))
         print("Python prints this")
-        os.write(1, b"the library prints this\\n")
+        os.write(1, b"the library prints this, and no line end")
         return right
 
 tuner_worker.main(Liar)

@@ -57,6 +57,12 @@ def test_the_end_of_the_ids(stand_in, tmp_path):
     assert tune([PROBLEM], CPU, worker=everything.command)[PROBLEM].algorithm == Algorithm(63)
 
 
+def test_ids_that_kill_every_child_end_too(stand_in):
+    worker = stand_in(**{"0": 60} | {str(number): "exit" for number in range(1, 64)})
+    assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].algorithm == Algorithm(0)
+    assert [int(name) for name in worker.tried() if "/" not in name] == [*range(9), 0]
+
+
 @pytest.mark.parametrize(
     "misdeed, why",
     [
@@ -170,6 +176,14 @@ def test_interrupting_keeps_what_is_done(stand_in):
     table = Table(HERE)
     assert len(table.entries) == 1 and len(table.failures) == 2  # of the second problem too
     assert {progress.total for progress in seen} == {3}
+
+
+def test_a_terminals_ctrl_c_reaches_the_parent_alone(stand_in):
+    with tuner_child.Child(stand_in(_0=50).command) as child:
+        child.ask({"algorithm": None}, 10)
+        process = child._process
+        assert os.getsid(process.pid) == process.pid
+    assert process.returncode is not None
 
 
 def test_ctrl_c_while_a_child_hangs(stand_in, monkeypatch):
