@@ -12,7 +12,7 @@ from sparse24_kernels.tuner_records import Environment, Measured
 from sparse24_kernels.tuner_table import Table
 
 CPU = torch.device("cpu")
-HERE = Environment("Test GPU", "9.0", "2.13.0", "0.8.1")
+HERE = Environment("Test GPU", "9.0", "2.13.0", "801")
 PROBLEM = Problem(64, 4096, 128, torch.bfloat16, True, True)
 
 WORKER = """

@@ -33,23 +33,38 @@ NOT_TUNED = "not tuned: run `hf-sparse24 tune`"
 
 
 class Verdict(NamedTuple):
-    """What to run. `backend` is "cusparselt" or "dense"; the times are those of the measurement, if there is one."""
+    """What to run: `backend` is "cusparselt" or "dense".
+
+    `algorithm` is the fastest that is known to be right, also where dense is faster yet, with its times; None if there
+    is none.
+    """
 
     backend: str
-    algorithm: Algorithm
+    algorithm: Algorithm | None
     sparse_us: float | None
     dense_us: float | None
     reason: str
 
 
 class Progress(NamedTuple):
-    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speed-up of the round."""
+    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speed-up of the round.
+
+    As text, one line to print.
+    """
 
     problem: Problem
     number: int
     total: int
     tried: int
     best_speedup: float | None
+
+    def __str__(self) -> str:
+        best = "" if self.best_speedup is None else f", best {self.best_speedup:.2f} times dense"
+        shape = f"{self.problem.m} x {self.problem.n} x {self.problem.k}"
+        return f"{self.number + 1} of {self.total}: {shape}, {self.tried} candidates tried{best}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
 
 _given: dict[tuple, Verdict] = {}
@@ -121,12 +136,12 @@ def _judge(table: Table, problem: Problem, candidates: tuple[Measured, ...], det
     algorithm, sparse_us, dense_us = best = max(usable, key=lambda found: found.speedup)
     reason = f"{at}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
     if best.speedup < MARGIN:
-        return Verdict("dense", Algorithm(), sparse_us, dense_us, f"{reason} where {MARGIN} is asked for")
+        return Verdict("dense", algorithm, sparse_us, dense_us, f"{reason} where {MARGIN} is asked for")
     return Verdict("cusparselt", algorithm, sparse_us, dense_us, reason)
 
 
 def _dense(reason: str) -> Verdict:
-    return Verdict("dense", Algorithm(), None, None, reason)
+    return Verdict("dense", None, None, None, reason)
 
 
 def _table(environment: Environment) -> Table:

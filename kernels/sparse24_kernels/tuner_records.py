@@ -44,7 +44,7 @@ def bucket_start(n: int) -> int:
 
 
 class Environment(NamedTuple):
-    """What a measurement is valid for, besides its problem."""
+    """What a measurement is valid for, besides its problem. Versions as torch tells them: cuSPARSELt 0.8.1 is "801"."""
 
     device: str
     capability: str
@@ -61,7 +61,7 @@ def current_environment(device: torch.device) -> Environment:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    return Environment(name, capability, str(torch.__version__), cusparselt.version())
+    return Environment(name, capability, str(torch.__version__), str(cusparselt.version()))
 
 
 class Measured(NamedTuple):
@@ -90,7 +90,7 @@ class Failure(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One line of a `deny.json`. Versions and devices are patterns such as "0.6.*"; None stands for any."""
+    """One line of a `deny.json`. Versions and devices are patterns such as "60*"; None stands for any."""
 
     cusparselt: str
     device: str
