@@ -2,7 +2,20 @@
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import report_models
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def clean(error: str) -> str:
+    """Without the folders of this machine, and fit for a table."""
+    for folder, name in ((str(ROOT), "."), (sys.prefix, "python"), (str(Path.home()), "~")):
+        error = error.replace(folder, name)
+    return error.replace("|", "/")
 
 
 def write(result: dict, path: Path) -> None:
@@ -22,16 +35,24 @@ def page(result: dict) -> str:
     lines += [f"- {dtype} is served by {' : '.join(choice)}" for dtype, choice in result.get("kernels", {}).items()]
     lines += [f"- not finished: {result['unfinished']}"] if result.get("unfinished") else []
     lines += [f"- section {name} failed: {error}" for name, error in result.get("errors", {}).items()]
-    gate = result.get("gate")
+    groups = result["groups"]
+    if "kernels" in groups:
+        lines += gated("Gate", result.get("gate"), lambda: [*_speeds(result), *_rivals(result)])
+    if groups != ["kernels"]:
+        lines += gated("Gate of the products", result.get("product_gate"), lambda: report_models.page(result))
+    return "\n".join(lines) + "\n"
+
+
+def gated(title: str, gate: dict | None, speeds: Callable[[], list[str]]) -> list[str]:
+    """What a gate has found, and the speeds behind it where it is green."""
     if gate is None:
-        return "\n".join([*lines, "", "The gate has not ended yet; no speed is reported before."]) + "\n"
-    lines += ["", "## Gate", ""]
+        return ["", f"## {title}", "", "It has not run to its end; no speed is reported before."]
     failed = gate["failed"]
+    lines = ["", f"## {title}", ""]
     lines += [f"{gate['passed']} checks passed, {len(failed)} failed, in {gate['seconds']:.0f} s."]
     if gate["passed"] == 0 or failed:
-        lines += ["**Red: no speed is reported.**", ""] + [f"- {name}: {error}" for name, error in failed.items()]
-        return "\n".join(lines) + "\n"
-    return "\n".join([*lines, *_speeds(result), *_rivals(result)]) + "\n"
+        return [*lines, "**Red: no speed is reported.**", "", *(f"- {name}: {why}" for name, why in failed.items())]
+    return [*lines, *speeds()]
 
 
 def _speeds(result: dict) -> list[str]:

@@ -74,7 +74,7 @@ def tiny_gate(device, seconds, folder, processes, text):
 
 def run(folder: Path, *arguments: str, machine=None) -> tuple[int, dict, str]:
     """Exit code, JSON and page."""
-    arguments = ["--output", str(folder), *arguments]
+    arguments = ["--output", str(folder), "--sections", "kernels", *arguments]
     code = gpu.main(arguments, machine or FakeMachine(), tiny_gate, tiny_workloads())
     stem = folder / "gpu_fake_9000"
     assert sorted(path.name for path in folder.iterdir()) == ["gpu_fake_9000.json", "gpu_fake_9000.md"]
