@@ -279,6 +279,7 @@ def execute(run: Run) -> int:
         for section in (section for section in SECTIONS if section.group == group):
             run.result["unfinished"] = section.name
             run.write()
+            print(f"{section.name}: {run.left():.0f} s", flush=True)
             try:
                 ends = section.function(run) is False
             except Exception as error:

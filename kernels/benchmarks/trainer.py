@@ -119,7 +119,7 @@ def section(run) -> None:
         result[str(configuration)] = {"flops": configuration.flops, "error": NOT_RUN}
     tuned = set()
     for configuration in todo:
-        if run.left(reserve=20) < 0:
+        if run.left(reserve=35) < 0:  # less than a run takes to start
             break
         if configuration.model not in tuned:
             tuned.add(configuration.model)
