@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from sparse24_kernels import tuner, tuner_table
+from sparse24_kernels import tuner
 from sparse24_kernels.cusparselt import Algorithm, Problem
-from sparse24_kernels.tuner_records import Environment, Measured
-from sparse24_kernels.tuner_table import Table
+from sparse24_kernels.tuner import table as tuner_table
+from sparse24_kernels.tuner.records import Environment, Measured
+from sparse24_kernels.tuner.table import Table
 
 CPU = torch.device("cpu")
 HERE = Environment("Test GPU", "9.0", "2.13.0", "801")

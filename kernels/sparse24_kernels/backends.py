@@ -67,9 +67,9 @@ def choose_product(requested: str, problem: cusparselt.Problem, device: torch.de
     """How to run one product. `"auto"` takes a sparse algorithm only where a measured, checked entry says it wins.
 
     `"cusparselt"` takes the fastest known sparse algorithm even where dense is faster, and the library's default one
-    where nothing was tuned.
+    where nothing was tuned; dense math runs where every algorithm failed its checks.
     """
-    choice = choose_backend(requested, device)
+    choice = _choose_backend(requested, device)
     if choice.backend == "reference":
         return Product(None, choice.reason)
     obstacle = cusparselt.why_not_matrix(problem.m, problem.k, problem.dtype)
@@ -77,10 +77,17 @@ def choose_product(requested: str, problem: cusparselt.Problem, device: torch.de
         return Product(None, obstacle)
     verdict = tuner.choose(problem, device)
     if requested == "cusparselt":
-        return Product(verdict.algorithm or cusparselt.Algorithm(), "requested")
+        untried = verdict.reason == tuner.NOT_TUNED
+        return Product(cusparselt.Algorithm() if untried else verdict.algorithm, f"requested; {verdict.reason}")
     if verdict.backend == "dense":
         return Product(None, verdict.reason)
     return Product(verdict.algorithm, verdict.reason)
+
+
+@torch.compiler.assume_constant_result
+def _choose_backend(requested: str, device: torch.device) -> Choice:
+    # Apart, so that torch.compile keeps the result and does not look inside.
+    return choose_backend(requested, device)
 
 
 @cache

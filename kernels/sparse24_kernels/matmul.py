@@ -1,7 +1,5 @@
 """The products with one 2:4 operand: dense math on its zeros, or sparse tensor cores where those are faster."""
 
-from operator import index
-
 import torch
 from torch import Tensor
 
@@ -25,8 +23,8 @@ def plan_linear(
 ) -> Algorithm | None:
     """How `sparse_linear` should run: an algorithm, or None for dense math.
 
-    Made apart from the product, because it decides which form of the weight is needed. In a graph of torch.compile it
-    is a constant, so where sparse products are possible, each number of tokens has a graph of its own.
+    Made apart from the product, because it decides which form of the weight is needed. A graph of torch.compile holds
+    for the tokens of one bucket (see `tuner`), where sparse products are possible at all.
 
     Args:
         tokens: rows of the activations, all leading dimensions together. out, inputs: the weight's sizes.
@@ -35,30 +33,26 @@ def plan_linear(
     Raises:
         ValueError: an unknown backend, or one that was asked for by name and cannot run on `device`.
     """
-    if not _can_be_sparse(dtype, device, backend):
-        return None
-    return _plan(out, index(tokens), inputs, dtype, True, True, device, backend)
+    return _plan(linear_problem(tokens, out, inputs, dtype), device, backend)
 
 
 def plan_mm(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
 ) -> Algorithm | None:
     """`plan_linear` for `sparse_mm`: a sparse `[m, k]` times a dense `[k, n]`, both row-major."""
-    if not _can_be_sparse(dtype, device, backend):
+    return _plan(mm_problem(m, n, k, dtype), device, backend)
+
+
+def _plan(problem: Problem, device: torch.device, backend: str) -> Algorithm | None:
+    if not _can_be_sparse(problem.dtype, device, backend):
         return None
-    return _plan(m, n, index(k), dtype, False, False, device, backend)
+    return choose_product(backend, problem, device).algorithm
 
 
-# Plain numbers in and out of these two, since torch.compile runs them and keeps the result.
-@torch._dynamo.assume_constant_result
+# torch.compile keeps what this returns, and does not look inside.
+@torch.compiler.assume_constant_result
 def _can_be_sparse(dtype: torch.dtype, device: torch.device, backend: str) -> bool:
     return choose_backend(backend, device).backend != "reference" and dtype in cusparselt.DTYPES
-
-
-@torch._dynamo.assume_constant_result
-def _plan(*arguments) -> Algorithm | None:
-    *problem, device, backend = arguments
-    return choose_product(backend, Problem(*problem), device).algorithm
 
 
 def why_not_sparse(m: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> str | None:

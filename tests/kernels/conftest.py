@@ -3,7 +3,9 @@
 import threading
 
 import pytest
-from sparse24_kernels import cusparselt, tuner, tuner_search, tuner_table
+from sparse24_kernels import cusparselt, tuner
+from sparse24_kernels.tuner import search as tuner_search
+from sparse24_kernels.tuner import table as tuner_table
 from tuner_stage import HERE, StandIn
 
 

@@ -68,7 +68,7 @@ def tuned(stand_in, monkeypatch):  # noqa: F811
         assert seconds_per_problem == side_by_side.SECONDS_PER_PROBLEM
         found.extend(problems)
 
-    nothing = tuner.Verdict("dense", None, None, None, "not tuned")
+    nothing = tuner.Verdict("dense", None, None, None, tuner.NOT_TUNED)
     monkeypatch.setattr(tuner, "tune", tune, raising=False)
     monkeypatch.setattr(tuner, "choose", lambda problem, device: verdict if problem in found else nothing)
     return found

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from sparse24_kernels import cusparselt, tuner, tuner_table
+from sparse24_kernels import cusparselt, tuner
 from sparse24_kernels.cusparselt import Algorithm, Problem
 from sparse24_kernels.tuner import choose, reset, tune
-from sparse24_kernels.tuner_records import Environment, bucket, bucket_start
-from sparse24_kernels.tuner_table import Table
+from sparse24_kernels.tuner import table as tuner_table
+from sparse24_kernels.tuner.records import Environment, bucket, bucket_start
+from sparse24_kernels.tuner.table import Table
 from tuner_stage import CPU, HERE, PROBLEM, deny, measured, remember, user_file
 
 pytestmark = pytest.mark.usefixtures("tuner_stage")

@@ -4,11 +4,15 @@ import sys
 
 import pytest
 import torch
-from sparse24_kernels import tuner, tuner_check, tuner_records, tuner_search, tuner_worker
+from sparse24_kernels import tuner
 from sparse24_kernels.cusparselt import Algorithm, Problem
+from sparse24_kernels.tuner import check as tuner_check
+from sparse24_kernels.tuner import records as tuner_records
+from sparse24_kernels.tuner import search as tuner_search
 from sparse24_kernels.tuner import tune
-from sparse24_kernels.tuner_records import bucket, bucket_start
-from sparse24_kernels.tuner_table import Table
+from sparse24_kernels.tuner import worker as tuner_worker
+from sparse24_kernels.tuner.records import bucket, bucket_start
+from sparse24_kernels.tuner.table import Table
 from tuner_stage import CPU, HERE, PROBLEM
 
 pytestmark = pytest.mark.usefixtures("tuner_stage")
@@ -210,9 +214,9 @@ def test_a_dense_product_that_is_off_is_no_measure():
 LIAR = """
 import os, sys
 import torch
-from sparse24_kernels import tuner_worker
-from sparse24_kernels.tuner_check import Library
-from sparse24_kernels.tuner_records import Environment
+from sparse24_kernels.tuner import worker
+from sparse24_kernels.tuner.check import Library
+from sparse24_kernels.tuner.records import Environment
 
 class Liar(Library):
     def environment(self): return Environment(*sys.argv[1].split("|"))
@@ -235,7 +239,7 @@ class Liar(Library):
         os.write(1, b"the library prints this, and no line end")
         return right
 
-tuner_worker.main(Liar)
+worker.main(Liar)
 """
 
 
@@ -280,5 +284,5 @@ def test_a_refusal_is_a_reply_and_a_lost_device_ends_the_worker():
 
 def test_the_command_that_is_the_default():
     """It starts without warnings that matter, and finds that this process and itself do not see the same device."""
-    assert tuner.WORKER[1:] == ["-P", "-m", "sparse24_kernels.tuner_worker"]
+    assert tuner.WORKER[1:] == ["-P", "-m", "sparse24_kernels.tuner.worker"]
     assert "the worker sees another device" in tune([PROBLEM], CPU)[PROBLEM].reason

@@ -9,15 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from sparse24_kernels import (
-    tuner,
-    tuner_records,
-    tuner_table,
-)
+from sparse24_kernels import tuner
 from sparse24_kernels.cusparselt import Algorithm
 from sparse24_kernels.tuner import choose, reset, tune
-from sparse24_kernels.tuner_records import Environment
-from sparse24_kernels.tuner_table import Table
+from sparse24_kernels.tuner import records as tuner_records
+from sparse24_kernels.tuner import table as tuner_table
+from sparse24_kernels.tuner.records import Environment
+from sparse24_kernels.tuner.table import Table
 from tuner_stage import CPU, HERE, PROBLEM, measured, remember, user_file
 
 pytestmark = pytest.mark.usefixtures("tuner_stage")
@@ -157,8 +155,8 @@ def test_two_processes_that_save_at_once_lose_nothing():
     code = textwrap.dedent(
         f"""
         import sys, torch
-        from sparse24_kernels.tuner_table import *
-        from sparse24_kernels.tuner_records import *
+        from sparse24_kernels.tuner.table import *
+        from sparse24_kernels.tuner.records import *
         from sparse24_kernels.cusparselt import Algorithm, Problem
         table, own = Table(Environment(*{tuple(HERE)!r})), int(sys.argv[1])
         print("ready", flush=True)
@@ -170,7 +168,7 @@ def test_two_processes_that_save_at_once_lose_nothing():
             table.save()
         """
     )
-    variables = os.environ | {"PYTHONPATH": str(Path(tuner.__file__).parents[1])}
+    variables = os.environ | {"PYTHONPATH": str(Path(tuner.__file__).parents[2])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": variables}
     savers = [subprocess.Popen([sys.executable, "-c", code, str(i)], **pipes) for i in range(2)]
     for saver in savers:

@@ -7,10 +7,12 @@ import threading
 import time
 
 import pytest
-from sparse24_kernels import tuner, tuner_child, tuner_search
+from sparse24_kernels import tuner
 from sparse24_kernels.cusparselt import Algorithm
+from sparse24_kernels.tuner import child as tuner_child
 from sparse24_kernels.tuner import choose, reset, tune
-from sparse24_kernels.tuner_table import Table
+from sparse24_kernels.tuner import search as tuner_search
+from sparse24_kernels.tuner.table import Table
 from tuner_stage import CPU, HERE, PROBLEM, measured, remember, user_file
 
 pytestmark = pytest.mark.usefixtures("tuner_stage")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .cusparselt import Algorithm, Problem
-from .tuner_records import (
+from ..cusparselt import Algorithm, Problem
+from .records import (
     SEGMENT_K,
     SEGMENT_K_FROM,
     Environment,

@@ -1,4 +1,4 @@
-"""Is an algorithm right, and how fast is it? What `tuner_worker.py` runs for each candidate, in a process of its own.
+"""Is an algorithm right, and how fast is it? What `worker.py` runs for each candidate, in a process of its own.
 
 Nothing is believed. Memory is filled with NaN before each product, so that an algorithm which returns without running
 cannot show an old result; every product is compared with fp32, also at the smallest and the largest n of the bucket
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cusparselt
-from .cusparselt import MULTIPLE, Algorithm, Problem
-from .tuner_records import Environment, bucket, bucket_start, current_environment
+from .. import cusparselt
+from ..cusparselt import MULTIPLE, Algorithm, Problem
+from .records import Environment, bucket, bucket_start, current_environment
 
 MOST_DENSE_ERROR = 8.0
 """In the units of `Case.error`. A dense product that is further off cannot serve as the measure of others."""

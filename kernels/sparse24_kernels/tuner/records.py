@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import cusparselt
-from .cusparselt import DTYPES, MULTIPLE, Algorithm, Problem
+from .. import cusparselt
+from ..cusparselt import DTYPES, MULTIPLE, Algorithm, Problem
 
 FORMAT = 1
 """Of the files. A file of another format is ignored."""

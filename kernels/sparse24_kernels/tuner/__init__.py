@@ -3,7 +3,7 @@
     tune(problems, device)     measure, in a child process, and remember: `hf-sparse24 tune` calls it
     choose(problem, device)    what to run now: called for every product
 
-A verdict holds for a *bucket* of n (`tuner_records.bucket`), so that varying batch shapes need no entry each, and is
+A verdict holds for a *bucket* of n (`records.bucket`), so that varying batch shapes need no entry each, and is
 given once: it stays the same until the process ends, `tune` measures its bucket, or `reset` is called. It depends on
 what is measured in the bucket and not on which n asks first, so that all processes of a training run agree and a graph
 that `torch.compile` makes for a dynamic n holds for the bucket.
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import cusparselt
-from .cusparselt import Algorithm, Problem
-from .tuner_child import WORKER, Child
-from .tuner_records import Environment, Measured, bucket, current_environment
-from .tuner_search import Search
-from .tuner_table import Table, forget_warnings
+from .. import cusparselt
+from ..cusparselt import Algorithm, Problem
+from .child import WORKER, Child
+from .records import Environment, Measured, bucket, current_environment
+from .search import Search
+from .table import Table, forget_warnings
 
 __all__ = ["Environment", "Progress", "Verdict", "choose", "current_environment", "reset", "tune"]
 

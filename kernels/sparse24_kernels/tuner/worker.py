@@ -1,6 +1,6 @@
 """The process that runs what may hang, crash or be wrong: answers requests, one line of JSON each.
 
-Run as `python -m sparse24_kernels.tuner_worker`; `tuner_search.py` has the requests and replies.
+Run as `python -m sparse24_kernels.tuner.worker`; `search.py` has the requests and replies.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .cusparselt import Algorithm, Problem
-from .tuner_check import Case, Library, Rejected, prepare, try_candidate
-from .tuner_records import parse_problem
+from ..cusparselt import Algorithm, Problem
+from .check import Case, Library, Rejected, prepare, try_candidate
+from .records import parse_problem
 
 
 class Worker:

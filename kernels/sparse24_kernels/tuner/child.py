@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
-WORKER = [sys.executable, "-P", "-m", f"{__package__}.tuner_worker"]
+WORKER = [sys.executable, "-P", "-m", f"{__package__}.worker"]
 KILL_SECONDS = 30.0
 """A process whose device is stuck may take this long to go; one that stays is left behind and none is started again."""
 
@@ -71,7 +71,7 @@ class Child:
         return reply
 
     def _start(self) -> None:
-        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,

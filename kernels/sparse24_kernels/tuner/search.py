@@ -1,6 +1,6 @@
 """Finding a problem's fastest algorithm among those that are right: which candidates, in which order, for how long.
 
-Nothing is run in this process. A child (`tuner_worker.py`) is asked about one candidate at a time:
+Nothing is run in this process. A child (`worker.py`) is asked about one candidate at a time:
 
     {"device": "cuda:0", "environment": [...], "problem": {...}, "algorithm": [id, split_k, mode], "effort": 1}
     {"ok": true, "sparse_us": 188.7, "dense_us": 289.5}
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from .cusparselt import Algorithm, Problem
-from .tuner_child import Child, Died
-from .tuner_records import SEGMENT_K, Measured, problem_record
-from .tuner_table import Table
+from ..cusparselt import Algorithm, Problem
+from .child import Child, Died
+from .records import SEGMENT_K, Measured, problem_record
+from .table import Table
 
 CANDIDATE_SECONDS = 10.0
 """Longer than a check and its timing take at any size, shorter than anybody waits for a hang."""
