@@ -17,7 +17,7 @@ test: .venv/.test-installed
 methods: .venv/.recipes-installed
 	$(BIN)/python recipes/methods.py
 
-# The kernels on a GPU: checked first, then timed. Arguments in GPU_ARGS, say GPU_ARGS='--minutes 4'.
+# On a GPU: kernels and products checked first, then timed, then models. GPU_ARGS='--sections kernels --minutes 4'.
 gpu:
 	$(GPU_PYTHON) kernels/benchmarks/gpu.py $(GPU_ARGS)
 
