@@ -12,6 +12,7 @@ import ahead_of_time
 import competitors
 import gate
 import gpu
+import kernel_sections
 import pytest
 import sparse24_kernels as kernels
 import timing
@@ -130,7 +131,7 @@ def test_an_operation_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monk
 
 def test_a_competitor_that_raises_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gpu, "competitors", lambda _: iter([("bad", lambda _: 1 / 0), ("good", lambda _: lambda: None)])
+        kernel_sections, "competitors", lambda _: iter([("bad", lambda _: 1 / 0), ("good", lambda _: lambda: None)])
     )
     code, result, page = run(tmp_path)
     assert code == 0
