@@ -54,6 +54,8 @@ class Operands:
         if torch.compiler.is_compiling():
             forms = _make(names, make)  # a graph can look at no version counter: it computes them itself
             return [forms[name] for name in names]
+        # What is made in inference mode cannot be saved for a backward pass.
+        key = (*key, torch.is_inference_mode_enabled())
         sources = [weight, *state, weight.data_ptr(), *map(_version, [weight, *state]), _optimizer_steps, *key]
         if len(sources) != len(self._sources) or any(not _same(a, b) for a, b in zip(sources, self._sources)):
             self._sources, self._forms = sources, {}

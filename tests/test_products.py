@@ -130,6 +130,15 @@ def test_no_change_goes_unseen(stand_in, change, backend):  # noqa: F811
     assert torch.equal(after, expected) and not torch.equal(after, before)
 
 
+def test_training_after_inference_mode(stand_in):  # noqa: F811
+    model, x = model_of("t-sr-ste"), torch.randn(16, 32).bfloat16()
+    with torch.inference_mode():
+        before = model(x)
+    after = model(x)
+    after.sum().backward()
+    assert torch.equal(after, before)
+
+
 def test_a_copy_and_a_pickle_carry_no_operands(stand_in):  # noqa: F811
     model = model_of("ste")
     model(torch.randn(16, 32).bfloat16())
