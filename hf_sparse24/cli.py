@@ -1,6 +1,7 @@
 """The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's products."""
 
 import argparse
+import dataclasses
 import sys
 
 import torch
@@ -36,9 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("model", metavar="MODEL", nargs="?" if name == "doctor" else None, help=_MODEL_HELP)
-        command.add_argument("--tokens", type=_positive, default=8192, help="per step and device (default 8192)")
+        command.add_argument("--tokens", type=positive_number, default=8192, help="per step and device (default 8192)")
         command.add_argument("--method", choices=PRESETS, help="without it the model's own, or s-ste")
-        command.add_argument("--target-modules", default="mlp", help="mlp, attention or all-linear (default mlp)")
+        command.add_argument(
+            "--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp"
+        )
         command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the products (default bf16)")
         command.set_defaults(run=run)
     return parser
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 _MODEL_HELP = "a name on the Hub or a directory with a config.json; no weights are loaded"
 
 
-def _positive(text: str) -> int:
+def positive_number(text: str) -> int:
     number = int(text)
     if number <= 0:
         raise argparse.ArgumentTypeError(f"must be positive, got {text}")
@@ -99,10 +102,19 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     own = getattr(config, "quantization_config", None)
     if own is not None:
         del config.quantization_config
-    if options.method or own is None:
-        sparse = Sparse24Config(method=options.method or "s-ste", target_modules=options.target_modules)
-    else:
-        sparse = own if isinstance(own, Sparse24Config) else Sparse24Config.from_dict(own)
+    if own is None:
+        own = {"method": "s-ste"}
+    elif not isinstance(own, dict):
+        own = own.to_dict()
+    if own.get("quant_method", "sparse24") != "sparse24":
+        raise ValueError(
+            f"{options.model} is quantized with {own['quant_method']}: 2:4 training starts from plain weights"
+        )
+    sparse = Sparse24Config.from_dict(own)
+    if options.method and options.method != sparse.method:
+        sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
+    if options.target_modules:
+        sparse = dataclasses.replace(sparse, target_modules=options.target_modules)
     masked = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
     with torch.device("meta"):
         model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)

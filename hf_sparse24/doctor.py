@@ -132,9 +132,10 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
         cells, before, after = [], 0.0, 0.0
         parts = products(layer, tokens, dtype)
         usual_us = tuner.choose(parts["output"], device).dense_us or math.nan
-        for problem in parts.values():
+        for name, problem in parts.items():
             if problem is None:
-                cells.append("dense")
+                odd = name == "grad_weight" and layer.method.config.weight_grad != "dense" and tokens % 16
+                cells.append(f"dense: {tokens} tokens are no multiple of 16" if odd else "dense")
                 before, after = before + usual_us, after + usual_us
                 continue
             product, verdict = kernels.choose_product(backend, problem, device), tuner.choose(problem, device)

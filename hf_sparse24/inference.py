@@ -12,7 +12,8 @@ def drop_master_weights(model: nn.Module) -> int:
 
     In place, and one way: afterwards the model computes under `torch.no_grad()` and nothing else. To train, save,
     export or move it, load it again. Layers whose products cannot run on sparse tensor cores stay as they are.
-    Products run sparse from now on even where dense math was faster, as it can be for a few tokens.
+    Products run sparse from now on even where dense math was faster, as it can be for a few tokens; where every
+    algorithm has failed the tuner's checks for a number of tokens, they raise.
 
     Args:
         model: a patched model in its sparse phase, in the dtype it will compute in, on its device.
@@ -34,10 +35,14 @@ def drop_master_weights(model: nn.Module) -> int:
     if not served:
         name, reason = next(iter(obstacles.items()))
         raise ValueError(f"no weight can be dropped: {name}: {reason or 'dropped already'}")
-    freed = 0
+    freed, dropped = 0, {}
     for layer in served:
-        compressed = kernels.compress(layer.operand(layer.weight.dtype))
-        freed += layer.weight.nbytes - compressed.nbytes
+        weight = layer.weight
+        if id(weight) not in dropped:  # layers may share one
+            compressed = kernels.compress(layer.operand(weight.dtype))
+            freed += weight.nbytes - compressed.nbytes
+            empty = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+            dropped[id(weight)] = weight, compressed, empty
+        _, compressed, layer.weight = dropped[id(weight)]
         layer.operands.freeze(compressed)
-        layer.weight = nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
     return freed

@@ -141,6 +141,7 @@ class Sparse24Layer(nn.Module):
 
     def to_dense(self, weight: Tensor | None) -> nn.Module:
         """Undo `from_dense`, with `weight` written into the Parameter, or the master weight left as it is."""
+        self.operands.must_not_be_frozen()
         if weight is not None:
             with torch.no_grad():
                 self.weight.copy_(weight)
@@ -185,6 +186,7 @@ class Sparse24Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.phase == "dense":
+            self.operands.must_not_be_frozen()
             return self.dense_class.forward(self, x)
         weight, bias, dtype = self.weight, self.bias, self.weight.dtype
         if torch.is_autocast_enabled(x.device.type):
@@ -197,6 +199,11 @@ class Sparse24Layer(nn.Module):
         config, (out, inputs) = self.method.config, weight.shape
         tokens, backend = x.numel() // inputs, "cusparselt" if self.operands.frozen else _backend(config)
         output_algorithm = kernels.plan_linear(tokens, out, inputs, dtype, x.device, backend)
+        if self.operands.frozen and output_algorithm is None:
+            raise RuntimeError(
+                f"no sparse algorithm that passed its checks serves {tokens} tokens of this {out} x {inputs} layer, "
+                f"and its master weight was dropped; load the model again, or use another number of tokens"
+            )
         input_algorithm, forms = None, ["dense" if output_algorithm is None else "compressed"]
         # A graph that is traced asks for every gradient, needed or not.
         if torch.is_grad_enabled() and (x.requires_grad or torch.compiler.is_compiling()):
@@ -228,6 +235,8 @@ class Sparse24Layer(nn.Module):
     def _apply(self, fn, recurse=True):
         # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
         before = self.state
+        if self.operands.frozen and _is_no_change(fn, self.operands.compressed):
+            return self  # such as `model.to(device)` where it is already
         self.operands.clear()
         super()._apply(fn, recurse)
         for name, tensor in before.items():
@@ -246,6 +255,7 @@ class Sparse24Layer(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        self.operands.must_not_be_frozen()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         names = [prefix + name for name in self.state_names]
         if not names or prefix + "weight" not in state_dict:
@@ -256,6 +266,12 @@ class Sparse24Layer(nn.Module):
             # Weights of a dense model: the state starts from them, as it would when patching.
             missing[:] = [name for name in missing if name not in names]
             self.init_state()
+
+
+def _is_no_change(fn, tensor: Tensor) -> bool:
+    probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    changed = fn(probe)
+    return (changed.dtype, changed.device) == (probe.dtype, probe.device)
 
 
 class Sparse24Linear(Sparse24Layer, nn.Linear):

@@ -1,11 +1,13 @@
-"""What a layer's products multiply with: made from its master weight once, and kept until that changes.
+"""What a layer's products multiply with: made from its master weight once per training step, and kept until it changes.
 
 Pruning and compressing cost a pass over the weight each. Micro-batches of one optimizer step, recomputation under
-gradient checkpointing, both passes, and every token of a generation use the same weight, so they share the results.
+gradient checkpointing, and both passes use the same weight, so they share the results.
 
 Stale results would be a silent error, so they are dropped by every sign of change: the version counters of the weight
-and of the method's state, the weight's address, and any step of any torch optimizer (some write behind the version
-counter's back). What none of these shows, writing into `weight.data` by hand, calls for `layer.operands.clear()`.
+and of the method's state, the weight's storage, and any step of any torch optimizer (some write behind the version
+counter's back). What none of these shows, writing through `weight.data`, happens around evaluations (averaged weights
+swapped in and out, adapters merged): so what runs without gradients always makes its operands anew. Whoever does it
+between two forward passes in training calls `layer.operands.clear()`.
 """
 
 from collections.abc import Callable
@@ -33,8 +35,8 @@ class Operands:
     """The forms of one layer's sparse weight that its products have asked for."""
 
     def __init__(self):
-        self._sources: list = []
-        self._forms: dict[str, Tensor] = {}
+        # Sources and forms are one tuple, replaced whole: threads that share a model never see half of it.
+        self._kept: tuple[list, dict[str, Tensor]] = [], {}
         self.frozen = False
         """Whether the compressed form is all there is, its master weight given up (see `drop_master_weights`)."""
 
@@ -50,24 +52,25 @@ class Operands:
         if self.frozen:
             if names != ["compressed"]:
                 self.must_not_be_frozen()
-            return [self._forms["compressed"]]
-        if torch.compiler.is_compiling():
-            forms = _make(names, make)  # a graph can look at no version counter: it computes them itself
+            return [self.compressed]
+        if not _may_be_kept([weight, *state]):
+            forms = _make(names, make)
             return [forms[name] for name in names]
-        # What is made in inference mode cannot be saved for a backward pass.
-        key = (*key, torch.is_inference_mode_enabled())
-        sources = [weight, *state, weight.data_ptr(), *map(_version, [weight, *state]), _optimizer_steps, *key]
-        if len(sources) != len(self._sources) or any(not _same(a, b) for a, b in zip(sources, self._sources)):
-            self._sources, self._forms = sources, {}
-        missing = [name for name in names if name not in self._forms]
+        # The detached weight keeps its storage alive, so that no other can come to lie at the same address.
+        sources = [weight, *state, weight.data_ptr(), *(x._version for x in [weight, *state]), _optimizer_steps, *key]
+        kept_sources, forms = self._kept
+        if len(sources) != len(kept_sources) - 1 or any(not _same(a, b) for a, b in zip(sources, kept_sources)):
+            forms = {}
+        missing = [name for name in names if name not in forms]
         if missing:
-            self._forms |= _make(missing, lambda: self._forms["dense"] if "dense" in self._forms else make())
-        return [self._forms[name] for name in names]
+            forms = forms | _make(missing, lambda: forms["dense"] if "dense" in forms else make())
+            self._kept = [*sources, weight.detach()], forms
+        return [forms[name] for name in names]
 
     def clear(self) -> None:
         """Forget everything: the next product makes its operands anew. Frees their memory."""
         self.must_not_be_frozen()
-        self._sources, self._forms = [], {}
+        self._kept = [], {}
 
     def must_not_be_frozen(self) -> None:
         """Raise where the master weight is needed and gone."""
@@ -79,17 +82,34 @@ class Operands:
 
     def freeze(self, compressed: Tensor) -> None:
         """From now on, `compressed` is all there is."""
-        self._forms, self.frozen = {"compressed": compressed}, True
+        self._kept, self.frozen = ([], {"compressed": compressed}), True
+
+    @property
+    def compressed(self) -> Tensor:
+        """What a frozen layer multiplies with."""
+        return self._kept[1]["compressed"]
 
     def nbytes(self) -> int:
         """Memory that is held now."""
-        return sum(form.numel() * form.element_size() for form in self._forms.values())
+        return sum(form.numel() * form.element_size() for form in self._kept[1].values())
 
     def __deepcopy__(self, memo: dict) -> "Operands":
-        return Operands()  # derived, and keyed by the original's tensors
+        copied = Operands()  # the rest is derived, and keyed by the original's tensors
+        if self.frozen:
+            copied.freeze(self.compressed.clone())
+        return copied
 
     def __reduce__(self):
+        self.must_not_be_frozen()
         return Operands, ()
+
+
+def _may_be_kept(tensors: list[Tensor]) -> bool:
+    """Where nobody could tell a change, operands are made anew: without gradients (see above), for tensors of inference
+    mode, which have no version, and in graphs, which run again without looking."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or any(x.is_inference() for x in tensors):
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def _make(names: list[str], make: Callable[[], Tensor]) -> dict[str, Tensor]:
@@ -100,10 +120,6 @@ def _make(names: list[str], make: Callable[[], Tensor]) -> dict[str, Tensor]:
         if name != "dense":
             forms[name] = kernels.compress(dense if name == "compressed" else dense.t())
     return {name: forms[name] for name in names}
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same(a, b) -> bool:

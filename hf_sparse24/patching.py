@@ -115,6 +115,8 @@ def patched_config(model: nn.Module) -> Sparse24Config | None:
 def set_phase(model: nn.Module, phase: str) -> None:
     """Let every patched layer compute with its `"sparse"` or its `"dense"` weight, and note it in the config."""
     for layer in sparse_layers(model).values():
+        if layer.phase != phase:
+            layer.operands.clear()  # the dense phase needs none
         layer.phase = phase
         layer.method.config.phase = phase
 

@@ -24,6 +24,10 @@ class StandIn:
 
     def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
         k, n = dense.shape
+        assert compressed.dtype == dense.dtype, "bits would be reinterpreted"
+        assert bias is None or bias.dtype == dense.dtype
+        assert all(x.data_ptr() % 16 == 0 for x in (compressed, dense)), "not aligned"
+        assert bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0)
         m = compressed.numel() * 16 // 9 // k
         # Like the real one: what is not contiguous is taken for a transpose.
         assert dense.is_contiguous() or dense.t().is_contiguous(), "other strides give wrong numbers in silence"

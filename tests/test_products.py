@@ -71,16 +71,15 @@ def test_weights_are_packed_once_per_optimizer_step(stand_in, method):  # noqa: 
     assert stand_in.compressed == steps * forms + gradients
 
 
-def test_recomputation_and_generation_reuse_them(stand_in):  # noqa: F811
+def test_recomputation_reuses_them_and_inference_does_not(stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
     assert stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
-    model.eval()
-    with torch.no_grad():
-        for _ in range(5):
+    with torch.no_grad():  # here anything could have changed the weights unseen, so nothing is reused
+        for i in range(3):
             model(x)
-    assert stand_in.compressed == 6
+            assert stand_in.compressed == 6 + 2 * (i + 1)
 
 
 def changes():
@@ -121,13 +120,66 @@ def changes():
 def test_no_change_goes_unseen(stand_in, change, backend):  # noqa: F811
     model = model_of("s-ste", backend)
     x = torch.randn(16, 32).bfloat16()
-    with torch.no_grad():
-        before = model(x)
-        assert torch.equal(model(x), before)
-        change(model)
-        after = model(x)
-        expected = copy.deepcopy(model)(x)  # a copy remembers nothing
+    before = model(x)
+    assert torch.equal(model(x), before) and model.layers[0].operands.nbytes()
+    change(model)
+    after = model(x)
+    expected = copy.deepcopy(model)(x)  # a copy remembers nothing
     assert torch.equal(after, expected) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writing_behind_the_back_around_evaluations(stand_in, mode):  # noqa: F811
+    """As averaged weights are swapped in, or adapters merged: through `.data`, without a sign."""
+    model, x = model_of("ste"), torch.randn(16, 32).bfloat16()
+    trained = model(x)
+    with mode():
+        before = model(x)
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+        assert not torch.equal(model(x), before)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        assert torch.equal(model(x), before)
+    assert torch.equal(model(x), trained)
+
+
+def test_reassigned_data_at_a_recycled_address(stand_in):  # noqa: F811
+    model, x = model_of("ste"), torch.randn(16, 32).bfloat16()
+    for _ in range(20):
+        before = model(x)
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+            parameter.data = parameter.data / 4
+        assert not torch.equal(model(x), before)
+
+
+def test_weights_of_inference_mode():
+    with torch.inference_mode():
+        model, x = model_of("ste", "reference"), torch.randn(16, 32).bfloat16()
+        before = model(x)
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        assert not torch.equal(model(x), before)
+
+
+def test_operands_of_different_dtypes_are_refused(stand_in):  # noqa: F811
+    model = model_of("ste")
+    for x in (torch.randn(16, 32), torch.randn(16, 32).half()):
+        with pytest.raises(RuntimeError, match="operands of one dtype"):
+            model.layers[0](x)
+
+
+def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
+    matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
+    compressed, algorithm = kernels.compress(matrix), cusparselt.Algorithm(1)
+    x = torch.randn(1, 48).bfloat16()
+    result = kernels.sparse_linear(x, compressed, algorithm=algorithm, out=32)
+    torch.testing.assert_close(result, nn.functional.linear(x, matrix))
+    storage = torch.randn(16 * 48 + 1).bfloat16()
+    x, bias = storage[1:].view(16, 48), torch.randn(64).bfloat16()[::2]
+    result = kernels.sparse_linear(x, compressed, bias, algorithm=algorithm, out=32)
+    torch.testing.assert_close(result, nn.functional.linear(x, matrix, bias))
 
 
 def test_training_after_inference_mode(stand_in):  # noqa: F811
@@ -163,7 +215,7 @@ def test_dropped_master_weights(stand_in, tmp_path):  # noqa: F811
     patch_model(model, Sparse24Config(method="t-sr-ste"))
     ids = torch.randint(0, zoo.VOCAB, (2, 8))
     with torch.no_grad():
-        before = model(ids).logits
+        before, state = model(ids).logits, copy.deepcopy(model.state_dict())
         sizes = sum(layer.weight.nbytes for layer in sparse_layers(model).values())
         assert drop_master_weights(model) == sizes * 7 / 16
         assert torch.equal(model(ids).logits, before)
@@ -173,9 +225,17 @@ def test_dropped_master_weights(stand_in, tmp_path):  # noqa: F811
         lambda: model.save_pretrained(tmp_path),
         lambda: model.float(),
         lambda: unpatch_model(model),
+        lambda: unpatch_model(model, sparse=False),
+        lambda: model.load_state_dict(state),
+        lambda: model.load_state_dict(state, assign=True),
+        lambda: torch.save(model, tmp_path / "model"),
+        lambda: set_phase(model, "dense"),
     ):
         with pytest.raises(RuntimeError, match="master weight was dropped"):
             forbidden()
+    with torch.no_grad():
+        assert torch.equal(model.to("cpu")(ids).logits, before)  # where it is already
+        assert torch.equal(copy.deepcopy(model)(ids).logits, before)
     with pytest.raises(ValueError, match=r"no weight can be dropped: .*: dropped already"):
         drop_master_weights(model)
 

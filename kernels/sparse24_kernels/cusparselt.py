@@ -7,7 +7,7 @@ operators leave to the caller, and this file takes care of:
 * a dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides;
 * sizes must be multiples of 16, or the library refuses (m, k) or is slow (n): n is padded with zeros here;
 * the arguments for split-k have had two signatures;
-* neither operator says what it runs on, and some algorithm ids return wrong numbers: see `tuner.py`.
+* neither operator says what it runs on, and some algorithm ids return wrong numbers: see `tuner/`.
 """
 
 from functools import cache
@@ -113,11 +113,15 @@ def matmul(
     k, n = dense.shape
     if compressed.numel() * 16 != m * k * 9:
         raise ValueError(f"cslt_mm: {compressed.numel()} compressed elements are no matrix of {m} x {k}")
+    if not compressed.dtype == dense.dtype == (dense.dtype if bias is None else bias.dtype):
+        # The library would take the bits of one for those of another.
+        raise RuntimeError(f"cslt_mm: operands of one dtype, not {compressed.dtype}, {dense.dtype} and bias {bias}")
     if not n:
         return dense.new_empty((0, m) if transposed else (m, 0))
-    column_major = dense.t().is_contiguous() and not dense.is_contiguous()
-    if not column_major:
-        dense = dense.contiguous()
+    # One column is both; padding makes it what its problem was tuned for.
+    column_major = dense.t().is_contiguous() and (transposed or not dense.is_contiguous())
+    dense = _aligned(dense if column_major else dense.contiguous())
+    bias = None if bias is None else _aligned(bias.contiguous())
     missing = -n % MULTIPLE
     if missing:
         pad = torch.nn.functional.pad
@@ -133,6 +137,11 @@ def matmul(
     if missing:
         result = result[:n] if transposed else result[:, :n].contiguous()
     return result
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """At an address that is a multiple of 16, which torch promises the library of every operand."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 @matmul.register_fake

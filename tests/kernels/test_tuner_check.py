@@ -28,10 +28,11 @@ class CpuLibrary(tuner_check.Library):
     def compress(self, matrix):
         return matrix.clone()
 
-    def matmul(self, compressed, dense, problem, algorithm):
-        return self.laid_out(compressed.float() @ dense.float(), problem)
+    def matmul(self, compressed, dense, problem, algorithm, bias=None):
+        return self.laid_out(compressed.float() @ dense.float(), problem, bias)
 
-    def laid_out(self, product, problem):
+    def laid_out(self, product, problem, bias=None):
+        product = product if bias is None else product + bias.float()[:, None]
         return (product.t() if problem.transposed else product).to(problem.dtype).contiguous()
 
     def synchronize(self):
@@ -87,12 +88,12 @@ class Tampered(CpuLibrary):
         super().__init__(CPU)
         self.tamper, self.from_call, self.calls = tamper, from_call, 0
 
-    def matmul(self, compressed, dense, problem, algorithm):
+    def matmul(self, compressed, dense, problem, algorithm, bias=None):
         right = compressed.float() @ dense.float()
         self.calls += 1
         if self.calls <= self.from_call:
-            return self.laid_out(right, problem)
-        return self.laid_out(self.tamper(right, problem, self.calls), problem)
+            return self.laid_out(right, problem, bias)
+        return self.laid_out(self.tamper(right, problem, self.calls), problem, bias)
 
 
 def one_element(value):
@@ -125,11 +126,20 @@ def test_wrong_numbers_are_rejected(tamper):
     assert caught.value.deny
 
 
+def test_a_bias_that_is_lost_shows():
+    class Deaf(CpuLibrary):
+        def matmul(self, compressed, dense, problem, algorithm, bias=None):
+            return super().matmul(compressed, dense, problem, algorithm)
+
+    with pytest.raises(tuner_check.Rejected, match=r"wrong numbers on .* with a bias"):
+        attempt(Deaf(CPU))
+
+
 @every_dtype
 def test_one_lost_term_shows(dtype):
     class Forgetful(CpuLibrary):
-        def matmul(self, compressed, dense, problem, algorithm):
-            return self.laid_out(compressed[:, :-1].float() @ dense[:-1].float(), problem)
+        def matmul(self, compressed, dense, problem, algorithm, bias=None):
+            return self.laid_out(compressed[:, :-1].float() @ dense[:-1].float(), problem, bias)
 
     with pytest.raises(tuner_check.Rejected, match="wrong numbers"):
         attempt(Forgetful(CPU), Problem(64, 256, 4096, dtype, True, True))
@@ -140,9 +150,9 @@ def test_sums_in_low_precision_are_rejected(dtype):
     """Split-k that adds its parts in the operands' dtype is not as good as the dense product."""
 
     class Coarse(CpuLibrary):
-        def matmul(self, compressed, dense, problem, algorithm):
+        def matmul(self, compressed, dense, problem, algorithm, bias=None):
             parts = zip(compressed.float().chunk(8, 1), dense.float().chunk(8, 0))
-            return self.laid_out(sum((a @ b).to(dtype) for a, b in parts), problem)
+            return self.laid_out(sum((a @ b).to(dtype) for a, b in parts), problem, bias)
 
     with pytest.raises(tuner_check.Rejected, match="wrong numbers"):
         attempt(Coarse(CPU), Problem(64, 256, 1024, dtype, True, True), Algorithm(0, 8))
@@ -150,9 +160,9 @@ def test_sums_in_low_precision_are_rejected(dtype):
 
 def test_another_order_of_sums_passes():
     class Shuffled(CpuLibrary):
-        def matmul(self, compressed, dense, problem, algorithm):
+        def matmul(self, compressed, dense, problem, algorithm, bias=None):
             order = torch.randperm(problem.k)
-            return self.laid_out(compressed[:, order].float() @ dense[order].float(), problem)
+            return self.laid_out(compressed[:, order].float() @ dense[order].float(), problem, bias)
 
     problem = Problem(64, 256, 1024, torch.bfloat16, True, True)
     assert attempt(Shuffled(CPU), problem, Algorithm(0, 2)) == (50.0, 100.0)
@@ -172,7 +182,7 @@ def test_returning_without_running_is_seen():
     """What it returns is memory: of the dense product's result, had it not been poisoned."""
 
     class Idle(CpuLibrary):
-        def matmul(self, compressed, dense, problem, algorithm):
+        def matmul(self, compressed, dense, problem, algorithm, bias=None):
             shape = (problem.n, problem.m) if problem.transposed else (problem.m, problem.n)
             return torch.empty(shape, dtype=problem.dtype)
 
@@ -183,7 +193,7 @@ def test_returning_without_running_is_seen():
 
 def test_a_result_of_another_shape_or_layout_is_rejected():
     class Flipped(CpuLibrary):
-        def laid_out(self, product, problem):
+        def laid_out(self, product, problem, bias=None):
             return super().laid_out(product, problem).t()
 
     for transposed in (False, True):
@@ -228,10 +238,11 @@ class Liar(Library):
         self.id = None
         result = call()
         return {None: 100.0, 0: 90.0, 2: 0.0, 6: 80.0}.get(self.id, 10.0), result
-    def matmul(self, compressed, dense, problem, algorithm):
+    def matmul(self, compressed, dense, problem, algorithm, bias=None):
         self.id = algorithm.id
         if self.id == 4 or algorithm.split_k != 1: raise RuntimeError("not supported\\nmore")
-        right = (dense.t().float() @ compressed.t().float()).to(problem.dtype)
+        right = dense.t().float() @ compressed.t().float()
+        right = (right if bias is None else right + bias.float()).to(problem.dtype)
         if self.id == 1: return right * 1.5
         if self.id == 3: return torch.empty_like(right)
         if self.id == 5: return right * (1 + 1e-2 * torch.rand(()).to(right.dtype))

@@ -48,8 +48,10 @@ class Library:
     def compress(self, matrix: Tensor) -> Tensor:
         return cusparselt.compress(matrix)
 
-    def matmul(self, compressed: Tensor, dense: Tensor, problem: Problem, algorithm: Algorithm) -> Tensor:
-        return cusparselt.matmul(compressed, dense, None, problem.m, problem.transposed, *algorithm)
+    def matmul(
+        self, compressed: Tensor, dense: Tensor, problem: Problem, algorithm: Algorithm, bias: Tensor | None = None
+    ) -> Tensor:
+        return cusparselt.matmul(compressed, dense, bias, problem.m, problem.transposed, *algorithm)
 
     def dense(self, matrix: Tensor, dense: Tensor, problem: Problem) -> Tensor:
         """What would run instead: the product with the pruned matrix, into the layout that is asked for."""
@@ -224,6 +226,15 @@ def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, 
         raise Rejected(f"other bits from the same inputs on {case.name}{of}", deny=True)
 
 
+def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
+    """The bias is added by the algorithm itself, so it is part of what may be wrong."""
+    bias = torch.linspace(-4, 4, case.problem.m, device=case.dense.device).to(case.problem.dtype)
+    column = bias.float()[:, None]
+    half_eps = torch.finfo(bias.dtype).eps / 2
+    biased = case._replace(truth=case.truth + column, unit=case.unit + half_eps * column.abs())
+    check(biased, library.matmul(case.compressed, case.dense, case.problem, algorithm, bias), " with a bias")
+
+
 def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, effort: int) -> tuple[float, float]:
     """Microseconds of the sparse product and of the dense one.
 
@@ -241,6 +252,8 @@ def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, eff
         check_bits(case, poisoned(lambda case=case: sparse(case), case), first, algorithm)
         if case is timed:
             expected = first
+    if timed.problem.transposed:
+        check_bias(library, timed, algorithm)
     sparse_us, dense_us = [], []
     rounds = 5 * effort
     while len(sparse_us) < rounds:

@@ -100,7 +100,7 @@ class Table:
 def user_directory() -> Path:
     """`$SPARSE24_CACHE`, or `sparse24` in `$XDG_CACHE_HOME`, or `~/.cache/sparse24`."""
     if own := os.environ.get("SPARSE24_CACHE"):
-        return Path(own)
+        return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sparse24"
 
 
