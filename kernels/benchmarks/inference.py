@@ -2,7 +2,8 @@
 
 Four layers stand for the thirty-two: they all cost the same. Their weights are 3.5 GB in bf16, so decoding reads them
 from device memory, as a whole model would. Decoding appends one token per sequence to a cache of `CONTEXT` and takes it
-off again. Both copies of a patched weight are in the memory that is reported: the dense masters and what is multiplied.
+off again. "sparse" has its master weights dropped and holds the compressed ones alone; "auto" is a patched model as it
+comes out of training, which prunes its weights in every forward.
 """
 
 from collections.abc import Callable
@@ -129,13 +130,15 @@ def build(device: torch.device, backend: str | None) -> nn.Module:
     """The stack, patched unless `backend` is None; the same weights each time."""
     from transformers import LlamaConfig, LlamaModel
 
-    from hf_sparse24 import Sparse24Config, patch_model
+    from hf_sparse24 import Sparse24Config, drop_master_weights, patch_model
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         model = LlamaModel(LlamaConfig(**SIZES, max_position_embeddings=16384)).to(torch.bfloat16).eval()
     if backend is not None:
         patch_model(model, Sparse24Config(method="s-ste", target_modules="all-linear", backend=backend))
+    if backend == "cusparselt":
+        drop_master_weights(model)
     return model
 
 
@@ -154,6 +157,6 @@ def peak_bytes(device: torch.device, models: dict[str, nn.Module], way: str, ste
 
 def held(model: nn.Module) -> int:
     """Parameters, buffers, and what is kept to multiply with."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return own + sum(module.operands.nbytes() for module in model.modules() if hasattr(module, "operands"))
