@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import cusparselt
-from .backends import check_backend, choose_backend, choose_product
+from .backends import check_backend, choose_product
 from .cusparselt import Algorithm, Problem
 
 
@@ -33,26 +33,14 @@ def plan_linear(
     Raises:
         ValueError: an unknown backend, or one that was asked for by name and cannot run on `device`.
     """
-    return _plan(linear_problem(tokens, out, inputs, dtype), device, backend)
+    return choose_product(backend, linear_problem(tokens, out, inputs, dtype), device).algorithm
 
 
 def plan_mm(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
 ) -> Algorithm | None:
     """`plan_linear` for `sparse_mm`: a sparse `[m, k]` times a dense `[k, n]`, both row-major."""
-    return _plan(mm_problem(m, n, k, dtype), device, backend)
-
-
-def _plan(problem: Problem, device: torch.device, backend: str) -> Algorithm | None:
-    if not _can_be_sparse(problem.dtype, device, backend):
-        return None
-    return choose_product(backend, problem, device).algorithm
-
-
-# torch.compile keeps what this returns, and does not look inside.
-@torch.compiler.assume_constant_result
-def _can_be_sparse(dtype: torch.dtype, device: torch.device, backend: str) -> bool:
-    return choose_backend(backend, device).backend != "reference" and dtype in cusparselt.DTYPES
+    return choose_product(backend, mm_problem(m, n, k, dtype), device).algorithm
 
 
 def why_not_sparse(m: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> str | None:

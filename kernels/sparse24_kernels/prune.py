@@ -93,9 +93,8 @@ def prune_forms(
             along C) and `"packed-transposed"` (along R). A packed form needs a multiple of 8 along its groups, and a
             rule that is 2:4 along them: `dim` for magnitude and soft threshold, anything the mask is for a mask. What
             the rule drops is not in it, NaN included.
-        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`). A mask for packed forms
-        keeps at
-            most two of every four along them (of more, the first and the last are stored).
+        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`). A mask for packed forms keeps
+            at most two of every four along them (of more, the first and the last are stored).
         dim, scale, dtype: as for `soft_threshold`. mask: as for `apply_mask`.
 
     Returns:

@@ -1,10 +1,10 @@
 """Triton: MVUE estimates of a gradient, dense, transposed or packed, with Philox numbers made on the spot."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..prune import empty_packed
 from ..reference.philox import ROUNDS
 from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, tile
 from .prune import pack_columns, pack_row, store_transposed
@@ -18,9 +18,8 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
         return [mvue(first, key, n, m, 0, estimator, form)[0].movedim(0, dim).contiguous()]
     matrix, along = as_matrix(x, dim)
     rows, columns = matrix.shape
-    size, other = (columns, rows) if along == 1 else (rows, columns)
     if form == "packed":
-        out = [x.new_empty(other, size // 2), x.new_empty(other, size // 8, dtype=torch.uint8)]
+        out = empty_packed(matrix if along == 1 else matrix.t(), x.dtype)
     else:
         out = [x.new_empty(x.shape if form == "dense" else (columns, rows))]
     if matrix.numel():

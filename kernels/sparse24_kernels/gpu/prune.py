@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
+from ..prune import empty_packed
 from .groups import (
     LAUNCH,
     as_matrix,
@@ -40,18 +41,12 @@ def prune(
     # A mask has no groups, and its packed bits are those of the last dimension.
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)
     rows, columns = matrix.shape
-    new = matrix.new_empty
     out: dict[str, list[Tensor]] = {}
     for form in forms:
-        out[form] = {
-            "dense": lambda: [new(weight.shape, dtype=dtype)],
-            "transposed": lambda: [new(columns, rows, dtype=dtype)],
-            "packed": lambda: [new(rows, columns // 2, dtype=dtype), new(rows, columns // 8, dtype=torch.uint8)],
-            "packed-transposed": lambda: [
-                new(columns, rows // 2, dtype=dtype),
-                new(columns, rows // 8, dtype=torch.uint8),
-            ],
-        }[form]()
+        if form in ("dense", "transposed"):
+            out[form] = [matrix.new_empty(weight.shape if form == "dense" else (columns, rows), dtype=dtype)]
+        else:
+            out[form] = empty_packed(matrix if form == "packed" else matrix.t(), dtype)
     if matrix.numel():
         _prune_kernel[grid(rows, columns)](
             matrix,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..masks import empty_mask
 from .groups import LAUNCH, grid, load4, on_its_device, split4, store_mask, tile
 
 _HUGE = tl.constexpr(torch.finfo(torch.float32).max / 16)  # what the reference takes for inf and NaN
@@ -20,9 +21,7 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
     """One read of the weight, one write of the mask."""
     weight = weight.contiguous()
     rows, columns = weight.shape
-    mask = weight.new_empty(
-        (rows, (columns + 7) // 8) if packed else (rows, columns), dtype=torch.uint8 if packed else torch.bool
-    )
+    mask = empty_mask(weight, packed)
     if weight.numel():
         _transposable_kernel[grid(rows, columns)](weight, mask, rows, columns, BITS=packed, **LAUNCH)
     return mask
