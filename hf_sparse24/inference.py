@@ -1,6 +1,5 @@
 """Inference from compressed weights alone, with the dense master weights given up."""
 
-import sparse24_kernels as kernels
 import torch
 from torch import nn
 
@@ -39,7 +38,7 @@ def drop_master_weights(model: nn.Module) -> int:
     for layer in served:
         weight = layer.weight
         if id(weight) not in dropped:  # layers may share one
-            compressed = kernels.compress(layer.operand(weight.dtype))
+            (compressed,) = layer.operands_of(["compressed"], weight.dtype)
             freed += weight.nbytes - compressed.nbytes
             empty = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
             dropped[id(weight)] = weight, compressed, empty

@@ -27,6 +27,8 @@ A config can ask for more: dZ pruned in the grad_input product, X pruned in the 
 the sparse weight, passed straight through.
 """
 
+from functools import partial
+
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
@@ -93,8 +95,8 @@ def _grad_weight(grad: Tensor, x: Tensor, rng_key: Tensor | None, config: Sparse
     if algorithm is None:
         return _pruned(grad, config.weight_grad, 0, rng_key, config.fp8).t() @ x
     estimator = "approx" if config.weight_grad == "mvue-approx" else "exact"
-    pruned = kernels.mvue(grad, dim=0, estimator=estimator, key=rng_key, form="transposed")
-    return kernels.sparse_mm(kernels.compress(pruned), x, algorithm=algorithm, m=len(pruned))
+    pruned = kernels.mvue(grad, dim=0, estimator=estimator, key=rng_key, form="compressed")
+    return kernels.sparse_mm(pruned, x, algorithm=algorithm, m=grad.shape[1])
 
 
 def _backend(config: Sparse24Config) -> str:
@@ -171,13 +173,26 @@ class Sparse24Layer(nn.Module):
         Exactly N:M along the input dimension: at most N of every M are non-zero. `dtype` is that of the result, by
         default the master's; what is kept never depends on it.
         """
+        return self._forms(["dense"], dtype or self.weight.dtype)[0]
+
+    @torch.no_grad()
+    def operands_of(self, names: list[str], dtype: torch.dtype) -> list[Tensor]:
+        """The sparse weight `[out, in]` in forms that the products take (see `operands.FORMS`), pruned in one pass."""
+        if self.input_dim == 1:
+            return list(self._forms(names, dtype))
+        # Stored as [in, out]: each form is its transpose's.
+        of_stored = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
+        forms = self._forms([of_stored[name] for name in names], dtype)
+        return [form.t() if name == "dense" else form for name, form in zip(names, forms)]
+
+    def _forms(self, forms: list[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
         self.operands.must_not_be_frozen()
         if not self.state_is_ready:
             raise RuntimeError(
                 "this layer was patched on the meta device and has no state yet; "
                 "load a checkpoint into the model, or call init_state() on its layers once they have weights"
             )
-        return self.method.sparse_weight(self.weight, self.input_dim, self.state, dtype or self.weight.dtype)
+        return self.method.sparse_weight(self.weight, self.input_dim, self.state, dtype, forms)
 
     @torch.no_grad()
     def mask(self, packed: bool = False) -> Tensor:
@@ -210,7 +225,8 @@ class Sparse24Layer(nn.Module):
             if self.method.transposable and config.input_grad == "dense":
                 input_algorithm = kernels.plan_linear(tokens, inputs, out, dtype, x.device, backend)
             forms.append("dense" if input_algorithm is None else "compressed-transposed")
-        operands = self.operands.get(forms, lambda: self.operand(dtype), self.weight, list(self.state.values()), dtype)
+        make = partial(self.operands_of, dtype=dtype)
+        operands = self.operands.get(forms, make, self.weight, self.state, dtype)
         output_weight, input_weight = operands[0], None if forms[-1] == forms[0] else operands[-1]
         return _SparseLinearFunction.apply(
             x, weight, output_weight, input_weight, output_algorithm, input_algorithm, bias, self.method, self.rng_key
@@ -220,12 +236,6 @@ class Sparse24Layer(nn.Module):
         """Why the output product cannot run on sparse tensor cores, whatever its speed; None where it can."""
         out, inputs = self.weight.shape if self.input_dim == 1 else self.weight.shape[::-1]
         return kernels.why_not_sparse(out, inputs, self.weight.dtype, self.weight.device, _backend(self.method.config))
-
-    @torch.no_grad()
-    def operand(self, dtype: torch.dtype) -> Tensor:
-        """The sparse weight as the products see it: `[out, in]`."""
-        sparse_weight = self.sparse_weight(dtype)
-        return sparse_weight if self.input_dim == 1 else sparse_weight.t()
 
     def extra_repr(self) -> str:
         outputs, inputs = self.weight.shape if self.input_dim == 1 else self.weight.shape[::-1]

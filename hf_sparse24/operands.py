@@ -12,7 +12,6 @@ between two forward passes in training calls `layer.operands.clear()`.
 
 from collections.abc import Callable
 
-import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -41,29 +40,35 @@ class Operands:
         """Whether the compressed form is all there is, its master weight given up (see `drop_master_weights`)."""
 
     def get(
-        self, names: list[str], make: Callable[[], Tensor], weight: Tensor, state: list[Tensor], *key
+        self,
+        names: list[str],
+        make: Callable[[list[str]], list[Tensor]],
+        weight: Tensor,
+        state: dict[str, Tensor],
+        *key,
     ) -> list[Tensor]:
         """The named forms, from memory where nothing has changed since they were made.
 
         Args:
-            names: of `FORMS`. make: computes the dense form.
+            names: of `FORMS`. make: computes forms by their names, all in one pass over the weight.
             weight, state: what it is computed from. key: whatever else it depends on, such as a dtype.
         """
         if self.frozen:
             if names != ["compressed"]:
                 self.must_not_be_frozen()
             return [self.compressed]
-        if not _may_be_kept([weight, *state]):
-            forms = _make(names, make)
-            return [forms[name] for name in names]
+        names = list(dict.fromkeys(names))
+        tensors = [weight, *state.values()]
+        if not _may_be_kept(tensors):
+            return make(names)
         # The detached weight keeps its storage alive, so that no other can come to lie at the same address.
-        sources = [weight, *state, weight.data_ptr(), *(x._version for x in [weight, *state]), _optimizer_steps, *key]
+        sources = [*tensors, weight.data_ptr(), *(x._version for x in tensors), _optimizer_steps, *key]
         kept_sources, forms = self._kept
         if len(sources) != len(kept_sources) - 1 or any(not _same(a, b) for a, b in zip(sources, kept_sources)):
             forms = {}
         missing = [name for name in names if name not in forms]
         if missing:
-            forms = forms | _make(missing, lambda: forms["dense"] if "dense" in forms else make())
+            forms = forms | dict(zip(missing, make(missing)))
             self._kept = [*sources, weight.detach()], forms
         return [forms[name] for name in names]
 
@@ -110,16 +115,6 @@ def _may_be_kept(tensors: list[Tensor]) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or any(x.is_inference() for x in tensors):
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
-def _make(names: list[str], make: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Prune once, and keep of it what was asked for."""
-    dense = make()
-    forms = {"dense": dense}
-    for name in names:
-        if name != "dense":
-            forms[name] = kernels.compress(dense if name == "compressed" else dense.t())
-    return {name: forms[name] for name in names}
 
 
 def _same(a, b) -> bool:

@@ -1,17 +1,29 @@
 """A CPU stand-in for torch's two cuSPARSELt operators: same sizes, same arguments, same traps."""
 
+import sys
+
 import pytest
 import torch
-from sparse24_kernels import Packed, backends, cusparselt, pack_nm, tuner, unpack_nm
+from sparse24_kernels import Packed, backends, cusparselt, layout, pack_nm, tuner, unpack_nm
 from torch import Tensor
+
+# The package has functions of these names.
+prune, mvue = (sys.modules[f"sparse24_kernels.{name}"] for name in ("prune", "mvue"))
 
 
 class StandIn:
-    """Counts its calls. `wrong_ids` are algorithms that return wrong numbers, as some of the library's do."""
+    """Counts its calls. `wrong_ids` are algorithms that return wrong numbers, as some of the library's do.
 
-    def __init__(self, wrong_ids: tuple[int, ...] = ()):
-        self.wrong_ids = wrong_ids
+    `order` says where units of 16 bits of indices lie: a function of rows `[m, 1]`, columns `[1, k / 16]` and both
+    sizes.
+    """
+
+    def __init__(self, wrong_ids: tuple[int, ...] = (), order=None):
+        self.wrong_ids, self.order = wrong_ids, order or tiles
         self.compressed, self.products = 0, []
+
+    def places(self, m: int, k: int) -> Tensor:
+        return self.order(torch.arange(m)[:, None], torch.arange(k // 16)[None, :], m, k // 16).flatten()
 
     def compress(self, matrix: Tensor) -> Tensor:
         assert matrix.is_contiguous() and matrix.dtype in cusparselt.DTYPES
@@ -20,7 +32,9 @@ class StandIn:
         assert not torch.signbit(matrix[matrix == 0]).any(), "-0.0 counts as a value"
         self.compressed += 1
         values, indices = pack_nm(matrix)
-        return torch.cat([values.flatten(), indices.flatten().view(matrix.dtype)])
+        units = torch.empty(indices.numel() // 2, dtype=torch.int16)
+        units[self.places(*matrix.shape)] = indices.view(torch.int16).flatten()
+        return torch.cat([values.flatten(), units.view(matrix.dtype)])
 
     def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
         k, n = dense.shape
@@ -32,8 +46,9 @@ class StandIn:
         # Like the real one: what is not contiguous is taken for a transpose.
         assert dense.is_contiguous() or dense.t().is_contiguous(), "other strides give wrong numbers in silence"
         assert n % 16 == 0
-        values, indices = compressed.split([m * k // 2, m * k // 16])
-        matrix = unpack_nm(Packed(values.view(m, k // 2), indices.view(torch.uint8).view(m, k // 8)))
+        values, units = compressed.split([m * k // 2, m * k // 16])
+        indices = units.view(torch.int16)[self.places(m, k)].view(torch.uint8).view(m, k // 8)
+        matrix = unpack_nm(Packed(values.view(m, k // 2), indices))
         self.products.append((m, n, k, alg_id, transpose_result))
         result = torch.nn.functional.linear(dense.t(), matrix, bias) if transpose_result else matrix @ dense
         if bias is not None and not transpose_result:
@@ -41,13 +56,45 @@ class StandIn:
         return result + 1 if alg_id in self.wrong_ids else result
 
 
+def tiles(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
+    """Tiles of 16 rows x 1 unit, rows 0, 8, 1, 9, ... in each; along the rows first."""
+    return (row // 16 * units + unit) * 16 + row % 8 * 2 + row // 8 % 2
+
+
+def row_major(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
+    return row * units + unit
+
+
+def nested_tiles(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
+    """Blocks of 64 x 4 units down the columns, halves of 32 rows inside, then two units beside each other."""
+    block = unit // 4 * (m // 64) + row // 64
+    return block * 256 + unit % 4 // 2 * 128 + row % 64 // 32 * 64 + row % 32 * 2 + unit % 2
+
+
+def swizzled(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
+    """No sum of a row's and a unit's place."""
+    return row * units + (unit ^ (row % 2))
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     """Sparse tensor cores on every device, every product sparse by algorithm 3."""
-    library = StandIn()
+    return install(monkeypatch, StandIn())
+
+
+@pytest.fixture
+def counting_stand_in(stand_in, monkeypatch):
+    """The same, with a layout that stays unknown: the library compresses every matrix, and counts them."""
+    for module in (prune, mvue):
+        monkeypatch.setattr(module, "find_layout", lambda *size: None)
+    return stand_in
+
+
+def install(monkeypatch, library: StandIn) -> StandIn:
     monkeypatch.setattr(torch, "_cslt_compress", library.compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", library.matmul)
     monkeypatch.setattr(cusparselt, "why_not", lambda device: None)
+    monkeypatch.setattr(layout, "_found", {})
     verdict = tuner.Verdict("cusparselt", cusparselt.Algorithm(3), 1.0, 2.0, "measured")
     monkeypatch.setattr(backends.tuner, "choose", lambda problem, device: verdict)
     return library

@@ -1,5 +1,6 @@
 """hf-sparse24 doctor and tune, on a machine without a GPU and on a pretended one."""
 
+import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -46,7 +47,15 @@ def test_doctor_fails_where_an_operation_is_wrong(capsys, monkeypatch):
 def test_a_wrong_library_is_told(stand_in):  # noqa: F811
     assert dict(doctor.self_test(torch.device("cpu")))["sparse product"] == "ok"
     stand_in.wrong_ids = (0,)
-    assert "FAILED: relative error" in dict(doctor.self_test(torch.device("cpu")))["sparse product"]
+    said = dict(doctor.self_test(torch.device("cpu")))["sparse product"]
+    assert "FAILED: compressed by cuSPARSELt, relative error" in said
+
+
+@pytest.mark.parametrize(("order", "who"), [(cslt.tiles, "pruning kernels"), (cslt.swizzled, "cuSPARSELt")])
+def test_who_compresses_is_told(stand_in, order, who):  # noqa: F811
+    stand_in.order = order
+    choices = {work: (runs, why) for work, runs, why in doctor.choices(torch.device("cpu"))}
+    assert choices["compressed operands"][0] == who and choices["compressed operands"][1]
 
 
 def verdict(problem, device):

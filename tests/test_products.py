@@ -7,7 +7,7 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 import zoo
-from cslt import stand_in  # noqa: F401 (a fixture)
+from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
 from sparse24_kernels import backends, cusparselt
 from torch import nn
 
@@ -63,23 +63,23 @@ def test_training_by_sparse_products_equals_dense_math(stand_in, method, tokens)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_weights_are_packed_once_per_optimizer_step(stand_in, method):  # noqa: F811
+def test_weights_are_packed_once_per_optimizer_step(counting_stand_in, method):  # noqa: F811
     steps, micro_batches, layers = 3, 4, 2
     forms = 3 if method == "t-sr-ste" else 2  # of both layers; the first one's input needs no gradient
     gradients = 0 if method == "ste" else steps * micro_batches * layers
     train(model_of(method), steps=steps, micro_batches=micro_batches)
-    assert stand_in.compressed == steps * forms + gradients
+    assert counting_stand_in.compressed == steps * forms + gradients
 
 
-def test_recomputation_reuses_them_and_inference_does_not(stand_in):  # noqa: F811
+def test_recomputation_reuses_them_and_inference_does_not(counting_stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
+    assert counting_stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
     with torch.no_grad():  # here anything could have changed the weights unseen, so nothing is reused
         for i in range(3):
             model(x)
-            assert stand_in.compressed == 6 + 2 * (i + 1)
+            assert counting_stand_in.compressed == 6 + 2 * (i + 1)
 
 
 def changes():

@@ -1,6 +1,7 @@
 """What a sparsity method has to say. One instance serves a whole model; it holds no tensors."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,5 +37,11 @@ class SparseMethod(ABC):
         """Which weights are kept now: bool, shape of `weight`, or its packed bits. Masked decay and metrics ask."""
 
     @abstractmethod
-    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight the products use, in `dtype`: shape of `weight`, N:M along `dim`, without -0.0."""
+    def sparse_weight(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        """The weight the products use, in `dtype`, N:M along `dim`, without -0.0: each of `forms`.
+
+        `forms` are those of `kernels.prune_forms`, which a method that prunes by other rules of its own can give its
+        result to.
+        """

@@ -11,6 +11,8 @@ Method card
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
 
+from collections.abc import Sequence
+
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
@@ -26,5 +28,7 @@ class FixedMask(SparseMethod):
         bits = state["mask_bits"]
         return bits if packed else kernels.unpack_bits(bits, weight.shape[-1])
 
-    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return kernels.apply_mask(weight, state["mask_bits"], dtype)
+    def sparse_weight(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        return kernels.prune_forms(weight, forms, "mask", self.n, self.m, mask=state["mask_bits"], dtype=dtype)

@@ -16,6 +16,8 @@ Method card
     Reference        Hu et al. 2024 (arXiv 2409.09099), section 4.
 """
 
+from collections.abc import Sequence
+
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
@@ -30,5 +32,9 @@ class SSTE(SparseMethod):
     def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
         return kernels.nm_mask(weight, self.n, self.m, dim, packed)
 
-    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return kernels.soft_threshold(weight, self.n, self.m, dim, state["scale"], dtype)
+    def sparse_weight(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        return kernels.prune_forms(
+            weight, forms, "soft-threshold", self.n, self.m, dim, scale=state["scale"], dtype=dtype
+        )

@@ -10,6 +10,8 @@ Method card
     Reference        Bengio et al. 2013 (arXiv 1308.3432) for the estimator; the baseline of SR-STE's section 3.1.
 """
 
+from collections.abc import Sequence
+
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
@@ -21,5 +23,7 @@ class STE(SparseMethod):
     def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
         return kernels.nm_mask(weight, self.n, self.m, dim, packed)
 
-    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return kernels.nm_prune(weight, self.n, self.m, dim, dtype)
+    def sparse_weight(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        return kernels.prune_forms(weight, forms, "magnitude", self.n, self.m, dim, dtype=dtype)

@@ -19,6 +19,8 @@ Method card
     Reference        Hu et al. 2024 (arXiv 2404.01847), sections 4 and 5.
 """
 
+from collections.abc import Sequence
+
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
@@ -37,5 +39,7 @@ class TSRSTE(SparseMethod):
         bits = state["mask_bits"]
         return bits if packed else kernels.unpack_bits(bits, weight.shape[-1])
 
-    def sparse_weight(self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return kernels.apply_mask(weight, state["mask_bits"], dtype)
+    def sparse_weight(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        return kernels.prune_forms(weight, forms, "mask", self.n, self.m, mask=state["mask_bits"], dtype=dtype)

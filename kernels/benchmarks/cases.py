@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 from sparse24_kernels import gpu, reference
+from sparse24_kernels.cusparselt import Layout
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -128,6 +129,12 @@ def draw(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, 
 def special(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Every group of four of the special values, `[10000 / 16, 64]`."""
     return torch.tensor(list(product(SPECIAL, repeat=4)), dtype=dtype, device=device).view(-1, 64)
+
+
+def tiles(device: torch.device, m: int, k: int) -> Layout:
+    """A layout like a vendor's: tiles of 16 rows x 1 unit, rows 0, 8, 1, 9, ... in each, tiles along the rows first."""
+    row, unit = torch.arange(m, device=device), torch.arange(k // 16, device=device)
+    return Layout((row // 16 * (k // 16) * 16 + row % 8 * 2 + row // 8 % 2).int(), unit.int() * 16)
 
 
 def label(shape, dtype, *more) -> str:

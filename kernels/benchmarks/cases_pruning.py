@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import torch
-from cases import DTYPES, SHAPES, SQUARE, Case, draw, label, special
+from cases import DTYPES, SHAPES, SQUARE, Case, draw, label, special, tiles
 from sparse24_kernels import reference
 
 
@@ -13,6 +13,7 @@ def cases() -> Iterator[Case]:
     yield from _mask_cases()
     yield from _prune_cases()
     yield from _mvue_cases()
+    yield from _compressed_cases()
     yield from _model_cases()
 
 
@@ -219,6 +220,54 @@ def _mvue_cases() -> Iterator[Case]:
         "3d",
         lambda device: (draw(device, 2, 7, 12), torch.tensor(5, device=device), 2, 4, 1, "exact", "dense"),
     )
+
+
+def _compressed_cases() -> Iterator[Case]:
+    """Indices in units of 16 bits where a layout puts them; every size a multiple of 16."""
+    for (i, shape), dim in product(enumerate(((16, 16), (48, 272), (80, 144), (128, 64))), (0, 1)):
+        dtype, out = DTYPES[i % 3], (torch.bfloat16, torch.float16)[i % 2]
+        form = ("compressed-transposed", "compressed")[dim]
+        layouts = lambda device, s=shape: {  # noqa: E731
+            "compressed": tiles(device, *s),
+            "compressed-transposed": tiles(device, *s[::-1]),
+        }
+        for rule, forms in (
+            ("magnitude", [form]),
+            ("soft-threshold", ["dense", form]),
+            ("mask", ["compressed", "compressed-transposed", "transposed"]),
+            ("mask", [form, "packed-transposed" if dim else "packed"]),
+        ):
+            yield Case(
+                "prune.prune",
+                label(shape, dtype, rule, *forms, f"dim{dim}", out),
+                lambda device, s=shape, d=dtype, r=rule, f=forms, o=out, layouts=layouts, dim=dim: (
+                    (w := draw(device, *s, dtype=d)),
+                    r,
+                    2,
+                    4,
+                    dim,
+                    reference.transposable.transposable_mask(w, 2, 4, "exact", True) if r == "mask" else None,
+                    None,
+                    o,
+                    f,
+                    {form: layout for form, layout in layouts(device).items() if form in f},
+                ),
+            )
+        for estimator in ("exact", "approx"):
+            yield Case(
+                "mvue.mvue",
+                label(shape, out, estimator, f"dim{dim}", "compressed"),
+                lambda device, s=shape, d=out, dim=dim, e=estimator, layouts=layouts, f=form: (
+                    draw(device, *s, dtype=d),
+                    torch.tensor(7, device=device),
+                    2,
+                    4,
+                    dim,
+                    e,
+                    "compressed",
+                    layouts(device)[f],
+                ),
+            )
 
 
 def _model_cases() -> Iterator[Case]:

@@ -12,6 +12,7 @@ from functools import partial
 
 import sparse24_kernels as kernels
 import torch
+from cases import assert_same_bits
 from report import clean
 from shapes import METHODS
 from side_by_side import assert_three_way, forget, randn
@@ -81,24 +82,29 @@ def check_products(device: torch.device, shape: tuple[int, int, int], dtype: tor
     tokens, inputs, out = shape
     x, grad = randn(device, tokens, inputs, dtype=dtype, seed=1), randn(device, tokens, out, dtype=dtype, seed=2)
     weight, bias = weights(device, out, inputs, dtype)
-    sparse = kernels.apply_mask(weight, kernels.transposable_mask(weight, packed=True))
-    compressed = {"output": sparse, "grad_input": sparse.t()}
+    forms, mask = ["dense", "compressed", "compressed-transposed"], kernels.transposable_mask(weight, packed=True)
+    sparse, compressed, transposed = kernels.prune_forms(weight, forms, "mask", mask=mask)
+    # Groups of random weights have two non-zeros, so there is one way to write each.
+    assert_same_bits(compressed.view(torch.int16), kernels.compress(sparse).view(torch.int16), "compressed")
+    assert_same_bits(transposed.view(torch.int16), kernels.compress(sparse.t()).view(torch.int16), "transposed")
 
     algorithm = plan(kernels.plan_linear, tokens, out, inputs, dtype, device)
-    ours = kernels.sparse_linear(x, kernels.compress(compressed["output"]), bias, algorithm=algorithm, out=out)
+    ours = kernels.sparse_linear(x, compressed, bias, algorithm=algorithm, out=out)
     dense = nn.functional.linear(x, sparse, bias)
     assert_three_way(ours, dense, x.float() @ sparse.float().t() + bias.float(), "output")
 
     algorithm = plan(kernels.plan_linear, tokens, inputs, out, dtype, device)
-    ours = kernels.sparse_linear(grad, kernels.compress(compressed["grad_input"]), algorithm=algorithm, out=inputs)
+    ours = kernels.sparse_linear(grad, transposed, algorithm=algorithm, out=inputs)
     assert_three_way(ours, grad @ sparse, grad.float() @ sparse.float(), "grad_input")
 
     if tokens % 16:
         return
-    pruned = kernels.mvue(grad, dim=0, key=torch.tensor(7, device=device), form="transposed")
+    grad[:64] = 0  # groups that can be written in several ways
+    pruned, compressed = (kernels.mvue(grad, dim=0, key=7, form=form) for form in ("transposed", "compressed"))
     algorithm = plan(kernels.plan_mm, out, inputs, tokens, dtype, device)
-    ours = kernels.sparse_mm(kernels.compress(pruned), x, algorithm=algorithm, m=out)
-    assert_three_way(ours, pruned @ x, pruned.float() @ x.float(), "grad_weight")
+    for ours in (compressed, kernels.compress(pruned)):
+        result = kernels.sparse_mm(ours, x, algorithm=algorithm, m=out)
+        assert_three_way(result, pruned @ x, pruned.float() @ x.float(), "grad_weight")
 
 
 def check_layer(

@@ -23,6 +23,7 @@ from side_by_side import (
     tune_first,
 )
 from sparse24_kernels.cusparselt import Algorithm
+from sparse24_kernels.layout import find_layout
 from timing import OutOfTime, describe, time_limit
 from torch import Tensor, nn
 
@@ -58,11 +59,11 @@ def measure(run, cell: Cell) -> dict:
     """One cell: all its ways in turn, and what they come to."""
     with time_limit(min(40, run.left(reserve=5))):
         operands = Operands(run, cell)
-        plans = operands.plans()
+        plans, compressed_by = operands.plans(), operands.layouts()
         makers, wrong = operands.makers(plans)
     rows, clocks = side_by_side(run, makers, 40)
     rows |= {name: {"error": error} for name, error in wrong.items()}
-    result = {"clocks": clocks, "times": rows, "products": {}, "layer": {}, "goals": []}
+    result = {"clocks": clocks, "times": rows, "compressed_by": compressed_by, "products": {}, "layer": {}, "goals": []}
     for name, plan in plans.items():
         sparse, base = ratio(rows, f"{name} dense", f"{name} sparse"), f"{name} dense"
         # Dense where auto takes dense: the same call, so 1 by construction, not by a second measurement.
@@ -103,7 +104,7 @@ class Operands:
         self.scale = kernels.s_ste_scale(self.weight)
         self.mask = kernels.transposable_mask(self.weight, packed=True)
         self.key = torch.tensor(7, device=self.device)
-        self.sparse = self.by_mask()
+        (self.sparse,) = self.by_mask("dense")
         self.packed = {"output": kernels.compress(self.sparse), "grad_input": kernels.compress(self.sparse.t())}
 
     def plans(self) -> dict[str, dict]:
@@ -142,17 +143,23 @@ class Operands:
     def pack(self, name: str, grad: Tensor) -> Tensor:
         """Pruned and compressed. S-STE's rule for the output; the mask of T-SR-STE, which grad_input needs."""
         if name == "grad_weight":
-            return kernels.compress(self.estimate(grad))
-        return kernels.compress(self.by_threshold() if name == "output" else self.by_mask().t())
+            return self.estimate(grad, "compressed")
+        if name == "output":
+            return kernels.prune_forms(self.weight, ["compressed"], "soft-threshold", scale=self.scale)[0]
+        return self.by_mask("compressed-transposed")[0]
 
-    def by_threshold(self) -> Tensor:
-        return kernels.soft_threshold(self.weight, scale=self.scale)
+    def by_mask(self, *forms: str) -> tuple[Tensor, ...]:
+        return kernels.prune_forms(self.weight, forms, "mask", mask=self.mask)
 
-    def by_mask(self) -> Tensor:
-        return kernels.apply_mask(self.weight, self.mask)
+    def estimate(self, grad: Tensor, form: str = "transposed") -> Tensor:
+        return kernels.mvue(grad, dim=0, key=self.key, form=form)
 
-    def estimate(self, grad: Tensor) -> Tensor:
-        return kernels.mvue(grad, dim=0, key=self.key, form="transposed")
+    def layouts(self) -> dict[str, str]:
+        """Who writes the compressed matrices: one kernel that prunes too, or the library from a pruned matrix."""
+        out, inputs = self.weight.shape
+        sizes = {"output": (out, inputs), "grad_input": (inputs, out), "grad_weight": (out, self.cell.tokens)}
+        found = {name: find_layout(*size, self.cell.dtype, self.device) for name, size in sizes.items()}
+        return {name: "library" if layout is None else "kernel" for name, layout in found.items()}
 
     def check(self, name: str, algorithm: Algorithm, grad_estimate: Tensor) -> None:
         """The product by this algorithm, three-way."""
@@ -199,14 +206,17 @@ class Operands:
         return makers | self._parts(estimate) | self._layers(), wrong
 
     def _parts(self, estimate: Tensor) -> dict[str, Maker]:
-        """What packing consists of. The search is needed every 40th step only."""
+        """What packing consists of, and what it would with the library. The search is needed every 40th step only."""
         return {
-            "part: prune, soft threshold": self._each(lambda x, grad: self.by_threshold()),
-            "part: prune, mask": self._each(lambda x, grad: self.by_mask()),
-            "part: compress weight": self._each(lambda x, grad: kernels.compress(self.sparse)),
-            "part: compress transposed": self._each(lambda x, grad: kernels.compress(self.sparse.t())),
-            "part: mvue": self._each(lambda x, grad: self.estimate(grad)),
-            "part: compress gradient": self._each(lambda x, grad: kernels.compress(estimate)),
+            "part: soft threshold, compressed": self._each(lambda x, grad: self.pack("output", grad)),
+            "part: mask, compressed both ways": self._each(
+                lambda x, grad: self.by_mask("compressed", "compressed-transposed")
+            ),
+            "part: mvue, compressed": self._each(lambda x, grad: self.pack("grad_weight", grad)),
+            "part: mask, dense": self._each(lambda x, grad: self.by_mask("dense")),
+            "part: mvue, dense": self._each(lambda x, grad: self.estimate(grad)),
+            "part: library compresses weight": self._each(lambda x, grad: kernels.compress(self.sparse)),
+            "part: library compresses gradient": self._each(lambda x, grad: kernels.compress(estimate)),
             "part: search masks": self._each(lambda x, grad: kernels.transposable_mask(self.weight, packed=True)),
         }
 

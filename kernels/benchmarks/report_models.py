@@ -89,9 +89,18 @@ def _parts(rows: dict) -> list[str]:
     if not parts:
         return []
     heads = " | ".join(part.removeprefix("part: ") for part in parts)
-    lines = ["", "### What packing consists of, us", "", f"| layer | {heads} |", f"|---|{'--:|' * len(parts)}"]
+    lines = [
+        "",
+        "### What packing consists of, us",
+        "",
+        "Compressed by: the kernel that prunes, where the library's layout was found out, or the library.",
+        "",
+        f"| layer | compressed by | {heads} |",
+        f"|---|---|{'--:|' * len(parts)}",
+    ]
     for name, row in done.items():
-        lines.append(f"| {name} | {' | '.join(_us(row['times'].get(part, {})) for part in parts)} |")
+        writers = ", ".join(f"{what} {who}" for what, who in row["compressed_by"].items())
+        lines.append(f"| {name} | {writers} | {' | '.join(_us(row['times'].get(part, {})) for part in parts)} |")
     return lines
 
 

@@ -12,6 +12,7 @@ from itertools import product
 
 import sparse24_kernels as kernels
 import torch
+from cases import tiles
 from sparse24_kernels import reference
 from torch import Tensor
 
@@ -32,15 +33,17 @@ PUBLIC: dict[str, Callable] = {
     "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
     "masks.count_flips": kernels.count_flips,
     "masks.nm_mask": kernels.nm_mask,
-    "mvue.mvue": lambda x, key, n, m, dim, estimator, form: kernels.mvue(x, n, m, dim, estimator, key=key, form=form),
-    "prune.prune": lambda weight, rule, n, m, dim, mask, scale, dtype, forms: kernels.prune_forms(
-        weight, forms, rule, dim=dim, mask=mask, scale=scale, dtype=dtype
+    "mvue.mvue": lambda x, key, n, m, dim, estimator, form, *_: kernels.mvue(
+        x, n, m, dim, estimator, key=key, form=form
+    ),
+    "prune.prune": lambda weight, rule, n, m, dim, mask, scale, dtype, forms, *_: kernels.prune_forms(
+        weight, forms, rule, n, m, dim, mask=mask, scale=scale, dtype=dtype
     ),
     "prune.s_ste_scale": kernels.s_ste_scale,
     "prune.unpack_nm": lambda values, indices: kernels.unpack_nm(kernels.Packed(values, indices)),
     "transposable.transposable_mask": kernels.transposable_mask,
 }
-"""The public function of each function of the rooms, with the arguments that the rooms take."""
+"""The public function of each function of the rooms, with the arguments that the rooms take; layouts it finds out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,20 +131,22 @@ def _prune(rule, dim, forms, device, shape, dtype):
         mask = _mask_bits(device, *shape) if device.type == "meta" else search(weight, 2, 4, "exact", True)
     elif rule == "soft-threshold":
         scale = torch.full((), 1.483, device=device)
-    return weight, rule, 2, 4, dim, mask, scale, BF16, forms
+    layouts = {"compressed": tiles(device, *shape), "compressed-transposed": tiles(device, *shape[::-1])}
+    return weight, rule, 2, 4, dim, mask, scale, BF16, forms, {form: layouts[form] for form in forms if form in layouts}
 
 
 def _prune_operations() -> Iterator[Operation]:
     """fp32 or bf16 weights in, bf16 operands of a product out."""
     both = ["dense", "transposed"]
-    for rule, forms in product(("magnitude", "soft-threshold"), (["dense"], both, ["packed"])):
+    alone = (["dense"], both, ["packed"], ["compressed"])
+    for rule, forms in product(("magnitude", "soft-threshold"), alone):
         name = f"prune {rule}: {'+'.join(forms)}"
         yield Operation(
             name, "prune.prune", partial(_prune, rule, 1, forms), WEIGHTS, compile=None if forms == both else W
         )
     for rule in ("magnitude", "soft-threshold"):
         yield Operation(f"prune {rule}, columns: dense", "prune.prune", partial(_prune, rule, 0, ["dense"]), WEIGHTS)
-    for forms in (["dense"], both, ["packed"], ["packed", "packed-transposed"]):
+    for forms in (*alone, ["packed", "packed-transposed"], ["compressed", "compressed-transposed"]):
         name = f"prune mask: {'+'.join(forms)}"
         make = partial(_prune, "mask", 1, forms)
         yield Operation(name, "prune.prune", make, WEIGHTS, compile=W if len(forms) == 2 else None)
@@ -178,19 +183,21 @@ def _mask_operations() -> Iterator[Operation]:
 
 def _mvue(n, m, dim, estimator, form, device, shape, dtype):
     key = torch.full((), 2**40 + 12345, device=device, dtype=torch.int64)
-    return random(device, *shape, dtype=dtype), key, n, m, dim, estimator, form
+    layout = tiles(device, *(shape if dim == 1 else shape[::-1])) if form == "compressed" else None
+    return random(device, *shape, dtype=dtype), key, n, m, dim, estimator, form, layout
 
 
 def _mvue_operations() -> Iterator[Operation]:
     """Groups along tokens are those of dW, groups along features those of dX."""
     kinds = ((2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"))
     for (n, m, estimator), (along, dim), form in product(
-        kinds, (("tokens", 0), ("features", 1)), ("dense", "transposed", "packed")
+        kinds, (("tokens", 0), ("features", 1)), ("dense", "transposed", "packed", "compressed")
     ):
-        if (n, m) == (2, 4) or form != "packed":
+        if (n, m) == (2, 4) or form in ("dense", "transposed"):
             name = f"mvue {n}:{m} {estimator}, {along}: {form}"
             make = partial(_mvue, n, m, dim, estimator, form)
-            yield Operation(name, "mvue.mvue", make, TOKENS, compile=X if (dim, form) == (0, "dense") else None)
+            shapes = {BF16: TOKENS[BF16]} if form == "compressed" else TOKENS
+            yield Operation(name, "mvue.mvue", make, shapes, compile=X if (dim, form) == (0, "dense") else None)
 
 
 def _mask_bits(device, *shape, seed: int = 0) -> Tensor:

@@ -69,7 +69,7 @@ def choose_product(requested: str, problem: cusparselt.Problem, device: torch.de
     `"cusparselt"` takes the fastest known sparse algorithm even where dense is faster, and the library's default one
     where nothing was tuned; dense math runs where every algorithm failed its checks.
     """
-    choice = _choose_backend(requested, device)
+    choice = choose_backend(requested, device)
     if choice.backend == "reference":
         return Product(None, choice.reason)
     obstacle = cusparselt.why_not_matrix(problem.m, problem.k, problem.dtype)
@@ -82,12 +82,6 @@ def choose_product(requested: str, problem: cusparselt.Problem, device: torch.de
     if verdict.backend == "dense":
         return Product(None, verdict.reason)
     return Product(verdict.algorithm, verdict.reason)
-
-
-@torch.compiler.assume_constant_result
-def _choose_backend(requested: str, device: torch.device) -> Choice:
-    # Apart, so that torch.compile keeps the result and does not look inside.
-    return choose_backend(requested, device)
 
 
 @cache

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import cusparselt
+
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What tensors may come in; all arithmetic is fp32."""
 RESULTS = (*INPUTS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -57,6 +59,14 @@ def check_scalar(name: str, what: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.dim() or not tensor.is_floating_point():
         raise ValueError(f"{name}: {what} is a floating 0-d tensor, got {tensor.dtype} {tuple(tensor.shape)}")
     check_device(name, like, tensor)
+
+
+def check_compressible(name: str, matrix: Tensor, dtype: torch.dtype) -> None:
+    """A matrix that sparse products can take, in `dtype`."""
+    obstacle = None if matrix.is_meta else cusparselt.why_not(matrix.device)
+    obstacle = obstacle or cusparselt.why_not_matrix(*matrix.shape, dtype)
+    if obstacle:
+        raise ValueError(f"{name}: no compressed form: {obstacle}")
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:

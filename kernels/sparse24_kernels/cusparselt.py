@@ -30,6 +30,17 @@ class Algorithm(NamedTuple):
     split_k_mode: int = -1
 
 
+class Layout(NamedTuple):
+    """Where the indices of a compressed matrix `[m, k]` lie, in units of 16 bits from the first (see `layout.py`).
+
+    `rows` int32 `[m]`, `units` int32 `[k / 16]`: the indices of row r, elements 16 u to 16 u + 15, are unit
+    `rows[r] + units[u]`. Tensors on the matrix's device.
+    """
+
+    rows: Tensor
+    units: Tensor
+
+
 class Problem(NamedTuple):
     """One product's shape: what an algorithm is chosen by.
 
@@ -45,9 +56,14 @@ class Problem(NamedTuple):
     transposed: bool
 
 
-@cache
+@torch.compiler.assume_constant_result  # a graph keeps the answer; looking inside, it would not find the cache
 def why_not(device: torch.device) -> str | None:
     """Why cuSPARSELt cannot run on `device`, or None where it can."""
+    return _why_not(device)
+
+
+@cache
+def _why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"cuSPARSELt needs a CUDA device, not {device.type}"
     if torch.version.hip is not None:

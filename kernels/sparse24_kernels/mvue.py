@@ -3,9 +3,13 @@
 import torch
 from torch import Tensor
 
+from . import cusparselt
 from .backends import implementation
-from .checks import check_dim, check_dtype
+from .checks import check_compressible, check_dim, check_dtype
+from .layout import find_layout
 from .prune import Packed, empty_packed
+
+FORMS = ("dense", "transposed", "packed", "compressed")
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
 
@@ -31,10 +35,10 @@ def mvue(
             formula, at most twice that, kept for comparison.
         generator: fixes the draw, as in `torch.rand`.
         key: int64 scalar tensor (or an int) that fixes the draw by itself, on every device: the random numbers are
-        Philox 4x32-7
-            of the key and the place in `x`. Overrides `generator`. Both None draws a key from torch's global generator.
-        form: `"dense"`; or, for a matrix, `"transposed"`, the transpose of that in row-major order; or `"packed"`, with
-            2:4 and a multiple of 8 along `dim`: a `Packed` whose rows run along `dim`.
+            Philox 4x32-7 of the key and the place in `x`. Overrides `generator`. Both None draws a key from torch's
+            global generator.
+        form: `"dense"`; or, for a matrix, `"transposed"`, the transpose of that in row-major order; or, for 2:4,
+            `"packed"` or `"compressed"` with rows that run along `dim`, as in `prune_forms`.
 
     Returns:
         Same shape and dtype (but for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
@@ -55,12 +59,14 @@ def mvue(
         raise ValueError(f"mvue has no {n}:{m} {estimator!r} estimator; it has {known}")
     check_dtype("mvue", x)
     dim = check_dim("mvue", x, dim)
-    if form not in ("dense", "transposed", "packed"):
-        raise ValueError(f"form={form!r}: must be 'dense', 'transposed' or 'packed'")
+    if form not in FORMS:
+        raise ValueError(f"form={form!r}: must be one of {list(FORMS)}")
     if form != "dense" and x.dim() != 2:
         raise ValueError(f"form={form!r} needs a matrix, got shape {tuple(x.shape)}")
-    if form == "packed" and ((n, m) != (2, 4) or x.shape[dim] % 8):
-        raise ValueError(f"only 2:4 is packed, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
+    if form in ("packed", "compressed") and ((n, m) != (2, 4) or x.shape[dim] % 8):
+        raise ValueError(f"only 2:4 is {form}, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
+    if form == "compressed":
+        check_compressible("mvue", x if dim == 1 else x.t(), x.dtype)
     if key is None:
         device = generator.device if generator is not None else x.device
         key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
@@ -75,11 +81,19 @@ def mvue(
 
 @torch.library.custom_op("sparse24::mvue", mutates_args=())
 def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
-    return implementation(x).mvue.mvue(x, key, n, m, dim, estimator, form)
+    room = implementation(x)
+    if form != "compressed":
+        return room.mvue.mvue(x, key, n, m, dim, estimator, form)
+    rows, size = x.shape if dim == 1 else x.shape[::-1]
+    layout = find_layout(rows, size, x.dtype, x.device)
+    if layout:
+        return room.mvue.mvue(x, key, n, m, dim, estimator, form, layout)
+    (estimate,) = room.mvue.mvue(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed")
+    return [cusparselt.compress(estimate)]
 
 
 @_mvue.register_fake
 def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
-    if form == "packed":
-        return empty_packed(x if dim == 1 else x.t(), x.dtype)
+    if form in ("packed", "compressed"):
+        return empty_packed(x if dim == 1 else x.t(), x.dtype, form == "compressed")
     return [x.new_empty(x.shape if form == "dense" else x.shape[::-1])]

@@ -1,4 +1,4 @@
-"""Pruning: hard by magnitude or by a mask, soft by S-STE's threshold; the result dense, transposed or packed."""
+"""Pruning: hard by magnitude or by a mask, soft by S-STE's threshold; in dense, packed and compressed forms."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import cusparselt
 from .backends import implementation
 from .checks import (
     RESULTS,
+    check_compressible,
     check_device,
     check_dim,
     check_dtype,
@@ -17,9 +19,10 @@ from .checks import (
     check_pattern,
     check_scalar,
 )
+from .layout import find_layout
 
 RULES = ("magnitude", "mask", "soft-threshold")
-FORMS = ("dense", "transposed", "packed", "packed-transposed")
+FORMS = ("dense", "transposed", "packed", "packed-transposed", "compressed", "compressed-transposed")
 SCALE_RULES = ("mse", "l1", "none")
 
 
@@ -79,46 +82,61 @@ def prune_forms(
     weight: Tensor,
     forms: Sequence[str],
     rule: str = "magnitude",
-    *,
+    n: int = 2,
+    m: int = 4,
     dim: int = -1,
+    *,
     mask: Tensor | None = None,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | Packed, ...]:
-    """Prune a matrix 2:4, and write it in several forms in one pass.
+    """Prune a matrix, and write it in several forms in one pass.
 
     Args:
-        weight: `[R, C]`, the size of `dim` a multiple of 4.
-        forms: of `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), `"packed"` (a `Packed` with groups
-            along C) and `"packed-transposed"` (along R). A packed form needs a multiple of 8 along its groups, and a
-            rule that is 2:4 along them: `dim` for magnitude and soft threshold, anything the mask is for a mask. What
-            the rule drops is not in it, NaN included.
-        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`). A mask for packed forms keeps
+        weight: `[R, C]`, the size of `dim` a multiple of `m`.
+        forms: of `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and three that leave the zeros of a
+            2:4 matrix out, each also as `"...-transposed"`, of `[C, R]` with groups along R:
+
+            * `"packed"`, a `Packed`, with groups along C; their dimension is a multiple of 8;
+            * `"compressed"`, what `compress` makes of the dense form; bf16 or fp16, sizes multiples of 16, where sparse
+              products can run. In the same pass if the library's layout can be found out (`layout.py`), or else by
+              the library.
+
+            They need a rule that is 2:4 along their groups: `dim` for magnitude and soft threshold, anything the mask
+            is for a mask. What the rule drops is not in them, NaN included. One of the two per direction.
+        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`). A mask for such forms keeps
             at most two of every four along them (of more, the first and the last are stored).
-        dim, scale, dtype: as for `soft_threshold`. mask: as for `apply_mask`.
+        n, m, dim, scale, dtype: as for `soft_threshold`. mask: as for `apply_mask`.
 
     Returns:
         One result per form.
 
     Raises:
-        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not wanted.
+        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not wanted, a
+            compressed form where there are no sparse products.
     """
     if weight.dim() != 2:
         raise ValueError(f"prune_forms needs a matrix, got shape {tuple(weight.shape)}")
     if isinstance(forms, str) or not forms or len(set(forms)) != len(forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
-    along = {"packed": 1, "packed-transposed": 0}
+    taken = {}
     for form in forms:
         if form not in FORMS:
             raise ValueError(f"form={form!r}: must be one of {list(FORMS)}")
-        if form in along:
-            check_groups(f"prune_forms: {form}", weight, 8, along[form])
-            if rule != "mask" and along[form] != check_dim("prune_forms", weight, dim):
-                raise ValueError(
-                    f"form={form!r} needs groups along dimension {along[form]}, and {rule!r} has dim={dim}"
-                )
-    results = iter(_prune_checked("prune_forms", weight, rule, 2, 4, dim, mask, scale, dtype, list(forms)))
-    return tuple(Packed(next(results), next(results)) if form in along else next(results) for form in forms)
+        if form in ("dense", "transposed"):
+            continue
+        along = 0 if form.endswith("-transposed") else 1
+        check_groups(f"prune_forms: {form}", weight, 8, along)
+        if (n, m) != (2, 4):
+            raise ValueError(f"form={form!r} is for 2:4, not {n}:{m}")
+        if rule != "mask" and along != check_dim("prune_forms", weight, dim):
+            raise ValueError(f"form={form!r} needs groups along dimension {along}, and {rule!r} has dim={dim}")
+        if taken.setdefault(along, form) != form:
+            raise ValueError(f"forms={forms!r}: {taken[along]!r} and {form!r} do not go together")
+        if form.startswith("compressed"):
+            check_compressible("prune_forms", weight if along else weight.t(), dtype or weight.dtype)
+    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, list(forms)))
+    return tuple(Packed(next(results), next(results)) if "packed" in form else next(results) for form in forms)
 
 
 def pack_nm(weight: Tensor) -> Packed:
@@ -219,9 +237,23 @@ def _prune(
     dtype: torch.dtype,
     forms: str,
 ) -> list[Tensor]:
-    # An operator's schema has no list of strings, so the forms come joined by commas.
     room = implementation(weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
-    return room.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms.split(","))
+    wanted = forms.split(",")  # an operator's schema has no list of strings
+    layouts, detours = {}, {}
+    for form, dense_form in (("compressed", "dense"), ("compressed-transposed", "transposed")):
+        if form in wanted:
+            rows, size = weight.shape if form == "compressed" else weight.shape[::-1]
+            layout = find_layout(rows, size, dtype, weight.device)
+            if layout:
+                layouts[form] = layout
+            else:
+                detours[form] = dense_form
+    written = list(dict.fromkeys(detours.get(form, form) for form in wanted))
+    results = iter(room.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, written, layouts))
+    made = {form: [next(results), next(results)] if "packed" in form else [next(results)] for form in written}
+    for form, dense_form in detours.items():
+        made[form] = [cusparselt.compress(*made[dense_form])]
+    return [tensor for form in wanted for tensor in made[form]]
 
 
 @_prune.register_fake
@@ -232,13 +264,16 @@ def _(weight, rule, n, m, dim, mask, scale, dtype, forms):
         if form in shapes:
             results.append(weight.new_empty(shapes[form], dtype=dtype))
         else:
-            results += empty_packed(weight if form == "packed" else weight.t(), dtype)
+            matrix = weight.t() if form.endswith("-transposed") else weight
+            results += empty_packed(matrix, dtype, form.startswith("compressed"))
     return results
 
 
-def empty_packed(matrix: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Room for the values and the indices of a packed `[R, K]` matrix."""
+def empty_packed(matrix: Tensor, dtype: torch.dtype, compressed: bool = False) -> list[Tensor]:
+    """Room for the values and the indices of a packed `[R, K]` matrix; one tensor for both where compressed."""
     rows, size = matrix.shape
+    if compressed:
+        return [matrix.new_empty(rows * size * 9 // 16, dtype=dtype)]
     return [matrix.new_empty(rows, size // 2, dtype=dtype), matrix.new_empty(rows, size // 8, dtype=torch.uint8)]
 
 

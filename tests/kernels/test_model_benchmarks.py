@@ -167,7 +167,7 @@ def test_products_land_in_the_report_and_goals_are_judged(tuned, times, tmp_path
     assert "forward" not in {goal["what"] for goal in result["products"][str(CELLS[0])]["goals"]}  # too few tokens
     assert row["clocks"] == "1980 MHz" and f"| {CELLS[1]} | output | 1000.0 | 0 | 2.00 | 1.25 | 0.80 |" in page
     assert "forward 1.5 **missed**" in page and f"| {CELLS[1]} | forward | 1.250 | 1.5 |" in page
-    assert "part: mvue" in row["times"] and "| 3/1/-1 |" in page
+    assert "part: mvue, compressed" in row["times"] and "| 3/1/-1 |" in page
 
 
 def test_what_is_not_tuned_is_dense_under_auto(tuned, times, tmp_path, monkeypatch):

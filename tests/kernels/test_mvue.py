@@ -115,7 +115,7 @@ def test_forms():
         (torch.ones(8, 12), 2, 4, "packed", "multiple of 8 along dim, got 2:4 and 12"),
         (torch.ones(8, 8), 1, 2, "packed", "only 2:4 is packed"),
         (torch.ones(8), 2, 4, "transposed", "needs a matrix"),
-        (torch.ones(8, 8), 2, 4, "sparse", "must be 'dense', 'transposed' or 'packed'"),
+        (torch.ones(8, 8), 2, 4, "sparse", "must be one of .'dense', 'transposed', 'packed'"),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.mvue(x, n, m, form=form)

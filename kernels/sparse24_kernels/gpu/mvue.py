@@ -1,33 +1,44 @@
-"""Triton: MVUE estimates of a gradient, dense, transposed or packed, with Philox numbers made on the spot."""
+"""Triton: MVUE estimates of a gradient in every form, with Philox numbers made on the spot."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cusparselt import Layout
 from ..prune import empty_packed
 from ..reference.philox import ROUNDS
 from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, tile
-from .prune import pack_columns, pack_row, store_transposed
+from .prune import pack_columns, pack_rows, packed_arguments, store_transposed
 
 
 @on_its_device
-def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+def mvue(
+    x: Tensor,
+    key: Tensor,
+    n: int,
+    m: int,
+    dim: int,
+    estimator: str,
+    form: str,
+    layout: Layout | None = None,
+) -> list[Tensor]:
     """One read of `x`, one write of the estimate; the key is read on the device."""
     if 0 < dim < x.dim() - 1:
         first = x.movedim(dim, 0)
-        return [mvue(first, key, n, m, 0, estimator, form)[0].movedim(0, dim).contiguous()]
+        return [mvue(first, key, n, m, 0, estimator, form, layout)[0].movedim(0, dim).contiguous()]
     matrix, along = as_matrix(x, dim)
     rows, columns = matrix.shape
-    if form == "packed":
-        out = empty_packed(matrix if along == 1 else matrix.t(), x.dtype)
+    if form in ("packed", "compressed"):
+        out = empty_packed(matrix if along == 1 else matrix.t(), x.dtype, layout is not None)
+        stored = packed_arguments(out, layout)
     else:
         out = [x.new_empty(x.shape if form == "dense" else (columns, rows))]
+        stored = [out[0], None, None, None]
     if matrix.numel():
         _mvue_kernel[grid(rows, columns)](
             matrix,
             key,
-            out[0],
-            out[-1],
+            *stored,
             rows,
             columns,
             DIM=along,
@@ -45,6 +56,8 @@ def _mvue_kernel(
     key,
     out,
     indices,
+    place_of_row,
+    place_of_unit,
     rows,
     columns,
     DIM: tl.constexpr,
@@ -96,13 +109,12 @@ def _mvue_kernel(
         store4(out, z0, z1, z2, z3, row, column, rows, columns)
     elif FORM == "transposed":
         store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None, None)
-    elif DIM == 1:
-        pack_row(out, indices, y0, y0, row, left, rows, columns, None, None)
-        pack_row(out, indices, y1, y1, row + 1, left, rows, columns, None, None)
-        pack_row(out, indices, y2, y2, row + 2, left, rows, columns, None, None)
-        pack_row(out, indices, y3, y3, row + 3, left, rows, columns, None, None)
     else:
-        pack_columns(out, indices, y0, y1, y2, y3, y0, y1, y2, y3, top, left, rows, columns, None, None)
+        places = (place_of_row, place_of_unit)
+        if DIM == 1:
+            pack_rows(out, indices, places, y0, y1, y2, y3, y0, y1, y2, y3, top, left, rows, columns, None, None)
+        else:
+            pack_columns(out, indices, places, y0, y1, y2, y3, y0, y1, y2, y3, top, left, rows, columns, None, None)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton: pruning in every form, the packed matrix made dense again, S-STE's scale."""
+"""Triton: pruning in every form, a packed matrix made dense again, S-STE's scale."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
+from ..cusparselt import Layout
 from ..prune import empty_packed
 from .groups import (
     LAUNCH,
@@ -36,17 +37,22 @@ def prune(
     scale: Tensor | None,
     dtype: torch.dtype,
     forms: list[str],
+    layouts: dict[str, Layout] | None = None,
 ) -> list[Tensor]:
     """Every form in one pass: the weight is read once, each result written once."""
     # A mask has no groups, and its packed bits are those of the last dimension.
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)
     rows, columns = matrix.shape
     out: dict[str, list[Tensor]] = {}
+    layouts = layouts or {}
+    stored = {"rows": [None] * 4, "columns": [None] * 4}
     for form in forms:
         if form in ("dense", "transposed"):
             out[form] = [matrix.new_empty(weight.shape if form == "dense" else (columns, rows), dtype=dtype)]
         else:
-            out[form] = empty_packed(matrix if form == "packed" else matrix.t(), dtype)
+            along_columns = form.endswith("-transposed")
+            out[form] = empty_packed(matrix.t() if along_columns else matrix, dtype, form in layouts)
+            stored["columns" if along_columns else "rows"] = packed_arguments(out[form], layouts.get(form))
     if matrix.numel():
         _prune_kernel[grid(rows, columns)](
             matrix,
@@ -54,8 +60,8 @@ def prune(
             scale,
             *out.get("dense", [None]),
             *out.get("transposed", [None]),
-            *out.get("packed", [None, None]),
-            *out.get("packed-transposed", [None, None]),
+            *stored["rows"],
+            *stored["columns"],
             rows,
             columns,
             RULE=rule,
@@ -67,6 +73,15 @@ def prune(
     return [tensor for form in forms for tensor in out[form]]
 
 
+def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | None]:
+    """What a kernel wants of one packed result: values, indices, and the two places of `layout` where compressed."""
+    if layout is None:
+        return [*out, None, None]
+    (flat,) = out
+    count = flat.numel() * 8 // 9
+    return [flat, flat[count:].view(torch.int16), *layout]
+
+
 @triton.jit
 def _prune_kernel(
     weight,
@@ -76,8 +91,12 @@ def _prune_kernel(
     transposed,
     values,
     indices,
+    place_of_row,
+    place_of_unit,
     values_t,
     indices_t,
+    place_of_row_t,
+    place_of_unit_t,
     rows,
     columns,
     RULE: tl.constexpr,
@@ -116,12 +135,11 @@ def _prune_kernel(
     if transposed is not None:
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, MAX, TINY)
     if values is not None:
-        pack_row(values, indices, y0, m0, row, left, rows, columns, MAX, TINY)
-        pack_row(values, indices, y1, m1, row + 1, left, rows, columns, MAX, TINY)
-        pack_row(values, indices, y2, m2, row + 2, left, rows, columns, MAX, TINY)
-        pack_row(values, indices, y3, m3, row + 3, left, rows, columns, MAX, TINY)
+        places = (place_of_row, place_of_unit)
+        pack_rows(values, indices, places, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX, TINY)
     if values_t is not None:
-        pack_columns(values_t, indices_t, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX, TINY)
+        places = (place_of_row_t, place_of_unit_t)
+        pack_columns(values_t, indices_t, places, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX, TINY)
 
 
 @triton.jit
@@ -192,31 +210,79 @@ def _pack4(x0, x1, x2, x3, m0, m1, m2, m3):
     first = tl.where(first_is_1, x1, tl.where(first_is_2, x2, x0))
     second = tl.where(k3, x3, tl.where(k2, x2, x1))
     place = tl.where(first_is_1, 1, tl.where(first_is_2, 2, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
-    return first, second, place.to(tl.uint8)
+    return first, second, place
 
 
 @triton.jit
-def pack_row(values, indices, y, m, row, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
-    """Pack a slice along its rows: values `[rows, columns / 2]`, indices `[rows, columns / 8]`."""
-    R: tl.constexpr = y.shape[0]
+def pack_rows(
+    values,
+    indices,
+    places,
+    y0,
+    y1,
+    y2,
+    y3,
+    m0,
+    m1,
+    m2,
+    m3,
+    top,
+    left,
+    rows,
+    columns,
+    MAX: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """Pack a tile along its rows: values `[rows, columns / 2]`, indices as `store_indices` has them."""
+    G: tl.constexpr = y0.shape[0]
+    BYTES: tl.constexpr = y0.shape[1] // 8
+    row = top + 4 * tl.arange(0, G)[:, None]
+    # The four slices share one integer from here on: each alone would leave threads without work.
+    nibbles = _pack_slice(values, y0, m0, row, left, rows, columns, MAX, TINY)
+    nibbles |= _pack_slice(values, y1, m1, row + 1, left, rows, columns, MAX, TINY) << 8
+    nibbles |= _pack_slice(values, y2, m2, row + 2, left, rows, columns, MAX, TINY) << 16
+    nibbles |= _pack_slice(values, y3, m3, row + 3, left, rows, columns, MAX, TINY) << 24
+    low, high = tl.split(nibbles.reshape(G, BYTES, 2))
+    packed = (low | (high << 4)).expand_dims(1) >> (8 * tl.arange(0, 4))[None, :, None]
+    row = top + tl.arange(0, 4 * G)[:, None]
+    store_indices(indices, places, packed.to(tl.uint8).reshape(4 * G, BYTES), row, left, rows, columns)
+
+
+@triton.jit
+def _pack_slice(values, y, m, row, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+    """Write a slice's values; its indices are returned, a nibble per group in int32."""
     COLS: tl.constexpr = y.shape[1]
     y0, y1, y2, y3 = split4(y)
     m0, m1, m2, m3 = split4(m)
     first, second, nibble = _pack4(y0, y1, y2, y3, m0, m1, m2, m3)
     D: tl.constexpr = values.dtype.element_ty
-    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).reshape(R, COLS // 2)
+    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).reshape(y.shape[0], COLS // 2)
     half = left // 2 + tl.arange(0, COLS // 2)[None, :]
     tl.store(values + row * (columns // 2) + half, stored, mask=(row < rows) & (half < columns // 2))
-    byte = left // 8 + tl.arange(0, COLS // 8)[None, :]
-    inside = (row < rows) & (byte < columns // 8)
-    tl.store(indices + row * (columns // 8) + byte, nibbles_to_bytes(nibble), mask=inside)
+    return nibble
 
 
 @triton.jit
 def pack_columns(
-    values, indices, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr
+    values,
+    indices,
+    places,
+    y0,
+    y1,
+    y2,
+    y3,
+    m0,
+    m1,
+    m2,
+    m3,
+    top,
+    left,
+    rows,
+    columns,
+    MAX: tl.constexpr,
+    TINY: tl.constexpr,
 ):
-    """Pack a tile along its columns: values `[columns, rows / 2]`, indices `[columns, rows / 8]`."""
+    """Pack a tile along its columns: values `[columns, rows / 2]`, indices as `store_indices` has them."""
     G: tl.constexpr = y0.shape[0]
     COLS: tl.constexpr = y0.shape[1]
     first, second, nibble = _pack4(y0, y1, y2, y3, m0, m1, m2, m3)
@@ -225,9 +291,22 @@ def pack_columns(
     c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
     half = top // 2 + tl.arange(0, 2 * G)[None, :]
     tl.store(values + c * (rows // 2) + half, stored, mask=(c < columns) & (half < rows // 2))
-    byte = top // 8 + tl.arange(0, G // 2)[None, :]
-    inside = (c < columns) & (byte < rows // 8)
-    tl.store(indices + c * (rows // 8) + byte, nibbles_to_bytes(nibble.trans(1, 0)), mask=inside)
+    store_indices(indices, places, nibbles_to_bytes(nibble.to(tl.uint8).trans(1, 0)), c, top, columns, rows)
+
+
+@triton.jit
+def store_indices(ptr, places, packed, row, left, rows, columns):
+    """Write the indices, bytes, of rows `[R, 1]` from element `left` on: into `[rows, columns / 8]`, or as units of 16
+    bits in the order that `places` gives (see `Layout`)."""
+    BYTES: tl.constexpr = packed.shape[1]
+    if places[0] is None:
+        byte = left // 8 + tl.arange(0, BYTES)[None, :]
+        tl.store(ptr + row * (columns // 8) + byte, packed, mask=(row < rows) & (byte < columns // 8))
+    else:
+        low, high = tl.split(packed.to(tl.int16).reshape(packed.shape[0], BYTES // 2, 2))
+        unit = left // 16 + tl.arange(0, BYTES // 2)[None, :]
+        place = tl.load(places[0] + row, mask=row < rows) + tl.load(places[1] + unit, mask=unit < columns // 16)
+        tl.store(ptr + place, low | (high << 8), mask=(row < rows) & (unit < columns // 16))
 
 
 @on_its_device

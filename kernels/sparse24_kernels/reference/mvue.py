@@ -3,13 +3,23 @@
 import torch
 from torch import Tensor
 
+from ..cusparselt import Layout
 from .masks import groups, member_dim
 from .philox import uniform
-from .prune import pack
+from .prune import compress, pack
 
 
-def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
-    """Draw the estimate of `x` that `key` fixes, in one form; `dim` is not negative.
+def mvue(
+    x: Tensor,
+    key: Tensor,
+    n: int,
+    m: int,
+    dim: int,
+    estimator: str,
+    form: str,
+    layout: Layout | None = None,
+) -> list[Tensor]:
+    """Draw the estimate of `x` that `key` fixes, in one form (with a layout, compressed); `dim` is not negative.
 
     One number (two for "approx") per group, by its place along `dim` and the vector along `dim` that it belongs to. So
     the estimate of a transposed matrix along the other dimension is the transposed estimate.
@@ -29,7 +39,8 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
         return [estimate.narrow(dim, 0, size).t().contiguous()]
     if dim == 0:
         estimate = estimate.t()
-    return pack(estimate, estimate != 0)
+    packed = pack(estimate, estimate != 0)
+    return packed if layout is None else [compress(*packed, layout)]
 
 
 def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:

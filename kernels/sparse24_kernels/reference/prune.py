@@ -1,8 +1,9 @@
-"""Pruning: hard by a mask, soft by S-STE's threshold; the result dense, transposed or packed."""
+"""Pruning: hard by a mask, soft by S-STE's threshold; the result dense, transposed, packed or compressed."""
 
 import torch
 from torch import Tensor
 
+from ..cusparselt import Layout
 from .masks import as_bool, groups, member_dim, nm_mask
 
 
@@ -16,8 +17,9 @@ def prune(
     scale: Tensor | None,
     dtype: torch.dtype,
     forms: list[str],
+    layouts: dict[str, Layout] | None = None,
 ) -> list[Tensor]:
-    """The pruned weight in each of the wanted forms; a packed form is two tensors, values and indices."""
+    """The pruned weight in each of the wanted forms; a packed form is two tensors, a compressed one has a layout."""
     if rule == "soft-threshold":
         pruned = soft_threshold(weight, n, m, dim, scale)
         keep = pruned != 0
@@ -26,14 +28,15 @@ def prune(
         # A product, so that a NaN shows even where it is masked.
         pruned = weight * keep
     pruned = cast(pruned, dtype).contiguous()
-    results = []
+    results, layouts = [], layouts or {}
     for form in forms:
         if form == "dense":
             results.append(pruned)
         elif form == "transposed":
             results.append(pruned.t().clone(memory_format=torch.contiguous_format))
         else:
-            results += pack(pruned, keep) if form == "packed" else pack(pruned.t(), keep.t())
+            packed = pack(pruned.t(), keep.t()) if form.endswith("-transposed") else pack(pruned, keep)
+            results += [compress(*packed, layouts[form])] if form in layouts else packed
     return results
 
 
@@ -79,6 +82,15 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     values = pruned.reshape(rows, size // 4, 4).view(integer_of(pruned)).gather(-1, position).view(pruned.dtype)
     nibbles = (position[..., 0] | position[..., 1] << 2).to(torch.uint8).view(rows, size // 8, 2)
     return [values.reshape(rows, size // 2), (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous()]
+
+
+def compress(values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
+    """A packed matrix as the library lays it out: flat, values and then indices, those where `layout` says."""
+    flat = values.new_empty(values.numel() * 9 // 8)
+    flat[: values.numel()] = values.flatten()
+    units = flat[values.numel() :].view(torch.int16)
+    units[(layout.rows[:, None] + layout.units).flatten()] = indices.view(torch.int16).flatten()
+    return flat
 
 
 def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
