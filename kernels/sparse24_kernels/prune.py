@@ -105,7 +105,7 @@ def prune_forms(
             They need a rule that is 2:4 along their groups: `dim` for magnitude and soft threshold, anything the mask
             is for a mask. What the rule drops is not in them, NaN included. One of the two per direction.
         rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`). A mask for such forms keeps
-            at most two of every four along them (of more, the first and the last are stored).
+            at most two of every four along them (of more, the last two are stored).
         n, m, dim, scale, dtype: as for `soft_threshold`. mask: as for `apply_mask`.
 
     Returns:

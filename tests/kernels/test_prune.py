@@ -248,8 +248,9 @@ def test_pack_and_unpack(dtype):
         ([0, 0, 0, 0], [0, 1]),
         ([0, 1, 1, 0], [1, 2]),
         ([0, 0, 1, 1], [2, 3]),
-        ([1, 1, 1, 1], [0, 3]),  # more than two: the first and the last
-        ([0, 1, 1, 1], [1, 3]),
+        ([1, 1, 1, 1], [2, 3]),  # more than two: the last two
+        ([1, 1, 1, 0], [1, 2]),
+        ([1, 1, 0, 1], [1, 3]),
     ],
 )
 def test_what_is_packed(mask, stored):

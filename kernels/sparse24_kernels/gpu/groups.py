@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cusparselt import Layout
+
 G, COLS = 16, 64
 """The tile: 64 x 64, so that rows and (for transposed results) columns are read and written 128 bytes at a time."""
 
@@ -47,6 +49,15 @@ def as_matrix(x: Tensor, dim: int) -> tuple[Tensor, int]:
 def grid(rows: int, columns: int) -> tuple[int]:
     """One program per tile; none for an empty matrix."""
     return (triton.cdiv(rows, 4 * G) * triton.cdiv(columns, COLS),)
+
+
+def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | None]:
+    """What a kernel wants of one packed result: values, indices, and the two places of `layout` where compressed."""
+    if layout is None:
+        return [*out, None, None]
+    (flat,) = out
+    count = flat.numel() * 8 // 9
+    return [flat, flat[count:].view(torch.int16), *layout]
 
 
 @triton.jit

@@ -7,8 +7,8 @@ from torch import Tensor
 from ..cusparselt import Layout
 from ..prune import empty_packed
 from ..reference.philox import ROUNDS
-from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, tile
-from .prune import pack_columns, pack_rows, packed_arguments, store_transposed
+from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, packed_arguments, split4, store4, tile
+from .prune import pack4, pack_columns, pack_rows, store_transposed
 
 
 @on_its_device
@@ -70,6 +70,7 @@ def _mvue_kernel(
     top, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(x, row, column, rows, columns)
     seed = tl.load(key)
+    PACKED: tl.constexpr = FORM == "packed" or FORM == "compressed"
     if DIM == 1:
         # Vectors are rows: the four words of a counter serve the four slices.
         SIZE: tl.constexpr = 2 if KIND == "1:2 exact" else 4
@@ -79,8 +80,8 @@ def _mvue_kernel(
             v0, v1, v2, v3 = _uniform(seed, row // 4, group, 1, ROUNDS)
         else:
             v0, v1, v2, v3 = u0, u1, u2, u3
-        y0, y1 = _estimate_row(x0, u0, v0, KIND), _estimate_row(x1, u1, v1, KIND)
-        y2, y3 = _estimate_row(x2, u2, v2, KIND), _estimate_row(x3, u3, v3, KIND)
+        y0, y1 = _estimate_row(x0, u0, v0, KIND, PACKED), _estimate_row(x1, u1, v1, KIND, PACKED)
+        y2, y3 = _estimate_row(x2, u2, v2, KIND, PACKED), _estimate_row(x3, u3, v3, KIND, PACKED)
     else:
         # Vectors are columns: the four words of a counter serve four neighbours in a slice.
         four = left // 4 + tl.arange(0, COLS // 4)[None, :]
@@ -96,25 +97,23 @@ def _mvue_kernel(
             if KIND == "2:4 approx":
                 u0, u1, u2, u3 = _uniform(seed, four, row // 4, 1, ROUNDS)
                 v = join4(u0, u1, u2, u3)
-            y0, y1, y2, y3 = _estimate_group(x0, x1, x2, x3, u, v, KIND)
+            group = _estimate_group(x0, x1, x2, x3, u, v, KIND, PACKED)
+            if not PACKED:
+                y0, y1, y2, y3 = group
     # A value is an element as it is, or larger than another: nothing rounds to zero, so there is no TINY.
-    if FORM == "dense":
-        D: tl.constexpr = out.dtype.element_ty
-        z0, z1, z2, z3 = (
-            cast(y0, D, None, None),
-            cast(y1, D, None, None),
-            cast(y2, D, None, None),
-            cast(y3, D, None, None),
-        )
-        store4(out, z0, z1, z2, z3, row, column, rows, columns)
+    if PACKED:
+        places = (place_of_row, place_of_unit)
+        if DIM == 1:
+            pack_rows(out, indices, places, (y0, y1, y2, y3), top, left, rows, columns, None, None)
+        else:
+            pack_columns(out, indices, places, group, top, left, rows, columns, None, None)
     elif FORM == "transposed":
         store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None, None)
     else:
-        places = (place_of_row, place_of_unit)
-        if DIM == 1:
-            pack_rows(out, indices, places, y0, y1, y2, y3, y0, y1, y2, y3, top, left, rows, columns, None, None)
-        else:
-            pack_columns(out, indices, places, y0, y1, y2, y3, y0, y1, y2, y3, top, left, rows, columns, None, None)
+        D: tl.constexpr = out.dtype.element_ty
+        z0, z1 = cast(y0, D, None, None), cast(y1, D, None, None)
+        z2, z3 = cast(y2, D, None, None), cast(y3, D, None, None)
+        store4(out, z0, z1, z2, z3, row, column, rows, columns)
 
 
 @triton.jit
@@ -131,48 +130,79 @@ def _unit(word):
 
 
 @triton.jit
-def _estimate_row(x, u, v, KIND: tl.constexpr):
-    """Groups along the rows of a slice."""
+def _estimate_row(x, u, v, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """Groups along the rows of a slice: the slice again, or what `_estimate_group` has packed."""
     x0, x1, x2, x3 = split4(x)
     if KIND == "1:2 exact":
         first, second = tl.split(u.reshape(x0.shape[0], x0.shape[1], 2))
         y0, y1 = pick_one(x0, x1, first)
         y2, y3 = pick_one(x2, x3, second)
+        return join4(y0, y1, y2, y3)
+    elif PACKED:
+        return _estimate_group(x0, x1, x2, x3, u, v, KIND, PACKED)
     else:
-        y0, y1, y2, y3 = _estimate_group(x0, x1, x2, x3, u, v, KIND)
-    return join4(y0, y1, y2, y3)
+        y0, y1, y2, y3 = _estimate_group(x0, x1, x2, x3, u, v, KIND, PACKED)
+        return join4(y0, y1, y2, y3)
 
 
 @triton.jit
-def _estimate_group(x0, x1, x2, x3, u, v, KIND: tl.constexpr):
-    if KIND == "2:4 approx":
-        return draw_two(x0, x1, x2, x3, u, v)
-    else:
+def _estimate_group(x0, x1, x2, x3, u, v, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """Four elements; packed, two of them and their places."""
+    if KIND == "2:4 exact" and PACKED:
+        return pick_two_packed(x0, x1, x2, x3, u)
+    elif KIND == "2:4 exact":
         return pick_two(x0, x1, x2, x3, u)
+    elif PACKED:
+        y0, y1, y2, y3 = draw_two(x0, x1, x2, x3, u, v)
+        return pack4(y0, y1, y2, y3, y1, y2, y3)
+    else:
+        return draw_two(x0, x1, x2, x3, u, v)
 
 
 @triton.jit
-def pick_two(x0, x1, x2, x3, u):
-    """Exact 2:4 by systematic sampling; see the reference for the reasoning, whose operations these are."""
+def _sample(x0, x1, x2, x3, u):
+    """Exact 2:4 by systematic sampling: T, and how far along the two points fall. The reference has the reasoning,
+    and these operations."""
     ALL: tl.constexpr = tl.PropagateNan.ALL
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     high01, high23 = tl.maximum(a0, a1, ALL), tl.maximum(a2, a3, ALL)
     largest = tl.maximum(high01, high23, ALL)
     others = tl.minimum(high01, high23, ALL) + tl.minimum(a0, a1, ALL) + tl.minimum(a2, a3, ALL)
     pick = tl.minimum(largest * 0.5 + others * 0.5, others, ALL)
+    pick = tl.where(pick > 0, pick, largest)
     end0 = tl.minimum(a0, pick, ALL)
     end1 = tl.minimum(a1, pick, ALL) + end0
     end2 = tl.minimum(a2, pick, ALL) + end1
     first = u * pick
     second = first + pick
-    first_by0, first_by1 = first < end0, first < end1
-    second_by1, second_by2 = second < end1, second < end2
-    alone = pick == 0
+    return pick, first < end0, first < end1, second < end1, second < end2
+
+
+@triton.jit
+def pick_two(x0, x1, x2, x3, u):
+    """The four elements of the estimate."""
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    pick, first_by0, first_by1, second_by1, second_by2 = _sample(x0, x1, x2, x3, u)
     return (
-        _value(x0, tl.maximum(a0, pick, ALL), first_by0 | alone),
-        _value(x1, tl.maximum(a1, pick, ALL), (first_by1 & ~first_by0) | second_by1 | alone),
-        _value(x2, tl.maximum(a2, pick, ALL), (~first_by1 | (second_by2 & ~second_by1) | alone) & (x2 != 0)),
-        _value(x3, tl.maximum(a3, pick, ALL), (~second_by2 | alone) & (x3 != 0)),
+        _value(x0, tl.maximum(tl.abs(x0), pick, ALL), first_by0),
+        _value(x1, tl.maximum(tl.abs(x1), pick, ALL), (first_by1 & ~first_by0) | second_by1),
+        _value(x2, tl.maximum(tl.abs(x2), pick, ALL), (~first_by1 | (second_by2 & ~second_by1)) & (x2 != 0)),
+        _value(x3, tl.maximum(tl.abs(x3), pick, ALL), ~second_by2 & (x3 != 0)),
+    )
+
+
+@triton.jit
+def pick_two_packed(x0, x1, x2, x3, u):
+    """The two elements that are picked, and their places as a nibble: half the arithmetic on values."""
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    pick, first_by0, first_by1, second_by1, second_by2 = _sample(x0, x1, x2, x3, u)
+    first = tl.where(first_by0, x0, tl.where(first_by1, x1, x2))
+    second = tl.where(second_by1, x1, tl.where(second_by2, x2, x3))
+    place = tl.where(first_by0, 0, tl.where(first_by1, 1, 2)) | tl.where(second_by1, 4, tl.where(second_by2, 8, 12))
+    return (
+        _value(first, tl.maximum(tl.abs(first), pick, ALL), first != 0),
+        _value(second, tl.maximum(tl.abs(second), pick, ALL), second != 0),
+        place,
     )
 
 

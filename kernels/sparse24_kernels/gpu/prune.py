@@ -19,6 +19,7 @@ from .groups import (
     load_mask,
     nibbles_to_bytes,
     on_its_device,
+    packed_arguments,
     split4,
     store4,
     tile,
@@ -71,15 +72,6 @@ def prune(
             **LAUNCH,
         )
     return [tensor for form in forms for tensor in out[form]]
-
-
-def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | None]:
-    """What a kernel wants of one packed result: values, indices, and the two places of `layout` where compressed."""
-    if layout is None:
-        return [*out, None, None]
-    (flat,) = out
-    count = flat.numel() * 8 // 9
-    return [flat, flat[count:].view(torch.int16), *layout]
 
 
 @triton.jit
@@ -136,10 +128,12 @@ def _prune_kernel(
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, MAX, TINY)
     if values is not None:
         places = (place_of_row, place_of_unit)
-        pack_rows(values, indices, places, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX, TINY)
+        slices = (_pack_row(y0, m0), _pack_row(y1, m1), _pack_row(y2, m2), _pack_row(y3, m3))
+        pack_rows(values, indices, places, slices, top, left, rows, columns, MAX, TINY)
     if values_t is not None:
         places = (place_of_row_t, place_of_unit_t)
-        pack_columns(values_t, indices_t, places, y0, y1, y2, y3, m0, m1, m2, m3, top, left, rows, columns, MAX, TINY)
+        packed = pack4(y0, y1, y2, y3, m1, m2, m3)
+        pack_columns(values_t, indices_t, places, packed, top, left, rows, columns, MAX, TINY)
 
 
 @triton.jit
@@ -199,99 +193,70 @@ def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, MAX: tl.cons
 
 
 @triton.jit
-def _pack4(x0, x1, x2, x3, m0, m1, m2, m3):
+def pack4(x0, x1, x2, x3, m1, m2, m3):
     """The two stored of four, in order, and their places as a nibble: first | second << 2.
 
-    Stored are the two where m is not 0, or, of fewer, those and the first others. (Of more, the first and the last.)
+    Stored are the two where m is not 0, or, of fewer, those and the first others. (Of more, the last two.) Whether the
+    first element is one of the two follows from the others.
     """
-    k0, k1, k2, k3 = m0 != 0, m1 != 0, m2 != 0, m3 != 0
-    first_is_1 = ~k0 & k1 & (k2 | k3)
-    first_is_2 = ~k0 & ~k1 & k2 & k3
-    first = tl.where(first_is_1, x1, tl.where(first_is_2, x2, x0))
+    k1, k2, k3 = m1 != 0, m2 != 0, m3 != 0
+    first_is_1, first_is_2 = k1 & (k2 | k3), k2 & k3
+    first = tl.where(first_is_2, x2, tl.where(first_is_1, x1, x0))
     second = tl.where(k3, x3, tl.where(k2, x2, x1))
-    place = tl.where(first_is_1, 1, tl.where(first_is_2, 2, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
+    place = tl.where(first_is_2, 2, tl.where(first_is_1, 1, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
     return first, second, place
 
 
 @triton.jit
-def pack_rows(
-    values,
-    indices,
-    places,
-    y0,
-    y1,
-    y2,
-    y3,
-    m0,
-    m1,
-    m2,
-    m3,
-    top,
-    left,
-    rows,
-    columns,
-    MAX: tl.constexpr,
-    TINY: tl.constexpr,
-):
-    """Pack a tile along its rows: values `[rows, columns / 2]`, indices as `store_indices` has them."""
-    G: tl.constexpr = y0.shape[0]
-    BYTES: tl.constexpr = y0.shape[1] // 8
+def pack_rows(values, indices, places, slices, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+    """Write a tile packed along its rows, from `pack4` of each slice `[G, COLS / 4]`: values `[rows, columns / 2]`,
+    indices as `store_indices` has them."""
+    nibble: tl.constexpr = 2
+    G: tl.constexpr = slices[0][nibble].shape[0]
+    BYTES: tl.constexpr = slices[0][nibble].shape[1] // 2
     row = top + 4 * tl.arange(0, G)[:, None]
-    # The four slices share one integer from here on: each alone would leave threads without work.
-    nibbles = _pack_slice(values, y0, m0, row, left, rows, columns, MAX, TINY)
-    nibbles |= _pack_slice(values, y1, m1, row + 1, left, rows, columns, MAX, TINY) << 8
-    nibbles |= _pack_slice(values, y2, m2, row + 2, left, rows, columns, MAX, TINY) << 16
-    nibbles |= _pack_slice(values, y3, m3, row + 3, left, rows, columns, MAX, TINY) << 24
-    low, high = tl.split(nibbles.reshape(G, BYTES, 2))
+    for i in tl.static_range(4):
+        _store_values(values, slices[i], row + i, left, rows, columns, MAX, TINY)
+    # The four slices share one integer: each alone would leave threads without work.
+    four = slices[0][nibble] | (slices[1][nibble] << 8) | (slices[2][nibble] << 16) | (slices[3][nibble] << 24)
+    low, high = tl.split(four.reshape(G, BYTES, 2))
     packed = (low | (high << 4)).expand_dims(1) >> (8 * tl.arange(0, 4))[None, :, None]
     row = top + tl.arange(0, 4 * G)[:, None]
     store_indices(indices, places, packed.to(tl.uint8).reshape(4 * G, BYTES), row, left, rows, columns)
 
 
 @triton.jit
-def _pack_slice(values, y, m, row, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
-    """Write a slice's values; its indices are returned, a nibble per group in int32."""
-    COLS: tl.constexpr = y.shape[1]
-    y0, y1, y2, y3 = split4(y)
-    m0, m1, m2, m3 = split4(m)
-    first, second, nibble = _pack4(y0, y1, y2, y3, m0, m1, m2, m3)
-    D: tl.constexpr = values.dtype.element_ty
-    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).reshape(y.shape[0], COLS // 2)
-    half = left // 2 + tl.arange(0, COLS // 2)[None, :]
-    tl.store(values + row * (columns // 2) + half, stored, mask=(row < rows) & (half < columns // 2))
-    return nibble
-
-
-@triton.jit
-def pack_columns(
-    values,
-    indices,
-    places,
-    y0,
-    y1,
-    y2,
-    y3,
-    m0,
-    m1,
-    m2,
-    m3,
-    top,
-    left,
-    rows,
-    columns,
-    MAX: tl.constexpr,
-    TINY: tl.constexpr,
-):
-    """Pack a tile along its columns: values `[columns, rows / 2]`, indices as `store_indices` has them."""
-    G: tl.constexpr = y0.shape[0]
-    COLS: tl.constexpr = y0.shape[1]
-    first, second, nibble = _pack4(y0, y1, y2, y3, m0, m1, m2, m3)
+def pack_columns(values, indices, places, packed, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+    """Write a tile packed along its columns, from `pack4` of the four slices `[G, COLS]`: values `[columns, rows / 2]`,
+    indices as `store_indices` has them."""
+    first, second, nibble = packed
+    G: tl.constexpr = first.shape[0]
+    COLS: tl.constexpr = first.shape[1]
     D: tl.constexpr = values.dtype.element_ty
     stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).permute(1, 0, 2).reshape(COLS, 2 * G)
     c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
     half = top // 2 + tl.arange(0, 2 * G)[None, :]
     tl.store(values + c * (rows // 2) + half, stored, mask=(c < columns) & (half < rows // 2))
     store_indices(indices, places, nibbles_to_bytes(nibble.to(tl.uint8).trans(1, 0)), c, top, columns, rows)
+
+
+@triton.jit
+def _store_values(ptr, packed, row, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+    """Write the values of a slice's packed rows."""
+    first, second, _ = packed
+    HALF: tl.constexpr = 2 * first.shape[1]
+    D: tl.constexpr = ptr.dtype.element_ty
+    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).reshape(first.shape[0], HALF)
+    half = left // 2 + tl.arange(0, HALF)[None, :]
+    tl.store(ptr + row * (columns // 2) + half, stored, mask=(row < rows) & (half < columns // 2))
+
+
+@triton.jit
+def _pack_row(y, m):
+    """`pack4` for every four in the rows of a slice."""
+    y0, y1, y2, y3 = split4(y)
+    _, m1, m2, m3 = split4(m)
+    return pack4(y0, y1, y2, y3, m1, m2, m3)
 
 
 @triton.jit

@@ -32,24 +32,23 @@ def mvue(
         uniform(key, count, before.numel() * after.numel(), draw).view(count, *before, *after).movedim(0, dim)
         for draw in range(2 if estimator == "approx" else 1)
     ]
-    estimate = _ESTIMATORS[n, m, estimator](x, *draws, dim)
+    estimate, stored = _ESTIMATORS[n, m, estimator](x, *draws, dim)
     if form == "dense":
         return [estimate.narrow(dim, 0, size).contiguous()]
     if form == "transposed":
         return [estimate.narrow(dim, 0, size).t().contiguous()]
-    if dim == 0:
-        estimate = estimate.t()
-    packed = pack(estimate, estimate != 0)
+    packed = pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
     return packed if layout is None else [compress(*packed, layout)]
 
 
-def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
+def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Exact 2:4 MVUE by systematic sampling; `uniform` holds one number of [0, 1) per group.
 
     With magnitudes a, sum S and largest M, let T = min(S/2, S - M). Then b_i = min(a_i, T) sums to 2T, the optimal
     inclusion probability is b_i / T, and the unbiased value of a kept element is sign(x_i) * max(a_i, T): the largest
     element is kept as it is when it outweighs the other three, and everything else counts as T. Laying the b_i end to
-    end and keeping those that the two points u*T and (u + 1)*T fall into picks exactly two.
+    end and keeping those that the two points u*T and (u + 1)*T fall into picks exactly two. A group with one non-zero
+    has T = 0 and no length to sample from; with T = M it is picked, and beside it a zero.
     """
     values, member = groups(x.float(), 4, dim), member_dim(dim)
     a = values.abs()
@@ -59,7 +58,8 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     # Summed from its own three terms: S - M would cancel to nothing beside one huge value. In place from here on: on
     # a CPU, fresh memory costs more than the arithmetic.
     others = torch.minimum(high01, high23).add_(torch.minimum(a0, a1)).add_(torch.minimum(a2, a3))
-    pick = torch.minimum(largest.mul_(0.5).add_(others * 0.5), others)  # T
+    pick = torch.minimum(largest * 0.5 + others * 0.5, others)  # T
+    pick = torch.where(pick > 0, pick, largest)
     end0 = torch.minimum(a0, pick)
     end1 = torch.minimum(a1, pick).add_(end0)
     end2 = torch.minimum(a2, pick).add_(end1)
@@ -68,21 +68,23 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0.
     first_by0, first_by1 = first < end0, first < end1
     second_by1, second_by2 = second < end1, second < end2
-    # A group with one non-zero has T = 0 and no length to sample from: it is kept as it is.
-    alone = pick == 0
-    keep = [
-        first_by0 | alone,
-        (first_by1 & ~first_by0) | second_by1 | alone,
-        (~first_by1 | (second_by2 & ~second_by1) | alone).logical_and_(a2),  # where rounding lets a point
-        (~second_by2 | alone).logical_and_(a3),  # pass the last non-zero, a zero must not be picked
-    ]
-    kept = torch.stack(keep, member)
-    # A product drops the others faster than masked_fill_ does; adding zero turns its -0.0 into +0.0.
+    picked = torch.stack(
+        [
+            first_by0,
+            (first_by1 & ~first_by0) | second_by1,
+            ~first_by1 | (second_by2 & ~second_by1),
+            ~second_by2,
+        ],
+        member,
+    )
+    # Where rounding lets a point pass the last non-zero, a zero is picked and must stay one. A product drops the others
+    # faster than masked_fill_ does; adding zero turns its -0.0 into +0.0.
+    kept = picked.logical_and(a)
     estimate = torch.maximum(a, pick.unsqueeze(member), out=a).copysign_(values).mul_(kept).add_(0.0)
-    return estimate.reshape(x.shape).to(x.dtype)
+    return estimate.reshape(x.shape).to(x.dtype), picked.reshape(x.shape)
 
 
-def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
+def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, None]:
     """Exact 1:2 MVUE: keep x_i with probability |x_i| / (|x_0| + |x_1|), as sign(x_i) * (|x_0| + |x_1|)."""
     values, member = groups(x.float(), 2, dim), member_dim(dim)
     a0, a1 = values.abs().unbind(member)
@@ -91,10 +93,10 @@ def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     # `logical_and` keeps a zero from being picked where uniform * total rounds up to a0.
     kept = torch.stack([first.logical_and(a0), (~first).logical_and(a1)], member)
     estimate = total.unsqueeze(member).expand_as(values).copysign(values).mul_(kept).add_(0.0)
-    return estimate.reshape(x.shape).to(x.dtype)
+    return estimate.reshape(x.shape).to(x.dtype), None
 
 
-def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> Tensor:
+def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The two-draw 2:4 estimate: draw i with probability a_i / S, then j != i with a_j / (S - a_i).
 
     Each is divided by the exact probability of being drawn at all, p_i = a_i / S * (1 + sum_{j != i} r_j) with
@@ -112,7 +114,7 @@ def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> T
     ]
     # Where x is 0 nothing is kept: a zero is drawn only where fewer than two others are left, or by rounding.
     estimate = torch.stack(kept, member).copysign_(values).masked_fill_(values == 0, 0.0).add_(0.0)
-    return estimate.reshape(x.shape).to(x.dtype)
+    return estimate.reshape(x.shape).to(x.dtype), (estimate != 0).reshape(x.shape)
 
 
 def _sums_of_the_other_three(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -130,4 +132,5 @@ def _draw(weights: list[Tensor], uniform: Tensor) -> Tensor:
     return (end0 <= point).int() + (end1 <= point) + (end2 <= point)
 
 
+# Each returns the estimate, and which elements a packed form stores (at most two of every four).
 _ESTIMATORS = {(2, 4, "exact"): _mvue_24, (2, 4, "approx"): _mvue_24_approx, (1, 2, "exact"): _mvue_12}

@@ -71,12 +71,12 @@ def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
 def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     """`[R, K]` of which `keep` marks at most two in every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
 
-    Stored are those two, or, of fewer, them and the first others. (Of more, the first and the last.) A group's two
+    Stored are those two, or, of fewer, them and the first others. (Of more, the last two.) A group's two
     indices take four bits, the lower element first; the lower group stands in the lower half of a byte.
     """
     rows, size = pruned.shape
-    k0, k1, k2, k3 = keep.reshape(rows, size // 4, 4).unbind(-1)
-    first = torch.where(~k0 & k1 & (k2 | k3), 1, torch.where(~k0 & ~k1 & k2 & k3, 2, 0))
+    _, k1, k2, k3 = keep.reshape(rows, size // 4, 4).unbind(-1)
+    first = torch.where(k2 & k3, 2, torch.where(k1 & (k2 | k3), 1, 0))
     second = torch.where(k3, 3, torch.where(k2, 2, 1))
     position = torch.stack([first, second], -1)
     values = pruned.reshape(rows, size // 4, 4).view(integer_of(pruned)).gather(-1, position).view(pruned.dtype)
