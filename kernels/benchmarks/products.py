@@ -7,6 +7,7 @@ step; with operands made, as where there is one micro-batch; and as `backend="au
 """
 
 import sparse24_kernels as kernels
+import tilelang_product
 import torch
 from report import clean
 from shapes import METHODS, Cell
@@ -43,6 +44,7 @@ def section(run) -> None:
     for cell in cells:
         result[str(cell)] = {"flops": cell.flops, "error": NOT_RUN}
     tune_first(run, (p for cell in cells for p in cell.problems().values()), TUNING * run.left())
+    tilelang_product.section(run)
     for cell in cells:
         if run.left(reserve=10) < 0:
             return

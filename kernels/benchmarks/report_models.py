@@ -6,6 +6,7 @@ def page(result: dict) -> list[str]:
     return [
         *_goals(result),
         *_products(result.get("products", {})),
+        *_tilelang(result.get("tilelang", {})),
         *_blocks(result.get("mlps", {})),
         *_runs(result.get("trainer", {})),
         *_inference(result.get("inference", {})),
@@ -112,6 +113,32 @@ def _errors(rows: dict) -> list[str]:
         if "error" in times
     ]
     return ["", "### Not timed", "", *found] if found else []
+
+
+def _tilelang(found: dict) -> list[str]:
+    """What decides whether TileLang gets a backend."""
+    if not found:
+        return []
+    lines, rows = ["", "## TileLang's `gemm_sp`", ""], found["rows"]
+    if found["why_not"]:
+        return [*lines, f"Not measured: {found['why_not']}."]
+    verdicts = [row["verdict"] for row in rows.values() if row.get("verdict", {}).get("met") is not None]
+    won = sum(verdict["met"] for verdict in verdicts)
+    lines += [
+        f"The output product in bf16 without bias, operands packed already, its fastest tiling. At {won} of "
+        f"{len(verdicts)} layers measured it is {found['wanted']:g} times as fast as cuSPARSELt or more.",
+        "",
+        "| layer | tiling | us | dense us | cuSPARSELt us | times dense | times cuSPARSELt | clocks |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {name} | {row['error']} | | | | | | |")
+            continue
+        us = " | ".join(_us(row["times"].get(way, {})) for way in (row["best"], "dense", "cuSPARSELt"))
+        ratios = " | ".join(map(_ratio, (row["times_dense"], row["verdict"]["ratio"])))
+        lines.append(f"| {name} | {row['best'] or 'none'} | {us} | {ratios} | {row['clocks'] or ''} |")
+    return [*lines, *_errors(rows)]
 
 
 def _blocks(rows: dict) -> list[str]:

@@ -143,9 +143,13 @@ def compare(result: dict) -> None:
 
 
 def spawn(configuration: Configuration, seconds: float) -> dict:
-    """Run it in a process: its result, or an error; every process that it started is ended with it."""
+    return in_process(HERE / "trainer.py", asdict(configuration), seconds)
+
+
+def in_process(script: Path, argument, seconds: float) -> dict:
+    """Run a script of ours: the result that it prints, or an error; every process that it started is ended with it."""
     paths = os.pathsep.join([str(ROOT), str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "trainer.py"), json.dumps(asdict(configuration))]
+    command = [sys.executable, str(script), json.dumps(argument)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": paths}, start_new_session=True
