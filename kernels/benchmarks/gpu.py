@@ -5,7 +5,8 @@
 Sections come in groups, and `--sections` takes names of groups:
 
     kernels      a gate (`gate.py`), the bandwidth of a copy, every workload of `workloads.py`, then its competitors
-    products     sparse products and whole layers against dense ones (`products.py`)
+    products     sparse products and whole layers against dense ones (`products.py`); on a Hopper where TileLang is
+                 installed, its product against cuSPARSELt's (`tilelang_product.py`)
     mlps         MLP blocks against dense and others (`mlps.py`)
     trainer      tokens per second of training runs (`trainer.py`); needs Transformers, as the next
     inference    prefill and decode (`inference.py`)
