@@ -65,10 +65,19 @@ def row_major(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
     return row * units + unit
 
 
-def nested_tiles(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """Blocks of 64 x 4 units down the columns, halves of 32 rows inside, then two units beside each other."""
+def ampere(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
+    """CUTLASS's for 16-bit operands on compute capability 8 (host_reorder.h): rows of a block of 32 interleaved, the
+    lowest bits of row and column exchanged, pairs of columns side by side."""
+    row = row // 32 * 32 + row % 8 * 4 + row % 32 // 8
+    row, unit = row - row % 2 + unit % 2, unit - unit % 2 + row % 2
+    return unit // 2 * 2 * m + row * 2 + unit % 2
+
+
+def hopper(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
+    """CUTLASS's for 16-bit operands on compute capability 9 (sm90_sparse_config.inl): blocks of 64 rows and 4 units, down
+    the columns."""
     block = unit // 4 * (m // 64) + row // 64
-    return block * 256 + unit % 4 // 2 * 128 + row % 64 // 32 * 64 + row % 32 * 2 + unit % 2
+    return block * 256 + row // 16 % 4 * 64 + unit % 2 * 32 + row % 8 * 4 + unit // 2 % 2 * 2 + row // 8 % 2
 
 
 def swizzled(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:

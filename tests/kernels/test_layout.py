@@ -7,7 +7,7 @@ import torch
 from sparse24_kernels import cusparselt, layout
 
 CPU = torch.device("cpu")
-ORDERS = [cslt.row_major, cslt.tiles, cslt.nested_tiles]
+ORDERS = [cslt.row_major, cslt.tiles, cslt.ampere, cslt.hopper]
 FORMS = ["compressed", "compressed-transposed"]
 
 
