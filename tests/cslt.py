@@ -74,7 +74,7 @@ def ampere(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
 
 
 def hopper(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """CUTLASS's for 16-bit operands on compute capability 9 (sm90_sparse_config.inl): blocks of 64 rows and 4 units, down
+    """CUTLASS's for 16-bit operands on compute capability 9 (sm90_sparse_config.inl): blocks of 64 x 4 units, down
     the columns."""
     block = unit // 4 * (m // 64) + row // 64
     return block * 256 + row // 16 % 4 * 64 + unit % 2 * 32 + row % 8 * 4 + unit // 2 % 2 * 2 + row // 8 % 2
