@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cusparselt import Layout
-
 G, COLS = 16, 64
 """The tile: 64 x 64, so that rows and (for transposed results) columns are read and written 128 bytes at a time."""
 
@@ -51,15 +49,6 @@ def grid(rows: int, columns: int) -> tuple[int]:
     return (triton.cdiv(rows, 4 * G) * triton.cdiv(columns, COLS),)
 
 
-def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | None]:
-    """What a kernel wants of one packed result: values, indices, and the two places of `layout` where compressed."""
-    if layout is None:
-        return [*out, None, None]
-    (flat,) = out
-    count = flat.numel() * 8 // 9
-    return [flat, flat[count:].view(torch.int16), *layout]
-
-
 @triton.jit
 def tile(columns, G: tl.constexpr, COLS: tl.constexpr):
     """This program's first row and column, rows `[G, 1]` of slice 0, and columns `[1, COLS]`; rows are int64."""
@@ -88,6 +77,19 @@ def store4(ptr, x0, x1, x2, x3, row, column, rows, columns):
     tl.store(at + columns, x1, mask=(row + 1 < rows) & wide)
     tl.store(at + 2 * columns, x2, mask=(row + 2 < rows) & wide)
     tl.store(at + 3 * columns, x3, mask=(row + 3 < rows) & wide)
+
+
+@triton.jit
+def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+    """Write a tile, given as slices `[G, COLS]`, into the row-major transpose `[columns, rows]`."""
+    G: tl.constexpr = y0.shape[0]
+    COLS: tl.constexpr = y0.shape[1]
+    D: tl.constexpr = ptr.dtype.element_ty
+    z0, z1, z2, z3 = cast(y0, D, MAX, TINY), cast(y1, D, MAX, TINY), cast(y2, D, MAX, TINY), cast(y3, D, MAX, TINY)
+    z = tl.join(tl.join(z0, z2), tl.join(z1, z3)).permute(1, 0, 2, 3).reshape(COLS, 4 * G)
+    r = top + tl.arange(0, 4 * G)[None, :]
+    c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
+    tl.store(ptr + c * rows + r, z, mask=(c < columns) & (r < rows))
 
 
 @triton.jit

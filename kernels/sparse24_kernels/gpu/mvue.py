@@ -7,8 +7,8 @@ from torch import Tensor
 from ..cusparselt import Layout
 from ..prune import empty_packed
 from ..reference.philox import ROUNDS
-from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, packed_arguments, split4, store4, tile
-from .prune import pack4, pack_columns, pack_rows, store_transposed
+from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, store_transposed, tile
+from .packing import pack4, pack_columns, pack_rows, packed_arguments
 
 
 @on_its_device

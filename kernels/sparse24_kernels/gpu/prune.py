@@ -17,14 +17,14 @@ from .groups import (
     limits,
     load4,
     load_mask,
-    nibbles_to_bytes,
     on_its_device,
-    packed_arguments,
     split4,
     store4,
+    store_transposed,
     tile,
     two_largest,
 )
+from .packing import pack4, pack_columns, pack_row, pack_rows, packed_arguments
 
 
 @on_its_device
@@ -128,7 +128,7 @@ def _prune_kernel(
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, MAX, TINY)
     if values is not None:
         places = (place_of_row, place_of_unit)
-        slices = (_pack_row(y0, m0), _pack_row(y1, m1), _pack_row(y2, m2), _pack_row(y3, m3))
+        slices = (pack_row(y0, m0), pack_row(y1, m1), pack_row(y2, m2), pack_row(y3, m3))
         pack_rows(values, indices, places, slices, top, left, rows, columns, MAX, TINY)
     if values_t is not None:
         places = (place_of_row_t, place_of_unit_t)
@@ -177,101 +177,6 @@ def soften(x0, x1, x2, x3):
     y2 = x2 - tl.minimum(tl.maximum(x2, -t, ALL), t, ALL)
     y3 = x3 - tl.minimum(tl.maximum(x3, -t, ALL), t, ALL)
     return y0, y1, y2, y3
-
-
-@triton.jit
-def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
-    """Write a tile, given as slices `[G, COLS]`, into the row-major transpose `[columns, rows]`."""
-    G: tl.constexpr = y0.shape[0]
-    COLS: tl.constexpr = y0.shape[1]
-    D: tl.constexpr = ptr.dtype.element_ty
-    z0, z1, z2, z3 = cast(y0, D, MAX, TINY), cast(y1, D, MAX, TINY), cast(y2, D, MAX, TINY), cast(y3, D, MAX, TINY)
-    z = tl.join(tl.join(z0, z2), tl.join(z1, z3)).permute(1, 0, 2, 3).reshape(COLS, 4 * G)
-    r = top + tl.arange(0, 4 * G)[None, :]
-    c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
-    tl.store(ptr + c * rows + r, z, mask=(c < columns) & (r < rows))
-
-
-@triton.jit
-def pack4(x0, x1, x2, x3, m1, m2, m3):
-    """The two stored of four, in order, and their places as a nibble: first | second << 2.
-
-    Stored are the two where m is not 0, or, of fewer, those and the first others. (Of more, the last two.) Whether the
-    first element is one of the two follows from the others.
-    """
-    k1, k2, k3 = m1 != 0, m2 != 0, m3 != 0
-    first_is_1, first_is_2 = k1 & (k2 | k3), k2 & k3
-    first = tl.where(first_is_2, x2, tl.where(first_is_1, x1, x0))
-    second = tl.where(k3, x3, tl.where(k2, x2, x1))
-    place = tl.where(first_is_2, 2, tl.where(first_is_1, 1, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
-    return first, second, place
-
-
-@triton.jit
-def pack_rows(values, indices, places, slices, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
-    """Write a tile packed along its rows, from `pack4` of each slice `[G, COLS / 4]`: values `[rows, columns / 2]`,
-    indices as `store_indices` has them."""
-    nibble: tl.constexpr = 2
-    G: tl.constexpr = slices[0][nibble].shape[0]
-    BYTES: tl.constexpr = slices[0][nibble].shape[1] // 2
-    row = top + 4 * tl.arange(0, G)[:, None]
-    for i in tl.static_range(4):
-        _store_values(values, slices[i], row + i, left, rows, columns, MAX, TINY)
-    # The four slices share one integer: each alone would leave threads without work.
-    four = slices[0][nibble] | (slices[1][nibble] << 8) | (slices[2][nibble] << 16) | (slices[3][nibble] << 24)
-    low, high = tl.split(four.reshape(G, BYTES, 2))
-    packed = (low | (high << 4)).expand_dims(1) >> (8 * tl.arange(0, 4))[None, :, None]
-    row = top + tl.arange(0, 4 * G)[:, None]
-    store_indices(indices, places, packed.to(tl.uint8).reshape(4 * G, BYTES), row, left, rows, columns)
-
-
-@triton.jit
-def pack_columns(values, indices, places, packed, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
-    """Write a tile packed along its columns, from `pack4` of the four slices `[G, COLS]`: values `[columns, rows / 2]`,
-    indices as `store_indices` has them."""
-    first, second, nibble = packed
-    G: tl.constexpr = first.shape[0]
-    COLS: tl.constexpr = first.shape[1]
-    D: tl.constexpr = values.dtype.element_ty
-    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).permute(1, 0, 2).reshape(COLS, 2 * G)
-    c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
-    half = top // 2 + tl.arange(0, 2 * G)[None, :]
-    tl.store(values + c * (rows // 2) + half, stored, mask=(c < columns) & (half < rows // 2))
-    store_indices(indices, places, nibbles_to_bytes(nibble.to(tl.uint8).trans(1, 0)), c, top, columns, rows)
-
-
-@triton.jit
-def _store_values(ptr, packed, row, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
-    """Write the values of a slice's packed rows."""
-    first, second, _ = packed
-    HALF: tl.constexpr = 2 * first.shape[1]
-    D: tl.constexpr = ptr.dtype.element_ty
-    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).reshape(first.shape[0], HALF)
-    half = left // 2 + tl.arange(0, HALF)[None, :]
-    tl.store(ptr + row * (columns // 2) + half, stored, mask=(row < rows) & (half < columns // 2))
-
-
-@triton.jit
-def _pack_row(y, m):
-    """`pack4` for every four in the rows of a slice."""
-    y0, y1, y2, y3 = split4(y)
-    _, m1, m2, m3 = split4(m)
-    return pack4(y0, y1, y2, y3, m1, m2, m3)
-
-
-@triton.jit
-def store_indices(ptr, places, packed, row, left, rows, columns):
-    """Write the indices, bytes, of rows `[R, 1]` from element `left` on: into `[rows, columns / 8]`, or as units of 16
-    bits in the order that `places` gives (see `Layout`)."""
-    BYTES: tl.constexpr = packed.shape[1]
-    if places[0] is None:
-        byte = left // 8 + tl.arange(0, BYTES)[None, :]
-        tl.store(ptr + row * (columns // 8) + byte, packed, mask=(row < rows) & (byte < columns // 8))
-    else:
-        low, high = tl.split(packed.to(tl.int16).reshape(packed.shape[0], BYTES // 2, 2))
-        unit = left // 16 + tl.arange(0, BYTES // 2)[None, :]
-        place = tl.load(places[0] + row, mask=row < rows) + tl.load(places[1] + unit, mask=unit < columns // 16)
-        tl.store(ptr + place, low | (high << 8), mask=(row < rows) & (unit < columns // 16))
 
 
 @on_its_device
