@@ -53,11 +53,10 @@ class _SparseLinearFunction(torch.autograd.Function):
         if config.activations == "2:4":
             x = kernels.nm_prune(x)
         ctx.save_for_backward(x, output_weight if input_weight is None else input_weight, rng_key)
-        ctx.method, ctx.input_algorithm, ctx.weight_shape = method, input_algorithm, weight.shape
-        ctx.weight_dtype = weight.dtype
+        ctx.method, ctx.input_algorithm, ctx.weight_dtype = method, input_algorithm, weight.dtype
         if config.fp8:
             x, output_weight = kernels.fp8_simulate(x, "e4m3"), kernels.fp8_simulate(output_weight, "e4m3")
-        return kernels.sparse_linear(x, output_weight, bias, algorithm=output_algorithm, out=weight.shape[0])
+        return kernels.sparse_linear(x, output_weight, bias, algorithm=output_algorithm)
 
     @staticmethod
     @once_differentiable  # a second derivative would be another function's, and must not pass for this one's
@@ -77,8 +76,7 @@ class _SparseLinearFunction(torch.autograd.Function):
             if ctx.input_algorithm is None:
                 grad_x = grad @ input_weight
             else:
-                algorithm, inputs = ctx.input_algorithm, ctx.weight_shape[1]
-                grad_x = kernels.sparse_linear(grad, input_weight, algorithm=algorithm, out=inputs)
+                grad_x = kernels.sparse_linear(grad, input_weight, algorithm=ctx.input_algorithm)
         if ctx.needs_input_grad[1]:
             grad_weight = _grad_weight(flat_grad, x.reshape(-1, x.shape[-1]), rng_key, config).to(ctx.weight_dtype)
         if ctx.needs_input_grad[6]:
@@ -96,7 +94,7 @@ def _grad_weight(grad: Tensor, x: Tensor, rng_key: Tensor | None, config: Sparse
         return _pruned(grad, config.weight_grad, 0, rng_key, config.fp8).t() @ x
     estimator = "approx" if config.weight_grad == "mvue-approx" else "exact"
     pruned = kernels.mvue(grad, dim=0, estimator=estimator, key=rng_key, form="compressed")
-    return kernels.sparse_mm(pruned, x, algorithm=algorithm, m=grad.shape[1])
+    return kernels.sparse_mm(pruned, x, algorithm=algorithm)
 
 
 def _backend(config: Sparse24Config) -> str:

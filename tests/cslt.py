@@ -8,18 +8,18 @@ from sparse24_kernels import Packed, backends, cusparselt, layout, pack_nm, tune
 from torch import Tensor
 
 # The package has functions of these names.
-prune, mvue = (sys.modules[f"sparse24_kernels.{name}"] for name in ("prune", "mvue"))
+prune, mvue, matmul = (sys.modules[f"sparse24_kernels.{name}"] for name in ("prune", "mvue", "matmul"))
 
 
 class StandIn:
     """Counts its calls. `wrong_ids` are algorithms that return wrong numbers, as some of the library's do.
 
     `order` says where units of 16 bits of indices lie: a function of rows `[m, 1]`, columns `[1, k / 16]` and both
-    sizes.
+    sizes. `padding` is how many columns the library adds to a compressed matrix; `flat`, as torch before 2.10 had them.
     """
 
-    def __init__(self, wrong_ids: tuple[int, ...] = (), order=None):
-        self.wrong_ids, self.order = wrong_ids, order or tiles
+    def __init__(self, wrong_ids: tuple[int, ...] = (), order=None, padding: int = 0, flat: bool = False):
+        self.wrong_ids, self.order, self.padding, self.flat = wrong_ids, order or tiles, padding, flat
         self.compressed, self.products = 0, []
 
     def places(self, m: int, k: int) -> Tensor:
@@ -34,7 +34,9 @@ class StandIn:
         values, indices = pack_nm(matrix)
         units = torch.empty(indices.numel() // 2, dtype=torch.int16)
         units[self.places(*matrix.shape)] = indices.view(torch.int16).flatten()
-        return torch.cat([values.flatten(), units.view(matrix.dtype)])
+        m = len(matrix)
+        flat = torch.cat([values.flatten(), units.view(matrix.dtype), matrix.new_full((m * self.padding,), 7.0)])
+        return flat if self.flat else flat.view(m, -1)
 
     def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
         k, n = dense.shape
@@ -42,11 +44,13 @@ class StandIn:
         assert bias is None or bias.dtype == dense.dtype
         assert all(x.data_ptr() % 16 == 0 for x in (compressed, dense)), "not aligned"
         assert bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0)
-        m = compressed.numel() * 16 // 9 // k
+        assert compressed.dim() == 2 and compressed.is_contiguous()
+        m = len(compressed)
+        assert compressed.shape[1] == k * 9 // 16 + self.padding, "the library would read something else"
         # Like the real one: what is not contiguous is taken for a transpose.
         assert dense.is_contiguous() or dense.t().is_contiguous(), "other strides give wrong numbers in silence"
         assert n % 16 == 0
-        values, units = compressed.split([m * k // 2, m * k // 16])
+        values, units, _ = compressed.view(-1).split([m * k // 2, m * k // 16, m * self.padding])
         indices = units.view(torch.int16)[self.places(m, k)].view(torch.uint8).view(m, k // 8)
         matrix = unpack_nm(Packed(values.view(m, k // 2), indices))
         self.products.append((m, n, k, alg_id, transpose_result))
@@ -95,7 +99,8 @@ def stand_in(monkeypatch):
 def counting_stand_in(stand_in, monkeypatch):
     """The same, with a layout that stays unknown: the library compresses every matrix, and counts them."""
     for module in (prune, mvue):
-        monkeypatch.setattr(module, "find_layout", lambda *size: None)
+        monkeypatch.setattr(module, "known_layout", lambda *size: None)
+    monkeypatch.setattr(matmul, "learn_layout", lambda *size: None)
     return stand_in
 
 
@@ -104,6 +109,7 @@ def install(monkeypatch, library: StandIn) -> StandIn:
     monkeypatch.setattr(torch, "_cslt_sparse_mm", library.matmul)
     monkeypatch.setattr(cusparselt, "why_not", lambda device: None)
     monkeypatch.setattr(layout, "_found", {})
+    monkeypatch.setattr(cusparselt, "_columns", {})
     verdict = tuner.Verdict("cusparselt", cusparselt.Algorithm(3), 1.0, 2.0, "measured")
     monkeypatch.setattr(backends.tuner, "choose", lambda problem, device: verdict)
     return library

@@ -51,6 +51,16 @@ def test_a_wrong_library_is_told(stand_in):  # noqa: F811
     assert "FAILED: compressed by cuSPARSELt, relative error" in said
 
 
+def test_a_library_that_cannot_compress_is_told(stand_in, monkeypatch, capsys):  # noqa: F811
+    def broken(matrix):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(torch, "_cslt_compress", broken)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "compressed operands" in printed and printed.count("RuntimeError: no kernel image") == 2
+
+
 @pytest.mark.parametrize(("order", "who"), [(cslt.tiles, "pruning kernels"), (cslt.swizzled, "cuSPARSELt")])
 def test_who_compresses_is_told(stand_in, order, who):  # noqa: F811
     stand_in.order = order

@@ -3,15 +3,20 @@
 import copy
 import pickle
 
+import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
 from sparse24_kernels import backends, cusparselt
+from sparse24_kernels.layout import learn_layout
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, drop_master_weights, patch_model, unpatch_model
+from hf_sparse24.methods import METHODS as METHODS_BY_NAME
+from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching import set_phase, sparse_layers
 
 METHODS = ["ste", "s-ste", "t-sr-ste"]
@@ -174,11 +179,11 @@ def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
     matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
     compressed, algorithm = kernels.compress(matrix), cusparselt.Algorithm(1)
     x = torch.randn(1, 48).bfloat16()
-    result = kernels.sparse_linear(x, compressed, algorithm=algorithm, out=32)
+    result = kernels.sparse_linear(x, compressed, algorithm=algorithm)
     torch.testing.assert_close(result, nn.functional.linear(x, matrix))
     storage = torch.randn(16 * 48 + 1).bfloat16()
     x, bias = storage[1:].view(16, 48), torch.randn(64).bfloat16()[::2]
-    result = kernels.sparse_linear(x, compressed, bias, algorithm=algorithm, out=32)
+    result = kernels.sparse_linear(x, compressed, bias, algorithm=algorithm)
     torch.testing.assert_close(result, nn.functional.linear(x, matrix, bias))
 
 
@@ -296,20 +301,64 @@ def test_without_the_library(monkeypatch):
 def test_operators(stand_in):  # noqa: F811
     matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
     compressed = kernels.compress(matrix)
-    assert compressed.numel() * 16 == matrix.numel() * 9
+    assert compressed.shape == (32, 27)
     torch.library.opcheck(torch.ops.sparse24.cslt_compress.default, (matrix,))
     x, bias = torch.randn(20, 48).bfloat16(), torch.randn(32).bfloat16()
     algorithm = cusparselt.Algorithm(1)
-    result = kernels.sparse_linear(x.view(4, 5, 48), compressed, bias, algorithm=algorithm, out=32)
+    result = kernels.sparse_linear(x.view(4, 5, 48), compressed, bias, algorithm=algorithm)
     assert torch.equal(result, nn.functional.linear(x, matrix, bias).view(4, 5, 32)) and result.is_contiguous()
     for dense in (x.t(), x.t().contiguous(), torch.randn(48, 40).bfloat16()[:, ::2]):  # any strides
-        result = kernels.sparse_mm(compressed, dense, algorithm=algorithm, m=32)
+        result = kernels.sparse_mm(compressed, dense, algorithm=algorithm)
         torch.testing.assert_close(result, matrix @ dense)
-        arguments = (compressed, dense, None, 32, False, 1, 1, -1)
+        arguments = (compressed, dense, None, False, 1, 1, -1)
         torch.library.opcheck(torch.ops.sparse24.cslt_mm.default, arguments)
-    assert kernels.sparse_linear(x[:0], compressed, algorithm=algorithm, out=32).shape == (0, 32)
-    with pytest.raises(ValueError, match="are no matrix of 16 x 48"):
-        kernels.sparse_linear(x, compressed, algorithm=algorithm, out=16)
+    assert kernels.sparse_linear(x[:0], compressed, algorithm=algorithm).shape == (0, 32)
+    with pytest.raises(ValueError, match="compressed 32 x 27 is no matrix of 32 x 64"):
+        kernels.sparse_linear(torch.randn(20, 64).bfloat16(), compressed, algorithm=algorithm)
+    with pytest.raises(ValueError, match="compress: no compressed form: cuSPARSELt needs multiples of 16, not 10 x 16"):
+        kernels.compress(torch.randn(10, 16).bfloat16())
+
+
+@pytest.mark.parametrize("library", [{"padding": 3}, {"flat": True}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padded_matrices_and_those_of_older_releases(monkeypatch, library, compiled):
+    cslt.install(monkeypatch, cslt.StandIn(**library))
+    model, reference = model_of("t-sr-ste"), model_of("t-sr-ste", "reference")
+    for layer in (*model.layers, *reference.layers):
+        layer.rng_key = torch.tensor(7)
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x = torch.randn(32, 32).bfloat16()
+    forward(x).sum().backward()
+    reference(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_releases_that_make_no_room_for_padding_take_sizes_that_have_none(monkeypatch):
+    monkeypatch.setattr(cusparselt, "_sizes_are_the_librarys", lambda: False)
+    assert "multiples of 128, not 64 x 256" in cusparselt.why_not_matrix(64, 256, torch.bfloat16)
+    assert cusparselt.why_not_matrix(128, 256, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+@pytest.mark.parametrize("name", METHODS_BY_NAME)
+def test_every_method_gives_every_form(stand_in, name, conv1d):  # noqa: F811
+    layer = Conv1D(48, 32) if conv1d else nn.Linear(32, 48)
+    layer.bfloat16()
+    with torch.no_grad():
+        layer.weight.normal_()
+    patch_model(nn.ModuleList([layer]), Sparse24Config(method=name, target_modules="all-linear"))
+    forms = ["dense", "compressed"] + ["compressed-transposed"] * layer.method.transposable
+    for learn in (False, True):
+        if learn:
+            for size in ((48, 32), (32, 48)):
+                learn_layout(*size, torch.bfloat16, torch.device("cpu"))
+        dense, *compressed = layer.operands_of(forms, torch.bfloat16)
+        assert dense.shape == (48, 32) and is_nm_sparse(dense)
+        for ours, matrix in zip(compressed, (dense, dense.t())):
+            x = torch.randn(16, matrix.shape[1]).bfloat16()
+            product = kernels.sparse_linear(x, ours, algorithm=cusparselt.Algorithm())
+            assert torch.equal(product, nn.functional.linear(x, matrix))
 
 
 def test_both_signatures_of_split_k(monkeypatch):

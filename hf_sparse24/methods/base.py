@@ -42,6 +42,6 @@ class SparseMethod(ABC):
     ) -> tuple[Tensor, ...]:
         """The weight the products use, in `dtype`, N:M along `dim`, without -0.0: each of `forms`.
 
-        `forms` are those of `kernels.prune_forms`, which a method that prunes by other rules of its own can give its
-        result to.
+        `forms` are those of `kernels.prune_forms`. A method that prunes by a rule of its own gives it the result `x`,
+        with `rule="mask"` and `mask=x != 0`.
         """

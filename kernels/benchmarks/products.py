@@ -24,7 +24,7 @@ from side_by_side import (
     tune_first,
 )
 from sparse24_kernels.cusparselt import Algorithm
-from sparse24_kernels.layout import find_layout
+from sparse24_kernels.layout import known_layout
 from timing import OutOfTime, describe, time_limit
 from torch import Tensor, nn
 
@@ -135,12 +135,11 @@ class Operands:
         return grad @ weight if name == "grad_input" else grad.t() @ x
 
     def sparse_product(self, name: str, algorithm: Algorithm, x: Tensor, grad: Tensor, packed: Tensor) -> Tensor:
-        out, inputs = self.weight.shape
         if name == "output":
-            return kernels.sparse_linear(x, packed, self.bias, algorithm=algorithm, out=out)
+            return kernels.sparse_linear(x, packed, self.bias, algorithm=algorithm)
         if name == "grad_input":
-            return kernels.sparse_linear(grad, packed, algorithm=algorithm, out=inputs)
-        return kernels.sparse_mm(packed, x, algorithm=algorithm, m=out)
+            return kernels.sparse_linear(grad, packed, algorithm=algorithm)
+        return kernels.sparse_mm(packed, x, algorithm=algorithm)
 
     def pack(self, name: str, grad: Tensor) -> Tensor:
         """Pruned and compressed. S-STE's rule for the output; the mask of T-SR-STE, which grad_input needs."""
@@ -160,7 +159,7 @@ class Operands:
         """Who writes the compressed matrices: one kernel that prunes too, or the library from a pruned matrix."""
         out, inputs = self.weight.shape
         sizes = {"output": (out, inputs), "grad_input": (inputs, out), "grad_weight": (out, self.cell.tokens)}
-        found = {name: find_layout(*size, self.cell.dtype, self.device) for name, size in sizes.items()}
+        found = {name: known_layout(*size, self.cell.dtype, self.device) for name, size in sizes.items()}
         return {name: "library" if layout is None else "kernel" for name, layout in found.items()}
 
     def check(self, name: str, algorithm: Algorithm, grad_estimate: Tensor) -> None:

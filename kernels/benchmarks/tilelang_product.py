@@ -145,7 +145,7 @@ def measure(cell: Cell, tilings: list[Tiling], run) -> dict:
         if name == "dense":  # of a weight without zeros: with them it would draw less power and run faster
             return nn.functional.linear(x, operands.weight)
         if name == "cuSPARSELt":
-            return kernels.sparse_linear(x, operands.packed["output"], algorithm=algorithm, out=out)
+            return kernels.sparse_linear(x, operands.packed["output"], algorithm=algorithm)
         result = x.new_empty((tokens, out))
         builds[name].result()(values, indices.view(torch.int16), x, result)  # or raises what compiling has raised
         return result

@@ -3,13 +3,15 @@
 `product = sparse @ dense`, where `sparse` `[m, k]` is 2:4 along k and compressed, and `dense` is `[k, n]`. What torch's
 operators leave to the caller, and this file takes care of:
 
-* sizes are derived from the number of bytes, so k must be that of the matrix which was compressed;
+* a compressed matrix was flat, its size that of the formula, and m derived from it; since torch 2.10 it has m rows, and
+  the size that the library wants, which pads small and odd matrices (pytorch PR 163125);
 * a dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides;
 * sizes must be multiples of 16, or the library refuses (m, k) or is slow (n): n is padded with zeros here;
 * the arguments for split-k have had two signatures;
 * neither operator says what it runs on, and some algorithm ids return wrong numbers: see `tuner/`.
 """
 
+import operator
 from functools import cache
 from typing import NamedTuple
 
@@ -18,6 +20,9 @@ from torch import Tensor
 
 MULTIPLE = 16
 """What m and k must be multiples of in fp16 and bf16; n is padded to it."""
+
+UNPADDED = 128
+"""Multiples of this are never padded (torch's own kernels for Ampere's layout ask for them)."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -79,9 +84,16 @@ def why_not_matrix(m: int, k: int, dtype: torch.dtype) -> str | None:
     """Why a 2:4 matrix `[m, k]` cannot be compressed, or None where it can."""
     if dtype not in DTYPES:
         return f"the sparse products run in bf16 and fp16, not {dtype}"
-    if m % MULTIPLE or k % MULTIPLE or not m or not k:
-        return f"cuSPARSELt needs multiples of {MULTIPLE}, not {m} x {k}"
+    multiple = MULTIPLE if _sizes_are_the_librarys() else UNPADDED
+    if m % multiple or k % multiple or not m or not k:
+        return f"cuSPARSELt needs multiples of {multiple}, not {m} x {k}"
     return None
+
+
+@torch.compiler.assume_constant_result
+def _sizes_are_the_librarys() -> bool:
+    """Whether torch makes room for padding; older ones let the library write beyond what they have made."""
+    return torch.__version__ >= (2, 10)
 
 
 def version() -> int | None:
@@ -96,16 +108,28 @@ def is_slow_on(device: torch.device) -> bool:
 
 @torch.library.custom_op("sparse24::cslt_compress", mutates_args=())
 def compress(matrix: Tensor) -> Tensor:
-    """A row-major matrix `[m, k]` that is 2:4 along k, in the library's own layout: 9/16 of its elements, flat.
+    """A row-major matrix `[m, k]` that is 2:4 along k, in the library's own layout: `[m, compressed_columns]`.
 
-    The layout belongs to this device and library version: never save it.
+    Rows are not rows of the matrix. The layout belongs to this device and library version: never save it.
     """
-    return torch._cslt_compress(matrix.contiguous())
+    m, k = matrix.shape
+    compressed = torch._cslt_compress(matrix.contiguous()).view(m, -1)
+    _columns[m, k, matrix.dtype, matrix.device] = compressed.shape[1]
+    return compressed
+
+
+_columns: dict[tuple, int] = {}
+
+
+def compressed_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Columns of a compressed `[m, k]`: 9 k / 16, or what the library was seen to make of that size."""
+    m, k = operator.index(m), operator.index(k)  # symbolic sizes of a graph have no hash
+    return _columns.get((m, k, dtype, device), k * 9 // 16)
 
 
 @compress.register_fake
 def _(matrix: Tensor) -> Tensor:
-    return matrix.new_empty(matrix.numel() * 9 // 16)
+    return matrix.new_empty(len(matrix), compressed_columns(*matrix.shape, matrix.dtype, matrix.device))
 
 
 @torch.library.custom_op("sparse24::cslt_mm", mutates_args=())
@@ -113,7 +137,6 @@ def matmul(
     compressed: Tensor,
     dense: Tensor,
     bias: Tensor | None,
-    m: int,
     transposed: bool,
     algorithm: int,
     split_k: int,
@@ -123,12 +146,12 @@ def matmul(
 
     Args:
         compressed: of `compress`. dense: `[k, n]`, row-major or the transpose of that (another layout is copied).
-        bias: `[m]` in the operands' dtype, or None. m: rows of the sparse matrix.
+        bias: `[m]` in the operands' dtype, or None.
         transposed: the layout of the result. algorithm, split_k, split_k_mode: see `Algorithm`.
     """
-    k, n = dense.shape
-    if compressed.numel() * 16 != m * k * 9:
-        raise ValueError(f"cslt_mm: {compressed.numel()} compressed elements are no matrix of {m} x {k}")
+    (m, columns), (k, n) = compressed.shape, dense.shape
+    if columns != compressed_columns(m, k, compressed.dtype, compressed.device):
+        raise ValueError(f"cslt_mm: compressed {m} x {columns} is no matrix of {m} x {k}")
     if not compressed.dtype == dense.dtype == (dense.dtype if bias is None else bias.dtype):
         # The library would take the bits of one for those of another.
         raise RuntimeError(f"cslt_mm: operands of one dtype, not {compressed.dtype}, {dense.dtype} and bias {bias}")
@@ -161,8 +184,8 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 @matmul.register_fake
-def _(compressed, dense, bias, m, transposed, algorithm, split_k, split_k_mode):
-    n = dense.shape[1]
+def _(compressed, dense, bias, transposed, algorithm, split_k, split_k_mode):
+    m, n = compressed.shape[0], dense.shape[1]
     return dense.new_empty((n, m) if transposed else (m, n))
 
 

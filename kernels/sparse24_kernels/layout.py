@@ -7,6 +7,7 @@ values and as indices, and where they come out is where those places go.
 
 What is assumed is then proven for every place of a matrix of that very size, or else the library is left to do it:
 
+* nothing is padded;
 * the values come first, `[m, k/2]`, row-major;
 * then the indices, in units of 16 bits, which hold four groups of a row as `Packed.indices` does;
 * the unit of row r and column u lies at `rows[r] + units[u]`. All layouts that are made of tiles have this form,
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import cusparselt, reference
-from .backends import implementation
+from .backends import choose_kernels
 from .cusparselt import Layout
 
 MOST = 1024
@@ -32,42 +33,61 @@ ROUNDS = 3
 LOWEST_VALUE = 0x0400
 """Values are these bits and up to 2^14 more: positive, normal numbers in fp16 and in bf16, which nothing changes."""
 
-
 _found: dict[tuple, Layout | None] = {}
 
 
-def find_layout(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Layout | None:
-    """The layout of compressed `[m, k]` matrices, or None where only the library can write it.
+def known_layout(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Layout | None:
+    """The layout of compressed `[m, k]` matrices as `learn_layout` has found it; None where only the library knows."""
+    return _found.get((m, k, dtype, device))
 
-    The first call for a size does the experiment, unless a CUDA graph is being captured, which it would break. Layouts
-    stay for as long as the process: a captured graph may read them.
+
+@torch.compiler.assume_constant_result
+def learn_layout(m: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Do the experiment for a size, once in a process; where memory is short, the library is left to do it for good.
+
+    Plans ask for it, at the first use of a size in eager mode and while torch.compile traces: never in a kernel's
+    place inside a CUDA graph, whose memory is not ours to keep. What is found stays for as long as the process, because
+    a captured graph may read it.
     """
     size = m, k, dtype, device
-    if size not in _found:
-        if len(_found) == MOST or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return None
-        _found[size] = _experiment(m, k, dtype, device)
-    return _found[size]
+    if size in _found or len(_found) >= MOST or m * k >= 2**31:
+        return
+    if device.type == "cuda":
+        if choose_kernels(device, dtype).backend != "triton":
+            return  # in PyTorch, packing takes longer than the library
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+    try:
+        _found[size] = _experiment(*size)
+    except torch.OutOfMemoryError:
+        _found[size] = None
 
 
 @torch.no_grad()
 def _experiment(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Layout | None:
-    try:
-        packed = [_numbered(m, k, i, dtype, device) for i in range(ROUNDS)]
-        room = implementation(packed[0][1])
-        theirs = [cusparselt.compress(room.prune.unpack_nm(*matrix)) for matrix in packed]
-    except torch.OutOfMemoryError:
-        return None  # the library needs less than an experiment
-    places = m * k // 16
-    numbers = sum(_read(matrix[m * k // 2 :], i) for i, matrix in enumerate(theirs))
-    if numbers.min() < 0 or numbers.max() >= places:
+    numbers = torch.zeros(m * k // 16, dtype=torch.int64, device=device)
+    for i in range(ROUNDS):
+        theirs = _compressed_by_library(_numbered(m, k, i, dtype, device))
+        if theirs.numel() != m * k * 9 // 16:
+            return None
+        numbers += _read(theirs.view(-1)[m * k // 2 :], i)
+    if numbers.min() < 0 or numbers.max() >= len(numbers):
         return None
-    at = torch.full_like(numbers, -1).scatter_(0, numbers, torch.arange(places, device=device)).view(m, k // 16)
+    at = torch.full_like(numbers, -1).scatter_(0, numbers, torch.arange(len(numbers), device=device)).view(m, k // 16)
     layout = Layout(at[:, 0].int(), (at[0] - at[0, 0]).int())
-    if not torch.equal(layout.rows[:, None] + layout.units, at):
+    if at.min() < 0 or not torch.equal(layout.rows[:, None] + layout.units, at):
         return None
-    proven = all(torch.equal(reference.prune.compress(*ours, layout), library) for ours, library in zip(packed, theirs))
-    return layout if proven else None
+    for i in range(ROUNDS):
+        packed = _numbered(m, k, i, dtype, device)
+        ours, theirs = reference.prune.compress(*packed, layout), _compressed_by_library(packed)
+        if not torch.equal(ours.view(torch.int16), theirs.view(torch.int16)):
+            return None
+    return layout
+
+
+def _compressed_by_library(packed: tuple[Tensor, Tensor]) -> Tensor:
+    return cusparselt.compress(reference.prune.unpack_nm(*packed))
 
 
 def _numbered(m: int, k: int, i: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,15 @@
 """The products with one 2:4 operand: dense math on its zeros, or sparse tensor cores where those are faster."""
 
+import operator
+
 import torch
 from torch import Tensor
 
 from . import cusparselt
 from .backends import check_backend, choose_product
+from .checks import check_compressible
 from .cusparselt import Algorithm, Problem
+from .layout import learn_layout
 
 
 def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> Problem:
@@ -33,14 +37,21 @@ def plan_linear(
     Raises:
         ValueError: an unknown backend, or one that was asked for by name and cannot run on `device`.
     """
-    return choose_product(backend, linear_problem(tokens, out, inputs, dtype), device).algorithm
+    return _plan(backend, linear_problem(tokens, out, inputs, dtype), device)
 
 
 def plan_mm(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
 ) -> Algorithm | None:
     """`plan_linear` for `sparse_mm`: a sparse `[m, k]` times a dense `[k, n]`, both row-major."""
-    return choose_product(backend, mm_problem(m, n, k, dtype), device).algorithm
+    return _plan(backend, mm_problem(m, n, k, dtype), device)
+
+
+def _plan(backend: str, problem: Problem, device: torch.device) -> Algorithm | None:
+    algorithm = choose_product(backend, problem, device).algorithm
+    if algorithm is not None:
+        learn_layout(operator.index(problem.m), operator.index(problem.k), problem.dtype, device)
+    return algorithm
 
 
 def why_not_sparse(m: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> str | None:
@@ -52,23 +63,27 @@ def why_not_sparse(m: int, k: int, dtype: torch.dtype, device: torch.device, bac
 
 
 def compress(matrix: Tensor) -> Tensor:
-    """A 2:4 matrix `[m, k]` as sparse tensor cores read it: flat, 9/16 of its elements.
+    """A 2:4 matrix `[m, k]` as sparse tensor cores read it: `[m, 9 k / 16]`, or more where the library pads it.
 
     Trusted to be 2:4 along k and free of -0.0, not checked. The layout belongs to the device and the library's version:
     never save it (`pack_nm` is for that).
+
+    Raises:
+        ValueError: a dtype, size or device that sparse products do not take.
     """
+    check_compressible("compress", matrix, matrix.dtype)
     return cusparselt.compress(matrix)
 
 
 def sparse_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, algorithm: Algorithm | None = None, out: int = 0
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, algorithm: Algorithm | None = None
 ) -> Tensor:
     """`F.linear(x, weight, bias)` with a 2:4 weight.
 
     Args:
         x: `[..., in]`. bias: `[out]` or None.
         weight: without an algorithm, `[out, in]`, any strides; with one, what `compress` made of it.
-        algorithm: of `plan_linear`. out: the weight's rows, needed where it is compressed.
+        algorithm: of `plan_linear`.
 
     Returns:
         `[..., out]` in the operands' dtype, row-major.
@@ -77,20 +92,20 @@ def sparse_linear(
         # F.linear, so that a model gives the same bits before and after its layers are unpatched.
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
-    result = cusparselt.matmul(weight, flat.t(), bias, out, True, *algorithm)
-    return result.view(*x.shape[:-1], out)
+    result = cusparselt.matmul(weight, flat.t(), bias, True, *algorithm)
+    return result.view(*x.shape[:-1], len(weight))
 
 
-def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = None, m: int = 0) -> Tensor:
+def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = None) -> Tensor:
     """`sparse @ dense` with a 2:4 left operand.
 
     Args:
         sparse: without an algorithm, `[m, k]`, 2:4 along k; with one, what `compress` made of it.
-        dense: `[k, n]`, any strides. algorithm: of `plan_mm`. m: rows of the result, needed where compressed.
+        dense: `[k, n]`, any strides. algorithm: of `plan_mm`.
 
     Returns:
         `[m, n]` in the operands' dtype, row-major.
     """
     if algorithm is None:
         return sparse @ dense
-    return cusparselt.matmul(sparse, dense, None, m, False, *algorithm)
+    return cusparselt.matmul(sparse, dense, None, False, *algorithm)

@@ -6,7 +6,7 @@ from torch import Tensor
 from . import cusparselt
 from .backends import implementation
 from .checks import check_compressible, check_dim, check_dtype
-from .layout import find_layout
+from .layout import known_layout
 from .prune import Packed, empty_packed
 
 FORMS = ("dense", "transposed", "packed", "compressed")
@@ -85,7 +85,7 @@ def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form
     if form != "compressed":
         return room.mvue.mvue(x, key, n, m, dim, estimator, form)
     rows, size = x.shape if dim == 1 else x.shape[::-1]
-    layout = find_layout(rows, size, x.dtype, x.device)
+    layout = known_layout(rows, size, x.dtype, x.device)
     if layout:
         return room.mvue.mvue(x, key, n, m, dim, estimator, form, layout)
     (estimate,) = room.mvue.mvue(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed")

@@ -19,7 +19,8 @@ from .checks import (
     check_pattern,
     check_scalar,
 )
-from .layout import find_layout
+from .cusparselt import compressed_columns
+from .layout import known_layout
 
 RULES = ("magnitude", "mask", "soft-threshold")
 FORMS = ("dense", "transposed", "packed", "packed-transposed", "compressed", "compressed-transposed")
@@ -99,8 +100,8 @@ def prune_forms(
 
             * `"packed"`, a `Packed`, with groups along C; their dimension is a multiple of 8;
             * `"compressed"`, what `compress` makes of the dense form; bf16 or fp16, sizes multiples of 16, where sparse
-              products can run. In the same pass if the library's layout can be found out (`layout.py`), or else by
-              the library.
+              products can run. In the same pass if the library's layout is known, which planning a product finds out
+              (`layout.py`), or else by the library.
 
             They need a rule that is 2:4 along their groups: `dim` for magnitude and soft threshold, anything the mask
             is for a mask. What the rule drops is not in them, NaN included. One of the two per direction.
@@ -243,7 +244,7 @@ def _prune(
     for form, dense_form in (("compressed", "dense"), ("compressed-transposed", "transposed")):
         if form in wanted:
             rows, size = weight.shape if form == "compressed" else weight.shape[::-1]
-            layout = find_layout(rows, size, dtype, weight.device)
+            layout = known_layout(rows, size, dtype, weight.device)
             if layout:
                 layouts[form] = layout
             else:
@@ -273,7 +274,7 @@ def empty_packed(matrix: Tensor, dtype: torch.dtype, compressed: bool = False) -
     """Room for the values and the indices of a packed `[R, K]` matrix; one tensor for both where compressed."""
     rows, size = matrix.shape
     if compressed:
-        return [matrix.new_empty(rows * size * 9 // 16, dtype=dtype)]
+        return [matrix.new_empty(rows, compressed_columns(rows, size, dtype, matrix.device), dtype=dtype)]
     return [matrix.new_empty(rows, size // 2, dtype=dtype), matrix.new_empty(rows, size // 8, dtype=torch.uint8)]
 
 

@@ -17,7 +17,7 @@ def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | 
     """What a kernel wants of one packed result: values, indices, and the two places of `layout` where compressed."""
     if layout is None:
         return [*out, None, None]
-    (flat,) = out
+    flat = out[0].view(-1)
     count = flat.numel() * 8 // 9
     return [flat, flat[count:].view(torch.int16), *layout]
 

@@ -48,7 +48,8 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     inclusion probability is b_i / T, and the unbiased value of a kept element is sign(x_i) * max(a_i, T): the largest
     element is kept as it is when it outweighs the other three, and everything else counts as T. Laying the b_i end to
     end and keeping those that the two points u*T and (u + 1)*T fall into picks exactly two. A group with one non-zero
-    has T = 0 and no length to sample from; with T = M it is picked, and beside it a zero.
+    has T = 0 and no length to sample from; with T = M it is picked, and beside it a zero. (Subnormals for which S/2
+    rounds to 0 have T = 0 too, and a bias of their own size.)
     """
     values, member = groups(x.float(), 4, dim), member_dim(dim)
     a = values.abs()

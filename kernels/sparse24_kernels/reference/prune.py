@@ -85,12 +85,12 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
 
 
 def compress(values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
-    """A packed matrix as the library lays it out: flat, values and then indices, those where `layout` says."""
+    """A packed matrix as the library lays it out: values and then indices, those where `layout` says."""
     flat = values.new_empty(values.numel() * 9 // 8)
     flat[: values.numel()] = values.flatten()
     units = flat[values.numel() :].view(torch.int16)
     units[(layout.rows[:, None] + layout.units).flatten()] = indices.view(torch.int16).flatten()
-    return flat
+    return flat.view(len(values), -1)
 
 
 def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:

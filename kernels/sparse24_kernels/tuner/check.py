@@ -51,7 +51,7 @@ class Library:
     def matmul(
         self, compressed: Tensor, dense: Tensor, problem: Problem, algorithm: Algorithm, bias: Tensor | None = None
     ) -> Tensor:
-        return cusparselt.matmul(compressed, dense, bias, problem.m, problem.transposed, *algorithm)
+        return cusparselt.matmul(compressed, dense, bias, problem.transposed, *algorithm)
 
     def dense(self, matrix: Tensor, dense: Tensor, problem: Problem) -> Tensor:
         """What would run instead: the product with the pruned matrix, into the layout that is asked for."""
