@@ -37,7 +37,7 @@ def wrong(values, indices, x, result):
 def changing(values, indices, x, result):
     kernel(values, indices, x, result)
     changing.calls += 1
-    result[0, 0] *= 1 + changing.calls / 256
+    result[0, 0] *= 1 + changing.calls / 128  # bf16 tells these apart
 
 
 def measure(monkeypatch, kernels: list) -> dict:
