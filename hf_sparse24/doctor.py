@@ -9,7 +9,7 @@ import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import cusparselt, tuner
 from sparse24_kernels.cusparselt import Problem
-from sparse24_kernels.layout import known_layout, learn_layout
+from sparse24_kernels.layout import who_compresses
 from torch import Tensor, nn
 
 from .linear import Sparse24Layer
@@ -43,21 +43,10 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
         ("products", *kernels.choose_backend("auto", device)),
     ]
     if cusparselt.why_not(device) is None:
-        rows.append(("compressed operands", *_who_compresses(device)))
+        rows.append(("compressed operands", *who_compresses(device)))
     if device.type == "cuda" and cusparselt.is_slow_on(device):
         rows.append(("", "warning", f"cuSPARSELt {cusparselt.version()} is slow on this GPU: 0.8.1 mended that"))
     return rows
-
-
-def _who_compresses(device: torch.device) -> tuple[str, str]:
-    size = 1024, 1024, torch.bfloat16, device
-    try:
-        learn_layout(*size)
-    except Exception as error:  # a broken library: the self-test says so too
-        return "nothing", f"{type(error).__name__}: {error}"
-    if known_layout(*size):
-        return "pruning kernels", "the library's layout was found out"
-    return "cuSPARSELt", "from pruned matrices: its layout was not found out, or there are no kernels here"
 
 
 def self_test(device: torch.device) -> Iterator[tuple[str, str]]:

@@ -94,6 +94,10 @@ class Operands:
         """What a frozen layer multiplies with."""
         return self._kept[1]["compressed"]
 
+    def kept_forms(self) -> dict[str, Tensor]:
+        """What is held now, by name."""
+        return dict(self._kept[1])
+
     def nbytes(self) -> int:
         """Memory that is held now."""
         return sum(form.numel() * form.element_size() for form in self._kept[1].values())

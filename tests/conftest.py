@@ -2,13 +2,14 @@
 
 import logging
 import os
+import sys
 from importlib.util import find_spec
 
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: a test that asks the Hub must fail
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the compiled tests and DataLoaders fork
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() or not any(argument.endswith("gpu") for argument in sys.argv):  # pytest -m gpu
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported: they run on CPU tensors then
 
 import pytest

@@ -35,7 +35,7 @@ class StandIn:
         units = torch.empty(indices.numel() // 2, dtype=torch.int16)
         units[self.places(*matrix.shape)] = indices.view(torch.int16).flatten()
         m = len(matrix)
-        flat = torch.cat([values.flatten(), units.view(matrix.dtype), matrix.new_full((m * self.padding,), 7.0)])
+        flat = torch.cat([values.flatten(), units.view(matrix.dtype), torch.randn(m * self.padding).to(matrix.dtype)])
         return flat if self.flat else flat.view(m, -1)
 
     def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):

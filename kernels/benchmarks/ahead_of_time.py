@@ -157,6 +157,8 @@ def examine(workload: Workload, capability: int) -> dict:
         file, name = workload.function.split(".")
         with compiled_only(capability) as launched:
             getattr(getattr(gpu, file), name)(*workload.arguments(torch.device("meta")))
+        if workload.exact and any("div.full" in kernel.asm["ptx"] for _, _, kernel in launched):
+            raise ValueError("multiplies by a reciprocal where the reference divides: use tl.div_rn")
         entry["kernels"] = [measure(*launch, workload.elements, chip) for launch in launched]
     except Exception as error:  # a kernel that does not compile must not hide the others
         return entry | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}

@@ -141,7 +141,8 @@ def run_all(
             why = f"its process ended with {worker.wait(max(end - time.monotonic(), 0.1))}"
         except subprocess.TimeoutExpired:
             worker.kill()
-            worker.wait()
+            with suppress(subprocess.TimeoutExpired):  # it may hang in the driver
+                worker.wait(10)
             why = "out of time"
         log = file.with_suffix(".log")
         last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:200]

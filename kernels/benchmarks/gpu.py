@@ -20,6 +20,7 @@ add something to this run, add a section.
 
 import argparse
 import datetime
+import faulthandler
 import json
 import os
 import platform
@@ -34,6 +35,9 @@ from typing import NamedTuple
 # ruff: noqa: E402 (imports come after the path that they need)
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # set for tests in many a shell; its processes inherit what is left
 
 try:
     import torch
@@ -243,6 +247,8 @@ def main(arguments: list[str], machine=None, gate: Callable[..., dict] | None = 
         from timing import Cuda
 
         machine = Cuda()
+        # A kernel that hangs takes the main thread with it, signals or not. What was measured is on disk.
+        faulthandler.dump_traceback_later(60 * options.minutes + 60, exit=True)
     if gate is None:
         from gate import run_all as gate
     run = Run(machine, options, found, gate)

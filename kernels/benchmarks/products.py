@@ -120,6 +120,8 @@ class Operands:
         plans = {}
         for name, (plan, *size) in sizes.items():
             best, auto = (plan(*size, self.cell.dtype, self.device, backend) for backend in ("cusparselt", "auto"))
+            if best is None:
+                raise RuntimeError(f"{name}: every algorithm has failed the tuner's checks")
             plans[name] = {
                 "algorithm": list(best),
                 "is_default": best == Algorithm(),
@@ -254,10 +256,26 @@ def patch(module: nn.ModuleList, method: str, backend: str, target: str = "all-l
     return layers
 
 
+class Kept:
+    """Operands as an earlier micro-batch has left them. (While a graph is captured, real ones are made anew.)"""
+
+    frozen = False
+
+    def __init__(self, operands):
+        self.forms = operands.forms if isinstance(operands, Kept) else operands.kept_forms()
+
+    def get(self, names: list[str], *_) -> list[Tensor]:
+        return [self.forms[name] for name in dict.fromkeys(names)]
+
+
 def training_call(module: nn.Module, patched: list[nn.Module], keep: bool, x: Tensor, grad: Tensor):
     """Forward and backward as one call; without `keep`, operands are pruned and compressed anew each time."""
     x = x.detach().requires_grad_()
     wanted = [x, *module.parameters()]
+    if keep:
+        torch.autograd.grad(module(x), wanted, grad)
+        for layer in patched:
+            layer.operands = Kept(layer.operands)
 
     def call():
         if not keep:

@@ -25,7 +25,7 @@ class Cuda:
     """The GPU that is timed. The tests put a machine with a made-up clock in its place."""
 
     def __init__(self):
-        self.device = torch.device("cuda")
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self.properties = torch.cuda.get_device_properties(self.device)
         self.l2_bytes = self.properties.L2_cache_size
         self.no_graphs = ""  # why, if so

@@ -114,7 +114,7 @@ def compress(matrix: Tensor) -> Tensor:
     """
     m, k = matrix.shape
     compressed = torch._cslt_compress(matrix.contiguous()).view(m, -1)
-    _columns[m, k, matrix.dtype, matrix.device] = compressed.shape[1]
+    _columns[size_key(m, k, matrix.dtype, matrix.device)] = compressed.shape[1]
     return compressed
 
 
@@ -123,8 +123,14 @@ _columns: dict[tuple, int] = {}
 
 def compressed_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
     """Columns of a compressed `[m, k]`: 9 k / 16, or what the library was seen to make of that size."""
-    m, k = operator.index(m), operator.index(k)  # symbolic sizes of a graph have no hash
-    return _columns.get((m, k, dtype, device), k * 9 // 16)
+    return _columns.get(size_key(m, k, dtype, device), k * 9 // 16)
+
+
+def size_key(m: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, torch.dtype, torch.device]:
+    """What is known of a size is kept by this: "cuda" becomes the device that it stands for, as in a tensor's."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return operator.index(m), operator.index(k), dtype, device  # symbolic sizes of a graph have no hash
 
 
 @compress.register_fake

@@ -14,12 +14,14 @@ What is assumed is then proven for every place of a matrix of that very size, or
   however often nested; those that are swizzled by exclusive or have not.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from . import cusparselt, reference
-from .backends import choose_kernels
-from .cusparselt import Layout
+from .backends import choose_kernels, implementation
+from .cusparselt import Layout, size_key
 
 MOST = 1024
 """So many sizes are looked into in a process, and no more: each takes time, and keeps `m + k / 16` numbers."""
@@ -38,7 +40,7 @@ _found: dict[tuple, Layout | None] = {}
 
 def known_layout(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Layout | None:
     """The layout of compressed `[m, k]` matrices as `learn_layout` has found it; None where only the library knows."""
-    return _found.get((m, k, dtype, device))
+    return _found.get(size_key(m, k, dtype, device))
 
 
 @torch.compiler.assume_constant_result
@@ -49,7 +51,7 @@ def learn_layout(m: int, k: int, dtype: torch.dtype, device: torch.device) -> No
     place inside a CUDA graph, whose memory is not ours to keep. What is found stays for as long as the process, because
     a captured graph may read it.
     """
-    size = m, k, dtype, device
+    m, k, dtype, device = size = size_key(m, k, dtype, device)
     if size in _found or len(_found) >= MOST or m * k >= 2**31:
         return
     if device.type == "cuda":
@@ -61,7 +63,19 @@ def learn_layout(m: int, k: int, dtype: torch.dtype, device: torch.device) -> No
     try:
         _found[size] = _experiment(*size)
     except torch.OutOfMemoryError:
+        warnings.warn(f"no memory to find out how {m} x {k} matrices are compressed: cuSPARSELt does it", stacklevel=2)
         _found[size] = None
+
+
+def who_compresses(device: torch.device) -> tuple[str, str]:
+    """What writes compressed matrices on a device where sparse products run, judged by one size, and why."""
+    try:
+        learn_layout(1024, 1024, torch.bfloat16, device)
+    except RuntimeError as error:
+        return "nothing", f"{type(error).__name__}: {error}"
+    if known_layout(1024, 1024, torch.bfloat16, device):
+        return "pruning kernels", "the library's layout was found out"
+    return "cuSPARSELt", "from pruned matrices: its layout was not found out, or there are no kernels here"
 
 
 @torch.no_grad()
@@ -87,12 +101,13 @@ def _experiment(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Lay
 
 
 def _compressed_by_library(packed: tuple[Tensor, Tensor]) -> Tensor:
-    return cusparselt.compress(reference.prune.unpack_nm(*packed))
+    return cusparselt.compress(implementation(packed[1]).prune.unpack_nm(*packed))
 
 
 def _numbered(m: int, k: int, i: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """A packed matrix whose values and units of indices hold the i-th digits of their own numbers."""
-    values = ((torch.arange(m * k // 2, dtype=torch.int32, device=device) >> 14 * i) & 0x3FFF) + LOWEST_VALUE
+    values = torch.arange(m * k // 2, dtype=torch.int32, device=device)  # in place from here on: it is large
+    values.bitwise_right_shift_(14 * i).bitwise_and_(0x3FFF).add_(LOWEST_VALUE)
     units = torch.arange(m * k // 16, device=device) // 6 ** (4 * i)
     nibbles = torch.tensor(NIBBLES, device=device)
     indices = sum(nibbles[units // 6**j % 6] << 4 * j for j in range(4))

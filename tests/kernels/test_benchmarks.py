@@ -183,6 +183,7 @@ def test_every_operation_has_bytes_and_a_prediction(capsys):
     for workload in workloads.workloads():
         assert str(workload) in printed
         assert ahead_of_time.predicted_seconds(workload, results) >= workload.bytes() / 4.3e12
+    assert all("error" not in entry for entry in results["operations"].values())
     mask = next(w for w in workloads.workloads() if str(w) == "nm_mask bits, rows 768x3072 bfloat16")
     assert mask.bytes() == 768 * 3072 * 2 + 768 * 3072 // 8
     assert {workload.function for workload in workloads.workloads()} == set(workloads.PUBLIC)

@@ -1,5 +1,7 @@
 """The library's layout, found out by experiment on stand-ins that lay matrices out in different ways."""
 
+from contextlib import nullcontext
+
 import cslt
 import pytest
 import sparse24_kernels as kernels
@@ -136,7 +138,8 @@ def test_without_memory_for_an_experiment_the_library_does_it(monkeypatch, step,
 
     monkeypatch.setattr(layout, step, short_of_memory)
     fits = step == "_read" and calls == 4  # it is called three times
-    assert (learned(32, 32, torch.float16) is not None) == fits
+    with nullcontext() if fits else pytest.warns(UserWarning, match="no memory to find out how 32 x 32 matrices"):
+        assert (learned(32, 32, torch.float16) is not None) == fits
     asked = stand_in.compressed
     (ours,) = kernels.prune_forms(torch.randn(32, 32).half(), ["compressed"])
     assert stand_in.compressed == asked + (not fits) and ours.dtype == torch.float16

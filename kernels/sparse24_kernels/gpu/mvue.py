@@ -253,7 +253,8 @@ def _without(a0, a1, a2, a3):
 
 @triton.jit
 def _ratio(a, other):
-    return tl.where(other > 0, a / other, 0.0)
+    # Divided as the reference does: without `div_rn`, a GPU multiplies by a reciprocal.
+    return tl.where(other > 0, tl.div_rn(a, other), 0.0)
 
 
 @triton.jit
@@ -266,4 +267,4 @@ def _draw(w0, w1, w2, w3, u):
 
 @triton.jit
 def _drawn(x, q, total, drawn):
-    return tl.where(drawn & (x != 0), _signed(total / (1 + q), x), 0.0)
+    return tl.where(drawn & (x != 0), _signed(tl.div_rn(total, 1 + q), x), 0.0)
