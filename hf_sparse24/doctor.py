@@ -104,7 +104,7 @@ def _check_product(device: torch.device) -> str:
 def products(layer: Sparse24Layer, tokens: int, dtype: torch.dtype) -> dict[str, Problem | None]:
     """The three products of a layer in training: the problem of each that can be sparse, None for the others."""
     config = layer.method.config
-    out, inputs = layer.weight.shape if layer.input_dim == 1 else layer.weight.shape[::-1]
+    out, inputs = layer.sizes
     sparse_gradient = config.weight_grad in ("mvue", "mvue-approx") and tokens % 16 == 0
     sparse_input = layer.method.transposable and config.input_grad == "dense"
     return {
@@ -134,7 +134,7 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
     backend = patched_config(model).backend
     counts: dict[tuple[str, ...], int] = {}
     for layer in sparse_layers(model).values():
-        out, inputs = layer.weight.shape if layer.input_dim == 1 else layer.weight.shape[::-1]
+        out, inputs = layer.sizes
         cells, before, after = [], 0.0, 0.0
         parts = products(layer, tokens, dtype)
         usual_us = tuner.choose(parts["output"], device).dense_us or math.nan

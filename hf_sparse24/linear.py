@@ -157,6 +157,12 @@ class Sparse24Layer(nn.Module):
         """The method's buffers by name, such as S-STE's `scale`."""
         return {name: self._buffers[name] for name in self.state_names}
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(out, in), however the weight is stored."""
+        first, second = self.weight.shape
+        return (first, second) if self.input_dim == 1 else (second, first)
+
     @torch.no_grad()
     def init_state(self) -> None:
         """Compute the method's state from the weight as it is now."""
@@ -232,13 +238,12 @@ class Sparse24Layer(nn.Module):
 
     def why_not_sparse(self) -> str | None:
         """Why the output product cannot run on sparse tensor cores, whatever its speed; None where it can."""
-        out, inputs = self.weight.shape if self.input_dim == 1 else self.weight.shape[::-1]
+        out, inputs = self.sizes
         return kernels.why_not_sparse(out, inputs, self.weight.dtype, self.weight.device, _backend(self.method.config))
 
     def extra_repr(self) -> str:
-        outputs, inputs = self.weight.shape if self.input_dim == 1 else self.weight.shape[::-1]
-        method = self.method.config.method
-        return f"in={inputs}, out={outputs}, bias={self.bias is not None}, method={method}, phase={self.phase}"
+        (out, inputs), method = self.sizes, self.method.config.method
+        return f"in={inputs}, out={out}, bias={self.bias is not None}, method={method}, phase={self.phase}"
 
     def _apply(self, fn, recurse=True):
         # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.

@@ -238,7 +238,11 @@ class Operands:
         with torch.no_grad():
             layer.weight.copy_(self.weight)
         patched = [] if method is None else patch(nn.ModuleList([layer]), method, backend)
-        return [training_call(layer, patched, keep, x, grad) for x, grad in self.sets]
+        calls = [training_call(layer, patched, keep, x, grad) for x, grad in self.sets]
+        if keep and patched:
+            calls[0]()
+            layer.operands = Kept(layer.operands.kept_forms())
+        return calls
 
     def _each(self, call) -> Maker:
         return lambda: [lambda x=x, grad=grad: call(x, grad) for x, grad in self.sets]
@@ -261,8 +265,8 @@ class Kept:
 
     frozen = False
 
-    def __init__(self, operands):
-        self.forms = operands.forms if isinstance(operands, Kept) else operands.kept_forms()
+    def __init__(self, forms: dict[str, Tensor]):
+        self.forms = forms
 
     def get(self, names: list[str], *_) -> list[Tensor]:
         return [self.forms[name] for name in dict.fromkeys(names)]
@@ -272,10 +276,6 @@ def training_call(module: nn.Module, patched: list[nn.Module], keep: bool, x: Te
     """Forward and backward as one call; without `keep`, operands are pruned and compressed anew each time."""
     x = x.detach().requires_grad_()
     wanted = [x, *module.parameters()]
-    if keep:
-        torch.autograd.grad(module(x), wanted, grad)
-        for layer in patched:
-            layer.operands = Kept(layer.operands)
 
     def call():
         if not keep:

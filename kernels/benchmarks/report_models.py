@@ -28,11 +28,23 @@ def _goals(result: dict) -> list[str]:
     not_run = [name for name, row in rows if str(row.get("error", "")).startswith("not run")]
     lines = ["", "## Goals", "", f"{len(judged) - len(missed)} of {len(judged)} judged goals are met."]
     if missed:
-        lines += ["", "| missed | goal | measured | wanted |", "|---|---|--:|--:|"]
-        lines += [f"| {name} | {goal['what']} | {goal['ratio']:.3f} | {goal['target']:g} |" for name, goal in missed]
+        cells = [[name, goal["what"], f"{goal['ratio']:.3f}", f"{goal['target']:g}"] for name, goal in missed]
+        lines += ["", *_table("missed | goal | >measured | >wanted", cells)]
     if not_run:
         lines += ["", f"Not reached in the time ({len(not_run)}): {'; '.join(not_run)}."]
     return lines
+
+
+def _table(heads: str, rows: list[list[str]]) -> list[str]:
+    """Rows of cells, short ones filled up. Heads stand between bars; ">" before one aligns its column to the right."""
+    names = [head.strip() for head in heads.split("|")]
+    lines = [_line([name.removeprefix(">") for name in names])]
+    lines.append("|" + "".join("--:|" if name.startswith(">") else "---|" for name in names))
+    return lines + [_line(row + [""] * (len(names) - len(row))) for row in rows]
+
+
+def _line(cells: list[str]) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
 
 
 def _products(rows: dict) -> list[str]:
@@ -45,22 +57,20 @@ def _products(rows: dict) -> list[str]:
         "Times dense, above 1: sparse is faster. Sparse: operands packed already; packing: pruned and compressed in "
         "the same call; default: by the library's default algorithm, without tuning; auto: what it takes.",
         "",
-        "| layer | product | dense us | TFLOP/s | sparse | packing | default | auto | clocks |",
-        "|---|---|--:|--:|--:|--:|--:|---|---|",
     ]
+    cells = []
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"| {name} | {row['error']} | | | | | | | |")
+            cells.append([name, row["error"]])
             continue
         for product, found in row["products"].items():
             dense = row["times"].get(f"{product} dense", {})
             rate = f"{row['flops'] / dense['median_us'] / 1e6:.0f}" if "median_us" in dense else dense.get("error", "")
-            cells = [_ratio(found[key]) for key in ("sparse", "packed_too", "default_algorithm")]
-            lines.append(
-                f"| {name} | {product} | {_us(dense)} | {rate} | {' | '.join(cells)} "
-                f"| {found['auto']} {_ratio(found['auto_ratio'])} | {row['clocks'] or ''} |"
-            )
-    return [*lines, *_layers(rows), *_parts(rows), *_errors(rows)]
+            ratios = [_ratio(found[key]) for key in ("sparse", "packed_too", "default_algorithm")]
+            auto = f"{found['auto']} {_ratio(found['auto_ratio'])}"
+            cells.append([name, product, _us(dense), rate, *ratios, auto, row["clocks"] or ""])
+    heads = "layer | product | >dense us | >TFLOP/s | >sparse | >packing | >default | auto | clocks"
+    return [*lines, *_table(heads, cells), *_layers(rows), *_parts(rows), *_errors(rows)]
 
 
 def _layers(rows: dict) -> list[str]:
@@ -73,14 +83,13 @@ def _layers(rows: dict) -> list[str]:
         "",
         "Times dense. Kept: operands of an earlier micro-batch; made, auto: pruned and compressed in every call.",
         "",
-        f"| layer | dense us | {' | '.join(ways)} | goals |",
-        f"|---|--:|{'--:|' * len(ways)}---|",
     ]
+    cells = []
     for name, row in done.items():
-        ratios = " | ".join(_ratio(x) for x in row["layer"].values())
         goals = _verdicts([goal for goal in row["goals"] if goal["what"].startswith(("layer", "forward"))])
-        lines.append(f"| {name} | {_us(row['times'].get('layer dense', {}))} | {ratios} | {goals} |")
-    return lines if done else []
+        cells.append([name, _us(row["times"].get("layer dense", {})), *map(_ratio, row["layer"].values()), goals])
+    heads = " | ".join(["layer", ">dense us", *(f">{way}" for way in ways), "goals"])
+    return lines + _table(heads, cells) if done else []
 
 
 def _parts(rows: dict) -> list[str]:
@@ -89,20 +98,19 @@ def _parts(rows: dict) -> list[str]:
     parts = [key for key in next(iter(done.values()))["times"] if key.startswith("part: ")] if done else []
     if not parts:
         return []
-    heads = " | ".join(part.removeprefix("part: ") for part in parts)
     lines = [
         "",
         "### What packing consists of, us",
         "",
         "Compressed by: the kernel that prunes, where the library's layout was found out, or the library.",
         "",
-        f"| layer | compressed by | {heads} |",
-        f"|---|---|{'--:|' * len(parts)}",
     ]
+    cells = []
     for name, row in done.items():
         writers = ", ".join(f"{what} {who}" for what, who in row["compressed_by"].items())
-        lines.append(f"| {name} | {writers} | {' | '.join(_us(row['times'].get(part, {})) for part in parts)} |")
-    return lines
+        cells.append([name, writers, *(_us(row["times"].get(part, {})) for part in parts)])
+    heads = " | ".join(["layer", "compressed by", *(f">{part.removeprefix('part: ')}" for part in parts)])
+    return lines + _table(heads, cells)
 
 
 def _errors(rows: dict) -> list[str]:
@@ -128,17 +136,17 @@ def _tilelang(found: dict) -> list[str]:
         f"The output product in bf16 without bias, operands packed already, its fastest tiling. At {won} of "
         f"{len(verdicts)} layers measured it is {found['wanted']:g} times as fast as cuSPARSELt or more.",
         "",
-        "| layer | tiling | us | dense us | cuSPARSELt us | times dense | times cuSPARSELt | clocks |",
-        "|---|---|--:|--:|--:|--:|--:|---|",
     ]
+    cells = []
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"| {name} | {row['error']} | | | | | | |")
+            cells.append([name, row["error"]])
             continue
-        us = " | ".join(_us(row["times"].get(way, {})) for way in (row["best"], "dense", "cuSPARSELt"))
-        ratios = " | ".join(map(_ratio, (row["times_dense"], row["verdict"]["ratio"])))
-        lines.append(f"| {name} | {row['best'] or 'none'} | {us} | {ratios} | {row['clocks'] or ''} |")
-    return [*lines, *_errors(rows)]
+        us = [_us(row["times"].get(way, {})) for way in (row["best"], "dense", "cuSPARSELt")]
+        ratios = [_ratio(row["times_dense"]), _ratio(row["verdict"]["ratio"])]
+        cells.append([name, row["best"] or "none", *us, *ratios, row["clocks"] or ""])
+    heads = "layer | tiling | >us | >dense us | >cuSPARSELt us | >times dense | >times cuSPARSELt | clocks"
+    return [*lines, *_table(heads, cells), *_errors(rows)]
 
 
 def _blocks(rows: dict) -> list[str]:
@@ -149,40 +157,33 @@ def _blocks(rows: dict) -> list[str]:
         "Training is forward and backward, with weights pruned and packed in every call; forward is inference with "
         "packed weights. Distance: of the output from dense math; pruned weights have some, wrong ones over 1.",
         "",
-        "| block | | way | us | times dense | distance | goals |",
-        "|---|---|---|--:|--:|--:|---|",
     ]
+    cells = []
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"| {name} | | {row['error']} | | | | |")
+            cells.append([name, "", row["error"]])
             continue
         for table in ("training", "forward"):
             for way, times in row[table]["rows"].items():
                 distance = "" if times["distance_to_dense"] is None else f"{times['distance_to_dense']:.2f}"
-                goals = [goal for goal in row["goals"] if goal["what"].startswith(f"{table}, {way}: ")]
-                lines.append(
-                    f"| {name} | {table} | {way} | {_us(times)} | {_ratio(times['speed_up'])} | {distance} "
-                    f"| {_verdicts(goals)} |"
-                )
-    return lines
+                goals = _verdicts([goal for goal in row["goals"] if goal["what"].startswith(f"{table}, {way}: ")])
+                cells.append([name, table, way, _us(times), _ratio(times["speed_up"]), distance, goals])
+    return lines + _table("block | | way | >us | >times dense | >distance | goals", cells)
 
 
 def _runs(rows: dict) -> list[str]:
     if not rows:
         return []
-    lines = ["", "## Training runs", "", "| run | tokens per s | times dense | goal | peak GB | step ms | loss | |"]
-    lines += ["|---|--:|--:|---|--:|--:|--:|---|"]
+    cells = []
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"| {name} | | | | | | | {row['error']} |")
+            cells.append([name, *[""] * 6, row["error"]])
             continue
-        goals = _verdicts(row.get("goals", []))
-        lines.append(
-            f"| {name} | {row['tokens_per_s']:.0f} | {_ratio(row.get('speed_up'))} | {goals} "
-            f"| {_gigabytes(row['peak_bytes'])} | {row['step_s'] * 1e3:.1f} | {row['loss']:.3f} "
-            f"| {row['clocks'] or ''} |"
-        )
-    return lines
+        goals, step = _verdicts(row.get("goals", [])), f"{row['step_s'] * 1e3:.1f}"
+        rates = [f"{row['tokens_per_s']:.0f}", _ratio(row.get("speed_up")), goals]
+        cells.append([name, *rates, _gigabytes(row["peak_bytes"]), step, f"{row['loss']:.3f}", row["clocks"] or ""])
+    heads = "run | >tokens per s | >times dense | goal | >peak GB | >step ms | >loss | "
+    return ["", "## Training runs", "", *_table(heads, cells)]
 
 
 def _inference(found: dict) -> list[str]:
@@ -190,30 +191,27 @@ def _inference(found: dict) -> list[str]:
         return []
     lines = ["", "## Inference", "", "Four decoder layers of Llama 8B, eval mode, no gradients.", ""]
     lines += [f"- {way}: {row['error']}" for way, row in found["memory"].items()]
-    lines += ["| workload | way | us | times dense | peak GB | goals |", "|---|---|--:|--:|--:|---|"]
+    cells = []
     for name, row in found["rows"].items():
         if "error" in row:
-            lines.append(f"| {name} | {row['error']} | | | | |")
+            cells.append([name, row["error"]])
             continue
         for way, times in row["rows"].items():
             goals = _verdicts(row["goals"]) if way == "auto" else ""
-            lines.append(
-                f"| {name} | {way} | {_us(times)} | {_ratio(times['speed_up'])} | {_gigabytes(times['peak_bytes'])} "
-                f"| {goals} |"
-            )
-    return lines
+            cells.append([name, way, _us(times), _ratio(times["speed_up"]), _gigabytes(times["peak_bytes"]), goals])
+    return lines + _table("workload | way | >us | >times dense | >peak GB | goals", cells)
 
 
 def _tuning(rows: dict) -> list[str]:
     if not rows:
         return []
-    lines = ["", "## What the tuner says", "", "| product | runs | algorithm | sparse us | dense us | why |"]
-    lines += ["|---|---|---|--:|--:|---|"]
+    cells = []
     for name, row in rows.items():
         times = [_us({"median_us": row[key]} if row[key] is not None else {}) for key in ("sparse_us", "dense_us")]
         algorithm = "" if row["algorithm"] is None else "/".join(map(str, row["algorithm"]))
-        lines.append(f"| {name} | {row['backend']} | {algorithm} | {' | '.join(times)} | {row['reason']} |")
-    return lines
+        cells.append([name, row["backend"], algorithm, *times, row["reason"]])
+    heads = "product | runs | algorithm | >sparse us | >dense us | why"
+    return ["", "## What the tuner says", "", *_table(heads, cells)]
 
 
 def _verdicts(goals: list[dict]) -> str:

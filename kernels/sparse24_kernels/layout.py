@@ -92,7 +92,7 @@ def _experiment(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Lay
     layout = Layout(at[:, 0].int(), (at[0] - at[0, 0]).int())
     if at.min() < 0 or not torch.equal(layout.rows[:, None] + layout.units, at):
         return None
-    for i in range(ROUNDS):
+    for i in range(ROUNDS):  # made once more: to keep them would take memory where it may be short
         packed = _numbered(m, k, i, dtype, device)
         ours, theirs = reference.prune.compress(*packed, layout), _compressed_by_library(packed)
         if not torch.equal(ours.view(torch.int16), theirs.view(torch.int16)):
