@@ -1,28 +1,26 @@
 """A CPU stand-in for torch's two cuSPARSELt operators: same sizes, same arguments, same traps."""
 
-import sys
-
 import pytest
 import torch
-from sparse24_kernels import Packed, backends, cusparselt, layout, pack_nm, tuner, unpack_nm
+from sparse24_kernels import Algorithm, Compression, Packed, pack_nm, unpack_nm
+from sparse24_kernels.formats import unpadded_columns
+from sparse24_kernels.gemm import autotune, cusparselt, layout, planning
 from torch import Tensor
-
-# The package has functions of these names.
-prune, mvue, matmul = (sys.modules[f"sparse24_kernels.{name}"] for name in ("prune", "mvue", "matmul"))
 
 
 class StandIn:
     """Counts its calls. `wrong_ids` are algorithms that return wrong numbers, as some of the library's do.
 
-    `order` says where units of 16 bits of indices lie: a function of rows `[m, 1]`, columns `[1, k / 16]` and both
-    sizes. `padding` is how many columns the library adds to a compressed matrix; `flat`, as torch before 2.10 had them.
+    `order` is the layout of the indices: a function of rows `[m, 1]`, columns `[1, k / 16]` and both sizes that gives
+    the position of a unit of 16 bits. `padding` is the number of columns that the library adds to a compressed matrix.
+    `flat`: a compressed matrix has one dimension, as in torch before 2.10.
     """
 
     def __init__(self, wrong_ids: tuple[int, ...] = (), order=None, padding: int = 0, flat: bool = False):
         self.wrong_ids, self.order, self.padding, self.flat = wrong_ids, order or tiles, padding, flat
-        self.compressed, self.products = 0, []
+        self.compressed, self.gemms = 0, []
 
-    def places(self, m: int, k: int) -> Tensor:
+    def positions(self, m: int, k: int) -> Tensor:
         return self.order(torch.arange(m)[:, None], torch.arange(k // 16)[None, :], m, k // 16).flatten()
 
     def compress(self, matrix: Tensor) -> Tensor:
@@ -33,7 +31,7 @@ class StandIn:
         self.compressed += 1
         values, indices = pack_nm(matrix)
         units = torch.empty(indices.numel() // 2, dtype=torch.int16)
-        units[self.places(*matrix.shape)] = indices.view(torch.int16).flatten()
+        units[self.positions(*matrix.shape)] = indices.view(torch.int16).flatten()
         m = len(matrix)
         flat = torch.cat([values.flatten(), units.view(matrix.dtype), torch.randn(m * self.padding).to(matrix.dtype)])
         return flat if self.flat else flat.view(m, -1)
@@ -51,9 +49,9 @@ class StandIn:
         assert dense.is_contiguous() or dense.t().is_contiguous(), "other strides give wrong numbers in silence"
         assert n % 16 == 0
         values, units, _ = compressed.view(-1).split([m * k // 2, m * k // 16, m * self.padding])
-        indices = units.view(torch.int16)[self.places(m, k)].view(torch.uint8).view(m, k // 8)
+        indices = units.view(torch.int16)[self.positions(m, k)].view(torch.uint8).view(m, k // 8)
         matrix = unpack_nm(Packed(values.view(m, k // 2), indices))
-        self.products.append((m, n, k, alg_id, transpose_result))
+        self.gemms.append((m, n, k, alg_id, transpose_result))
         result = torch.nn.functional.linear(dense.t(), matrix, bias) if transpose_result else matrix @ dense
         if bias is not None and not transpose_result:
             result = result + bias[:, None]
@@ -70,46 +68,49 @@ def row_major(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
 
 
 def ampere(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """CUTLASS's for 16-bit operands on compute capability 8 (host_reorder.h): rows of a block of 32 interleaved, the
-    lowest bits of row and column exchanged, pairs of columns side by side."""
+    """CUTLASS's for 16-bit operands on compute capability 8 (host_reorder.h).
+
+    Rows of a block of 32 are interleaved, the lowest bits of row and column exchanged, pairs of columns adjacent.
+    """
     row = row // 32 * 32 + row % 8 * 4 + row % 32 // 8
     row, unit = row - row % 2 + unit % 2, unit - unit % 2 + row % 2
     return unit // 2 * 2 * m + row * 2 + unit % 2
 
 
 def hopper(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """CUTLASS's for 16-bit operands on compute capability 9 (sm90_sparse_config.inl): blocks of 64 x 4 units, down
-    the columns."""
+    """CUTLASS's for 16-bit operands on compute capability 9 (sm90_sparse_config.inl).
+
+    Blocks of 64 x 4 units, one column of blocks after the other.
+    """
     block = unit // 4 * (m // 64) + row // 64
     return block * 256 + row // 16 % 4 * 64 + unit % 2 * 32 + row % 8 * 4 + unit // 2 % 2 * 2 + row // 8 % 2
 
 
 def swizzled(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """No sum of a row's and a unit's place."""
+    """Positions that are no sum of a number of the row and a number of the unit."""
     return row * units + (unit ^ (row % 2))
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Sparse tensor cores on every device, every product sparse by algorithm 3."""
+    """Sparse tensor cores on every device, every GEMM sparse by algorithm 3."""
     return install(monkeypatch, StandIn())
 
 
 @pytest.fixture
 def counting_stand_in(stand_in, monkeypatch):
     """The same, with a layout that stays unknown: the library compresses every matrix, and counts them."""
-    for module in (prune, mvue):
-        monkeypatch.setattr(module, "known_layout", lambda *size: None)
-    monkeypatch.setattr(matmul, "learn_layout", lambda *size: None)
+    monkeypatch.setattr(planning, "find_compression", lambda m, k, *_: Compression(unpadded_columns(k), -1))
     return stand_in
 
 
 def install(monkeypatch, library: StandIn) -> StandIn:
     monkeypatch.setattr(torch, "_cslt_compress", library.compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", library.matmul)
-    monkeypatch.setattr(cusparselt, "why_not", lambda device: None)
-    monkeypatch.setattr(layout, "_found", {})
+    monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: None)
+    # What was asked of another library; its layouts stay, because their numbers never change their meaning.
+    monkeypatch.setattr(layout, "_compressions", {})
     monkeypatch.setattr(cusparselt, "_columns", {})
-    verdict = tuner.Verdict("cusparselt", cusparselt.Algorithm(3), 1.0, 2.0, "measured")
-    monkeypatch.setattr(backends.tuner, "choose", lambda problem, device: verdict)
+    verdict = autotune.Verdict("cusparselt", Algorithm(3), 1.0, 2.0, "measured", measured=True)
+    monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
     return library

@@ -1,41 +1,27 @@
-"""Tensor functions for 2:4 sparse training: pruning, masks, gradient estimates, products.
+"""Tensor functions for 2:4 sparse training: pruning, masks, gradient estimates, GEMMs.
 
-Depends on torch and, on a GPU, Triton. Three rooms with the same files in each:
+Depends on torch and, on a GPU, Triton. From the bottom up:
 
-    this folder    the public functions: what they compute, arguments checked, one torch operator each
-    reference/     the specification in plain PyTorch, on any device
-    gpu/           the same functions as Triton kernels
-
-`backends.py` decides which of the two runs, with a reason.
+    formats.py    what masks and sparse matrices look like in memory, and their sizes
+    checks.py     what the public functions check of their arguments
+    reference/    the specification in plain PyTorch, on any device
+    gpu/          the same functions as Triton kernels
+    dispatch.py   which of the two runs, with a reason
+    gemm/         GEMMs with a 2:4 operand: backends, storage, autotuning, plans
+    the rest      the public functions: what they compute, arguments checked, one torch operator each
 """
 
-from .backends import BACKENDS, Choice, choose_backend, choose_kernels, choose_product
 from .decay import foreach_masked_decay_, masked_decay_
+from .dispatch import Choice, choose_kernels
+from .formats import Compression, Packed, Pattern
 from .fp8 import FP8_FORMATS, fp8_quantize, fp8_simulate
 from .gated import GATED_ACTIVATIONS, gated_activation
+from .gemm.planning import BACKENDS, GemmPlan, choose_backend, gemm_unsupported, plan_gemm
+from .gemm.problem import Algorithm, GemmProblem, linear_problem, mm_problem
 from .masks import count_flips, nm_mask, pack_bits, unpack_bits
-from .matmul import (
-    compress,
-    linear_problem,
-    mm_problem,
-    plan_linear,
-    plan_mm,
-    sparse_linear,
-    sparse_mm,
-    why_not_sparse,
-)
+from .matmul import compress, sparse_linear, sparse_mm
 from .mvue import mvue
-from .prune import (
-    SCALE_RULES,
-    Packed,
-    apply_mask,
-    nm_prune,
-    pack_nm,
-    prune_forms,
-    s_ste_scale,
-    soft_threshold,
-    unpack_nm,
-)
+from .prune import SCALE_RULES, apply_mask, nm_prune, pack_nm, prune_forms, s_ste_scale, soft_threshold, unpack_nm
 from .transposable import SOLVERS, transposable_mask
 
 __all__ = [
@@ -44,18 +30,23 @@ __all__ = [
     "GATED_ACTIVATIONS",
     "SCALE_RULES",
     "SOLVERS",
+    "Algorithm",
     "Choice",
+    "Compression",
+    "GemmPlan",
+    "GemmProblem",
     "Packed",
+    "Pattern",
     "apply_mask",
     "choose_backend",
     "choose_kernels",
-    "choose_product",
     "compress",
     "count_flips",
     "foreach_masked_decay_",
     "fp8_quantize",
     "fp8_simulate",
     "gated_activation",
+    "gemm_unsupported",
     "linear_problem",
     "masked_decay_",
     "mm_problem",
@@ -64,8 +55,7 @@ __all__ = [
     "nm_prune",
     "pack_bits",
     "pack_nm",
-    "plan_linear",
-    "plan_mm",
+    "plan_gemm",
     "prune_forms",
     "s_ste_scale",
     "soft_threshold",
@@ -74,5 +64,4 @@ __all__ = [
     "transposable_mask",
     "unpack_bits",
     "unpack_nm",
-    "why_not_sparse",
 ]

@@ -1,16 +1,16 @@
-"""What the public functions check of their arguments. Every message has the value and what is wanted."""
+"""Checks of arguments that the public functions share. Every message has the value and what is allowed."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import cusparselt
+from .formats import mask_bytes
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What tensors may come in; all arithmetic is fp32."""
+"""Dtypes of inputs. All arithmetic is fp32."""
 RESULTS = (*INPUTS, torch.float8_e4m3fn, torch.float8_e5m2)
-"""What a pruned weight may be written in."""
+"""Dtypes that a pruned weight may be written in."""
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
@@ -24,7 +24,7 @@ def check_pattern(n: int, m: int) -> None:
 
 
 def check_dim(name: str, tensor: Tensor, dim: int) -> int:
-    """`dim` as it counts from the front."""
+    """`dim`, counted from the front."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"{name}: dim={dim} of a tensor of shape {tuple(tensor.shape)}")
     return dim % tensor.dim()
@@ -39,7 +39,7 @@ def check_groups(name: str, tensor: Tensor, m: int, dim: int) -> None:
 
 def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
     """A mask is bool of the weight's shape, or its packed bits."""
-    bits = (*weight.shape[:-1], -(-weight.shape[-1] // 8)) if weight.dim() else None
+    bits = (*weight.shape[:-1], mask_bytes(weight.shape[-1])) if weight.dim() else None
     if (mask.dtype, tuple(mask.shape)) not in ((torch.bool, tuple(weight.shape)), (torch.uint8, bits)):
         raise ValueError(
             f"{name}: a mask for a weight of shape {tuple(weight.shape)} is bool of that shape or uint8 bits of shape "
@@ -48,7 +48,7 @@ def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:
-    """All on one device: a kernel would take another device's address for one of its own."""
+    """All on one device: a kernel would read another device's address as one of its own."""
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None))
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on different devices: {', '.join(map(str, devices))}")
@@ -61,16 +61,8 @@ def check_scalar(name: str, what: str, tensor: Tensor, like: Tensor) -> None:
     check_device(name, like, tensor)
 
 
-def check_compressible(name: str, matrix: Tensor, dtype: torch.dtype) -> None:
-    """A matrix that sparse products can take, in `dtype`."""
-    obstacle = None if matrix.is_meta else cusparselt.why_not(matrix.device)
-    obstacle = obstacle or cusparselt.why_not_matrix(*matrix.shape, dtype)
-    if obstacle:
-        raise ValueError(f"{name}: no compressed form: {obstacle}")
-
-
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the tensors on each device: a launch works on one, a model may lie on several."""
+    """Indices of the tensors on each device: a launch works on one device, a model may be on several."""
     indices: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         indices.setdefault(tensor.device, []).append(i)

@@ -1,19 +1,19 @@
-"""Masked decay: the pull of pruned weights towards zero, added to the gradient."""
+"""Masked decay: a term added to the gradient that pulls pruned weights towards zero."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .backends import implementation
 from .checks import by_device, check_device, check_dtype, check_mask
+from .dispatch import implementation
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
     """`grad += alpha * (1 - mask) * weight`, in place: pull pruned weights towards zero through the gradient.
 
     Args:
-        grad, weight: same shape; the gradient may have another dtype. Rounded once.
+        grad, weight: same shape; the gradient may have another dtype. The result is rounded once.
         mask: true where the weight is kept; bool of the same shape, or its packed bits.
         alpha: lambda_W. Negative ones push away from zero; `decay_on="weight"` uses that on the weight itself.
 
@@ -21,7 +21,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
         `grad`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not belong together.
+        ValueError: shapes, dtypes or devices that do not fit each other.
 
     Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10).
     """
@@ -41,7 +41,8 @@ def foreach_masked_decay_(
     for grad, weight, mask in zip(grads, weights, masks):
         if grad.shape != weight.shape:
             raise ValueError(
-                f"masked_decay_ needs gradient and weight alike, got {tuple(grad.shape)} and {tuple(weight.shape)}"
+                f"masked_decay_ needs gradient and weight of one shape, got {tuple(grad.shape)} and "
+                f"{tuple(weight.shape)}"
             )
         check_dtype("masked_decay_", weight)
         check_mask("masked_decay_", mask, weight)

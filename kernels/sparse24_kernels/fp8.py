@@ -1,10 +1,10 @@
-"""FP8 operands: quantised for a product, or simulated in the tensor's own dtype."""
+"""FP8 operands: quantised for a GEMM, or simulated in the tensor's own dtype."""
 
 import torch
 from torch import Tensor
 
-from .backends import implementation
 from .checks import check_dtype
+from .dispatch import implementation
 
 FP8_FORMATS = ("e4m3", "e5m2")
 
@@ -19,8 +19,8 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
     Returns:
         The quantised tensor, shape and (where dense) strides of `x`, never -0.0, so that 2:4 stays 2:4; and the fp32
-        scalar s, by which a product with it must be divided. Zeros are quantised with the largest finite s. Where `x`
-        holds NaN the scale is NaN, where it holds inf the scale is 0: neither asks the device to synchronise.
+        scalar s, by which the result of a GEMM with it must be divided. A tensor of zeros has the largest finite s.
+        Where `x` holds NaN the scale is NaN, where it holds inf the scale is 0; neither synchronises the device.
 
     Raises:
         ValueError: another `format`.
@@ -34,8 +34,8 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
     """What is left of `x` after a round trip through FP8 with one current scale per tensor.
 
-    Simulation: the result is in the dtype of `x` again, and the products that follow run as ever. Values are multiplied
-    by `s = max / amax`, rounded to nearest even, and divided by s, in fp32.
+    Simulation: the result has the dtype of `x`, so the GEMMs that follow run as before. Values are multiplied by
+    `s = max / amax`, rounded to nearest even, and divided by s, in fp32.
 
     Args:
         x: any floating dtype, shape and strides; finite. Not differentiable: meant for the inside of an autograd
@@ -47,8 +47,8 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
         empty tensors, come back as they are.
 
     Raises:
-        ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not look, which would make
-            the GPU wait: there, one NaN or inf turns the whole result into NaN, and the loss shows it.
+        ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not check, because that would
+            synchronise the GPU: there, one NaN or inf turns the whole result into NaN, which shows in the loss.
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
     """
@@ -62,7 +62,7 @@ def _check(x: Tensor, format: str) -> None:
         raise ValueError(f"format={format!r}: must be one of {list(FP8_FORMATS)}")
 
 
-# Custom ops, because torch.compile cannot trace a look at the values.
+# Custom operators, because torch.compile cannot trace a check of the values.
 @torch.library.custom_op("sparse24::fp8_quantize", mutates_args=())
 def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return implementation(x, fp8=True).fp8.fp8_quantize(x, format)

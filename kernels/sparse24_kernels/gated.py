@@ -1,10 +1,12 @@
 """Gated activations, the middle of a gated MLP, as one differentiable operation."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .backends import implementation
 from .checks import check_device, check_dtype
+from .dispatch import implementation
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-exact")
 
@@ -17,21 +19,21 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         kind: `"swiglu"` (SiLU), `"geglu"` (GELU, tanh approximation) or `"geglu-exact"` (GELU by erf).
 
     Returns:
-        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out; what
-        has gaps (half of a projection) comes out without. fp16 and bf16 are computed in fp32 and rounded once. Each
-        gradient has the layout of what it is the gradient of. Differentiable once, in reverse mode.
+        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out; an
+        input with gaps (half of a projection) gives a result without gaps. fp16 and bf16 are computed in fp32 and
+        rounded once. Each gradient has the layout of its input. Differentiable once, in reverse mode.
 
     Raises:
         ValueError: another `kind`, a dtype that is not floating, or shapes, dtypes or devices that differ.
 
-    Reference: Shazeer 2020 (arXiv 2002.05202) for the functions; Hu et al. 2024 (arXiv 2404.01847) for following the
-    layout, in their code for "geglu" alone.
+    Reference: Shazeer 2020 (arXiv 2002.05202) for the functions; Hu et al. 2024 (arXiv 2404.01847) for keeping the
+    memory layout, which their code does for "geglu" only.
     """
     if kind not in GATED_ACTIVATIONS:
         raise ValueError(f"kind={kind!r}: must be one of {list(GATED_ACTIVATIONS)}")
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"gated_activation needs gate and up alike, got {tuple(gate.shape)} {gate.dtype} and "
+            f"gated_activation needs gate and up of one shape and dtype, got {tuple(gate.shape)} {gate.dtype} and "
             f"{tuple(up.shape)} {up.dtype}"
         )
     check_dtype("gated_activation", gate)
@@ -59,12 +61,12 @@ def _(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor
     return torch.empty_like(gate), torch.empty_like(up)
 
 
-def _save_inputs(ctx, inputs, output) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     gate, up, ctx.kind = inputs
-    ctx.save_for_backward(gate, up)  # nothing else: the activation is computed again
+    ctx.save_for_backward(gate, up)  # nothing else: backward recomputes the activation
 
 
-def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return *_gated_activation_backward(grad, *ctx.saved_tensors, ctx.kind), None
 
 

@@ -1,4 +1,4 @@
-"""N:M masks by magnitude, masks as packed bits, and how many entries two masks differ in.
+"""N:M masks by magnitude, masks as packed bits, and the number of entries in which two masks differ.
 
 A mask is bool of the weight's shape or, eight times smaller, its packed bits: every function takes either.
 """
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .backends import implementation
 from .checks import by_device, check_device, check_dim, check_groups, check_pattern
+from .dispatch import implementation
+from .formats import empty_mask, mask_bytes
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool = False) -> Tensor:
@@ -44,7 +45,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
     """uint8 `[..., ceil(size/8)]` -> bool `[..., size]`, the inverse of `pack_bits`."""
-    if packed.dtype != torch.uint8 or not packed.dim() or packed.shape[-1] != -(-size // 8):
+    if packed.dtype != torch.uint8 or not packed.dim() or packed.shape[-1] != mask_bytes(size):
         raise ValueError(
             f"unpack_bits takes uint8 `[..., ceil(size / 8)]`, got {packed.dtype} {tuple(packed.shape)} and size={size}"
         )
@@ -52,10 +53,10 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 
 
 def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    """In how many entries masks differ, pair by pair: one kernel launch per device for a whole model.
+    """The number of entries in which masks differ, pair by pair: one kernel launch per device for a whole model.
 
     Args:
-        before, after: masks as packed bits or bool; the two of a pair alike, in shape, dtype and device.
+        before, after: masks as packed bits or bool; both of a pair with the same shape, dtype and device.
 
     Returns:
         int64 `[len(before)]`, on the device of the first.
@@ -88,13 +89,6 @@ def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
 @_nm_mask.register_fake
 def _(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     return empty_mask(weight, packed)
-
-
-def empty_mask(weight: Tensor, packed: bool) -> Tensor:
-    """Room for a mask of `weight`, row-major whatever the layout of `weight`."""
-    if packed:
-        return weight.new_empty(*weight.shape[:-1], (weight.shape[-1] + 7) // 8, dtype=torch.uint8)
-    return weight.new_empty(weight.shape, dtype=torch.bool)
 
 
 @torch.library.custom_op("sparse24::count_flips", mutates_args=())

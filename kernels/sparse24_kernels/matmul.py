@@ -1,78 +1,30 @@
-"""The products with one 2:4 operand: dense math on its zeros, or sparse tensor cores where those are faster."""
+"""GEMMs with one 2:4 operand, run as `plan_gemm` says: dense math on its zeros, or sparse tensor cores."""
 
-import operator
-
-import torch
 from torch import Tensor
 
-from . import cusparselt
-from .backends import check_backend, choose_product
-from .checks import check_compressible
-from .cusparselt import Algorithm, Problem
-from .layout import learn_layout
+from .formats import Compression, unpadded_columns
+from .gemm import cusparselt
+from .gemm.planning import backend_of
+from .gemm.problem import Algorithm
 
 
-def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> Problem:
-    """`F.linear` of `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`."""
-    return Problem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
-
-
-def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> Problem:
-    """A sparse `[m, k]` times a dense `[k, n]`, both row-major, such as dZ^T X."""
-    return Problem(m, n, k, dtype, dense_is_column_major=False, transposed=False)
-
-
-def plan_linear(
-    tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
-) -> Algorithm | None:
-    """How `sparse_linear` should run: an algorithm, or None for dense math.
-
-    Made apart from the product, because it decides which form of the weight is needed. A graph of torch.compile holds
-    for the tokens of one bucket (see `tuner`), where sparse products are possible at all.
-
-    Args:
-        tokens: rows of the activations, all leading dimensions together. out, inputs: the weight's sizes.
-        dtype: of the product. backend: `"auto"`, or one of `BACKENDS`.
-
-    Raises:
-        ValueError: an unknown backend, or one that was asked for by name and cannot run on `device`.
-    """
-    return _plan(backend, linear_problem(tokens, out, inputs, dtype), device)
-
-
-def plan_mm(
-    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto"
-) -> Algorithm | None:
-    """`plan_linear` for `sparse_mm`: a sparse `[m, k]` times a dense `[k, n]`, both row-major."""
-    return _plan(backend, mm_problem(m, n, k, dtype), device)
-
-
-def _plan(backend: str, problem: Problem, device: torch.device) -> Algorithm | None:
-    algorithm = choose_product(backend, problem, device).algorithm
-    if algorithm is not None:
-        learn_layout(operator.index(problem.m), operator.index(problem.k), problem.dtype, device)
-    return algorithm
-
-
-def why_not_sparse(m: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> str | None:
-    """Why a 2:4 matrix `[m, k]` cannot be multiplied on sparse tensor cores, whatever the speed; None where it can."""
-    check_backend(backend)
-    if backend == "reference":
-        return "backend='reference'"
-    return cusparselt.why_not(device) or cusparselt.why_not_matrix(m, k, dtype)
-
-
-def compress(matrix: Tensor) -> Tensor:
+def compress(matrix: Tensor, compression: Compression | None = None) -> Tensor:
     """A 2:4 matrix `[m, k]` as sparse tensor cores read it: `[m, 9 k / 16]`, or more where the library pads it.
 
-    Trusted to be 2:4 along k and free of -0.0, not checked. The layout belongs to the device and the library's version:
-    never save it (`pack_nm` is for that).
+    Not checked: the matrix must be 2:4 along k and free of -0.0. The layout belongs to the device and the library's
+    version: never save it (`pack_nm` is for that).
+
+    Args:
+        matrix: bf16 or fp16, both sizes multiples of 16.
+        compression: of the plan of its GEMM; None for a size that the library does not pad.
 
     Raises:
-        ValueError: a dtype, size or device that sparse products do not take.
+        ValueError: a dtype, size or device that sparse GEMMs do not take.
+        RuntimeError: the library stores this size in another number of columns.
     """
-    check_compressible("compress", matrix, matrix.dtype)
-    return cusparselt.compress(matrix)
+    m, k = matrix.shape
+    cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
+    return cusparselt.compress(matrix, unpadded_columns(k) if compression is None else compression.columns)
 
 
 def sparse_linear(
@@ -81,19 +33,15 @@ def sparse_linear(
     """`F.linear(x, weight, bias)` with a 2:4 weight.
 
     Args:
-        x: `[..., in]`. bias: `[out]` or None.
+        x: `[..., in]`.
         weight: without an algorithm, `[out, in]`, any strides; with one, what `compress` made of it.
-        algorithm: of `plan_linear`.
+        bias: `[out]` or None.
+        algorithm: of the plan of `linear_problem`.
 
     Returns:
         `[..., out]` in the operands' dtype, row-major.
     """
-    if algorithm is None:
-        # F.linear, so that a model gives the same bits before and after its layers are unpatched.
-        return torch.nn.functional.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    result = cusparselt.matmul(weight, flat.t(), bias, True, *algorithm)
-    return result.view(*x.shape[:-1], len(weight))
+    return backend_of(algorithm).run(weight, x, bias=bias, transposed=True, scales=None, algorithm=algorithm)
 
 
 def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = None) -> Tensor:
@@ -101,11 +49,10 @@ def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = No
 
     Args:
         sparse: without an algorithm, `[m, k]`, 2:4 along k; with one, what `compress` made of it.
-        dense: `[k, n]`, any strides. algorithm: of `plan_mm`.
+        dense: `[k, n]`, any strides.
+        algorithm: of the plan of `mm_problem`.
 
     Returns:
         `[m, n]` in the operands' dtype, row-major.
     """
-    if algorithm is None:
-        return sparse @ dense
-    return cusparselt.matmul(sparse, dense, None, False, *algorithm)
+    return backend_of(algorithm).run(sparse, dense, bias=None, transposed=False, scales=None, algorithm=algorithm)

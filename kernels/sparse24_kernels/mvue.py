@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
-from . import cusparselt
-from .backends import implementation
-from .checks import check_compressible, check_dim, check_dtype
-from .layout import known_layout
-from .prune import Packed, empty_packed
+from .checks import check_dim, check_dtype
+from .dispatch import implementation
+from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
+from .gemm import cusparselt
+from .gemm.layout import layout_of
 
 FORMS = ("dense", "transposed", "packed", "compressed")
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
+_NOT_COMPRESSED = Compression(0, -1)
 
 
 def mvue(
@@ -24,34 +25,37 @@ def mvue(
     *,
     key: Tensor | int | None = None,
     form: str = "dense",
+    compression: Compression | None = None,
 ) -> Tensor | Packed:
     """A random n:m tensor whose expectation is `x`: the minimum-variance unbiased estimate.
 
     Args:
-        x: any shape and size; a last group that is not full is treated as if padded with zeros.
+        x: any shape and size; an incomplete last group is treated as padded with zeros.
         n, m: 2:4 or 1:2.
         dim: the dimension that groups run along.
-        estimator: `"exact"` has the least variance an n:m tensor can have; `"approx"` is the paper's cheaper 2:4
-            formula, at most twice that, kept for comparison.
-        generator: fixes the draw, as in `torch.rand`.
-        key: int64 scalar tensor (or an int) that fixes the draw by itself, on every device: the random numbers are
-            Philox 4x32-7 of the key and the place in `x`. Overrides `generator`. Both None draws a key from torch's
-            global generator.
-        form: `"dense"`; or, for a matrix, `"transposed"`, the transpose of that in row-major order; or, for 2:4,
-            `"packed"` or `"compressed"` with rows that run along `dim`, as in `prune_forms`.
+        estimator: `"exact"` has the least variance that an n:m tensor can have; `"approx"` is the paper's cheaper 2:4
+            formula with at most twice that variance, for comparisons.
+        generator: determines the draw, as in `torch.rand`.
+        key: int64 scalar tensor (or an int) that determines the draw, on every device alike: the random numbers are
+            Philox 4x32-7 of the key and the position in `x`. Overrides `generator`. If both are None, the key is drawn
+            from torch's global generator.
+        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order; for 2:4 also `"packed"` or
+            `"compressed"`, with rows that run along `dim`, as in `prune_forms`.
+        compression: for the form `"compressed"`, that of the plan of its GEMM; None as for `prune_forms`.
 
     Returns:
-        Same shape and dtype (but for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
-        Not differentiable. Random numbers have 24 bits, so an element below 2^-24 of its group is kept about as often
-        as one of that size, or never; a value is up to the sum of its group, which fp16 may not hold.
+        Same shape and dtype (except for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
+        Not differentiable. Random numbers have 24 bits, so an element below 2^-24 of its group's sum is kept about as
+        often as one of that size, or never. A value is at most the sum of its group, which may overflow fp16.
 
     Raises:
         ValueError: another pattern, an estimator the pattern does not have, or a form that `x` cannot take.
+        RuntimeError: a compressed form whose size is not that of its `Compression`.
 
     Reference: Chmiel et al. (arXiv 2203.10991), section 4: the inclusion probabilities `pi_i = min(1, c |x_i|)`,
-    `sum pi = n`, and value `x_i / pi_i`. Our deviation: the two elements of 2:4 are drawn by systematic sampling from
-    one uniform number per group, where the paper tabulates cases and others ship the two-draw approximation; the
-    probabilities and the variance are the optimal ones. Relative variance on Gaussian groups: 0.474 (2:4 exact), 0.502
+    `sum pi = n`, and value `x_i / pi_i`. Our deviation: we draw the two elements of 2:4 by systematic sampling from one
+    uniform number per group, where the paper tabulates cases and other implementations use the two-draw approximation;
+    probabilities and variance are the optimal ones. Relative variance on Gaussian groups: 0.474 (2:4 exact), 0.502
     (approx), 0.636 (1:2).
     """
     if (n, m, estimator) not in _ESTIMATORS:
@@ -66,7 +70,11 @@ def mvue(
     if form in ("packed", "compressed") and ((n, m) != (2, 4) or x.shape[dim] % 8):
         raise ValueError(f"only 2:4 is {form}, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
     if form == "compressed":
-        check_compressible("mvue", x if dim == 1 else x.t(), x.dtype)
+        rows, size = _rows_along(x, dim)
+        cusparselt.check_compressible("mvue", rows, size, x.dtype, x.device)
+        compression = compression or Compression(unpadded_columns(size), -1)
+    else:
+        compression = _NOT_COMPRESSED
     if key is None:
         device = generator.device if generator is not None else x.device
         key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
@@ -74,26 +82,37 @@ def mvue(
         key = torch.tensor(key, dtype=torch.int64, device=x.device)
     elif key.dtype != torch.int64 or key.dim():
         raise ValueError(f"mvue: key is an int or an int64 0-d tensor, got {key.dtype} {tuple(key.shape)}")
-    # Beside x, however it came: a kernel reads it there, so that nobody waits for a copy to the host.
-    results = _mvue(x, key.to(x.device), n, m, dim, estimator, form)
+    # On the device of x, where the kernel reads it: a copy to the host would synchronise.
+    results = _mvue(x, key.to(x.device), n, m, dim, estimator, form, *compression)
     return Packed(*results) if form == "packed" else results[0]
 
 
-@torch.library.custom_op("sparse24::mvue", mutates_args=())
-def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
-    room = implementation(x)
-    if form != "compressed":
-        return room.mvue.mvue(x, key, n, m, dim, estimator, form)
+def _rows_along(x: Tensor, dim: int) -> tuple[int, int]:
+    """Sizes of the matrix whose rows run along `dim` of `x`."""
     rows, size = x.shape if dim == 1 else x.shape[::-1]
-    layout = known_layout(rows, size, x.dtype, x.device)
-    if layout:
-        return room.mvue.mvue(x, key, n, m, dim, estimator, form, layout)
-    (estimate,) = room.mvue.mvue(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed")
-    return [cusparselt.compress(estimate)]
+    return rows, size
+
+
+@torch.library.custom_op("sparse24::mvue", mutates_args=())
+def _mvue(
+    x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str, columns: int, layout: int
+) -> list[Tensor]:
+    """`columns`, `layout`: the `Compression` of the compressed form."""
+    package = implementation(x)
+    if form != "compressed":
+        return package.mvue.mvue(x, key, n, m, dim, estimator, form)
+    found = layout_of(Compression(columns, layout), *_rows_along(x, dim), x.dtype, x.device)
+    if found is not None:
+        return package.mvue.mvue(x, key, n, m, dim, estimator, form, found)
+    (estimate,) = package.mvue.mvue(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed")
+    return [cusparselt.compress(estimate, columns)]
 
 
 @_mvue.register_fake
-def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+def _(
+    x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str, columns: int, layout: int
+) -> list[Tensor]:
     if form in ("packed", "compressed"):
-        return empty_packed(x if dim == 1 else x.t(), x.dtype, form == "compressed")
+        matrix = x if dim == 1 else x.t()
+        return empty_packed(matrix, x.dtype) if form == "packed" else [empty_compressed(matrix, x.dtype, columns)]
     return [x.new_empty(x.shape if form == "dense" else x.shape[::-1])]

@@ -1,16 +1,12 @@
 """Pruning: hard by magnitude or by a mask, soft by S-STE's threshold; in dense, packed and compressed forms."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from . import cusparselt
-from .backends import implementation
 from .checks import (
     RESULTS,
-    check_compressible,
     check_device,
     check_dim,
     check_dtype,
@@ -19,24 +15,16 @@ from .checks import (
     check_pattern,
     check_scalar,
 )
-from .cusparselt import compressed_columns
-from .layout import known_layout
+from .dispatch import implementation
+from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
+from .gemm import cusparselt
+from .gemm.layout import layout_of
 
 RULES = ("magnitude", "mask", "soft-threshold")
-FORMS = ("dense", "transposed", "packed", "packed-transposed", "compressed", "compressed-transposed")
+COMPRESSED = {"compressed": "dense", "compressed-transposed": "transposed"}
+"""Compressed forms, and the dense form that the library compresses for each."""
+FORMS = ("dense", "transposed", "packed", "packed-transposed", *COMPRESSED)
 SCALE_RULES = ("mse", "l1", "none")
-
-
-class Packed(NamedTuple):
-    """A 2:4 matrix `[R, K]` without its zeros: 9/16 of the bytes in bf16. The same on every device.
-
-    `values` `[R, K/2]`: the two kept elements of every four, in order. `indices` uint8 `[R, K/8]`: their places in the
-    four, two bits each, first element lowest; the lower of the two groups in a byte stands in the lower four bits.
-    Read as int16 it is the row-major metadata that NVIDIA's sparse instructions are described with.
-    """
-
-    values: Tensor
-    indices: Tensor
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -48,7 +36,9 @@ def apply_mask(weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -
     """`weight` where `mask` is true and +0.0 elsewhere, never -0.0; NaN and inf show even there. Not differentiable.
 
     Args:
-        weight: any shape. mask: bool of that shape, or its packed bits. dtype: of the result; None for the weight's.
+        weight: any shape.
+        mask: bool of that shape, or its packed bits.
+        dtype: of the result; None for that of `weight`.
 
     Raises:
         ValueError: a mask of another shape.
@@ -68,8 +58,8 @@ def soft_threshold(
         dtype: of the result, in the same pass; None for that of `weight`. FP8 saturates.
 
     Returns:
-        Same shape; at most `n` non-zeros in every `m`, fewer at ties (that is what makes it continuous);
-        never -0.0. Computed in fp32. A NaN makes NaN. Not differentiable: S-STE's gradient goes straight through.
+        Same shape; at most `n` non-zeros in every `m`, and fewer at ties, which makes it continuous; never -0.0.
+        Computed in fp32. A NaN makes its group NaN. Not differentiable: S-STE's gradient goes straight through.
 
     Raises:
         ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
@@ -90,37 +80,43 @@ def prune_forms(
     mask: Tensor | None = None,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    compressions: Mapping[str, Compression] | None = None,
 ) -> tuple[Tensor | Packed, ...]:
     """Prune a matrix, and write it in several forms in one pass.
 
     Args:
         weight: `[R, C]`, the size of `dim` a multiple of `m`.
-        forms: of `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and three that leave the zeros of a
-            2:4 matrix out, each also as `"...-transposed"`, of `[C, R]` with groups along R:
+        forms: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and two forms that store a 2:4 matrix
+            without its zeros, with groups along C, or as `"...-transposed"` of `[C, R]` with groups along R:
 
-            * `"packed"`, a `Packed`, with groups along C; their dimension is a multiple of 8;
-            * `"compressed"`, what `compress` makes of the dense form; bf16 or fp16, sizes multiples of 16, where sparse
-              products can run. In the same pass if the library's layout is known, which planning a product finds out
-              (`layout.py`), or else by the library.
+            * `"packed"`: a `Packed`; the dimension of the groups is a multiple of 8;
+            * `"compressed"`: what `compress` makes of the dense form; bf16 or fp16, both sizes multiples of 16, on a
+              device that runs sparse GEMMs.
 
-            They need a rule that is 2:4 along their groups: `dim` for magnitude and soft threshold, anything the mask
-            is for a mask. What the rule drops is not in them, NaN included. One of the two per direction.
-        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`). A mask for such forms keeps
-            at most two of every four along them (of more, the last two are stored).
-        n, m, dim, scale, dtype: as for `soft_threshold`. mask: as for `apply_mask`.
+            Both need 2:4 groups in their direction: `dim` for magnitude and soft threshold, and a mask that keeps at
+            most two of every four (of more, the last two are stored). They do not have what the rule drops, not even
+            NaN. Packed and compressed exclude each other in one direction.
+        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
+        n, m, dim, scale, dtype: as for `soft_threshold`.
+        mask: as for `apply_mask`.
+        compressions: for a compressed form, the `Compression` of the plan of its GEMM (`plan_gemm`). If that has a
+            layout, the kernel writes the form in the same pass. Without an entry, the library compresses the pruned
+            matrix, and its size must be one that the library does not pad. Entries of other forms are ignored.
 
     Returns:
         One result per form.
 
     Raises:
-        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not wanted, a
-            compressed form where there are no sparse products.
+        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not needed, a
+            compressed form where no sparse GEMM can run.
+        RuntimeError: a compressed form whose size is not that of its `Compression`.
     """
     if weight.dim() != 2:
         raise ValueError(f"prune_forms needs a matrix, got shape {tuple(weight.shape)}")
     if isinstance(forms, str) or not forms or len(set(forms)) != len(forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
-    taken = {}
+    taken: dict[int, str] = {}
+    stored: list[int] = []
     for form in forms:
         if form not in FORMS:
             raise ValueError(f"form={form!r}: must be one of {list(FORMS)}")
@@ -135,8 +131,10 @@ def prune_forms(
         if taken.setdefault(along, form) != form:
             raise ValueError(f"forms={forms!r}: {taken[along]!r} and {form!r} do not go together")
         if form.startswith("compressed"):
-            check_compressible("prune_forms", weight if along else weight.t(), dtype or weight.dtype)
-    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, list(forms)))
+            rows, size = weight.shape if along else weight.shape[::-1]
+            cusparselt.check_compressible("prune_forms", rows, size, dtype or weight.dtype, weight.device)
+            stored += (compressions or {}).get(form) or (unpadded_columns(size), -1)
+    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, list(forms), stored))
     return tuple(Packed(next(results), next(results)) if "packed" in form else next(results) for form in forms)
 
 
@@ -145,14 +143,15 @@ def pack_nm(weight: Tensor) -> Packed:
 
     Of a matrix that is not 2:4 the two largest of every four are stored.
     """
-    return prune_forms(weight, ["packed"])[0]
+    values, indices = prune_forms(weight, ["packed"])[0]
+    return Packed(values, indices)
 
 
 def unpack_nm(packed: Packed) -> Tensor:
-    """The dense `[R, K]` matrix again, bit for bit (but a zero is +0.0), with zeros where nothing was stored.
+    """The dense `[R, K]` matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
 
     Raises:
-        ValueError: values `[R, K/2]` and indices uint8 `[R, K/8]` that do not belong together.
+        ValueError: shapes, dtypes or devices of values and indices that do not fit each other.
     """
     values, indices = packed
     if values.dim() != 2 or indices.dtype != torch.uint8 or 4 * indices.shape[-1] != values.shape[1]:
@@ -165,7 +164,7 @@ def unpack_nm(packed: Packed) -> Tensor:
 
 
 def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str = "mse") -> Tensor:
-    """S-STE's beta: what S(W), the soft threshold of W, is multiplied with.
+    """S-STE's beta, the factor of S(W), the soft threshold of W.
 
     Args:
         weight, n, m, dim: as for `soft_threshold`.
@@ -174,12 +173,12 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
 
     Returns:
         fp32 scalar on the weight's device. For Gaussian weights 1.483 (mse) and 2.512 (l1), for uniform ones 1.751
-        (mse). Where S(W) is all zeros every beta is as good, and it is 1 (the paper's formula divides by zero there).
+        (mse). 1 where S(W) is all zeros: every beta gives the same there, and the paper's formula divides by zero.
 
     Raises:
         ValueError: a pattern outside 0 < n < m, a size that `m` does not divide, or an unknown rule.
 
-    Reference: S-STE (arXiv 2409.09099), section 4.2 and Table 2, where "minimise MSE" is chosen. The paper leaves open
+    Reference: S-STE (arXiv 2409.09099), section 4.2 and Table 2, where "minimise MSE" is chosen. The paper does not say
         which L1 norm is kept; ours is that of the dense weight.
     """
     check_pattern(n, m)
@@ -200,6 +199,7 @@ def _prune_checked(
     scale: Tensor | None,
     dtype: torch.dtype | None,
     forms: list[str],
+    compressions: Sequence[int] = (),
 ) -> list[Tensor]:
     if rule not in RULES:
         raise ValueError(f"rule={rule!r}: must be one of {list(RULES)}")
@@ -223,7 +223,7 @@ def _prune_checked(
     dtype = dtype or weight.dtype
     if dtype not in RESULTS:
         raise ValueError(f"{name}: dtype={dtype}: must be one of {[str(result) for result in RESULTS]}")
-    return _prune(weight, rule, n, m, dim, mask, scale, dtype, ",".join(forms))
+    return _prune(weight, rule, n, m, dim, mask, scale, dtype, ",".join(forms), list(compressions))
 
 
 @torch.library.custom_op("sparse24::prune", mutates_args=())
@@ -237,45 +237,57 @@ def _prune(
     scale: Tensor | None,
     dtype: torch.dtype,
     forms: str,
+    compressions: Sequence[int],
 ) -> list[Tensor]:
-    room = implementation(weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
+    """`compressions`: columns and layout number of each compressed form, in the order of `forms`."""
+    package = implementation(weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
     wanted = forms.split(",")  # an operator's schema has no list of strings
-    layouts, detours = {}, {}
-    for form, dense_form in (("compressed", "dense"), ("compressed-transposed", "transposed")):
-        if form in wanted:
-            rows, size = weight.shape if form == "compressed" else weight.shape[::-1]
-            layout = known_layout(rows, size, dtype, weight.device)
-            if layout:
-                layouts[form] = layout
-            else:
-                detours[form] = dense_form
-    written = list(dict.fromkeys(detours.get(form, form) for form in wanted))
-    results = iter(room.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, written, layouts))
+    stored = _compression_of(wanted, compressions)
+    layouts = {}
+    for form, compression in stored.items():
+        rows, size = weight.shape if form == "compressed" else weight.shape[::-1]
+        layout = layout_of(compression, rows, size, dtype, weight.device)
+        if layout is not None:
+            layouts[form] = layout
+    by_library = {form: COMPRESSED[form] for form in stored if form not in layouts}
+    written = list(dict.fromkeys(by_library.get(form, form) for form in wanted))
+    results = iter(package.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, written, layouts))
     made = {form: [next(results), next(results)] if "packed" in form else [next(results)] for form in written}
-    for form, dense_form in detours.items():
-        made[form] = [cusparselt.compress(*made[dense_form])]
+    for form, dense_form in by_library.items():
+        made[form] = [cusparselt.compress(*made[dense_form], stored[form].columns)]
     return [tensor for form in wanted for tensor in made[form]]
 
 
 @_prune.register_fake
-def _(weight, rule, n, m, dim, mask, scale, dtype, forms):
-    shapes = {"dense": weight.shape, "transposed": weight.shape[::-1]}
-    results = []
+def _(
+    weight: Tensor,
+    rule: str,
+    n: int,
+    m: int,
+    dim: int,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    forms: str,
+    compressions: Sequence[int],
+) -> list[Tensor]:
+    stored = _compression_of(forms.split(","), compressions)
+    results: list[Tensor] = []
     for form in forms.split(","):
-        if form in shapes:
-            results.append(weight.new_empty(shapes[form], dtype=dtype))
+        matrix = weight.t() if form.endswith("transposed") else weight
+        if form in ("dense", "transposed"):
+            results.append(weight.new_empty(matrix.shape, dtype=dtype))
+        elif form in stored:
+            results.append(empty_compressed(matrix, dtype, stored[form].columns))
         else:
-            matrix = weight.t() if form.endswith("-transposed") else weight
-            results += empty_packed(matrix, dtype, form.startswith("compressed"))
+            results += empty_packed(matrix, dtype)
     return results
 
 
-def empty_packed(matrix: Tensor, dtype: torch.dtype, compressed: bool = False) -> list[Tensor]:
-    """Room for the values and the indices of a packed `[R, K]` matrix; one tensor for both where compressed."""
-    rows, size = matrix.shape
-    if compressed:
-        return [matrix.new_empty(rows, compressed_columns(rows, size, dtype, matrix.device), dtype=dtype)]
-    return [matrix.new_empty(rows, size // 2, dtype=dtype), matrix.new_empty(rows, size // 8, dtype=torch.uint8)]
+def _compression_of(forms: list[str], compressions: Sequence[int]) -> dict[str, Compression]:
+    """The compressed ones of `forms`, each with its two numbers."""
+    compressed = [form for form in forms if form in COMPRESSED]
+    return {form: Compression(*compressions[2 * i : 2 * i + 2]) for i, form in enumerate(compressed)}
 
 
 @torch.library.custom_op("sparse24::unpack_nm", mutates_args=())

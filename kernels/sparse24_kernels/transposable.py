@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from .backends import implementation
 from .checks import check_dtype, check_pattern
-from .masks import empty_mask
+from .dispatch import implementation
+from .formats import empty_mask
 
 SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
 
 
 def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exact", packed: bool = False) -> Tensor:
-    """The mask that is n:m along rows and along columns, with as much of the L1 norm as the solver finds.
+    """The mask that is n:m along rows and along columns and keeps as much of the L1 norm as the solver can.
 
     Args:
         weight: `[R, C]`, both multiples of `m`. The m x m tiles are those of the matrix itself, so the mask of W is the
@@ -24,17 +24,17 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
 
     Returns:
         bool `[R, C]`. The optimal solvers keep exactly n in every row and column of every tile; the others at most n.
-        Of equal optima the first in a fixed order is taken, which for equal weights keeps the lower indices
-        (min-cost-flow: some optimum).
+        Among equal optima the first in a fixed order is taken, which for equal weights keeps the lower indices
+        (min-cost-flow: any of them).
 
     Raises:
         ValueError: not a matrix, a size that `m` does not divide, or an unknown solver.
         ImportError: min-cost-flow without OR-tools.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 3 and Algorithm 1; Hu et al. 2024 (arXiv 2404.01847),
-        Algorithm 1 for the 90 patterns. Ours scores in fp32, where two sums may round to a tie, and takes 2.1e37 for
-        inf, NaN and what is larger; theirs may score in TF32. Their public dynamic code calls
-        a keep-greedy sweep "2-approximation"; here each has its own name.
+        Algorithm 1 for the 90 patterns. Ours scores in fp32, where two sums may round to a tie, and uses 2.1e37 for
+        inf, NaN and larger magnitudes; theirs may score in TF32. Their public dynamic code calls a greedy sweep that
+        keeps "2-approximation"; here the two have different names.
     """
     check_pattern(n, m)
     check_dtype("transposable_mask", weight)
@@ -49,8 +49,8 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
 
 @torch.library.custom_op("sparse24::transposable_mask", mutates_args=())
 def _transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
-    room = implementation(weight, (n, m, solver) == (2, 4, "exact"))
-    return room.transposable.transposable_mask(weight, n, m, solver, packed)
+    package = implementation(weight, (n, m, solver) == (2, 4, "exact"))
+    return package.transposable.transposable_mask(weight, n, m, solver, packed)
 
 
 @_transposable_mask.register_fake

@@ -1,27 +1,25 @@
-"""Fixtures for the tests of the tuner, in several files."""
+"""Fixtures for the tests of autotuning, in several files."""
 
 import threading
 
 import pytest
-from sparse24_kernels import cusparselt, tuner
-from sparse24_kernels.tuner import search as tuner_search
-from sparse24_kernels.tuner import table as tuner_table
-from tuner_stage import HERE, StandIn
+from autotune_stage import HERE, StandIn
+from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm.autotune import search as autotune_search
 
 
 @pytest.fixture
-def tuner_stage(tmp_path, monkeypatch):
-    """A cache and shipped tables of this test alone, and a device that would do."""
+def autotune_stage(tmp_path, monkeypatch):
+    """A cache of this test alone, and a device that would do."""
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuner_table, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(cusparselt, "why_not", lambda device: None)
-    monkeypatch.setattr(tuner, "current_environment", lambda device: HERE)
-    monkeypatch.setattr(tuner_search, "CANDIDATE_SECONDS", 0.5)
+    monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: None)
+    monkeypatch.setattr(autotune, "current_environment", lambda device: HERE)
+    monkeypatch.setattr(autotune_search, "CANDIDATE_SECONDS", 0.5)
     before = set(threading.enumerate())
-    tuner.reset()
+    autotune.reset()
     yield
-    tuner.reset()
-    assert set(threading.enumerate()) <= before, "a thread of the tuner is left"
+    autotune.reset()
+    assert set(threading.enumerate()) <= before, "a thread of autotuning is left"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ every_kind = pytest.mark.parametrize("kind", EAGER)
 
 
 def column_major(x: torch.Tensor) -> torch.Tensor:
-    """The same values with the last dimension's elements far apart, as a transposed product leaves them."""
+    """The same values column-major, as a transposed GEMM leaves them."""
     return x.flatten(0, -2).t().contiguous().t().view(x.shape)
 
 
@@ -62,7 +62,7 @@ def test_layout_follows_the_inputs(kind, shape, gate_layout, up_layout, dtype):
 
 @every_kind
 def test_halves_of_one_projection(kind):
-    """Phi-3 computes gate and up in one product: neither half is contiguous."""
+    """Phi-3 computes gate and up in one GEMM: neither half is contiguous."""
     packed = torch.randn(2, 3, 16)
     gate, up = packed.chunk(2, dim=-1)
     out = kernels.gated_activation(gate, up, kind)
@@ -115,7 +115,7 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"kind='reglu': must be one of \['swiglu', 'geglu', 'geglu-exact'\]"):
         kernels.gated_activation(torch.ones(4), torch.ones(4), "reglu")
     for up in (torch.ones(8), torch.ones(4, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"needs gate and up alike, got \(4,\) torch.float32 and"):
+        with pytest.raises(ValueError, match=r"needs gate and up of one shape and dtype, got \(4,\) torch.float32 and"):
             kernels.gated_activation(torch.ones(4), up, "swiglu")
 
 

@@ -1,4 +1,4 @@
-"""The library's layout, found out by experiment on stand-ins that lay matrices out in different ways."""
+"""The library's layout, determined by experiment on stand-ins that lay matrices out in different ways."""
 
 from contextlib import nullcontext
 
@@ -6,7 +6,9 @@ import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import cusparselt, layout
+from sparse24_kernels import Algorithm, Compression
+from sparse24_kernels.formats import Layout
+from sparse24_kernels.gemm import layout
 
 CPU = torch.device("cpu")
 ORDERS = [cslt.row_major, cslt.tiles, cslt.ampere, cslt.hopper]
@@ -15,21 +17,20 @@ FORMS = ["compressed", "compressed-transposed"]
 
 @pytest.fixture
 def library(monkeypatch):
-    """Install a stand-in; says how often the library was asked to compress since."""
+    """Install a stand-in; returns it, with the compressions of the sizes below, and a fresh count of its calls."""
 
     def install(order):
         stand_in = cslt.install(monkeypatch, cslt.StandIn(order=order))
-        for size in ((64, 128), (128, 64)):
-            layout.learn_layout(*size, torch.bfloat16, CPU)
+        sizes = zip(FORMS, ((64, 128), (128, 64)))
+        compressions = {form: layout.find_compression(*size, torch.bfloat16, CPU) for form, size in sizes}
         stand_in.compressed = 0
-        return stand_in
+        return stand_in, compressions
 
     return install
 
 
-def learned(m: int, k: int, dtype: torch.dtype = torch.bfloat16):
-    layout.learn_layout(m, k, dtype, CPU)
-    return layout.known_layout(m, k, dtype, CPU)
+def found(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Layout | None:
+    return layout.layout_of(layout.find_compression(m, k, dtype, CPU), m, k, dtype, CPU)
 
 
 def weight_and_mask() -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,29 +44,32 @@ def weight_and_mask() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_unit_is_found(monkeypatch, order, dtype):
     stand_in = cslt.install(monkeypatch, cslt.StandIn(order=order))
-    found = learned(64, 128, dtype)
-    assert torch.equal((found.rows[:, None] + found.units).flatten(), stand_in.places(64, 128))
-    assert found.rows.dtype == found.units.dtype == torch.int32
-    asked = stand_in.compressed
-    assert learned(64, 128, dtype) is found and stand_in.compressed == asked
+    rows, units = first = found(64, 128, dtype)
+    assert torch.equal((rows[:, None] + units).flatten(), stand_in.positions(64, 128))
+    assert rows.dtype == units.dtype == torch.int32
+    calls = stand_in.compressed
+    assert found(64, 128, dtype) is first and stand_in.compressed == calls
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_pruning_writes_what_the_library_would(library, order):
-    stand_in = library(order)
+    stand_in, compressions = library(order)
     weight, mask = weight_and_mask()
-    dense, *ours = kernels.prune_forms(weight, ["dense", *FORMS], "mask", mask=mask, dtype=torch.bfloat16)
+    dense, *ours = kernels.prune_forms(
+        weight, ["dense", *FORMS], "mask", mask=mask, dtype=torch.bfloat16, compressions=compressions
+    )
     estimate = kernels.mvue(weight.bfloat16(), dim=0, key=3)
-    ours.append(kernels.mvue(weight.bfloat16(), dim=0, key=3, form="compressed"))
+    transposed = compressions["compressed-transposed"]
+    ours.append(kernels.mvue(weight.bfloat16(), dim=0, key=3, form="compressed", compression=transposed))
     assert stand_in.compressed == 0
     for compressed, matrix in zip(ours, (dense, dense.t(), estimate.t())):
         x = torch.randn(16, matrix.shape[1]).bfloat16()
         assert compressed.dtype == torch.bfloat16 and compressed.shape == (len(matrix), matrix.shape[1] * 9 // 16)
-        # Groups with fewer than two non-zeros can be written in several ways, so products are compared, not bits.
-        product = kernels.sparse_linear(x, compressed, algorithm=cusparselt.Algorithm())
-        assert torch.equal(product, torch.nn.functional.linear(x, matrix))
+        # Groups with fewer than two non-zeros can be written in several ways, so results are compared, not bits.
+        result = kernels.sparse_linear(x, compressed, algorithm=Algorithm())
+        assert torch.equal(result, torch.nn.functional.linear(x, matrix))
     full = torch.randn(64, 128).bfloat16()
-    (compressed,) = kernels.prune_forms(full, ["compressed"])
+    (compressed,) = kernels.prune_forms(full, ["compressed"], compressions=compressions)
     assert torch.equal(compressed.view(torch.int16), kernels.compress(kernels.nm_prune(full)).view(torch.int16))
 
 
@@ -99,33 +103,37 @@ def test_a_layout_of_another_kind_is_left_to_the_library(monkeypatch, strange):
         return result
 
     monkeypatch.setattr(torch, "_cslt_compress", compress)
-    assert learned(64, 128) is None
+    compression = layout.find_compression(64, 128, torch.bfloat16, CPU)
+    assert compression == (72, -1)
     weight = torch.randn(64, 128).bfloat16()
-    (ours,) = kernels.prune_forms(weight, ["compressed"])
+    (ours,) = kernels.prune_forms(weight, ["compressed"], compressions={"compressed": compression})
     assert torch.equal(ours.view(torch.int16), compress(kernels.nm_prune(weight)).view(torch.int16))
 
 
 def test_a_padded_layout_is_left_to_the_library(monkeypatch):
     cslt.install(monkeypatch, cslt.StandIn(padding=1))
-    assert learned(64, 128) is None
-    assert kernels.prune_forms(torch.randn(64, 128).bfloat16(), ["compressed"])[0].shape == (64, 73)
+    compressions = {"compressed": layout.find_compression(64, 128, torch.bfloat16, CPU)}
+    assert compressions["compressed"] == (73, -1)
+    weight = torch.randn(64, 128).bfloat16()
+    assert kernels.prune_forms(weight, ["compressed"], compressions=compressions)[0].shape == (64, 73)
 
 
 def test_a_swizzled_layout_is_left_to_the_library(library):
-    stand_in = library(cslt.swizzled)
+    stand_in, compressions = library(cslt.swizzled)
+    assert set(compressions.values()) == {(72, -1), (36, -1)}
     weight, mask = weight_and_mask()
     dense, compressed, transposed = kernels.prune_forms(
-        weight, ["dense", *FORMS], "mask", mask=mask, dtype=torch.bfloat16
+        weight, ["dense", *FORMS], "mask", mask=mask, dtype=torch.bfloat16, compressions=compressions
     )
     assert stand_in.compressed == 2
     for ours, matrix in ((compressed, dense), (transposed, dense.t())):
         assert torch.equal(ours.view(torch.int16), kernels.compress(matrix).view(torch.int16))
-    kernels.mvue(dense, dim=1, form="compressed")
+    kernels.mvue(dense, dim=1, form="compressed", compression=compressions["compressed"])
     assert stand_in.compressed == 5  # two of them to compare with
 
 
-@pytest.mark.parametrize("step", ["_numbered", "_compressed_by_library", "_read"])
-@pytest.mark.parametrize("calls", [1, 4])
+@pytest.mark.parametrize("step", ["library_columns", "_numbered", "_compressed_by_library", "_read"])
+@pytest.mark.parametrize("calls", [1, 3])
 def test_without_memory_for_an_experiment_the_library_does_it(monkeypatch, step, calls):
     stand_in = cslt.install(monkeypatch, cslt.StandIn())
     real, left = getattr(layout, step), [calls]
@@ -137,48 +145,114 @@ def test_without_memory_for_an_experiment_the_library_does_it(monkeypatch, step,
         return real(*arguments)
 
     monkeypatch.setattr(layout, step, short_of_memory)
-    fits = step == "_read" and calls == 4  # it is called three times
-    with nullcontext() if fits else pytest.warns(UserWarning, match="no memory to find out how 32 x 32 matrices"):
-        assert (learned(32, 32, torch.float16) is not None) == fits
-    asked = stand_in.compressed
-    (ours,) = kernels.prune_forms(torch.randn(32, 32).half(), ["compressed"])
-    assert stand_in.compressed == asked + (not fits) and ours.dtype == torch.float16
-    learned(32, 32, torch.float16)  # once is enough
-    assert stand_in.compressed == asked + (not fits)
+    fits = step == "library_columns" and calls == 3  # it is called once
+    with nullcontext() if fits else pytest.warns(UserWarning, match="no memory to determine how 32 x 32 matrices"):
+        compression = layout.find_compression(32, 32, torch.float16, CPU)
+    assert compression.columns == 18 and (compression.layout >= 0) == fits
+    calls_before = stand_in.compressed
+    (ours,) = kernels.prune_forms(torch.randn(32, 32).half(), ["compressed"], compressions={"compressed": compression})
+    assert stand_in.compressed == calls_before + (not fits) and ours.dtype == torch.float16
+    assert layout.find_compression(32, 32, torch.float16, CPU) == compression  # once is enough
+    assert stand_in.compressed == calls_before + (not fits)
 
 
-def test_only_so_many_sizes_are_looked_into(monkeypatch):
+def test_only_so_many_layouts_are_determined(monkeypatch):
     stand_in = cslt.install(monkeypatch, cslt.StandIn())
     monkeypatch.setattr(layout, "MOST", 2)
     sizes = [(16, 16), (16, 32), (16, 48)]
-    assert [learned(*size) is None for size in sizes] == [False, False, True]
-    assert stand_in.compressed == 2 * 2 * layout.ROUNDS
-    assert learned(*sizes[0]) is not None
+    assert [found(*size) is None for size in sizes] == [False, False, True]
+    assert stand_in.compressed == 2 * 2 * layout.ROUNDS + 3  # and once for the columns of each
+    assert found(*sizes[0]) is not None
+    cslt.install(monkeypatch, cslt.StandIn(padding=2))
+    columns = [layout.find_compression(*size, torch.bfloat16, CPU).columns for size in sizes]
+    assert columns == [11, 20, 29]  # those are always known
 
 
 def test_what_an_int32_cannot_number_is_left_to_the_library(monkeypatch):
-    monkeypatch.setattr(layout, "_experiment", lambda *size: pytest.fail("looked into"))
-    monkeypatch.setattr(layout, "_found", {})
-    assert learned(2**16, 2**15) is None
+    monkeypatch.setattr(layout, "_experiment", lambda *size: pytest.fail("an experiment"))
+    monkeypatch.setattr(layout, "_compressions", {})
+    assert found(2**16, 2**15) is None
 
 
-def test_planning_a_product_learns_its_layout(monkeypatch):
+def test_a_plan_carries_the_compression(monkeypatch):
     stand_in = cslt.install(monkeypatch, cslt.StandIn())
-    assert kernels.plan_linear(32, 64, 128, torch.bfloat16, CPU) is not None
-    assert layout.known_layout(64, 128, torch.bfloat16, CPU) is not None
-    asked = stand_in.compressed
-    kernels.prune_forms(torch.randn(64, 128).bfloat16(), ["compressed"])
-    assert stand_in.compressed == asked
-    kernels.mvue(torch.randn(64, 128).bfloat16(), form="compressed", dim=0)  # of a size that nobody planned
-    assert stand_in.compressed == asked + 1
-    assert kernels.plan_linear(32, 48, 128, torch.bfloat16, CPU, "reference") is None
-    assert layout.known_layout(48, 128, torch.bfloat16, CPU) is None
+    plan = kernels.plan_gemm(kernels.linear_problem(32, 64, 128, torch.bfloat16), CPU)
+    assert plan.compression == layout.find_compression(64, 128, torch.bfloat16, CPU)
+    calls = stand_in.compressed
+    weight, compressions = torch.randn(64, 128).bfloat16(), {"compressed": plan.compression}
+    (by_kernel,) = kernels.prune_forms(weight, ["compressed"], compressions=compressions)
+    assert stand_in.compressed == calls
+    (by_library,) = kernels.prune_forms(weight, ["compressed"])
+    assert stand_in.compressed == calls + 1 and torch.equal(by_kernel, by_library)
+    kernels.prune_forms(weight, ["compressed"], compressions={"compressed-transposed": plan.compression})
+    assert stand_in.compressed == calls + 2  # of another form
+
+
+def test_planning_changes_nothing_that_does_not_get_the_plan(monkeypatch):
+    """What prune_forms, mvue and compress do follows from their arguments, whatever was planned in between."""
+    stand_in = cslt.install(monkeypatch, cslt.StandIn())
+    weight = torch.randn(64, 128)
+    weight[:8, :64] = 0.0  # such groups can be written in several ways: here the kernel and the library differ
+
+    def results():
+        stand_in.compressed = 0
+        (pruned,) = kernels.prune_forms(weight, ["compressed"], dtype=torch.bfloat16)
+        estimate = kernels.mvue(weight.bfloat16(), key=3, dim=1, form="compressed")
+        compressed = kernels.compress(kernels.nm_prune(weight, dtype=torch.bfloat16))
+        return stand_in.compressed, [x.view(torch.int16) for x in (pruned, estimate, compressed)]
+
+    calls, before = results()
+    assert kernels.plan_gemm(kernels.linear_problem(32, 64, 128, torch.bfloat16), CPU).compression.layout >= 0
+    calls_after, after = results()
+    assert calls == calls_after == 3
+    assert all(torch.equal(x, y) for x, y in zip(before, after))
+
+
+def test_numbers_keep_their_meaning(monkeypatch):
+    cslt.install(monkeypatch, cslt.StandIn(order=cslt.tiles))
+    first = layout.find_compression(64, 128, torch.bfloat16, CPU)
+    rows, units = (x.clone() for x in layout.layout_of(first, 64, 128, torch.bfloat16, CPU))
+    cslt.install(monkeypatch, cslt.StandIn(order=cslt.row_major))
+    second = layout.find_compression(64, 128, torch.bfloat16, CPU)
+    assert second.columns == first.columns and second.layout > first.layout
+    again = layout.layout_of(first, 64, 128, torch.bfloat16, CPU)
+    assert torch.equal(again.rows, rows) and torch.equal(again.units, units)
+
+
+def test_a_layout_of_another_size_is_refused(monkeypatch):
+    """A kernel would write where the numbers say, outside the tensor."""
+    cslt.install(monkeypatch, cslt.StandIn())
+    compression = layout.find_compression(64, 128, torch.bfloat16, CPU)
+    weight = torch.randn(64, 128).bfloat16()
+    for wrong, matrix in (
+        (compression, weight[:32]),
+        (compression, weight.half()),
+        (compression._replace(columns=75), weight),
+        (Compression(72, 10**6), weight),
+    ):
+        message = f"is not of {len(matrix)} x 128 matrices of {matrix.dtype} on cpu: pass that of plan_gemm"
+        with pytest.raises(RuntimeError, match=message):
+            kernels.prune_forms(matrix, ["compressed"], compressions={"compressed": wrong})
+        with pytest.raises(RuntimeError, match=message):
+            kernels.mvue(matrix, form="compressed", compression=wrong)
+
+
+def test_nothing_is_asked_during_graph_capture(monkeypatch):
+    cslt.install(monkeypatch, cslt.StandIn())
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(layout, "_ask", lambda *size: pytest.fail("asked"))
+    assert layout.find_compression(64, 128, torch.bfloat16, cuda) == (72, -1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(layout, "_ask", lambda *size: Compression(75, -1))
+    assert layout.find_compression(64, 128, torch.bfloat16, cuda) == (75, -1)  # the answer before was not kept
 
 
 def test_random_numbers_are_left_alone(monkeypatch):
     cslt.install(monkeypatch, cslt.StandIn())
     state = torch.get_rng_state()
-    learned(32, 64)
+    found(32, 64)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -186,7 +260,7 @@ def test_random_numbers_are_left_alone(monkeypatch):
     ("shape", "arguments", "message"),
     [
         ((64, 40), {}, "multiples of 16, not 64 x 40"),
-        ((64, 64), {"dtype": torch.float32}, "the sparse products run in bf16 and fp16, not torch.float32"),
+        ((64, 64), {"dtype": torch.float32}, "the sparse GEMMs run in bf16 and fp16, not torch.float32"),
         ((64, 64), {"dim": 0}, "needs groups along dimension 1, and 'magnitude' has dim=0"),
         ((64, 64), {"n": 1}, "is for 2:4, not 1:4"),
         ((64, 64), {"forms": ["compressed", "packed"]}, "'compressed' and 'packed' do not go together"),

@@ -1,32 +1,206 @@
-"""The products with one sparse operand, as dense math; on sparse tensor cores see tests/test_products.py."""
+"""GEMMs with one sparse operand, their plans and their operators; on a CPU stand-in for sparse tensor cores."""
 
+import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
+from cslt import stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels import Algorithm, Compression
+from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm.backend import DENSE
+from sparse24_kernels.gemm.cusparselt import CUSPARSELT
 from torch.nn import functional as F
+
+CPU = torch.device("cpu")
+PROBLEM = kernels.linear_problem(32, 48, 32, torch.bfloat16)
 
 
 def test_dense_math():
     x, weight, bias = torch.randn(2, 3, 8), kernels.nm_prune(torch.randn(5, 8)), torch.randn(5)
     assert torch.equal(kernels.sparse_linear(x, weight), F.linear(x, weight))
     assert torch.equal(kernels.sparse_linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(kernels.sparse_linear(x[0, 0], weight), F.linear(x[0, 0], weight))
     column_major = weight.t().contiguous().t()
     torch.testing.assert_close(kernels.sparse_linear(x, column_major, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(kernels.sparse_mm(weight, x[0].t()), weight @ x[0].t())
 
 
 def test_every_choice_has_a_reason():
-    for requested in ("auto", "reference"):
-        choice = kernels.choose_backend(requested, torch.device("cpu"))
-        assert choice.backend == "reference" and choice.reason
-    for wrong in ("cublas", "Reference"):
+    for requested in ("auto", "dense"):
+        choice = kernels.choose_backend(requested, CPU)
+        assert choice.backend == "dense" and choice.reason
+    for wrong in ("cublas", "reference", "Dense"):
         with pytest.raises(ValueError, match=f"backend='{wrong}' is not available; choose 'auto' or one of"):
-            kernels.choose_backend(wrong, torch.device("cpu"))
+            kernels.choose_backend(wrong, CPU)
 
 
 def test_plans_without_sparse_tensor_cores_are_dense():
-    device = torch.device("cpu")
-    assert kernels.plan_linear(64, 32, 32, torch.bfloat16, device) is None
-    assert kernels.plan_mm(32, 32, 64, torch.bfloat16, device, "reference") is None
-    assert kernels.why_not_sparse(32, 32, torch.bfloat16, device) == "cuSPARSELt needs a CUDA device, not cpu"
-    assert kernels.why_not_sparse(32, 32, torch.bfloat16, device, "reference") == "backend='reference'"
+    reason = "cuSPARSELt needs a CUDA device, not cpu"
+    plan = kernels.plan_gemm(kernels.linear_problem(64, 32, 32, torch.bfloat16), CPU)
+    assert plan == ("dense", reason, None, None) and not plan.is_sparse
+    problem = kernels.mm_problem(32, 32, 64, torch.bfloat16)
+    assert kernels.plan_gemm(problem, CPU, "dense") == ("dense", "requested", None, None)
+    assert kernels.gemm_unsupported(problem, CPU) == reason
+    assert kernels.gemm_unsupported(problem, CPU, "dense") == "backend='dense'"
+    with pytest.raises(ValueError, match=f"backend='cusparselt': {reason}; use 'auto'"):
+        kernels.plan_gemm(problem, CPU, "cusparselt")
+    for function in (kernels.plan_gemm, kernels.gemm_unsupported):
+        with pytest.raises(ValueError, match="backend='cutlass' is not available"):
+            function(problem, CPU, "cutlass")
+
+
+def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
+    plan = kernels.plan_gemm(PROBLEM, CPU)
+    assert plan[:3] == ("cusparselt", "measured", Algorithm(3)) and plan.is_sparse
+    assert plan.compression.columns == 18 and plan.compression.layout >= 0
+    assert kernels.plan_gemm(PROBLEM, CPU) == plan
+    for change, reason in (
+        ({"m": 40}, "cuSPARSELt needs multiples of 16, not 40 x 32"),
+        ({"k": 8}, "cuSPARSELt needs multiples of 16, not 48 x 8"),
+        ({"dtype": torch.float32}, "the sparse GEMMs run in bf16 and fp16, not torch.float32"),
+    ):
+        problem = PROBLEM._replace(**change)
+        assert kernels.plan_gemm(problem, CPU) == ("dense", reason, None, None)
+        assert kernels.gemm_unsupported(problem, CPU, "cusparselt") == reason
+    assert kernels.plan_gemm(PROBLEM, CPU, "dense").reason == "requested"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "auto", "requested"),
+    [
+        (("dense", None, None, None, "not tuned", False), None, Algorithm()),
+        (("dense", None, None, None, "all failed", True), None, None),
+        (("dense", Algorithm(4), 9.0, 8.0, "slower", True), None, Algorithm(4)),
+        (("cusparselt", Algorithm(4), 1.0, 2.0, "faster", True), Algorithm(4), Algorithm(4)),
+    ],
+)
+def test_verdicts_and_requests(stand_in, monkeypatch, verdict, auto, requested):  # noqa: F811
+    verdict = autotune.Verdict(*verdict)
+    monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
+    plan = kernels.plan_gemm(PROBLEM, CPU)
+    assert plan.algorithm == auto and plan.reason == verdict.reason
+    plan = kernels.plan_gemm(PROBLEM, CPU, "cusparselt")
+    assert plan.algorithm == requested and plan.reason == f"requested; {verdict.reason}"
+    assert plan.backend == ("dense" if requested is None else "cusparselt")
+
+
+def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811
+    """Planned, pruned and multiplied in one graph, and the first plan of its size is made while it is traced."""
+
+    def step(x, weight, grad):
+        plan = kernels.plan_gemm(kernels.linear_problem(len(x), *weight.shape, x.dtype), x.device)
+        assert plan.is_sparse
+        forms = {"compressed": plan.compression}
+        (compressed,) = kernels.prune_forms(weight, ["compressed"], compressions=forms)
+        y = kernels.sparse_linear(x, compressed, algorithm=plan.algorithm)
+        plan = kernels.plan_gemm(kernels.mm_problem(grad.shape[1], x.shape[1], len(x), x.dtype), x.device)
+        estimate = kernels.mvue(grad, dim=0, key=3, form="compressed", compression=plan.compression)
+        return y, kernels.sparse_mm(estimate, x, algorithm=plan.algorithm)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    weight = torch.randn(48, 32).bfloat16()
+    for tokens in (32, 16, 64):
+        x, grad = torch.randn(tokens, 32).bfloat16(), torch.randn(tokens, 48).bfloat16()
+        results = compiled(x, weight, grad)
+        stand_in.compressed = 0
+        for ours, theirs in zip(results, step(x, weight, grad)):
+            assert torch.equal(ours, theirs)
+        assert stand_in.compressed == 0  # the kernels wrote the compressed matrices
+
+
+def test_protocol(stand_in):  # noqa: F811
+    plan = kernels.plan_gemm(PROBLEM, CPU)
+    assert DENSE.unsupported(PROBLEM, CPU) is None and CUSPARSELT.unsupported(PROBLEM, CPU) is None
+    assert DENSE.encoded_shape(PROBLEM, None) == (48, 32)
+    assert CUSPARSELT.encoded_shape(PROBLEM, None) == CUSPARSELT.encoded_shape(PROBLEM, plan.compression) == (48, 18)
+    assert CUSPARSELT.encoded_shape(PROBLEM, Compression(20, -1)) == (48, 20)
+    sparse, dense, bias = kernels.nm_prune(torch.randn(48, 32)).bfloat16(), torch.randn(32, 16).bfloat16(), None
+    for bias in (None, torch.randn(48).bfloat16()):
+        results = [
+            DENSE.run(sparse, dense, bias=bias, transposed=False, scales=None, algorithm=None),
+            CUSPARSELT.run(
+                kernels.compress(sparse), dense, bias=bias, transposed=False, scales=None, algorithm=plan.algorithm
+            ),
+        ]
+        expected = sparse @ dense
+        torch.testing.assert_close(results[0], expected if bias is None else expected + bias[:, None])
+        torch.testing.assert_close(results[1], results[0])
+    for backend in (DENSE, CUSPARSELT):
+        with pytest.raises(ValueError, match="has no FP8 GEMM: dequantize the operands and pass scales=None"):
+            backend.run(sparse, dense, bias=None, transposed=False, scales=(bias, bias), algorithm=None)
+
+
+def test_operators(stand_in):  # noqa: F811
+    matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
+    compressed = kernels.compress(matrix)
+    assert compressed.shape == (32, 27)
+    torch.library.opcheck(torch.ops.sparse24.cslt_compress.default, (matrix, 27))
+    x, bias = torch.randn(20, 48).bfloat16(), torch.randn(32).bfloat16()
+    algorithm = Algorithm(1)
+    result = kernels.sparse_linear(x.view(4, 5, 48), compressed, bias, algorithm=algorithm)
+    assert torch.equal(result, F.linear(x, matrix, bias).view(4, 5, 32)) and result.is_contiguous()
+    for dense in (x.t(), x.t().contiguous(), torch.randn(48, 40).bfloat16()[:, ::2]):  # any strides
+        result = kernels.sparse_mm(compressed, dense, algorithm=algorithm)
+        torch.testing.assert_close(result, matrix @ dense)
+        arguments = (compressed, dense, None, False, 1, 1, -1)
+        torch.library.opcheck(torch.ops.sparse24.cslt_mm.default, arguments)
+    assert kernels.sparse_linear(x[:0], compressed, algorithm=algorithm).shape == (0, 32)
+    with pytest.raises(ValueError, match="compressed 32 x 27 is no matrix of 32 x 64"):
+        kernels.sparse_linear(torch.randn(20, 64).bfloat16(), compressed, algorithm=algorithm)
+    with pytest.raises(ValueError, match="compress: no compressed form: cuSPARSELt needs multiples of 16, not 10 x 16"):
+        kernels.compress(torch.randn(10, 16).bfloat16())
+    with pytest.raises(RuntimeError, match="operands of one dtype"):
+        kernels.sparse_linear(x.half(), compressed, algorithm=algorithm)
+
+
+def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
+    matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
+    compressed, algorithm = kernels.compress(matrix), Algorithm(1)
+    for x in (torch.randn(1, 48).bfloat16(), torch.randn(48).bfloat16()):
+        result = kernels.sparse_linear(x, compressed, algorithm=algorithm)
+        torch.testing.assert_close(result, F.linear(x, matrix))
+    storage = torch.randn(16 * 48 + 1).bfloat16()
+    x, bias = storage[1:].view(16, 48), torch.randn(64).bfloat16()[::2]
+    result = kernels.sparse_linear(x, compressed, bias, algorithm=algorithm)
+    torch.testing.assert_close(result, F.linear(x, matrix, bias))
+
+
+@pytest.mark.parametrize("library", [{"padding": 3}, {"flat": True}, {"padding": 3, "flat": True}])
+def test_padded_matrices_and_those_of_older_releases(monkeypatch, library):
+    cslt.install(monkeypatch, cslt.StandIn(**library))
+    plan = kernels.plan_gemm(PROBLEM, CPU)
+    assert plan.compression.columns == 18 + library.get("padding", 0)
+    weight, x = torch.randn(48, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    dense, compressed = kernels.prune_forms(
+        weight, ["dense", "compressed"], compressions={"compressed": plan.compression}
+    )
+    assert compressed.shape == CUSPARSELT.encoded_shape(PROBLEM, plan.compression)
+    for ours in (compressed, kernels.compress(dense, plan.compression)):
+        assert torch.equal(kernels.sparse_linear(x, ours, algorithm=plan.algorithm), F.linear(x, dense))
+
+
+def test_a_padded_size_without_its_compression_is_refused(monkeypatch):
+    cslt.install(monkeypatch, cslt.StandIn(padding=3))
+    weight = torch.randn(48, 32).bfloat16()
+    message = r"cuSPARSELt stores a 48 x 32 matrix of torch.bfloat16 in 21 columns, not 18: plan the GEMM first"
+    for call in (
+        lambda: kernels.prune_forms(weight, ["compressed"]),
+        lambda: kernels.compress(kernels.nm_prune(weight)),
+        lambda: kernels.mvue(weight, form="compressed"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def test_releases_that_allocate_no_padding_take_sizes_that_have_none(monkeypatch):
+    monkeypatch.setattr(cusparselt, "_torch_allocates_padding", lambda: False)
+    assert "multiples of 128, not 64 x 256" in cusparselt.unsupported_matrix(64, 256, torch.bfloat16)
+    assert cusparselt.unsupported_matrix(128, 256, torch.bfloat16) is None
+
+
+def test_both_signatures_of_split_k(monkeypatch):
+    assert cusparselt._split_k_arguments(1, -1) == {}
+    monkeypatch.setattr(cusparselt, "_split_k_argument_names", lambda: frozenset({"split_k", "split_k_mode"}))
+    assert cusparselt._split_k_arguments(4, 1) == {"split_k": 4, "split_k_mode": 1}
+    monkeypatch.setattr(cusparselt, "_split_k_argument_names", lambda: frozenset({"split_k", "split_k_one_kernel"}))
+    assert cusparselt._split_k_arguments(4, 0) == {"split_k": 4, "split_k_one_kernel": True}

@@ -139,7 +139,9 @@ def test_non_finite_gradients_stay_visible(value):
 def test_operator_contract():
     for n, m, estimator in ESTIMATORS:
         for x in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(2, 3, 4).transpose(0, 2)):
-            torch.library.opcheck(torch.ops.sparse24.mvue.default, (x, torch.tensor(1), n, m, 0, estimator, "dense"))
+            torch.library.opcheck(
+                torch.ops.sparse24.mvue.default, (x, torch.tensor(1), n, m, 0, estimator, "dense", 0, -1)
+            )
 
 
 def test_independent_between_keys_and_groups():

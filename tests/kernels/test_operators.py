@@ -3,7 +3,7 @@
 import pytest
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.backends import choose_kernels
+from sparse24_kernels.dispatch import choose_kernels
 
 ops = torch.ops.sparse24
 WEIGHT, LARGE = torch.randn(8, 16), torch.randn(64, 128)
@@ -15,14 +15,14 @@ CALLS = {
     "count_flips": ([BITS, BITS[:4]], [BITS, BITS[4:]]),
     "transposable_mask": (WEIGHT, 2, 4, "exact", True),
     "transposable_mask-greedy": (WEIGHT, 4, 8, "greedy", False),
-    "prune": (WEIGHT, "mask", 2, 4, 1, kernels.transposable_mask(WEIGHT), None, torch.bfloat16, ALL_FORMS),
-    "prune-large": (LARGE, "mask", 2, 4, 1, LARGE > 0, None, torch.bfloat16, ALL_FORMS),
-    "prune-soft": (WEIGHT.t(), "soft-threshold", 2, 4, 0, None, torch.ones(()), torch.float32, "dense"),
-    "prune-any-shape": (torch.randn(2, 3, 8), "magnitude", 2, 8, 2, None, None, torch.float16, "dense"),
+    "prune": (WEIGHT, "mask", 2, 4, 1, kernels.transposable_mask(WEIGHT), None, torch.bfloat16, ALL_FORMS, []),
+    "prune-large": (LARGE, "mask", 2, 4, 1, LARGE > 0, None, torch.bfloat16, ALL_FORMS, []),
+    "prune-soft": (WEIGHT.t(), "soft-threshold", 2, 4, 0, None, torch.ones(()), torch.float32, "dense", []),
+    "prune-any-shape": (torch.randn(2, 3, 8), "magnitude", 2, 8, 2, None, None, torch.float16, "dense", []),
     "unpack_nm": tuple(kernels.pack_nm(WEIGHT)),
     "s_ste_scale": (WEIGHT, 2, 4, 1, "mse"),
-    "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "packed"),
-    "mvue-transposed": (WEIGHT[:, :6], torch.tensor(1), 1, 2, 1, "exact", "transposed"),
+    "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "packed", 0, -1),
+    "mvue-transposed": (WEIGHT[:, :6], torch.tensor(1), 1, 2, 1, "exact", "transposed", 0, -1),
     "masked_decay_": ([WEIGHT.clone(), WEIGHT.clone()], [WEIGHT, WEIGHT], [BITS, WEIGHT > 0], [0.1, 0.2]),
     "fp8_quantize": (WEIGHT, "e4m3"),
 }
@@ -68,11 +68,11 @@ def test_the_choice_of_kernels_has_a_reason(monkeypatch):
     assert choose_kernels(cuda) == ("reference", "this build of torch, or this machine, has no CUDA")
     choose_kernels.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("sparse24_kernels.backends.version", lambda _: "3.5.1")
+    monkeypatch.setattr("sparse24_kernels.dispatch.version", lambda _: "3.5.1")
     reason = "Triton 3.5.1 is too old, 3.6 is needed: pip install -U triton"
     assert choose_kernels(cuda) == ("reference", reason)
     choose_kernels.cache_clear()
-    monkeypatch.setattr("sparse24_kernels.backends.version", lambda _: "3.10.0")
+    monkeypatch.setattr("sparse24_kernels.dispatch.version", lambda _: "3.10.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     assert choose_kernels(cuda, torch.bfloat16) == ("triton", "Triton on NVIDIA H200")
@@ -86,6 +86,6 @@ def test_the_choice_of_kernels_has_a_reason(monkeypatch):
     capability = (7, 5)
     assert choose_kernels(cuda) == ("reference", "the kernels need compute capability 8.0 or more: NVIDIA H200")
     choose_kernels.cache_clear()
-    monkeypatch.setattr("sparse24_kernels.backends.find_spec", lambda _: None)
+    monkeypatch.setattr("sparse24_kernels.dispatch.find_spec", lambda _: None)
     assert choose_kernels(cuda) == ("reference", "Triton is not installed: pip install triton")
     choose_kernels.cache_clear()

@@ -319,7 +319,7 @@ def test_foreach_masked_decay_equals_one_by_one():
     torch.testing.assert_close(grads, expected)
     with pytest.raises(ValueError, match="as many gradients as weights, masks and alphas, got 2, 2, 2 and 1"):
         kernels.foreach_masked_decay_(grads, weights, masks, [0.1])
-    with pytest.raises(ValueError, match=r"gradient and weight alike, got \(4, 8\) and \(3, 5\)"):
+    with pytest.raises(ValueError, match=r"gradient and weight of one shape, got \(4, 8\) and \(3, 5\)"):
         kernels.masked_decay_(grads[0], weights[1], masks[1], 0.1)
 
 

@@ -1,8 +1,8 @@
 """Triton: FP8 with one current scale per tensor, in two passes over it and without waiting for the device.
 
-The first pass leaves the largest magnitude as the bits of an fp32 number. Bits of magnitudes compare as the magnitudes
-do, with inf above every number and NaN above inf, so one integer maximum per program finds the same bits in any order.
-Every program of the second pass makes the scale out of them.
+The first pass computes the largest magnitude as the bits of an fp32 number. Bits of magnitudes compare as the
+magnitudes do, with inf above every number and NaN above inf, so one integer maximum per program finds the same bits in
+any order. Every program of the second pass computes the scale from these bits.
 """
 
 import torch
@@ -67,8 +67,8 @@ def _amax_kernel(x, amax, size, BLOCK: tl.constexpr):
     ALL: tl.constexpr = tl.PropagateNan.ALL
     largest = tl.zeros((BLOCK,), tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.abs(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)), ALL)
+        i = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.abs(tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)), ALL)
     # Magnitudes once more: a NaN may have come with a sign.
     tl.atomic_max(amax, tl.max(tl.abs(largest).to(tl.int32, bitcast=True)), sem="relaxed")
 
@@ -85,32 +85,32 @@ def _round_kernel(
     TINY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Rounded twice, as PyTorch divides a number by a tensor. Zeros, and values so small that their scale overflows,
-    # take the largest finite one; NaN stays.
+    # Rounded twice, as PyTorch divides a number by a tensor. Zeros, and values so small that their scale would
+    # overflow, get the largest finite scale; NaN stays.
     s = tl.div_rn(1.0, tl.load(amax).to(tl.float32, bitcast=True)) * MAX
     s = tl.minimum(s, 3.4028234663852886e38, tl.PropagateNan.ALL)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # Nothing to clamp: amax * s is MAX give or take one rounding.
-    y = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * s
+    y = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32) * s
     if scale is not None:
         if tl.program_id(0) == 0:
             tl.store(scale, s)
-        tl.store(values + at, cast(y, FORMAT, None, TINY), mask=at < size)
+        tl.store(values + i, cast(y, FORMAT, None, TINY), mask=i < size)
     else:
         y = y.to(FORMAT).to(tl.float32)
         DTYPE: tl.constexpr = values.dtype.element_ty
         if (s > 2.0**-100) & (s < 2.0**100):
-            tl.store(values + at, cast(_divide(y, s), DTYPE, None, TINY), mask=at < size)
+            tl.store(values + i, cast(_divide(y, s), DTYPE, None, TINY), mask=i < size)
         else:
-            tl.store(values + at, cast(tl.div_rn(y, s), DTYPE, None, TINY), mask=at < size)
+            tl.store(values + i, cast(tl.div_rn(y, s), DTYPE, None, TINY), mask=i < size)
 
 
 @triton.jit
 def _divide(y, s):
-    """y / s for values of an FP8 format, rounded as IEEE says, where nothing overflows or is subnormal.
+    """y / s for values of an FP8 format, rounded to nearest even, where nothing overflows or is subnormal.
 
-    One division per program instead of one per element: a product with 1 / s, and one correction, which always rounds
-    it right. Tried for every significand of s with every one of FP8, of which there are eight.
+    One division per program instead of one per element: y * (1 / s) and one correction, after which the rounding is
+    always correct. Verified for every significand of s with each of the eight significands of FP8.
     """
     r = tl.div_rn(1.0, s)
     q = y * r

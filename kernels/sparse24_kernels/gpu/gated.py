@@ -1,8 +1,8 @@
 """Triton: gated activations `act(gate) * up` and their gradients, in the memory layouts that they are given.
 
 Every tensor is a matrix with strides of its own, and a program works on one tile of all of them. Each is read or
-written along its own contiguous dimension; where those differ, the compiler turns the tile in shared memory. Tensors
-that share one dense layout, whichever it is, are a matrix of one row: memory from end to end.
+written along its own contiguous dimension; where those differ, the compiler transposes the tile in shared memory.
+Tensors that share one dense layout, whichever it is, are treated as a matrix of one row.
 """
 
 import torch
@@ -56,7 +56,7 @@ def _launch(kernel: triton.JITFunction, inputs: list[Tensor], results: list[Tens
     )
     for result, matrix in zip(results, matrices[len(inputs) :]):
         if matrix.data_ptr() != result.data_ptr():
-            # Leading dimensions in an order that no matrix has: `reshape` made a copy.
+            # The strides of the leading dimensions fit no matrix, so `reshape` made a copy.
             result.copy_(matrix.view(result.shape))
 
 
@@ -112,10 +112,10 @@ def _backward_kernel(
     x = tl.load(gate + row * gate_row + column * gate_column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + column * up_column, mask=inside, other=0.0).to(tl.float32)
     activation, slope = _activation(x, KIND)
-    at = grad_gate + row * grad_gate_row + column * grad_gate_column
-    tl.store(at, (g * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
-    at = grad_up + row * grad_up_row + column * grad_up_column
-    tl.store(at, (g * activation).to(grad_up.dtype.element_ty), mask=inside)
+    pointer = grad_gate + row * grad_gate_row + column * grad_gate_column
+    tl.store(pointer, (g * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
+    pointer = grad_up + row * grad_up_row + column * grad_up_column
+    tl.store(pointer, (g * activation).to(grad_up.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -148,16 +148,17 @@ def _sigmoid(x):
     """sigmoid(x) and 1 - sigmoid(x), the latter to full precision where it is small."""
     e = tl.exp(-x)
     s = 1 / (1 + e)
-    return s, tl.minimum(e, 1e38) * s  # finite, for s may be 0
+    return s, tl.minimum(e, 1e38) * s  # finite, because s may be 0
 
 
 @triton.jit
 def _normal(x):
     """The standard normal's distribution function, within 1e-8 + rounding, and its density.
 
-    As in Abramowitz and Stegun 26.2.17: above |x| lies exp(-x^2 / 2) times a polynomial in t = 1 / (1 + p * |x|). Half
-    the instructions of erf, whose exponential the density needs anyhow, and no cancellation far below zero. Their five
-    coefficients leave an error of 7.5e-8; these six are fitted for |x| < 7 in the same way.
+    As in Abramowitz and Stegun 26.2.17: the probability above |x| is exp(-x^2 / 2) times a polynomial in
+    t = 1 / (1 + p * |x|). This takes half the instructions of erf, shares its exponential with the density, and does
+    not cancel for large negative x. Their five coefficients have an error of 7.5e-8; these six are fitted for |x| < 7
+    in the same way.
     """
     e = tl.exp(-0.5 * x * x)
     t = 1 / (1 + 0.28 * tl.abs(x))

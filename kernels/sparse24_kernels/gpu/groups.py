@@ -3,7 +3,7 @@
 A program works on a tile of 4 * G rows and COLS columns of a row-major matrix, held as four slices `[G, COLS]`: slice i
 has rows i, i + 4, i + 8, ... So groups along a column are the four slices, element by element, and groups along a row
 are four neighbours in a slice, which one thread loads together; `split4` tells them apart without moving anything
-between threads. Sizes of a tile are capitals, sizes of a tensor small letters.
+between threads. Sizes of a tile are uppercase, sizes of a tensor lowercase.
 """
 
 from collections.abc import Callable
@@ -61,22 +61,22 @@ def tile(columns, G: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def load4(ptr, row, column, rows, columns):
     """The four slices of a tile in fp32, zeros outside the matrix."""
-    at, wide = ptr + row * columns + column, column < columns
-    x0 = tl.load(at, mask=(row < rows) & wide, other=0.0).to(tl.float32)
-    x1 = tl.load(at + columns, mask=(row + 1 < rows) & wide, other=0.0).to(tl.float32)
-    x2 = tl.load(at + 2 * columns, mask=(row + 2 < rows) & wide, other=0.0).to(tl.float32)
-    x3 = tl.load(at + 3 * columns, mask=(row + 3 < rows) & wide, other=0.0).to(tl.float32)
+    pointer, inside = ptr + row * columns + column, column < columns
+    x0 = tl.load(pointer, mask=(row < rows) & inside, other=0.0).to(tl.float32)
+    x1 = tl.load(pointer + columns, mask=(row + 1 < rows) & inside, other=0.0).to(tl.float32)
+    x2 = tl.load(pointer + 2 * columns, mask=(row + 2 < rows) & inside, other=0.0).to(tl.float32)
+    x3 = tl.load(pointer + 3 * columns, mask=(row + 3 < rows) & inside, other=0.0).to(tl.float32)
     return x0, x1, x2, x3
 
 
 @triton.jit
 def store4(ptr, x0, x1, x2, x3, row, column, rows, columns):
     """Write the four slices of a tile."""
-    at, wide = ptr + row * columns + column, column < columns
-    tl.store(at, x0, mask=(row < rows) & wide)
-    tl.store(at + columns, x1, mask=(row + 1 < rows) & wide)
-    tl.store(at + 2 * columns, x2, mask=(row + 2 < rows) & wide)
-    tl.store(at + 3 * columns, x3, mask=(row + 3 < rows) & wide)
+    pointer, inside = ptr + row * columns + column, column < columns
+    tl.store(pointer, x0, mask=(row < rows) & inside)
+    tl.store(pointer + columns, x1, mask=(row + 1 < rows) & inside)
+    tl.store(pointer + 2 * columns, x2, mask=(row + 2 < rows) & inside)
+    tl.store(pointer + 3 * columns, x3, mask=(row + 3 < rows) & inside)
 
 
 @triton.jit
@@ -164,9 +164,9 @@ def store_mask(ptr, nibble, row, left, column, rows, columns, BITS: tl.constexpr
     if BITS:
         width = (columns + 7) // 8
         byte = left // 8 + tl.arange(0, column.shape[1] // 8)[None, :]
-        # Beyond the last column groups are zeros, which ties would keep; bits there must be 0.
-        room = columns - left - 4 * tl.arange(0, column.shape[1] // 4)[None, :]
-        nibble &= ((1 << tl.minimum(tl.maximum(room, 0), 4)) - 1).to(tl.uint8)
+        # Groups beyond the last column are zeros, two of which ties would keep; bits there must be 0.
+        left_over = columns - left - 4 * tl.arange(0, column.shape[1] // 4)[None, :]
+        nibble &= ((1 << tl.minimum(tl.maximum(left_over, 0), 4)) - 1).to(tl.uint8)
         tl.store(ptr + row * width + byte, nibbles_to_bytes(nibble), mask=(row < rows) & (byte < width))
     else:
         keep = join4(nibble & 1, (nibble >> 1) & 1, (nibble >> 2) & 1, nibble >> 3)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .batch import BLOCK, UNIT, block_table, distance, far, field, my_block, place_table, served
+from .batch import BLOCK, UNIT, block_table, is_vectorizable, my_block, offset, pointer_at, table_entry, tensor_table
 from .groups import LAUNCH, as_matrix, grid, load4, nibble_of, on_its_device, split4, store_mask, tile, two_largest
 
 
@@ -60,18 +60,18 @@ def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
     flips = before[0].new_zeros(len(before), dtype=torch.int64)
     pairs = []
     for i, (old, new) in enumerate(zip(before, after)):
-        if served(old, new):
+        if is_vectorizable(old, new):
             pairs.append((i, old, new))
         elif old.numel():
             flips[i] = reference.masks.count_flips([old], [new])[0]
     if pairs:
         _, first_old, first_new = pairs[0]
-        places = [(distance(a, first_old), distance(b, first_new), a.numel() // UNIT, i) for i, a, b in pairs]
+        rows = [(offset(old, first_old), offset(new, first_new), old.numel() // UNIT, i) for i, old, new in pairs]
         blocks = block_table([old.numel() for _, old, _ in pairs], flips.device)
         _flips_kernel[(len(blocks),)](
             first_old.view(-1).view(torch.int32),
             first_new.view(-1).view(torch.int32),
-            place_table(places, flips.device),
+            tensor_table(rows, flips.device),
             blocks,
             flips,
             BLOCK=BLOCK,
@@ -81,16 +81,17 @@ def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
 
 
 @triton.jit
-def _flips_kernel(olds, news, places, blocks, flips, BLOCK: tl.constexpr):
+def _flips_kernel(olds, news, table, blocks, flips, BLOCK: tl.constexpr):
     tensor, block = my_block(blocks)
-    old, new = far(olds, field(places, tensor, 4, 0)), far(news, field(places, tensor, 4, 1))
-    words = field(places, tensor, 4, 2) * 4
-    at = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    x = tl.load(old + at, mask=at < words, other=0) ^ tl.load(new + at, mask=at < words, other=0)
+    old = pointer_at(olds, table_entry(table, tensor, 4, 0))
+    new = pointer_at(news, table_entry(table, tensor, 4, 1))
+    words = table_entry(table, tensor, 4, 2) * 4
+    word = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    x = tl.load(old + word, mask=word < words, other=0) ^ tl.load(new + word, mask=word < words, other=0)
     x = x.to(tl.uint32, bitcast=True)
     # Bits set in pairs, in fours, in bytes, then all four bytes of a word.
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     x = (x + (x >> 8) + (x >> 16) + (x >> 24)) & 0xFF
-    tl.atomic_add(flips + field(places, tensor, 4, 3), tl.sum(x.to(tl.int32)).to(tl.int64))
+    tl.atomic_add(flips + table_entry(table, tensor, 4, 3), tl.sum(x.to(tl.int32)).to(tl.int64))

@@ -1,11 +1,10 @@
-"""Triton: MVUE estimates of a gradient in every form, with Philox numbers made on the spot."""
+"""Triton: MVUE estimates of a gradient in every form, with Philox numbers computed in the kernel."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cusparselt import Layout
-from ..prune import empty_packed
+from ..formats import Layout, empty_compressed, empty_packed
 from ..reference.philox import ROUNDS
 from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, store_transposed, tile
 from .packing import pack4, pack_columns, pack_rows, packed_arguments
@@ -29,7 +28,8 @@ def mvue(
     matrix, along = as_matrix(x, dim)
     rows, columns = matrix.shape
     if form in ("packed", "compressed"):
-        out = empty_packed(matrix if along == 1 else matrix.t(), x.dtype, layout is not None)
+        packed_matrix = matrix if along == 1 else matrix.t()
+        out = empty_packed(packed_matrix, x.dtype) if layout is None else [empty_compressed(packed_matrix, x.dtype)]
         stored = packed_arguments(out, layout)
     else:
         out = [x.new_empty(x.shape if form == "dense" else (columns, rows))]
@@ -56,8 +56,8 @@ def _mvue_kernel(
     key,
     out,
     indices,
-    place_of_row,
-    place_of_unit,
+    row_offsets,
+    unit_offsets,
     rows,
     columns,
     DIM: tl.constexpr,
@@ -72,7 +72,7 @@ def _mvue_kernel(
     seed = tl.load(key)
     PACKED: tl.constexpr = FORM == "packed" or FORM == "compressed"
     if DIM == 1:
-        # Vectors are rows: the four words of a counter serve the four slices.
+        # Vectors are rows: the four words of a counter are for the four slices.
         SIZE: tl.constexpr = 2 if KIND == "1:2 exact" else 4
         group = left // SIZE + tl.arange(0, COLS // SIZE)[None, :]
         u0, u1, u2, u3 = _uniform(seed, row // 4, group, 0, ROUNDS)
@@ -83,7 +83,7 @@ def _mvue_kernel(
         y0, y1 = _estimate_row(x0, u0, v0, KIND, PACKED), _estimate_row(x1, u1, v1, KIND, PACKED)
         y2, y3 = _estimate_row(x2, u2, v2, KIND, PACKED), _estimate_row(x3, u3, v3, KIND, PACKED)
     else:
-        # Vectors are columns: the four words of a counter serve four neighbours in a slice.
+        # Vectors are columns: the four words of a counter are for four neighbours in a slice.
         four = left // 4 + tl.arange(0, COLS // 4)[None, :]
         if KIND == "1:2 exact":
             u0, u1, u2, u3 = _uniform(seed, four, row // 2, 0, ROUNDS)
@@ -100,13 +100,13 @@ def _mvue_kernel(
             group = _estimate_group(x0, x1, x2, x3, u, v, KIND, PACKED)
             if not PACKED:
                 y0, y1, y2, y3 = group
-    # A value is an element as it is, or larger than another: nothing rounds to zero, so there is no TINY.
+    # MVUE never shrinks a kept magnitude, so no cast underflows and `cast` needs no TINY.
     if PACKED:
-        places = (place_of_row, place_of_unit)
+        offsets = (row_offsets, unit_offsets)
         if DIM == 1:
-            pack_rows(out, indices, places, (y0, y1, y2, y3), top, left, rows, columns, None, None)
+            pack_rows(out, indices, offsets, (y0, y1, y2, y3), top, left, rows, columns, None, None)
         else:
-            pack_columns(out, indices, places, group, top, left, rows, columns, None, None)
+            pack_columns(out, indices, offsets, group, top, left, rows, columns, None, None)
     elif FORM == "transposed":
         store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None, None)
     else:
@@ -118,7 +118,7 @@ def _mvue_kernel(
 
 @triton.jit
 def _uniform(seed, four, group, DRAW: tl.constexpr, ROUNDS: tl.constexpr):
-    """The reference's Philox numbers in [0, 1) for vectors 4 * `four` to 4 * `four` + 3 at place `group`: four fp32."""
+    """The reference's Philox numbers in [0, 1) for group `group` of vectors 4 * `four` to 4 * `four` + 3: four fp32."""
     zero = tl.zeros_like((four + group).to(tl.uint32))
     w0, w1, w2, w3 = tl.philox(seed, zero + four.to(tl.uint32), zero + group.to(tl.uint32), zero + DRAW, zero, ROUNDS)
     return _unit(w0), _unit(w1), _unit(w2), _unit(w3)
@@ -131,7 +131,7 @@ def _unit(word):
 
 @triton.jit
 def _estimate_row(x, u, v, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """Groups along the rows of a slice: the slice again, or what `_estimate_group` has packed."""
+    """Groups along the rows of a slice: the estimate as a slice, or packed by `_estimate_group`."""
     x0, x1, x2, x3 = split4(x)
     if KIND == "1:2 exact":
         first, second = tl.split(u.reshape(x0.shape[0], x0.shape[1], 2))
@@ -147,7 +147,7 @@ def _estimate_row(x, u, v, KIND: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _estimate_group(x0, x1, x2, x3, u, v, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """Four elements; packed, two of them and their places."""
+    """The four elements of the estimate; or packed, two of them and their indices."""
     if KIND == "2:4 exact" and PACKED:
         return pick_two_packed(x0, x1, x2, x3, u)
     elif KIND == "2:4 exact":
@@ -161,8 +161,10 @@ def _estimate_group(x0, x1, x2, x3, u, v, KIND: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def _sample(x0, x1, x2, x3, u):
-    """Exact 2:4 by systematic sampling: T, and how far along the two points fall. The reference has the reasoning,
-    and these operations."""
+    """Exact 2:4 by systematic sampling: T, and between which elements the two points fall.
+
+    The operations are those of `reference.mvue`, which explains them.
+    """
     ALL: tl.constexpr = tl.PropagateNan.ALL
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     high01, high23 = tl.maximum(a0, a1, ALL), tl.maximum(a2, a3, ALL)
@@ -193,22 +195,22 @@ def pick_two(x0, x1, x2, x3, u):
 
 @triton.jit
 def pick_two_packed(x0, x1, x2, x3, u):
-    """The two elements that are picked, and their places as a nibble: half the arithmetic on values."""
+    """The two picked elements and their indices as a nibble, with half the arithmetic on values of `pick_two`."""
     ALL: tl.constexpr = tl.PropagateNan.ALL
     pick, first_by0, first_by1, second_by1, second_by2 = _sample(x0, x1, x2, x3, u)
     first = tl.where(first_by0, x0, tl.where(first_by1, x1, x2))
     second = tl.where(second_by1, x1, tl.where(second_by2, x2, x3))
-    place = tl.where(first_by0, 0, tl.where(first_by1, 1, 2)) | tl.where(second_by1, 4, tl.where(second_by2, 8, 12))
+    nibble = tl.where(first_by0, 0, tl.where(first_by1, 1, 2)) | tl.where(second_by1, 4, tl.where(second_by2, 8, 12))
     return (
         _value(first, tl.maximum(tl.abs(first), pick, ALL), first != 0),
         _value(second, tl.maximum(tl.abs(second), pick, ALL), second != 0),
-        place,
+        nibble,
     )
 
 
 @triton.jit
 def _value(x, size, keep):
-    """`size` with the sign of x where kept, 0 elsewhere; a product, through which NaN comes."""
+    """`size` with the sign of x where kept, 0 elsewhere; multiplied, so that NaN stays visible."""
     return _signed(size, x) * tl.where(keep, 1.0, 0.0)
 
 

@@ -1,7 +1,7 @@
-"""How kernels write packed and compressed results: two values of every four, and their places.
+"""How kernels write packed and compressed results: two values of every four, and their indices.
 
-Packed along rows, groups are four neighbours in a slice; along columns, the four slices (see `groups.py`). Either way
-`pack4` says what is stored, and `store_indices` where its indices go.
+Packed along rows, groups are four neighbours in a slice; along columns, the four slices (see `groups.py`). In both
+cases `pack4` chooses what is stored, and `store_indices` writes its indices.
 """
 
 import torch
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cusparselt import Layout
+from ..formats import Layout
 from .groups import cast, nibbles_to_bytes, split4
 
 
 def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | None]:
-    """What a kernel wants of one packed result: values, indices, and the two places of `layout` where compressed."""
+    """A kernel's four arguments for one packed result: values, indices, and the layout's two tensors if compressed."""
     if layout is None:
         return [*out, None, None]
     flat = out[0].view(-1)
@@ -24,7 +24,7 @@ def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | 
 
 @triton.jit
 def pack4(x0, x1, x2, x3, m1, m2, m3):
-    """The two stored of four, in order, and their places as a nibble: first | second << 2.
+    """The two stored of four, in order, and their indices as a nibble: first | second << 2.
 
     Stored are the two where m is not 0, or, of fewer, those and the first others. (Of more, the last two.) Whether the
     first element is one of the two follows from the others.
@@ -33,32 +33,32 @@ def pack4(x0, x1, x2, x3, m1, m2, m3):
     first_is_1, first_is_2 = k1 & (k2 | k3), k2 & k3
     first = tl.where(first_is_2, x2, tl.where(first_is_1, x1, x0))
     second = tl.where(k3, x3, tl.where(k2, x2, x1))
-    place = tl.where(first_is_2, 2, tl.where(first_is_1, 1, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
-    return first, second, place
+    nibble = tl.where(first_is_2, 2, tl.where(first_is_1, 1, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
+    return first, second, nibble
 
 
 @triton.jit
-def pack_rows(values, indices, places, slices, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+def pack_rows(values, indices, offsets, slices, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
     """Write a tile packed along its rows, from `pack4` of each slice `[G, COLS / 4]`: values `[rows, columns / 2]`,
-    indices as `store_indices` has them."""
-    nibble: tl.constexpr = 2
-    G: tl.constexpr = slices[0][nibble].shape[0]
-    BYTES: tl.constexpr = slices[0][nibble].shape[1] // 2
+    indices by `store_indices`."""
+    NIBBLE: tl.constexpr = 2
+    G: tl.constexpr = slices[0][NIBBLE].shape[0]
+    BYTES: tl.constexpr = slices[0][NIBBLE].shape[1] // 2
     row = top + 4 * tl.arange(0, G)[:, None]
     for i in tl.static_range(4):
         _store_values(values, slices[i], row + i, left, rows, columns, MAX, TINY)
-    # The four slices share one integer: each alone would leave threads without work.
-    four = slices[0][nibble] | (slices[1][nibble] << 8) | (slices[2][nibble] << 16) | (slices[3][nibble] << 24)
+    # The four slices share one integer, because one slice alone does not have work for all threads.
+    four = slices[0][NIBBLE] | (slices[1][NIBBLE] << 8) | (slices[2][NIBBLE] << 16) | (slices[3][NIBBLE] << 24)
     low, high = tl.split(four.reshape(G, BYTES, 2))
     packed = (low | (high << 4)).expand_dims(1) >> (8 * tl.arange(0, 4))[None, :, None]
     row = top + tl.arange(0, 4 * G)[:, None]
-    store_indices(indices, places, packed.to(tl.uint8).reshape(4 * G, BYTES), row, left, rows, columns)
+    store_indices(indices, offsets, packed.to(tl.uint8).reshape(4 * G, BYTES), row, left, rows, columns)
 
 
 @triton.jit
-def pack_columns(values, indices, places, packed, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+def pack_columns(values, indices, offsets, packed, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
     """Write a tile packed along its columns, from `pack4` of the four slices `[G, COLS]`: values `[columns, rows / 2]`,
-    indices as `store_indices` has them."""
+    indices by `store_indices`."""
     first, second, nibble = packed
     G: tl.constexpr = first.shape[0]
     COLS: tl.constexpr = first.shape[1]
@@ -67,7 +67,7 @@ def pack_columns(values, indices, places, packed, top, left, rows, columns, MAX:
     c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
     half = top // 2 + tl.arange(0, 2 * G)[None, :]
     tl.store(values + c * (rows // 2) + half, stored, mask=(c < columns) & (half < rows // 2))
-    store_indices(indices, places, nibbles_to_bytes(nibble.to(tl.uint8).trans(1, 0)), c, top, columns, rows)
+    store_indices(indices, offsets, nibbles_to_bytes(nibble.to(tl.uint8).trans(1, 0)), c, top, columns, rows)
 
 
 @triton.jit
@@ -90,15 +90,15 @@ def pack_row(y, m):
 
 
 @triton.jit
-def store_indices(ptr, places, packed, row, left, rows, columns):
+def store_indices(ptr, offsets, packed, row, left, rows, columns):
     """Write the indices, bytes, of rows `[R, 1]` from element `left` on: into `[rows, columns / 8]`, or as units of 16
-    bits in the order that `places` gives (see `Layout`)."""
+    bits at the sum of the two `offsets` (see `Layout`)."""
     BYTES: tl.constexpr = packed.shape[1]
-    if places[0] is None:
+    if offsets[0] is None:
         byte = left // 8 + tl.arange(0, BYTES)[None, :]
         tl.store(ptr + row * (columns // 8) + byte, packed, mask=(row < rows) & (byte < columns // 8))
     else:
         low, high = tl.split(packed.to(tl.int16).reshape(packed.shape[0], BYTES // 2, 2))
         unit = left // 16 + tl.arange(0, BYTES // 2)[None, :]
-        place = tl.load(places[0] + row, mask=row < rows) + tl.load(places[1] + unit, mask=unit < columns // 16)
-        tl.store(ptr + place, low | (high << 8), mask=(row < rows) & (unit < columns // 16))
+        offset = tl.load(offsets[0] + row, mask=row < rows) + tl.load(offsets[1] + unit, mask=unit < columns // 16)
+        tl.store(ptr + offset, low | (high << 8), mask=(row < rows) & (unit < columns // 16))

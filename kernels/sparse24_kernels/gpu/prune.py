@@ -6,8 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from ..cusparselt import Layout
-from ..prune import empty_packed
+from ..formats import Layout, empty_compressed, empty_packed
 from .groups import (
     LAUNCH,
     as_matrix,
@@ -46,13 +45,17 @@ def prune(
     rows, columns = matrix.shape
     out: dict[str, list[Tensor]] = {}
     layouts = layouts or {}
-    stored = {"rows": [None] * 4, "columns": [None] * 4}
+    stored: dict[str, list[Tensor | None]] = {"rows": [None] * 4, "columns": [None] * 4}
     for form in forms:
         if form in ("dense", "transposed"):
             out[form] = [matrix.new_empty(weight.shape if form == "dense" else (columns, rows), dtype=dtype)]
         else:
             along_columns = form.endswith("-transposed")
-            out[form] = empty_packed(matrix.t() if along_columns else matrix, dtype, form in layouts)
+            packed_matrix = matrix.t() if along_columns else matrix
+            if form in layouts:
+                out[form] = [empty_compressed(packed_matrix, dtype)]
+            else:
+                out[form] = empty_packed(packed_matrix, dtype)
             stored["columns" if along_columns else "rows"] = packed_arguments(out[form], layouts.get(form))
     if matrix.numel():
         _prune_kernel[grid(rows, columns)](
@@ -83,12 +86,12 @@ def _prune_kernel(
     transposed,
     values,
     indices,
-    place_of_row,
-    place_of_unit,
+    row_offsets,
+    unit_offsets,
     values_t,
     indices_t,
-    place_of_row_t,
-    place_of_unit_t,
+    row_offsets_t,
+    unit_offsets_t,
     rows,
     columns,
     RULE: tl.constexpr,
@@ -127,13 +130,13 @@ def _prune_kernel(
     if transposed is not None:
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, MAX, TINY)
     if values is not None:
-        places = (place_of_row, place_of_unit)
+        offsets = (row_offsets, unit_offsets)
         slices = (pack_row(y0, m0), pack_row(y1, m1), pack_row(y2, m2), pack_row(y3, m3))
-        pack_rows(values, indices, places, slices, top, left, rows, columns, MAX, TINY)
+        pack_rows(values, indices, offsets, slices, top, left, rows, columns, MAX, TINY)
     if values_t is not None:
-        places = (place_of_row_t, place_of_unit_t)
+        offsets = (row_offsets_t, unit_offsets_t)
         packed = pack4(y0, y1, y2, y3, m1, m2, m3)
-        pack_columns(values_t, indices_t, places, packed, top, left, rows, columns, MAX, TINY)
+        pack_columns(values_t, indices_t, offsets, packed, top, left, rows, columns, MAX, TINY)
 
 
 @triton.jit

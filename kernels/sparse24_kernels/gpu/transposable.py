@@ -1,8 +1,8 @@
 """Triton: the exact 2:4 transposable mask of every 4x4 tile, without the 90 patterns.
 
-A thread holds the 16 magnitudes of a tile and plays the tournament of `reference.transposable`: about 60 additions
-and 26 comparisons in place of 90 sums of eight elements, and ties fall the same way. With a score goes its part of
-the mask, 16 bits in a float: adding two floats costs a GPU half of what joining two integers does.
+A thread holds the 16 magnitudes of a tile and runs the tournament of `reference.transposable`: about 60 additions and
+26 comparisons instead of 90 sums of eight elements, and ties have the same winner. Each score is carried along with its
+part of the mask, 16 bits in a float, because adding two floats costs a GPU half of what joining two integers does.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..masks import empty_mask
+from ..formats import empty_mask
 from .groups import LAUNCH, grid, load4, on_its_device, split4, store_mask, tile
 
 _HUGE = tl.constexpr(torch.finfo(torch.float32).max / 16)  # what the reference takes for inf and NaN
@@ -88,7 +88,7 @@ def _best_pattern(x0, x1, x2, x3):
     halves = _apart(_add(x0, x1), _add(x2, x3), 17.0, 4352.0)
     score, bits = _all_apart(halves)
     for i in tl.static_range(6):
-        # Pairs are in an order in which the i-th from the end has the other two columns.
+        # Pairs are ordered so that the i-th from the end has the other two columns.
         both = (upper[i][0] + lower[i][0]) + halves[5 - i][0]
         score, bits = _better(score, bits, both, (upper[i][1] + lower[i][1]) + halves[5 - i][1])
     above, above_bits = _all_apart(upper)

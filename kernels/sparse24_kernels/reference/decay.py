@@ -1,4 +1,4 @@
-"""The pull of pruned weights towards zero, through the gradient."""
+"""Masked decay: pulls pruned weights towards zero through the gradient."""
 
 from torch import Tensor
 

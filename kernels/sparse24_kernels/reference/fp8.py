@@ -1,4 +1,4 @@
-"""FP8 with one current scale per tensor: the largest magnitude meets the format's largest value."""
+"""FP8 with one current scale per tensor, which maps the largest magnitude to the format's largest value."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     dtype = FORMATS[format]
     values = x.float()
     amax = values.abs().amax() if x.numel() else values.new_zeros(())
-    # The clamp is for a tensor of zeros, and for one so small that the scale overflows.
+    # Clamped for tensors of zeros, and of values so small that the scale overflows.
     scale = (torch.finfo(dtype).max / amax).clamp(max=torch.finfo(torch.float32).max)
     return cast(values * scale, dtype), scale
 

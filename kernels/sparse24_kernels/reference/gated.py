@@ -1,15 +1,17 @@
 """Gated activations `act(gate) * up` and their gradients.
 
-Half precision is computed in fp32 and rounded once. Every result takes the memory layout of the tensor it belongs to:
-sparse products leave column-major outputs behind, and walking those row by row costs several times the arithmetic.
+Half precision is computed in fp32 and rounded once. Every result has the memory layout of the tensor it belongs to:
+sparse GEMMs have column-major outputs, and reading those row by row costs several times the arithmetic.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 _ops = torch.ops.aten
 # kind -> the activation, and its gradient from (gradient of its output, its input).
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "swiglu": (_ops.silu, _ops.silu_backward),
     "geglu": (
         lambda x: _ops.gelu(x, approximate="tanh"),

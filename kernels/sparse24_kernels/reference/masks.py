@@ -1,4 +1,4 @@
-"""N:M masks by magnitude, masks as packed bits, and how many entries two masks differ in."""
+"""N:M masks by magnitude, masks as packed bits, and the number of entries in which two masks differ."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ def groups(x: Tensor, m: int, dim: int) -> Tensor:
 
 
 def member_dim(dim: int) -> int:
-    """Where the m members of a group stand after `groups(x, m, dim)`."""
+    """The dimension of a group's m members after `groups(x, m, dim)`."""
     return dim if dim < 0 else dim + 1
 
 
@@ -35,7 +35,7 @@ def _two_largest_of_four(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> list
 
 def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     """Keep the n largest magnitudes of each group of m: bool, same shape as `weight`, or its packed bits."""
-    # Without their sign, the bits of floats order as integers: NaN above inf, and faster to compare on a CPU.
+    # Without their sign, the bits of floats compare as integers, NaN above inf; that is faster on a CPU.
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     magnitude = weight.view(integer) & torch.iinfo(integer).max
     magnitude, member = groups(magnitude, m, dim), member_dim(dim)
@@ -63,16 +63,16 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 
 
 def as_bool(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask of `like`'s shape as bool, whether it came as bool or as packed bits."""
+    """A mask of `like`'s shape as bool, from bool or packed bits."""
     return mask if mask.dtype == torch.bool else unpack_bits(mask, like.shape[-1])
 
 
 def as_bits(mask: Tensor) -> Tensor:
-    """A mask as packed bits, whether it came as bool or as packed bits."""
+    """A mask as packed bits, from bool or packed bits."""
     return pack_bits(mask) if mask.dtype == torch.bool else mask
 
 
 def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
-    """int64 `[len(before)]`: in how many entries each pair of masks, as packed bits, differs."""
+    """int64 `[len(before)]`: the number of entries in which each pair of masks, as packed bits, differs."""
     bits_set = torch.tensor([byte.bit_count() for byte in range(256)], device=before[0].device)
     return torch.stack([bits_set[(old ^ new).long()].sum() for old, new in zip(before, after)])

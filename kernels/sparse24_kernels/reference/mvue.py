@@ -1,9 +1,11 @@
 """Minimum-variance unbiased estimates: random n:m tensors whose expectation is the input."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from ..cusparselt import Layout
+from ..formats import Layout
 from .masks import groups, member_dim
 from .philox import uniform
 from .prune import compress, pack
@@ -19,10 +21,10 @@ def mvue(
     form: str,
     layout: Layout | None = None,
 ) -> list[Tensor]:
-    """Draw the estimate of `x` that `key` fixes, in one form (with a layout, compressed); `dim` is not negative.
+    """Draw the estimate of `x` that `key` determines, in one form (with a layout, compressed); `dim` is not negative.
 
-    One number (two for "approx") per group, by its place along `dim` and the vector along `dim` that it belongs to. So
-    the estimate of a transposed matrix along the other dimension is the transposed estimate.
+    Each group gets one random number (two for "approx"), determined by its index along `dim` and by the vector along
+    `dim` that it is in. So the estimate of a transposed matrix along the other dimension is the transposed estimate.
     """
     size, missing = x.shape[dim], -x.shape[dim] % m
     if missing:
@@ -37,8 +39,9 @@ def mvue(
         return [estimate.narrow(dim, 0, size).contiguous()]
     if form == "transposed":
         return [estimate.narrow(dim, 0, size).t().contiguous()]
-    packed = pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
-    return packed if layout is None else [compress(*packed, layout)]
+    assert stored is not None  # 1:2 has no packed form, which `mvue` of the public functions checks
+    values, indices = pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
+    return [values, indices] if layout is None else [compress(values, indices, layout)]
 
 
 def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -48,16 +51,16 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     inclusion probability is b_i / T, and the unbiased value of a kept element is sign(x_i) * max(a_i, T): the largest
     element is kept as it is when it outweighs the other three, and everything else counts as T. Laying the b_i end to
     end and keeping those that the two points u*T and (u + 1)*T fall into picks exactly two. A group with one non-zero
-    has T = 0 and no length to sample from; with T = M it is picked, and beside it a zero. (Subnormals for which S/2
-    rounds to 0 have T = 0 too, and a bias of their own size.)
+    has T = 0 and no length to sample from; with T = M instead, it is picked together with a zero. (Subnormals for which
+    S/2 rounds to 0 have T = 0 too, and a bias of their own size.)
     """
     values, member = groups(x.float(), 4, dim), member_dim(dim)
     a = values.abs()
     a0, a1, a2, a3 = a.unbind(member)
     high01, high23 = torch.maximum(a0, a1), torch.maximum(a2, a3)
     largest = torch.maximum(high01, high23)
-    # Summed from its own three terms: S - M would cancel to nothing beside one huge value. In place from here on: on
-    # a CPU, fresh memory costs more than the arithmetic.
+    # S - M summed from its own three terms, because the difference would cancel beside one huge value. In place from
+    # here on, because on a CPU fresh memory costs more than the arithmetic.
     others = torch.minimum(high01, high23).add_(torch.minimum(a0, a1)).add_(torch.minimum(a2, a3))
     pick = torch.minimum(largest * 0.5 + others * 0.5, others)  # T
     pick = torch.where(pick > 0, pick, largest)
@@ -78,8 +81,8 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         ],
         member,
     )
-    # Where rounding lets a point pass the last non-zero, a zero is picked and must stay one. A product drops the others
-    # faster than masked_fill_ does; adding zero turns its -0.0 into +0.0.
+    # Rounding may put a point behind the last non-zero; then a zero is picked and must stay a zero. Multiplying drops
+    # the other elements faster than masked_fill_ does; adding zero turns -0.0 into +0.0.
     kept = picked.logical_and(a)
     estimate = torch.maximum(a, pick.unsqueeze(member), out=a).copysign_(values).mul_(kept).add_(0.0)
     return estimate.reshape(x.shape).to(x.dtype), picked.reshape(x.shape)
@@ -124,7 +127,7 @@ def _sums_of_the_other_three(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> 
     return [a1 + high, a0 + high, low + a3, low + a2], low + high
 
 
-def _draw(weights: list[Tensor], uniform: Tensor) -> Tensor:
+def _draw(weights: Sequence[Tensor], uniform: Tensor) -> Tensor:
     """Which of four, with probability in proportion to its weight."""
     end0 = weights[0]
     end1 = end0 + weights[1]
@@ -134,4 +137,8 @@ def _draw(weights: list[Tensor], uniform: Tensor) -> Tensor:
 
 
 # Each returns the estimate, and which elements a packed form stores (at most two of every four).
-_ESTIMATORS = {(2, 4, "exact"): _mvue_24, (2, 4, "approx"): _mvue_24_approx, (1, 2, "exact"): _mvue_12}
+_ESTIMATORS: dict[tuple[int, int, str], Callable[..., tuple[Tensor, Tensor | None]]] = {
+    (2, 4, "exact"): _mvue_24,
+    (2, 4, "approx"): _mvue_24_approx,
+    (1, 2, "exact"): _mvue_12,
+}

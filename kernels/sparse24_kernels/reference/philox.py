@@ -16,8 +16,8 @@ _LOW = 0xFFFFFFFF
 def uniform(key: Tensor, groups: int, vectors: int, draw: int = 0) -> Tensor:
     """fp32 `[groups, vectors]` in [0, 1), multiples of 2^-24: one number for each group of each vector.
 
-    The counter is (vector // 4, group, draw, 0); its four results serve four neighbouring vectors. `key` is an int64
-    scalar; `draw` tells independent numbers for the same group apart.
+    The counter is (vector // 4, group, draw, 0); its four results are for four neighbouring vectors. `key` is an int64
+    scalar; each `draw` gives independent numbers for the same group.
     """
     shape, device = (groups, (vectors + 3) // 4), key.device
     c0 = torch.arange(shape[1], device=device).expand(shape).clone()
@@ -30,8 +30,9 @@ def uniform(key: Tensor, groups: int, vectors: int, draw: int = 0) -> Tensor:
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
     """Four counters (overwritten) and two keys -> four results: words of 32 bits, all held in int64.
 
-    torch has no unsigned 32-bit product with a high half. In place, since on a CPU fresh memory costs more than the
-    arithmetic; a product's bit 63 may be set, so its high half is cut out after the (arithmetic) shift.
+    In int64, because torch has no unsigned 32-bit multiplication that gives the high half. Bit 63 of the result may be
+    set, so its high half is masked after the (arithmetic) shift. In place, because on a CPU fresh memory costs more
+    than the arithmetic.
     """
     first, second = torch.empty_like(c0), torch.empty_like(c0)
     for _ in range(ROUNDS):

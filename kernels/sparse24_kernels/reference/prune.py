@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..cusparselt import Layout
+from ..formats import Layout
 from .masks import as_bool, groups, member_dim, nm_mask
 
 
@@ -19,24 +19,25 @@ def prune(
     forms: list[str],
     layouts: dict[str, Layout] | None = None,
 ) -> list[Tensor]:
-    """The pruned weight in each of the wanted forms; a packed form is two tensors, a compressed one has a layout."""
+    """The pruned weight in each of `forms`. A packed form is two tensors; a compressed one needs a layout."""
     if rule == "soft-threshold":
         pruned = soft_threshold(weight, n, m, dim, scale)
         keep = pruned != 0
     else:
-        keep = nm_mask(weight, n, m, dim, packed=False) if rule == "magnitude" else as_bool(mask, weight)
-        # A product, so that a NaN shows even where it is masked.
+        keep = nm_mask(weight, n, m, dim, packed=False) if mask is None else as_bool(mask, weight)
+        # Multiplied, so that a NaN shows even where it is masked.
         pruned = weight * keep
     pruned = cast(pruned, dtype).contiguous()
-    results, layouts = [], layouts or {}
+    layouts = layouts or {}
+    results: list[Tensor] = []
     for form in forms:
         if form == "dense":
             results.append(pruned)
         elif form == "transposed":
             results.append(pruned.t().clone(memory_format=torch.contiguous_format))
         else:
-            packed = pack(pruned.t(), keep.t()) if form.endswith("-transposed") else pack(pruned, keep)
-            results += [compress(*packed, layouts[form])] if form in layouts else packed
+            values, indices = pack(pruned.t(), keep.t()) if form.endswith("-transposed") else pack(pruned, keep)
+            results += [compress(values, indices, layouts[form])] if form in layouts else [values, indices]
     return results
 
 
@@ -59,7 +60,7 @@ def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | Non
 
 
 def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
-    """`fresh` (overwritten where it can be) in `dtype`, never -0.0; FP8 saturates."""
+    """`fresh` in `dtype`, never -0.0; FP8 saturates. May overwrite `fresh`."""
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
         bits = fresh.clamp_(-limit, limit).to(dtype).view(torch.uint8)
@@ -71,8 +72,8 @@ def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
 def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     """`[R, K]` of which `keep` marks at most two in every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
 
-    Stored are those two, or, of fewer, them and the first others. (Of more, the last two.) A group's two
-    indices take four bits, the lower element first; the lower group stands in the lower half of a byte.
+    Stores the two marked elements; where fewer are marked, the first others besides; where more are marked, the last
+    two. A group's two indices take four bits, the lower element first; the lower group is in the lower half of a byte.
     """
     rows, size = pruned.shape
     _, k1, k2, k3 = keep.reshape(rows, size // 4, 4).unbind(-1)
@@ -85,7 +86,7 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
 
 
 def compress(values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
-    """A packed matrix as the library lays it out: values and then indices, those where `layout` says."""
+    """A packed matrix as the library stores it: the values, then the indices in the order of `layout`."""
     flat = values.new_empty(values.numel() * 9 // 8)
     flat[: values.numel()] = values.flatten()
     units = flat[values.numel() :].view(torch.int16)
@@ -104,7 +105,7 @@ def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def integer_of(x: Tensor) -> torch.dtype:
-    """The integer dtype of the same size, for values that are only moved: FP8 tensors cannot even do that."""
+    """The integer dtype of the same size, for values that are only moved, which torch cannot do with FP8 tensors."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
 
 

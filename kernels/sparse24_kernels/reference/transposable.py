@@ -4,13 +4,15 @@ Four ways to choose a mask, best first. Kept share of the L1 norm on Gaussian 4x
 
     exact, min-cost-flow   0.703   the optimum: over all 90 legal patterns, or as a flow problem
     greedy                 0.692   keep the largest that still fits; torch's `_sparse_semi_structured_tile`
-    two-approx             0.630   prune the smallest while a line still has to lose some; within 2x of the optimal loss
+    two-approx             0.630   prune the smallest while its row or column still has too many; within 2x of the
+                                   optimal loss
 
-Every solver sees magnitudes of whole tiles `[T, m, m]` in fp32 and returns bool `[T, m, m]`. Of equals the lower index
-(row by row) is kept by the two fast solvers. The exact one takes the first of equals in the order of its tournament;
-min-cost-flow promises an optimum but not which.
+Every solver takes the magnitudes of tiles `[T, m, m]` in fp32 and returns bool `[T, m, m]`. Among equal magnitudes the
+two fast solvers keep the lower index (row by row). Among equal patterns the exact solver takes the first in the order
+of its tournament; min-cost-flow finds an optimum, but does not say which.
 """
 
+from collections.abc import Callable
 from itertools import combinations
 
 import torch
@@ -20,9 +22,9 @@ from .masks import pack_bits
 
 
 def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
-    """Cut `[R, C]` into m x m tiles of the matrix itself, solve each, and put the mask together again."""
+    """Split `[R, C]` into m x m tiles of the matrix itself, solve each, and join the masks."""
     rows, columns = weight.shape
-    # Finite stand-ins for NaN and inf: scores are products with zeros and differences, which inf would poison.
+    # Finite values instead of NaN and inf, because scores multiply by zero and subtract, which inf turns into NaN.
     huge = torch.finfo(torch.float32).max / m**2
     magnitude = weight.float().abs().nan_to_num(nan=huge, posinf=huge).clamp(max=huge)
     tiles = magnitude.reshape(rows // m, m, columns // m, m).transpose(1, 2).reshape(-1, m, m)
@@ -36,18 +38,19 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
 def _by_patterns(tiles: Tensor, n: int) -> Tensor:
     """2:4 only: the best of the 90 patterns (Hu et al. 2024, Algorithm 1), found without scoring 90 sums.
 
-    A column is kept by both upper rows, by both lower rows, or by one of each. As many columns must be of the first
-    kind as of the second, so there are three kinds of patterns, and each is made of *pairs* of columns kept apart:
+    A column is kept in both upper rows, in both lower rows, or in one of each ("mixed"). The first two kinds have
+    equally many columns, so 0, 2 or 4 columns are mixed. Each case consists of *pairs* of columns kept apart, that is,
+    one in one place and the other in the other:
 
-        none mixed    two columns to the upper half, two to the lower: two pairs, kept apart between the halves
-        two mixed     these two apart between the upper rows, and between the lower rows; the others apart between
-                      the halves
-        four mixed    two pairs apart between the upper rows, and two pairs between the lower rows
+        none mixed    two pairs apart between the upper and the lower half
+        two mixed     these two apart between the upper rows, and apart between the lower rows; the other two apart
+                      between the halves
+        four mixed    two pairs apart between the upper rows, and two pairs apart between the lower rows
     """
     return torch.cat([_best_patterns(part) for part in tiles.split(1 << 16)])
 
 
-_Scored = tuple[Tensor, Tensor]  # a score per tile, and its part of the mask as 16 bits
+_Scored = tuple[Tensor, Tensor]  # a score per tile, and the part of the mask that has it, as 16 bits
 
 
 def _better(first: _Scored, second: _Scored) -> _Scored:
@@ -60,7 +63,7 @@ def _sum(first: _Scored, second: _Scored) -> _Scored:
 
 
 def _apart(x: Tensor, y: Tensor, bits_x: int, bits_y: int) -> dict[str, _Scored]:
-    """For each two columns the better way to keep one in x and the other in y, both `[T, 4]`."""
+    """For each two columns the better way to keep one in x and the other in y. x and y are rows `[T, 4]`."""
 
     def keep(i: int, j: int) -> _Scored:
         score = x[:, i] + y[:, j]
@@ -70,7 +73,7 @@ def _apart(x: Tensor, y: Tensor, bits_x: int, bits_y: int) -> dict[str, _Scored]
 
 
 def _all_apart(pairs: dict[str, _Scored]) -> _Scored:
-    """Two columns kept in one of the two, two in the other."""
+    """The better way to keep two columns in one place and two in the other."""
     return _better(_sum(pairs["ac"], pairs["bd"]), _sum(pairs["ab"], pairs["cd"]))
 
 
@@ -89,8 +92,8 @@ def _best_patterns(tiles: Tensor) -> Tensor:
 def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
     """The optimum for any n:m (Hubara et al. 2021, section 3.1): n units from every row to every column of a tile.
 
-    All tiles are one flow problem without ties between them, solved by OR-tools on the CPU. Costs are integers there:
-    magnitudes are scaled to 2^40 per tile, finer than fp32 adds them up, and equal magnitudes stay equal.
+    All tiles are one flow problem of unconnected parts, solved by OR-tools on the CPU. Its costs are integers:
+    magnitudes scaled to 2^40 per tile, which is finer than an fp32 sum, and equal magnitudes stay equal.
     """
     try:
         from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
@@ -118,20 +121,21 @@ def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
 
 
 def _by_greedy(tiles: Tensor, n: int) -> Tensor:
-    """From the largest down, keep what its row and its column have room for. Some tiles end with fewer than n * m."""
+    """From the largest down, keep what leaves at most n in its row and its column. Some tiles keep fewer than n * m."""
     return _sweep(tiles, descending=True, fits=lambda row, column: (row < n) & (column < n))
 
 
 def _by_two_approx(tiles: Tensor, n: int) -> Tensor:
-    """From the smallest up, prune while the row *or* the column still has to lose some (Hubara et al. 2021, Alg. 1).
+    """From the smallest up, prune while the row *or* the column still has more than n (Hubara et al. 2021, Alg. 1).
 
-    The pruned magnitude is at most twice the least possible. Lines that others prune from end with fewer than n.
+    The pruned magnitude is at most twice the least possible. A row keeps fewer than n where columns prune from it, and
+    a column where rows do.
     """
     must_lose = tiles.shape[-1] - n
     return ~_sweep(tiles, descending=False, fits=lambda row, column: (row < must_lose) | (column < must_lose))
 
 
-def _sweep(tiles: Tensor, descending: bool, fits) -> Tensor:
+def _sweep(tiles: Tensor, descending: bool, fits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Visit each tile's elements by magnitude and take those for which `fits(taken in row, taken in column)`."""
     count, m, _ = tiles.shape
     flat = tiles.flatten(1)

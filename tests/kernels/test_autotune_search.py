@@ -7,15 +7,15 @@ import threading
 import time
 
 import pytest
-from sparse24_kernels import tuner
-from sparse24_kernels.cusparselt import Algorithm
-from sparse24_kernels.tuner import child as tuner_child
-from sparse24_kernels.tuner import choose, reset, tune
-from sparse24_kernels.tuner import search as tuner_search
-from sparse24_kernels.tuner.table import Table
-from tuner_stage import CPU, HERE, PROBLEM, measured, remember, user_file
+from autotune_stage import CPU, HERE, PROBLEM, measured, remember, tune, user_file
+from sparse24_kernels import Algorithm
+from sparse24_kernels.gemm import autotune
+from sparse24_kernels.gemm.autotune import child as autotune_child
+from sparse24_kernels.gemm.autotune import choose, reset
+from sparse24_kernels.gemm.autotune import search as autotune_search
+from sparse24_kernels.gemm.autotune.table import Table
 
-pytestmark = pytest.mark.usefixtures("tuner_stage")
+pytestmark = pytest.mark.usefixtures("autotune_stage")
 
 
 def test_search(stand_in):
@@ -67,7 +67,7 @@ def test_ids_that_kill_every_child_end_too(stand_in):
 
 
 @pytest.mark.parametrize(
-    "misdeed, why",
+    "misdeed, reason",
     [
         ("hang", "no answer within 0.5 s"),
         ("crash", "it died of SIGSEGV: CUDA error: illegal access"),
@@ -80,20 +80,20 @@ def test_ids_that_kill_every_child_end_too(stand_in):
         ("nan", "impossible times"),
     ],
 )
-def test_a_misdeed_is_remembered_and_the_run_goes_on(misdeed, why, stand_in):
+def test_a_misdeed_is_remembered_and_the_run_goes_on(misdeed, reason, stand_in):
     worker = stand_in(**{"0": 90, "1": misdeed, "2": 60, "max_id": 2})
     other = PROBLEM._replace(m=128, n=1024)
     verdicts = tune([PROBLEM, other], CPU, worker=worker.command)
     assert [verdict.algorithm for verdict in verdicts.values()] == [Algorithm(2)] * 2
     assert worker.tried().count("1") == 1  # not for the other size either
     (failure,) = Table(HERE).failures.values()
-    assert failure[:2] == (PROBLEM, Algorithm(1)) and why in failure.why
+    assert failure[:2] == (PROBLEM, Algorithm(1)) and reason in failure.reason
     reset()
     tune([PROBLEM], CPU, worker=worker.command)  # nor in another process
     assert worker.tried().count("1") == 1
     remember(other, measured(1, 10.0), measured(2, 60.0))  # nor by a table that says it is fast
     assert choose(other, CPU).algorithm == Algorithm(2)
-    assert choose(other._replace(transposed=False), CPU).reason == tuner.NOT_TUNED
+    assert choose(other._replace(transposed=False), CPU).reason == autotune.NOT_TUNED
 
 
 def test_noise_between_replies_does_no_harm(stand_in):
@@ -121,17 +121,23 @@ def test_a_worker_that_never_starts(command):
     verdicts = tune([PROBLEM, PROBLEM._replace(m=128)], CPU, worker=command)
     for verdict in verdicts.values():
         assert verdict.backend == "dense" and ("bad day" in verdict.reason or "No such file" in verdict.reason)
-    assert choose(PROBLEM, CPU).reason == tuner.NOT_TUNED  # nothing was measured, so nothing is remembered
+    assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED  # nothing was measured, so nothing is remembered
     assert not user_file().exists()
 
 
 def test_a_device_that_does_not_come_back(stand_in, monkeypatch):
-    monkeypatch.setattr(tuner_child, "KILL_SECONDS", 0.1)
+    monkeypatch.setattr(autotune_child, "KILL_SECONDS", 0.1)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
     worker = stand_in(_0="hang")
     started = []
-    start = tuner_child.Child._start
-    monkeypatch.setattr(tuner_child.Child, "_start", lambda self: (start(self), started.append(self._process)))
+    start = autotune_child.Child._start
+
+    def start_and_note(self):
+        stdin = start(self)
+        started.append(self._process)
+        return stdin
+
+    monkeypatch.setattr(autotune_child.Child, "_start", start_and_note)
     try:
         verdicts = tune([PROBLEM, PROBLEM._replace(m=128)], CPU, worker=worker.command)
     finally:
@@ -143,23 +149,13 @@ def test_a_device_that_does_not_come_back(stand_in, monkeypatch):
     assert [failure.algorithm for failure in Table(HERE).failures.values()] == [Algorithm(0)]
 
 
-def test_tuning_changes_the_verdict_and_choose_may_ask_for_it(stand_in, monkeypatch):
-    worker = stand_in(_0=50)
-    monkeypatch.setattr(tuner, "WORKER", worker.command)
-    assert choose(PROBLEM, CPU).backend == "dense"
-    assert choose(PROBLEM._replace(n=4000), CPU, tune=True).algorithm == Algorithm(0)
-    asked = len(worker.tried())
-    assert choose(PROBLEM, CPU).backend == choose(PROBLEM, CPU, tune=True).backend == "cusparselt"
-    assert len(worker.tried()) == asked and list(Table(HERE).entries) == [PROBLEM]
+def test_tuning_changes_the_verdict(stand_in):
+    assert choose(PROBLEM, CPU).backend == "dense" and not choose(PROBLEM, CPU).measured
+    tune([PROBLEM], CPU, worker=stand_in(_0=50).command)
+    assert choose(PROBLEM._replace(n=4000), CPU).algorithm == choose(PROBLEM, CPU).algorithm == Algorithm(0)
+    assert choose(PROBLEM, CPU).backend == "cusparselt" and choose(PROBLEM, CPU).measured
     tune([PROBLEM], CPU, worker=stand_in(_0=120).command)
-    assert choose(PROBLEM, CPU).backend == "dense"
-
-
-def test_a_failed_attempt_is_not_repeated_at_every_product(monkeypatch):
-    calls = []
-    monkeypatch.setattr(tuner, "tune", lambda problems, device: calls.append(problems))
-    assert {choose(PROBLEM, CPU, tune=True).reason for _ in range(3)} == {tuner.NOT_TUNED}
-    assert len(calls) == 1
+    assert choose(PROBLEM, CPU).backend == "dense" and choose(PROBLEM, CPU).measured
 
 
 def test_interrupting_keeps_what_is_done(stand_in):
@@ -182,7 +178,7 @@ def test_interrupting_keeps_what_is_done(stand_in):
 
 
 def test_a_terminals_ctrl_c_reaches_the_parent_alone(stand_in):
-    with tuner_child.Child(stand_in(_0=50).command) as child:
+    with autotune_child.Child(stand_in(_0=50).command) as child:
         child.ask({"algorithm": None}, 10)
         process = child._process
         assert os.getsid(process.pid) == process.pid
@@ -190,7 +186,7 @@ def test_a_terminals_ctrl_c_reaches_the_parent_alone(stand_in):
 
 
 def test_ctrl_c_while_a_child_hangs(stand_in, monkeypatch):
-    monkeypatch.setattr(tuner_search, "CANDIDATE_SECONDS", 100)
+    monkeypatch.setattr(autotune_search, "CANDIDATE_SECONDS", 100)
     worker = stand_in(_0="hang")
 
     def press():

@@ -4,25 +4,24 @@ import sys
 
 import pytest
 import torch
-from sparse24_kernels import tuner
-from sparse24_kernels.cusparselt import Algorithm, Problem
-from sparse24_kernels.tuner import check as tuner_check
-from sparse24_kernels.tuner import records as tuner_records
-from sparse24_kernels.tuner import search as tuner_search
-from sparse24_kernels.tuner import tune
-from sparse24_kernels.tuner import worker as tuner_worker
-from sparse24_kernels.tuner.records import bucket, bucket_start
-from sparse24_kernels.tuner.table import Table
-from tuner_stage import CPU, HERE, PROBLEM
+from autotune_stage import CPU, HERE, PROBLEM, tune
+from sparse24_kernels import Algorithm, GemmProblem
+from sparse24_kernels.gemm import autotune
+from sparse24_kernels.gemm.autotune import check as autotune_check
+from sparse24_kernels.gemm.autotune import records as autotune_records
+from sparse24_kernels.gemm.autotune import search as autotune_search
+from sparse24_kernels.gemm.autotune import worker as autotune_worker
+from sparse24_kernels.gemm.autotune.records import bucket, bucket_start
+from sparse24_kernels.gemm.autotune.table import Table
 
-pytestmark = pytest.mark.usefixtures("tuner_stage")
+pytestmark = pytest.mark.usefixtures("autotune_stage")
 
 
-SMALL = Problem(32, 40, 64, torch.bfloat16, True, True)
+SMALL = GemmProblem(32, 40, 64, torch.bfloat16, True, True)
 PLAIN = Algorithm()
 
 
-class CpuLibrary(tuner_check.Library):
+class CpuLibrary(autotune_check.Library):
     """Right, and twice as fast as dense, unless told otherwise by what follows."""
 
     def compress(self, matrix):
@@ -51,7 +50,7 @@ class CpuLibrary(tuner_check.Library):
 
 
 def attempt(library, problem=SMALL, algorithm=PLAIN):
-    return tuner_check.try_candidate(library, tuner_check.prepare(library, problem), algorithm, 1)
+    return autotune_check.try_candidate(library, autotune_check.prepare(library, problem), algorithm, 1)
 
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -63,9 +62,9 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("m, n, k", [(32, 40, 64), (16, 1, 4096), (48, 130, 512)])
 def test_a_right_library_passes(dtype, column_major, transposed, m, n, k):
     library = CpuLibrary(CPU)
-    problem = Problem(m, n, k, dtype, column_major, transposed)
+    problem = GemmProblem(m, n, k, dtype, column_major, transposed)
     assert attempt(library, problem) == (50.0, 100.0)
-    cases = tuner_check.prepare(library, problem)
+    cases = autotune_check.prepare(library, problem)
     assert {case.problem.n for case in cases} == {n, bucket_start(n), bucket(n)}
     for case in cases:
         groups = case.matrix.view(m, -1, 4)
@@ -121,7 +120,7 @@ def one_element(value):
     ],
 )
 def test_wrong_numbers_are_rejected(tamper):
-    with pytest.raises(tuner_check.Rejected, match="wrong numbers") as caught:
+    with pytest.raises(autotune_check.Rejected, match="wrong numbers") as caught:
         attempt(Tampered(tamper))
     assert caught.value.deny
 
@@ -131,7 +130,7 @@ def test_a_bias_that_is_lost_shows():
         def matmul(self, compressed, dense, problem, algorithm, bias=None):
             return super().matmul(compressed, dense, problem, algorithm)
 
-    with pytest.raises(tuner_check.Rejected, match=r"wrong numbers on .* with a bias"):
+    with pytest.raises(autotune_check.Rejected, match=r"wrong numbers on .* with a bias"):
         attempt(Deaf(CPU))
 
 
@@ -141,21 +140,21 @@ def test_one_lost_term_shows(dtype):
         def matmul(self, compressed, dense, problem, algorithm, bias=None):
             return self.laid_out(compressed[:, :-1].float() @ dense[:-1].float(), problem, bias)
 
-    with pytest.raises(tuner_check.Rejected, match="wrong numbers"):
-        attempt(Forgetful(CPU), Problem(64, 256, 4096, dtype, True, True))
+    with pytest.raises(autotune_check.Rejected, match="wrong numbers"):
+        attempt(Forgetful(CPU), GemmProblem(64, 256, 4096, dtype, True, True))
 
 
 @every_dtype
 def test_sums_in_low_precision_are_rejected(dtype):
-    """Split-k that adds its parts in the operands' dtype is not as good as the dense product."""
+    """Split-k that adds its parts in the operands' dtype is less accurate than dense math."""
 
     class Coarse(CpuLibrary):
         def matmul(self, compressed, dense, problem, algorithm, bias=None):
             parts = zip(compressed.float().chunk(8, 1), dense.float().chunk(8, 0))
             return self.laid_out(sum((a @ b).to(dtype) for a, b in parts), problem, bias)
 
-    with pytest.raises(tuner_check.Rejected, match="wrong numbers"):
-        attempt(Coarse(CPU), Problem(64, 256, 1024, dtype, True, True), Algorithm(0, 8))
+    with pytest.raises(autotune_check.Rejected, match="wrong numbers"):
+        attempt(Coarse(CPU), GemmProblem(64, 256, 1024, dtype, True, True), Algorithm(0, 8))
 
 
 def test_another_order_of_sums_passes():
@@ -164,29 +163,29 @@ def test_another_order_of_sums_passes():
             order = torch.randperm(problem.k)
             return self.laid_out(compressed[:, order].float() @ dense[order].float(), problem, bias)
 
-    problem = Problem(64, 256, 1024, torch.bfloat16, True, True)
+    problem = GemmProblem(64, 256, 1024, torch.bfloat16, True, True)
     assert attempt(Shuffled(CPU), problem, Algorithm(0, 2)) == (50.0, 100.0)
-    with pytest.raises(tuner_check.Rejected, match="other bits from the same inputs"):
+    with pytest.raises(autotune_check.Rejected, match="other bits from the same inputs"):
         attempt(Shuffled(CPU), problem, Algorithm(0, 1))
 
 
-@pytest.mark.parametrize("split_k, why", [(1, "other bits .* while timed"), (2, "wrong numbers .* while timed")])
-def test_wrong_now_and_then(split_k, why):
+@pytest.mark.parametrize("split_k, reason", [(1, "other bits .* while timed"), (2, "wrong numbers .* while timed")])
+def test_wrong_now_and_then(split_k, reason):
     """The checks before the timing pass; the timed runs are looked at as well."""
     library = Tampered(lambda right, problem, call: right if call % 7 else right * 1.5, from_call=10)
-    with pytest.raises(tuner_check.Rejected, match=why):
-        attempt(library, Problem(32, 48, 64, torch.bfloat16, True, True), Algorithm(0, split_k))
+    with pytest.raises(autotune_check.Rejected, match=reason):
+        attempt(library, GemmProblem(32, 48, 64, torch.bfloat16, True, True), Algorithm(0, split_k))
 
 
 def test_returning_without_running_is_seen():
-    """What it returns is memory: of the dense product's result, had it not been poisoned."""
+    """It returns unwritten memory, which without the NaN in it would be the dense result."""
 
     class Idle(CpuLibrary):
         def matmul(self, compressed, dense, problem, algorithm, bias=None):
             shape = (problem.n, problem.m) if problem.transposed else (problem.m, problem.n)
             return torch.empty(shape, dtype=problem.dtype)
 
-    with pytest.raises(tuner_check.Rejected, match="off by nan"):
+    with pytest.raises(autotune_check.Rejected, match="off by nan"):
         attempt(Idle(CPU))
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -197,8 +196,8 @@ def test_a_result_of_another_shape_or_layout_is_rejected():
             return super().laid_out(product, problem).t()
 
     for transposed in (False, True):
-        with pytest.raises(tuner_check.Rejected, match="the result is"):
-            attempt(Flipped(CPU), Problem(48, 48, 64, torch.float16, True, transposed))
+        with pytest.raises(autotune_check.Rejected, match="the result is"):
+            attempt(Flipped(CPU), GemmProblem(48, 48, 64, torch.float16, True, transposed))
 
 
 @pytest.mark.parametrize(
@@ -209,24 +208,24 @@ def test_impossible_times_are_rejected(sparse_us, dense_us):
     times = [sparse_us, dense_us]
     library.measure = lambda call: (times.append(times.pop(0)) or times[-1], call())
     library.peak = lambda: 1e19
-    with pytest.raises(tuner_check.Rejected, match="cannot be") as caught:
+    with pytest.raises(autotune_check.Rejected, match="cannot be") as caught:
         attempt(library)
     assert not caught.value.deny
 
 
-def test_a_dense_product_that_is_off_is_no_measure():
+def test_a_dense_result_that_is_off_is_no_measure():
     library = CpuLibrary(CPU)
     library.dense = lambda matrix, dense, problem: library.laid_out(matrix.float() @ dense.float() * 1.1, problem)
-    with pytest.raises(tuner_check.Rejected, match="dense product is off"):
+    with pytest.raises(autotune_check.Rejected, match="dense result is off"):
         attempt(library)
 
 
 LIAR = """
 import os, sys
 import torch
-from sparse24_kernels.tuner import worker
-from sparse24_kernels.tuner.check import Library
-from sparse24_kernels.tuner.records import Environment
+from sparse24_kernels.gemm.autotune import worker
+from sparse24_kernels.gemm.autotune.check import Library
+from sparse24_kernels.gemm.autotune.records import Environment
 
 class Liar(Library):
     def environment(self): return Environment(*sys.argv[1].split("|"))
@@ -255,29 +254,29 @@ worker.main(Liar)
 
 
 def test_the_worker(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuner_search, "CANDIDATE_SECONDS", 30)
+    monkeypatch.setattr(autotune_search, "CANDIDATE_SECONDS", 30)
     command = [sys.executable, "-c", LIAR, "|".join(HERE)]
-    problem = Problem(32, 40, 64, torch.bfloat16, True, True)
+    problem = GemmProblem(32, 40, 64, torch.bfloat16, True, True)
     verdict = tune([problem], CPU, seconds_per_problem=60, worker=command)[problem]
     assert verdict[:4] == ("cusparselt", Algorithm(6), 80.0, 100.0)
-    whys = {failure.algorithm: failure.why for failure in Table(HERE).failures.values()}
-    assert set(whys) == {Algorithm(1), Algorithm(3), Algorithm(5)}  # refusals and odd times are not held against it
-    assert "wrong numbers" in whys[Algorithm(1)] and "off by nan" in whys[Algorithm(3)]
+    reasons = {failure.algorithm: failure.reason for failure in Table(HERE).failures.values()}
+    assert set(reasons) == {Algorithm(1), Algorithm(3), Algorithm(5)}  # refusals and odd times are not held against it
+    assert "wrong numbers" in reasons[Algorithm(1)] and "off by nan" in reasons[Algorithm(3)]
 
 
 def request(algorithm=None, environment=HERE, problem=SMALL):
-    problem = tuner_records.problem_record(problem)
+    problem = autotune_records.problem_record(problem)
     return {"device": "cpu", "environment": list(environment), "problem": problem, "algorithm": algorithm, "effort": 1}
 
 
 def test_the_worker_refuses_another_device_and_a_problem_it_does_not_hold():
-    worker = tuner_worker.Worker(CpuLibrary)
+    worker = autotune_worker.Worker(CpuLibrary)
     reply = worker.answer(request(environment=HERE._replace(device="B200")))
-    assert not reply["ok"] and "another device" in reply["why"]
-    assert "not prepared" in worker.answer(request([0, 1, -1]))["why"]
+    assert not reply["ok"] and "another device" in reply["reason"]
+    assert "not prepared" in worker.answer(request([0, 1, -1]))["reason"]
     assert worker.answer(request()) == {"ok": True, "max_id": None}
     assert worker.answer(request([0, 1, -1]))["ok"]
-    assert "not prepared" in worker.answer(request([0, 1, -1], problem=PROBLEM))["why"]
+    assert "not prepared" in worker.answer(request([0, 1, -1], problem=PROBLEM))["reason"]
 
 
 def test_a_refusal_is_a_reply_and_a_lost_device_ends_the_worker():
@@ -285,9 +284,9 @@ def test_a_refusal_is_a_reply_and_a_lost_device_ends_the_worker():
         def matmul(self, *_):
             raise RuntimeError("not supported\nin words")
 
-    worker = tuner_worker.Worker(Refusing)
+    worker = autotune_worker.Worker(Refusing)
     worker.answer(request())
-    assert worker.answer(request([0, 1, -1])) == {"ok": False, "why": "not supported", "rejected": True}
+    assert worker.answer(request([0, 1, -1])) == {"ok": False, "reason": "not supported", "rejected": True}
     worker.library.synchronize = lambda: (_ for _ in ()).throw(RuntimeError("illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         worker.answer(request([0, 1, -1]))
@@ -295,5 +294,5 @@ def test_a_refusal_is_a_reply_and_a_lost_device_ends_the_worker():
 
 def test_the_command_that_is_the_default():
     """It starts without warnings that matter, and finds that this process and itself do not see the same device."""
-    assert tuner.WORKER[1:] == ["-P", "-m", "sparse24_kernels.tuner.worker"]
+    assert autotune.WORKER[1:] == ["-P", "-m", "sparse24_kernels.gemm.autotune.worker"]
     assert "the worker sees another device" in tune([PROBLEM], CPU)[PROBLEM].reason

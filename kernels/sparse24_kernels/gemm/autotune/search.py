@@ -1,45 +1,52 @@
-"""Finding a problem's fastest algorithm among those that are right: which candidates, in which order, for how long.
+"""The search for a problem's fastest correct algorithm: which candidates, in which order, for how long.
 
-Nothing is run in this process. A child (`worker.py`) is asked about one candidate at a time:
+No candidate runs in this process. A child (`worker.py`) gets one candidate per request:
 
     {"device": "cuda:0", "environment": [...], "problem": {...}, "algorithm": [id, split_k, mode], "effort": 1}
     {"ok": true, "sparse_us": 188.7, "dense_us": 289.5}
-    {"ok": false, "why": "wrong numbers ...", "deny": true}
+    {"ok": false, "reason": "wrong numbers ...", "deny": true}
 
-"algorithm": null prepares a problem; that reply may carry "max_id". "deny" says that the algorithm is not to be trusted
-with any size, "rejected" that the library itself refused the call.
+"algorithm": null prepares a problem; that reply may have "max_id". "deny" means that the algorithm must not be used for
+any size, "rejected" that the library itself refused the call.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ..cusparselt import Algorithm, Problem
+from ..problem import Algorithm, GemmProblem
 from .child import Child, Died
 from .records import SEGMENT_K, Measured, problem_record
 from .table import Table
 
 CANDIDATE_SECONDS = 10.0
-"""Longer than a check and its timing take at any size, shorter than anybody waits for a hang."""
+"""For one candidate: more than a check and its timing take at any size. After it, the candidate counts as hung."""
 PREPARE_SECONDS = 180.0
-"""Starting Python, torch and the device, drawing inputs, and the first runs of the dense product."""
+"""For starting Python, torch and the device, drawing inputs, and the first runs of dense math."""
 
 MOST_IDS = 64
 REJECTED_IN_A_ROW = 8
-"""Ids are tried until so many in a row are refused or kill the child. The range differs between dtypes and layouts, so
-no constant marks its end for certain; and a few refused ids may stand before good ones."""
+"""Ids are tried until so many in a row are refused or kill the child. The range of ids differs between dtypes and
+layouts, so no constant marks its end, and a few refused ids may come before good ones."""
 SPLIT_K = (2, 4, SEGMENT_K)
 FEW = 3
-"""How many of the fastest get the split-k variants, and how many reach the final round."""
+"""How many of the fastest are tried with split-k, and how many reach the final round."""
 
 
 class Search:
-    """One problem. What fails goes into the table at once, so that it is kept whatever happens next."""
+    """The search for one problem. A failure goes into the table at once, so it is kept whatever happens next."""
 
-    def __init__(self, table: Table, problem: Problem, device: torch.device, child: Child, report: Callable[..., None]):
+    def __init__(
+        self,
+        table: Table,
+        problem: GemmProblem,
+        device: torch.device,
+        child: Child,
+        report: Callable[[int, float | None], None],
+    ):
         self.table, self.problem, self.child, self.report = table, problem, child, report
         self.request = {
             "device": str(device),
@@ -51,20 +58,24 @@ class Search:
         self.tried = 0
 
     def run(self, seconds: float) -> str | None:
-        """Try what there is time for and put the outcome into the table; or say why nothing could be measured."""
+        """Try candidates for about `seconds` and put the outcome into the table.
+
+        Returns:
+            None, or why nothing could be measured.
+        """
         try:
             last = self._prepare().get("max_id")
             start = time.monotonic()
-            # The clock may cut each round short, but never the final one: only what it measures is kept.
+            # Time may end each round early, except the final one: only its measurements are kept.
             screened = self._try_all(self._ids(last), start + 0.7 * seconds)
             fastest = sorted(screened, key=_by_speedup)[:FEW]
             variants = [Algorithm(best.algorithm.id, split_k) for best in fastest for split_k in SPLIT_K]
             screened += self._try_all(variants, start + 0.9 * seconds)
             final = self._try_all(finalists(screened), math.inf, effort=3)
-        except Died as death:
-            return f"the worker failed: {death}"
-        except Unprepared as why:
-            return str(why)
+        except Died as error:
+            return f"the worker failed: {error}"
+        except Unprepared as error:
+            return str(error)
         if not final and time.monotonic() > start + 0.7 * seconds:
             return f"no algorithm passed the checks within {seconds:g} s"
         self.table.add(self.problem, tuple(sorted(final, key=_by_speedup)))
@@ -77,44 +88,45 @@ class Search:
                 return
             yield Algorithm(number)
 
-    def _try_all(self, algorithms: Any, deadline: float, effort: int = 1) -> list[Measured]:
+    def _try_all(self, algorithms: Iterable[Algorithm], deadline: float, effort: int = 1) -> list[Measured]:
         measured = []
         for algorithm in algorithms:
             if time.monotonic() > deadline:
                 break
-            if self.table.why_denied(self.problem, algorithm) is None:
+            if self.table.unusable(self.problem, algorithm) is None:
                 measured += self._try(algorithm, effort)
                 self.tried += 1
                 self.report(self.tried, max((found.speedup for found in measured), default=None))
         return measured
 
     def _try(self, algorithm: Algorithm, effort: int) -> list[Measured]:
-        """One candidate: a list of its measurement, or an empty one."""
+        """One candidate: a list with its measurement, or an empty list."""
         if not self.is_prepared:
             self._prepare()
         try:
             reply = self.child.ask({**self.request, "algorithm": algorithm, "effort": effort}, CANDIDATE_SECONDS)
-        except Died as death:
+        except Died as error:
             self.is_prepared = False
             self.rejected_in_a_row += 1
-            self.table.fail(self.problem, algorithm, str(death))
+            self.table.fail(self.problem, algorithm, str(error))
             return []
         self.rejected_in_a_row = self.rejected_in_a_row + 1 if reply.get("rejected") is True else 0
         if not reply["ok"]:
             if reply.get("deny") is True:
-                self.table.fail(self.problem, algorithm, str(reply.get("why"))[:300])
+                self.table.fail(self.problem, algorithm, str(reply.get("reason"))[:300])
             return []
-        times = [reply.get("sparse_us"), reply.get("dense_us")]
+        times: list[Any] = [reply.get("sparse_us"), reply.get("dense_us")]
         if not all(type(us) in (int, float) and 0 < us < math.inf for us in times):
             self.table.fail(self.problem, algorithm, f"it reported impossible times: {str(times)[:100]}")
             return []
         return [Measured(algorithm, *map(float, times))]
 
     def _prepare(self) -> dict[str, Any]:
-        """Have a child that holds the problem's inputs. A second try, as a device may need a moment after a crash.
+        """Have the child make the problem's inputs. Tried twice, because a device may need a moment after a crash.
 
         Raises:
-            Died: twice. Unprepared: the child says that it cannot.
+            Died: both times.
+            Unprepared: the child replies that it cannot.
         """
         for again in (True, False):
             try:
@@ -124,17 +136,17 @@ class Search:
                 if not again or not self.child.has_answered:
                     raise
         if not reply["ok"]:
-            raise Unprepared(f"the problem cannot be tried: {str(reply.get('why'))[:300]}")
+            raise Unprepared(f"the problem cannot be tried: {str(reply.get('reason'))[:300]}")
         self.is_prepared = True
         return reply
 
 
 class Unprepared(Exception):
-    """The child cannot make the problem's inputs, or its dense product."""
+    """The child cannot make the problem's inputs, or dense math on them is inaccurate."""
 
 
 def finalists(screened: list[Measured]) -> list[Algorithm]:
-    """The fastest, and the fastest that are deterministic; each to be measured again, as the best of many is lucky."""
+    """The fastest, and the fastest without split-k, to be measured again: the best of many measurements is biased."""
     ordered = [measured.algorithm for measured in sorted(screened, key=_by_speedup)]
     deterministic = [algorithm for algorithm in ordered if algorithm.split_k == 1]
     return list(dict.fromkeys(ordered[:FEW] + deterministic[:FEW]))

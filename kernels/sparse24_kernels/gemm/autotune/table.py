@@ -1,8 +1,8 @@
-"""What the tuner knows, on disk and in memory: measurements, and algorithms that are never to be run.
+"""What was measured, on disk and in memory: times, and algorithms that failed and are never run again.
 
-One JSON file per environment, since what an algorithm id means, and how fast it is, belongs to one device and one
-version of two libraries. Two folders are read, `tables/` beside this file and then the user's cache, which overrides
-it; only the latter is written. A file that cannot be read is a cache miss and one warning, never an error.
+One JSON file per environment in the user's cache, because the meaning of an algorithm id, and its speed, depend on the
+device and on the versions of torch and cuSPARSELt. A file that cannot be read counts as empty, with one warning; it is
+never an error.
 """
 
 import contextlib
@@ -11,90 +11,80 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any
 
-from ..cusparselt import Algorithm, Problem
+from ..problem import Algorithm, GemmProblem
 from .records import (
     SEGMENT_K,
     SEGMENT_K_FROM,
+    Entries,
     Environment,
     Failure,
     Measured,
-    Rule,
     bucket,
     bucket_start,
     dump_table,
-    parse_rules,
     parse_table,
 )
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: files are still replaced whole, but two savers at once may cost an entry
-    fcntl = None
+except ImportError:  # not POSIX: files are still replaced as a whole, but two processes that save may lose an entry
+    fcntl = None  # type: ignore[assignment]
 
-SHIPPED = Path(__file__).parent / "tables"
 LOCK_SECONDS = 10
 
 _warned: set[Path] = set()
 
 
 class Table:
-    """Everything known in one environment, and what this process has added to it."""
+    """Everything known in one environment, including what this process has added."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
-        self.entries: dict[Problem, tuple[Measured, ...]] = {}
-        self.failures: dict[tuple, Failure] = {}
-        self.rules: list[Rule] = []
-        self._added: list[tuple[Problem, tuple[Measured, ...]]] = []
+        entries, failures = _read(user_directory() / environment.file_name(), environment)
+        self.entries: Entries = entries
+        self.failures: dict[tuple[Hashable, ...], Failure] = {failure.key: failure for failure in failures}
+        self._added: list[tuple[GemmProblem, tuple[Measured, ...]]] = []
         self._failed: list[Failure] = []
-        for folder in (SHIPPED, user_directory()):
-            entries, failures = _read(folder / environment.file_name(), parse_table, environment) or ({}, [])
-            self.entries |= entries
-            self.failures |= {failure.key: failure for failure in failures}
-            self.rules += _read(folder / "deny.json", parse_rules) or []
 
-    def add(self, problem: Problem, candidates: tuple[Measured, ...]) -> None:
+    def add(self, problem: GemmProblem, candidates: tuple[Measured, ...]) -> None:
         self.entries[problem] = candidates
         self._added.append((problem, candidates))
 
-    def fail(self, problem: Problem, algorithm: Algorithm, why: str) -> None:
-        failure = Failure(problem, algorithm, why)
+    def fail(self, problem: GemmProblem, algorithm: Algorithm, reason: str) -> None:
+        failure = Failure(problem, algorithm, reason)
         self.failures[failure.key] = failure
         self._failed.append(failure)
 
-    def in_bucket_of(self, problem: Problem) -> dict[Problem, tuple[Measured, ...]]:
-        """What was measured within a bucket, the largest n first."""
+    def in_bucket_of(self, problem: GemmProblem) -> Entries:
+        """What was measured in the bucket of a problem, the largest n first."""
         alike = problem._replace(n=bucket(problem.n))
         found = [key for key in self.entries if key._replace(n=bucket(key.n)) == alike]
         return {key: self.entries[key] for key in sorted(found, key=lambda key: -key.n)}
 
-    def why_denied(self, problem: Problem, algorithm: Algorithm) -> str | None:
-        """Why an algorithm is neither tried nor used for a problem and its bucket, or None."""
+    def unusable(self, problem: GemmProblem, algorithm: Algorithm) -> str | None:
+        """Why an algorithm is neither tried nor used for a problem and its bucket, or None where it may be."""
         if algorithm.split_k == SEGMENT_K and bucket_start(problem.n) < SEGMENT_K_FROM:
             return f"segment-k may hang below n = {SEGMENT_K_FROM}"
         failure = self.failures.get(Failure(problem, algorithm, "").key)
-        if failure is not None:
-            return failure.why
-        return next((rule.reason for rule in self.rules if rule.matches(self.environment, algorithm)), None)
+        return None if failure is None else failure.reason
 
     def save(self) -> None:
-        """Add what this process has found to the user's file, keeping what others have written to it meanwhile."""
+        """Add what this process measured to the user's file, keeping what other processes wrote in the meantime."""
         path = user_directory() / self.environment.file_name()
         if not self._added and not self._failed:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _lock(path.with_suffix(".lock")):
-                entries, failures = _read(path, parse_table, self.environment) or ({}, [])
+                entries, failures = _read(path, self.environment)
                 entries |= dict(self._added)
                 by_key = {failure.key: failure for failure in [*failures, *self._failed]}
                 _replace(path, dump_table(self.environment, entries, list(by_key.values())))
         except OSError as error:
-            _warn_once(path, f"cannot be written ({error}): what was tuned is lost when this process ends")
+            _warn_once(path, f"cannot be written ({error}): the measurements are lost when this process ends")
 
 
 def user_directory() -> Path:
@@ -108,26 +98,26 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
-def _read(path: Path, parse: Callable[..., Any], *arguments: Any) -> Any:
-    """What `parse` makes of a file; None where there is none, or, with a warning, where it is of no use."""
+def _read(path: Path, environment: Environment) -> tuple[Entries, list[Failure]]:
+    """A file's entries and failures: none where there is no file or, with a warning, where it cannot be parsed."""
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")), *arguments)
+        return parse_table(json.loads(path.read_text(encoding="utf-8")), environment)
     except FileNotFoundError:
-        return None
+        pass
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         _warn_once(path, f"is ignored: {str(error)[:200]}")
-        return None
+    return {}, []
 
 
 def _warn_once(path: Path, what: str) -> None:
     if path not in _warned:
         _warned.add(path)
-        warnings.warn(f"sparse24 tuner: {path} {what}", stacklevel=2)
+        warnings.warn(f"sparse24 autotune: {path} {what}", stacklevel=2)
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Keep other savers out; where files cannot be locked, or another holds on to the lock, go on without."""
+    """Exclude other processes that save. Where files cannot be locked, or the lock stays taken, continue without it."""
     if fcntl is None:
         yield
         return
@@ -145,7 +135,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a reader, or a crash, never sees half of it."""
+    """Write a file completely or not at all, so no reader sees half of it, even after a crash."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
         with open(handle, "w", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""A worker process that may hang, crash or babble, and is then ended and started anew.
+"""A worker process that may hang, crash or print garbage, and is then killed and started again.
 
-The library it runs can do all of that (and write past its buffers), so nothing of it is run in the process that trains.
-Requests and replies are lines of JSON, one reply to a request, told apart from noise by its number.
+cuSPARSELt can do all of that, and write past its buffers, so no candidate runs in the training process. Requests and
+replies are lines of JSON, one reply per request; the request's number tells replies from other output.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from typing import IO, Any
 
 WORKER = [sys.executable, "-P", "-m", f"{__package__}.worker"]
 KILL_SECONDS = 30.0
-"""A process whose device is stuck may take this long to go; one that stays is left behind and none is started again."""
+"""A process whose device is stuck may take this long to end. One that stays is abandoned, and no other is started."""
 
-_End = None  # what stands in the queue of replies when there will be no more
+_End = None  # in the queue of replies: there will be no more
 
 
 class Died(Exception):
-    """The child is gone; why, in words."""
+    """The child process ended; the message says how."""
 
 
 class Child:
-    """Ask it; it runs from the first question on. A context manager: leaving it ends the process."""
+    """A worker process, started by the first request. A context manager: leaving it ends the process."""
 
     def __init__(self, command: list[str]):
         self.command = command
@@ -36,6 +36,9 @@ class Child:
         self._lost = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
+        self._replies: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._stderr: deque[bytes] = deque(maxlen=20)
+        self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> "Child":
         return self
@@ -53,25 +56,24 @@ class Child:
             raise Died(self._lost)
         self._number += 1
         try:
-            if self._process is None:
-                self._start()
-            self._process.stdin.write(
-                json.dumps({"number": self._number, "seconds": seconds, **request}).encode() + b"\n"
-            )
-            self._process.stdin.flush()
+            stdin = self._start() if self._process is None else self._process.stdin
+            assert stdin is not None
+            stdin.write(json.dumps({"number": self._number, "seconds": seconds, **request}).encode() + b"\n")
+            stdin.flush()
             reply = self._replies.get(timeout=seconds)
         except queue.Empty:
             self._stop()
             raise Died(f"no answer within {seconds:g} s") from None
         except OSError as error:
-            raise Died(self._obituary() or f"it cannot be run: {error}") from None
+            raise Died(self._how_it_ended() or f"it cannot be run: {error}") from None
         if reply is _End:
-            raise Died(self._obituary())
+            raise Died(self._how_it_ended())
         self.has_answered = True
         return reply
 
-    def _start(self) -> None:
-        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    def _start(self) -> IO[bytes]:
+        """Start the process and the threads that read its output; returns its input."""
+        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -80,28 +82,29 @@ class Child:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # Ctrl-C in a terminal then reaches this process alone, which ends the child
         )
-        # Reading in threads is what gives a wait a time limit on every system.
-        self._replies: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._said: deque[bytes] = deque(maxlen=20)
+        # Threads read, because that gives a wait a time limit on every system.
+        self._replies, self._stderr = queue.SimpleQueue(), deque(maxlen=20)
         self._readers = [
             threading.Thread(target=_read, args=(self._process.stdout, self._number, self._replies), daemon=True),
-            threading.Thread(target=_listen, args=(self._process.stderr, self._said), daemon=True),
+            threading.Thread(target=_listen, args=(self._process.stderr, self._stderr), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
+        assert self._process.stdin is not None
+        return self._process.stdin
 
-    def _obituary(self) -> str:
-        """How a child that is no longer there came to its end."""
+    def _how_it_ended(self) -> str:
+        """How the process ended, with the last line of its stderr."""
         if self._process is None:
             return ""
         try:
             code = self._process.wait(5)
             how = f"it died of {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
         except (subprocess.TimeoutExpired, ValueError):
-            how = "it hung up"
+            how = "it closed its output"
         self._stop()
-        said = b"".join(self._said).decode(errors="replace").strip().splitlines()
-        return f"{how}: {said[-1][:300]}" if said else how
+        lines = b"".join(self._stderr).decode(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1][:300]}" if lines else how
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -113,17 +116,18 @@ class Child:
             for reader in self._readers:
                 reader.join(1)
         except subprocess.TimeoutExpired:
-            self._lost = f"the worker did not go away in {KILL_SECONDS:g} s after it was killed: the device seems stuck"
+            self._lost = f"the worker did not end within {KILL_SECONDS:g} s after it was killed: the device seems stuck"
         finally:
             with contextlib.suppress(OSError):  # a request that was never read
-                process.stdin.close()
+                if process.stdin is not None:
+                    process.stdin.close()
 
 
 def _read(stream: IO[bytes], first: int, replies: "queue.SimpleQueue[dict[str, Any] | None]") -> None:
-    """Pass on the replies, in order, and drop everything else: libraries print, and a broken one prints garbage."""
+    """Queue the replies in order and drop everything else: libraries print, and broken ones print garbage."""
     number = first
     with stream:
-        while line := stream.readline(1 << 16):  # a limit, for garbage without line ends
+        while line := stream.readline(1 << 16):  # limited, because garbage may have no line ends
             try:
                 reply = json.loads(line)
             except (ValueError, RecursionError):
@@ -134,8 +138,8 @@ def _read(stream: IO[bytes], first: int, replies: "queue.SimpleQueue[dict[str, A
     replies.put(_End)
 
 
-def _listen(stream: IO[bytes], said: deque[bytes]) -> None:
-    """Keep the last that a child says on stderr, such as the error it dies of."""
+def _listen(stream: IO[bytes], lines: deque[bytes]) -> None:
+    """Keep the last lines of a child's stderr, such as the error that ends it."""
     with stream:
         while line := stream.readline(1 << 12):
-            said.append(line)
+            lines.append(line)

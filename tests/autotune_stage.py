@@ -1,20 +1,24 @@
-"""What the tests of the tuner share: a cache of their own, and a worker that misbehaves as it is told."""
+"""What the tests of autotuning share: a cache of their own, and a worker that misbehaves as it is told."""
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-from sparse24_kernels import tuner
-from sparse24_kernels.cusparselt import Algorithm, Problem
-from sparse24_kernels.tuner import table as tuner_table
-from sparse24_kernels.tuner.records import Environment, Measured
-from sparse24_kernels.tuner.table import Table
+from sparse24_kernels import Algorithm, GemmProblem
+from sparse24_kernels.gemm import autotune
+from sparse24_kernels.gemm.autotune import Verdict
+from sparse24_kernels.gemm.autotune import table as autotune_table
+from sparse24_kernels.gemm.autotune.records import Environment, Measured
+from sparse24_kernels.gemm.autotune.table import Table
 
 CPU = torch.device("cpu")
 HERE = Environment("Test GPU", "9.0", "2.13.0", "801")
-PROBLEM = Problem(64, 4096, 128, torch.bfloat16, True, True)
+PROBLEM = GemmProblem(64, 4096, 128, torch.bfloat16, True, True)
 
 WORKER = """
 import json, os, resource, signal, sys, time
@@ -42,7 +46,7 @@ for line in sys.stdin:
     elif do == "crash": print("CUDA error: illegal access", file=sys.stderr); os.kill(os.getpid(), signal.SIGSEGV)
     elif do == "exit": sys.exit(3)
     elif do == "close": os.close(1); time.sleep(1000)
-    elif do == "wrong": reply(ok=False, why="wrong numbers", deny=True)
+    elif do == "wrong": reply(ok=False, reason="wrong numbers", deny=True)
     elif do == "garbage":
         write("\\x00\\xff{]" * 1000 + "\\n[1]\\n" + json.dumps({"number": number - 1, "ok": True}) + "\\n")
         time.sleep(1000)
@@ -52,7 +56,7 @@ for line in sys.stdin:
     elif do == "nonsense": reply(ok=True, sparse_us="fast", dense_us=None)
     elif do == "zero": reply(ok=True, sparse_us=0.0, dense_us=100.0)
     elif do == "nan": reply(ok=True, sparse_us=float("nan"), dense_us=100.0)
-    else: reply(ok=False, why="not supported", rejected=True)
+    else: reply(ok=False, reason="not supported", rejected=True)
 """
 
 
@@ -81,22 +85,22 @@ def measured(id: int, sparse_us: float, split_k: int = 1) -> Measured:
     return Measured(Algorithm(id, split_k), sparse_us, 100.0)
 
 
-def remember(problem: Problem, *candidates: Measured, environment: Environment = HERE) -> Path:
-    """Into the user's cache, as a tuner of another process does."""
+def remember(problem: GemmProblem, *candidates: Measured, environment: Environment = HERE) -> Path:
+    """Into the user's cache, as tuning in another process does."""
     table = Table(environment)
     table.add(problem, candidates)
     table.save()
-    tuner.reset()
+    autotune.reset()
     return user_file(environment)
 
 
+def tune(
+    problems: Iterable[GemmProblem], device: torch.device, *, worker: list[str] | None = None, **options: Any
+) -> dict[GemmProblem, Verdict]:
+    """`autotune.tune`, with the command of another worker."""
+    with mock.patch.object(autotune, "WORKER", worker or autotune.WORKER):
+        return autotune.tune(problems, device, **options)
+
+
 def user_file(environment: Environment = HERE) -> Path:
-    return tuner_table.user_directory() / environment.file_name()
-
-
-def deny(*rules: dict, folder: Path | None = None) -> None:
-    folder = folder or tuner_table.SHIPPED
-    folder.mkdir(exist_ok=True)
-    defaults = {"cusparselt": "*", "device": "*", "id": None, "split_k": None, "reason": "denied here", "source": "us"}
-    (folder / "deny.json").write_text(json.dumps({"format": 1, "deny": [defaults | rule for rule in rules]}))
-    tuner.reset()
+    return autotune_table.user_directory() / environment.file_name()

@@ -1,31 +1,32 @@
-"""What the tuner chooses: from which measurements, and when it does not."""
+"""What autotuning chooses: from which measurements, and when it does not."""
 
+import cslt
 import pytest
 import torch
-from sparse24_kernels import cusparselt, tuner
-from sparse24_kernels.cusparselt import Algorithm, Problem
-from sparse24_kernels.tuner import choose, reset, tune
-from sparse24_kernels.tuner import table as tuner_table
-from sparse24_kernels.tuner.records import Environment, bucket, bucket_start
-from sparse24_kernels.tuner.table import Table
-from tuner_stage import CPU, HERE, PROBLEM, deny, measured, remember, user_file
+from autotune_stage import CPU, HERE, PROBLEM, measured, remember, tune, user_file
+from sparse24_kernels import Algorithm, GemmProblem, linear_problem, plan_gemm
+from sparse24_kernels.gemm import autotune, cusparselt, layout
+from sparse24_kernels.gemm.autotune import choose, reset
+from sparse24_kernels.gemm.autotune import table as autotune_table
+from sparse24_kernels.gemm.autotune.records import Environment, bucket, bucket_start
+from sparse24_kernels.gemm.autotune.table import Table
 
-pytestmark = pytest.mark.usefixtures("tuner_stage")
+pytestmark = pytest.mark.usefixtures("autotune_stage")
 
 
 def test_untuned_is_dense_and_says_what_to_do():
     verdict = choose(PROBLEM, CPU)
-    assert verdict == ("dense", None, None, None, "not tuned: run `hf-sparse24 tune`")
-    assert not tuner_table.user_directory().exists()
+    assert verdict == ("dense", None, None, None, "not tuned: run `hf-sparse24 tune`", False)
+    assert not autotune_table.user_directory().exists()
 
 
 def test_what_cannot_run_is_dense_with_the_reason(monkeypatch):
     assert "multiples of 16" in choose(PROBLEM._replace(k=24), CPU).reason
     assert "float32" in choose(PROBLEM._replace(dtype=torch.float32), CPU).reason
-    monkeypatch.setattr(cusparselt, "why_not", lambda device: "no such device")
+    monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: "no such device")
     reset()
     remember(PROBLEM, measured(1, 50.0))
-    assert choose(PROBLEM, CPU)[::4] == ("dense", "no such device")
+    assert choose(PROBLEM, CPU)[::4] == ("dense", "no such device") and not choose(PROBLEM, CPU).measured
     with pytest.raises(ValueError, match="no such device"):
         tune([PROBLEM], CPU)
 
@@ -47,6 +48,7 @@ def test_the_fastest_is_chosen():
     assert "2.00 times" in verdict.reason and "64 x 4096 x 128" in verdict.reason
     remember(PROBLEM)
     assert choose(PROBLEM, CPU).reason.endswith("no algorithm passes the checks")
+    assert verdict.measured and choose(PROBLEM, CPU).measured
 
 
 @pytest.mark.parametrize(
@@ -63,18 +65,18 @@ def test_dense_unless_two_per_cent_faster(sparse_us, backend):
 )
 def test_an_entry_serves_its_own_problem(change):
     remember(PROBLEM, measured(1, 50.0))
-    assert choose(PROBLEM._replace(**change), CPU).reason == tuner.NOT_TUNED
+    assert choose(PROBLEM._replace(**change), CPU).reason == autotune.NOT_TUNED
 
 
 @pytest.mark.parametrize("place", range(4))
 def test_environments_are_apart(place, monkeypatch):
     remember(PROBLEM, measured(1, 50.0))
     elsewhere = Environment(*("other" if i == place else value for i, value in enumerate(HERE)))
-    monkeypatch.setattr(tuner, "current_environment", lambda device: elsewhere)
+    monkeypatch.setattr(autotune, "current_environment", lambda device: elsewhere)
     assert choose(PROBLEM, CPU).backend == "dense"
     remember(PROBLEM, measured(2, 50.0), environment=elsewhere)
     assert choose(PROBLEM, CPU).algorithm.id == 2
-    assert len(list(tuner_table.user_directory().glob("*.json"))) == 2
+    assert len(list(autotune_table.user_directory().glob("*.json"))) == 2
 
 
 def test_names_of_devices_make_files_that_are_apart():
@@ -97,7 +99,7 @@ def test_a_bucket_shares_its_verdict():
     remember(PROBLEM._replace(n=4000), measured(1, 50.0))
     inside = [choose(PROBLEM._replace(n=n), CPU) for n in (3073, 4000, 4096, 3500)]
     assert {verdict.algorithm.id for verdict in inside} == {1}
-    assert {choose(PROBLEM._replace(n=n), CPU).reason for n in (3072, 4097)} == {tuner.NOT_TUNED}
+    assert {choose(PROBLEM._replace(n=n), CPU).reason for n in (3072, 4097)} == {autotune.NOT_TUNED}
 
 
 @pytest.mark.parametrize("order", [(4096, 3600), (3600, 4096)])
@@ -111,9 +113,9 @@ def test_of_a_bucket_every_measurement_counts_in_any_order(order):
 
 def test_a_verdict_stays_until_reset():
     assert choose(PROBLEM, CPU).backend == "dense"
-    table = tuner._table(HERE)
+    table = autotune._table(HERE)
     table.add(PROBLEM, (measured(1, 50.0),))
-    assert choose(PROBLEM, CPU).reason == tuner.NOT_TUNED
+    assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
     table.save()
     reset()
     assert choose(PROBLEM, CPU).algorithm.id == 1
@@ -123,10 +125,10 @@ def test_a_verdict_stays_until_reset():
 
 def test_steady_state_reads_nothing(monkeypatch):
     remember(PROBLEM, measured(1, 50.0))
-    choose(PROBLEM, CPU, tune=True)
-    monkeypatch.setattr(tuner, "_decide", None)
-    monkeypatch.setattr(tuner, "_table", None)
-    assert [choose(PROBLEM._replace(n=4000), CPU, tune=asked).algorithm.id for asked in (False, True)] == [1, 1]
+    choose(PROBLEM, CPU)
+    monkeypatch.setattr(autotune, "_decide", None)
+    monkeypatch.setattr(autotune, "_table", None)
+    assert choose(PROBLEM._replace(n=4000), CPU).algorithm.id == 1
 
 
 def test_deterministic_when_asked():
@@ -151,7 +153,7 @@ def test_in_a_compiled_graph(monkeypatch):
     weight = torch.nn.Parameter(torch.randn(64, 128))
 
     def double_if_sparse(x):
-        verdict = choose(Problem(*(64, x.shape[0], 128), torch.bfloat16, True, True), x.device)
+        verdict = choose(GemmProblem(*(64, x.shape[0], 128), torch.bfloat16, True, True), x.device)
         return x @ weight.t() * (2 if verdict.backend == "cusparselt" else 1)
 
     remember(PROBLEM._replace(n=96), measured(1, 50.0, split_k=2))
@@ -174,25 +176,28 @@ def test_in_a_compiled_graph(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_denied_is_never_used_nor_tried(stand_in):
-    remember(PROBLEM, measured(1, 50.0), measured(2, 60.0, split_k=2), measured(3, 70.0))
-    deny({"id": 1, "cusparselt": "80?", "device": "Test*"}, {"split_k": 2}, {"id": 3, "cusparselt": "70*"})
-    assert choose(PROBLEM, CPU).algorithm == Algorithm(3)
-    worker = stand_in(_0=90, _1=10, _3=70, **{"0/2": 5, "3/4": 60})
-    assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].algorithm == Algorithm(3, 4)
-    assert "1" not in worker.tried() and not [name for name in worker.tried() if name.endswith("/2")]
-    deny({"id": 3}, {"id": 0})
-    verdict = choose(PROBLEM, CPU)
-    assert verdict.backend == "dense" and "no algorithm passes" in verdict.reason
+def test_a_plan_in_a_compiled_graph_holds_for_its_bucket(monkeypatch):
+    """A plan guards n by its bucket and takes m and k as constants."""
+    monkeypatch.setattr(torch, "_cslt_compress", cslt.StandIn().compress)
+    monkeypatch.setattr(layout, "_compressions", {})
+    weight = torch.randn(64, 128)
 
+    def double_if_sparse(x):
+        plan = plan_gemm(linear_problem(len(x), *weight.shape, torch.bfloat16), x.device)
+        return x @ weight.t() * (2 if plan.is_sparse else 1)
 
-def test_users_may_deny_and_nonsense_denies_nothing():
-    remember(PROBLEM, measured(1, 50.0))
-    deny({"id": 1}, folder=tuner_table.user_directory())
-    assert choose(PROBLEM, CPU).backend == "dense"
-    deny({"id": "1"}, folder=tuner_table.user_directory())
-    with pytest.warns(UserWarning, match=r"deny\.json is ignored: id is '1'"):
-        assert choose(PROBLEM, CPU).backend == "cusparselt"
+    remember(PROBLEM._replace(n=96), measured(1, 50.0))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(double_if_sparse, fullgraph=True, backend=backend)
+    for n in (70, 80, 90, 96, 100, 128, 81):
+        x = torch.randn(n, 128)
+        torch.testing.assert_close(compiled(x), x @ weight.t() * (1 if n > 96 else 2))
+    assert len(graphs) == 3  # static, then one for each bucket
 
 
 def test_segment_k_is_not_used_where_it_may_hang():

@@ -1,24 +1,25 @@
-"""The tuner's vocabulary, as tuples and as JSON: environments, measurements, failures, rules, and buckets of n."""
+"""What autotuning records, as tuples and as JSON: environments, measurements, failures, and buckets of n."""
 
 import hashlib
 import json
 import math
 import re
-from fnmatch import fnmatchcase
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import cusparselt
-from ..cusparselt import DTYPES, MULTIPLE, Algorithm, Problem
+from ..cusparselt import DTYPES, MULTIPLE
+from ..problem import Algorithm, GemmProblem
 
-FORMAT = 1
-"""Of the files. A file of another format is ignored."""
+FORMAT = 2
+"""Of the files. A file of another format is ignored, with a warning."""
 
 SEGMENT_K = -1
 """The `split_k` that asks for segment-k."""
 SEGMENT_K_FROM = 400
-"""Segment-k has been seen to hang for fewer columns than this."""
+"""Segment-k was seen to hang for smaller n."""
 
 BUCKETS = tuple(edge for power in range(4, 32) for edge in (2**power, 3 * 2 ** (power - 1)) if edge % MULTIPLE == 0)
 
@@ -28,8 +29,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 def bucket(n: int) -> int:
     """The largest n that shares a verdict with `n`: the next power of two or midpoint of two (16, 32, 48, 64, 96, ...).
 
-    Rounded up, as full batches are the usual powers of two and the last batch is smaller. Comparisons alone, so that
-    `torch.compile` turns a dynamic n into a guard on this range.
+    Rounded up, because full batches are usually powers of two and the last batch is smaller. Only comparisons, so
+    torch.compile turns a dynamic n into a guard on this range.
     """
     for edge in BUCKETS:
         if n <= edge:
@@ -39,12 +40,12 @@ def bucket(n: int) -> int:
 
 def bucket_start(n: int) -> int:
     """The smallest n that shares a verdict with `n`."""
-    place = BUCKETS.index(bucket(n))
-    return BUCKETS[place - 1] + 1 if place else 1
+    index = BUCKETS.index(bucket(n))
+    return BUCKETS[index - 1] + 1 if index else 1
 
 
 class Environment(NamedTuple):
-    """What a measurement is valid for, besides its problem. Versions as torch tells them: cuSPARSELt 0.8.1 is "801"."""
+    """What a measurement is valid for besides its problem. Versions as torch gives them: cuSPARSELt 0.8.1 is "801"."""
 
     device: str
     capability: str
@@ -65,7 +66,7 @@ def current_environment(device: torch.device) -> Environment:
 
 
 class Measured(NamedTuple):
-    """An algorithm whose numbers are right, with its time and that of the dense product, taken in turns."""
+    """An algorithm that passed its checks, with its time and that of dense math, measured in turns."""
 
     algorithm: Algorithm
     sparse_us: float
@@ -76,55 +77,40 @@ class Measured(NamedTuple):
         return self.dense_us / self.sparse_us
 
 
-class Failure(NamedTuple):
-    """An algorithm that hung, died or gave wrong numbers, and where it did."""
+Entries = dict[GemmProblem, tuple[Measured, ...]]
+"""What was measured: for each problem the algorithms of its final round, the fastest first."""
 
-    problem: Problem
+
+class Failure(NamedTuple):
+    """An algorithm that hung, crashed or gave wrong numbers, and the problem where it did."""
+
+    problem: GemmProblem
     algorithm: Algorithm
-    why: str
+    reason: str
 
     @property
-    def key(self) -> tuple:
-        """One bad size is enough: no size of the kind is trusted to it again, as only few sizes are ever checked."""
+    def key(self) -> tuple[Hashable, ...]:
+        """The algorithm, and the dtype and layout at whose sizes it is excluded: only few sizes are ever checked."""
         return (*self.problem[3:], self.algorithm)
 
 
-class Rule(NamedTuple):
-    """One line of a `deny.json`. Versions and devices are patterns such as "60*"; None stands for any."""
-
-    cusparselt: str
-    device: str
-    id: int | None
-    split_k: int | None
-    reason: str
-    source: str
-
-    def matches(self, environment: Environment, algorithm: Algorithm) -> bool:
-        return (
-            fnmatchcase(environment.cusparselt, self.cusparselt)
-            and fnmatchcase(environment.device, self.device)
-            and self.id in (None, algorithm.id)
-            and self.split_k in (None, algorithm.split_k)
-        )
-
-
-def problem_record(problem: Problem) -> dict[str, Any]:
+def problem_record(problem: GemmProblem) -> dict[str, Any]:
     """For JSON; `parse_problem` reads it back."""
     return problem._asdict() | {"dtype": str(problem.dtype).removeprefix("torch.")}
 
 
-def parse_problem(record: Any) -> Problem:
+def parse_problem(record: Any) -> GemmProblem:
     kinds = {"m": int, "n": int, "k": int, "dtype": str, "dense_is_column_major": bool, "transposed": bool}
     m, n, k, dtype, column_major, transposed = _fields(record, kinds)
     if dtype not in _DTYPES or not all(0 < size < 2**31 for size in (m, n, k)):
-        raise ValueError(f"no problem of ours: {record}")
-    return Problem(m, n, k, _DTYPES[dtype], column_major, transposed)
+        raise ValueError(f"not a GEMM problem: {record}")
+    return GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
 
 
 def _parse_algorithm(record: Any) -> Algorithm:
     algorithm = Algorithm(*_fields(record, {"id": int, "split_k": int, "split_k_mode": int}))
     if not (0 <= algorithm.id < 1024 and -1 <= algorithm.split_k < 1024 and -1 <= algorithm.split_k_mode < 16):
-        raise ValueError(f"no algorithm: {record}")
+        raise ValueError(f"not an algorithm: {record}")
     return algorithm
 
 
@@ -132,18 +118,18 @@ def _parse_measured(record: Any) -> Measured:
     return Measured(_parse_algorithm(record), *_fields(record, {"sparse_us": float, "dense_us": float}))
 
 
-def parse_table(data: Any, environment: Environment) -> tuple[dict[Problem, tuple[Measured, ...]], list[Failure]]:
+def parse_table(data: Any, environment: Environment) -> tuple[Entries, list[Failure]]:
     where, entries, failures = _of_this_format(data, {"environment": dict, "entries": list, "failures": list})
     if where != environment._asdict():
-        raise ValueError(f"it is of another environment, {where}")
+        raise ValueError(f"it is of another environment: {where}")
     found = {}
     for record in entries:
         (candidates,) = _fields(record, {"candidates": list})
         found[parse_problem(record)] = tuple(map(_parse_measured, candidates))
-    return found, [Failure(parse_problem(r), _parse_algorithm(r), *_fields(r, {"why": str})) for r in failures]
+    return found, [Failure(parse_problem(r), _parse_algorithm(r), *_fields(r, {"reason": str})) for r in failures]
 
 
-def dump_table(environment: Environment, entries: dict[Problem, tuple[Measured, ...]], failures: list[Failure]) -> str:
+def dump_table(environment: Environment, entries: Entries, failures: list[Failure]) -> str:
     def measured(candidate: Measured) -> dict[str, Any]:
         return candidate.algorithm._asdict() | {"sparse_us": candidate.sparse_us, "dense_us": candidate.dense_us}
 
@@ -151,15 +137,9 @@ def dump_table(environment: Environment, entries: dict[Problem, tuple[Measured, 
         "format": FORMAT,
         "environment": environment._asdict(),
         "entries": [problem_record(p) | {"candidates": [measured(c) for c in entries[p]]} for p in entries],
-        "failures": [problem_record(f.problem) | f.algorithm._asdict() | {"why": f.why} for f in failures],
+        "failures": [problem_record(f.problem) | f.algorithm._asdict() | {"reason": f.reason} for f in failures],
     }
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
-
-
-def parse_rules(data: Any) -> list[Rule]:
-    (records,) = _of_this_format(data, {"deny": list})
-    kinds = {"cusparselt": str, "device": str, "id": int | None, "split_k": int | None, "reason": str, "source": str}
-    return [Rule(*_fields(record, kinds)) for record in records]
 
 
 def _of_this_format(data: Any, kinds: dict[str, Any]) -> list[Any]:
@@ -173,13 +153,13 @@ def _fields(record: Any, kinds: dict[str, Any]) -> list[Any]:
     """The named values of a JSON object.
 
     Raises:
-        ValueError: a value is missing or of another type (True is no int), or a time is not finite and positive.
+        ValueError: a value is missing or of another type (a bool is not an int), or a time is not finite and positive.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"{str(record)[:60]!r} where an object should be")
+        raise ValueError(f"{str(record)[:60]!r} is not an object")
     values = []
     for name, kind in kinds.items():
-        value = record.get(name)
+        value: Any = record.get(name)
         if kind is float and type(value) is int:
             value = float(value)
         fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)

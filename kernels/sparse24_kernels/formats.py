@@ -1,0 +1,96 @@
+"""The forms in which masks and N:M matrices are stored, and the size of each. Imports nothing of this package.
+
+Sizes are pure functions of the arguments, so fake tensors, kernels and the library agree without a history.
+"""
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pattern(NamedTuple):
+    """N:M sparsity: at most `n` of every `m` consecutive elements are not zero."""
+
+    n: int
+    m: int
+
+    @classmethod
+    def parse(cls, pattern: str) -> "Pattern":
+        """Read `"2:4"`.
+
+        Raises:
+            ValueError: `pattern` is not `"N:M"` with 0 < N < M.
+        """
+        match = re.fullmatch(r"([0-9]+):([0-9]+)", pattern) if isinstance(pattern, str) else None
+        if match is None or not 0 < int(match[1]) < int(match[2]):
+            raise ValueError(f"pattern={pattern!r}: must be 'N:M' with 0 < N < M, such as '2:4'")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+
+class Packed(NamedTuple):
+    """A 2:4 matrix `[R, K]` without its zeros: 9/16 of the bytes in bf16. The same on every device.
+
+    `values` `[R, K/2]`: the two kept elements of every four, in order. `indices` uint8 `[R, K/8]`: their places in the
+    four, two bits each, first element lowest; the lower of the two groups in a byte is in the lower four bits.
+    Read as int16, `indices` is the row-major metadata that NVIDIA's documentation of the sparse instructions uses.
+    """
+
+    values: Tensor
+    indices: Tensor
+
+
+class Compression(NamedTuple):
+    """How a sparse library stores 2:4 matrices of one size. Plain ints, so torch.compile carries it as a constant.
+
+    `columns`: a compressed `[m, k]` is `[m, columns]`; 9 k / 16 where the library does not pad.
+    `layout`: number of the layout that pruning kernels can write (`gemm.layout.layout_of`), or -1 where only the
+    library knows the layout and has to compress a pruned matrix.
+    """
+
+    columns: int
+    layout: int
+
+
+class Layout(NamedTuple):
+    """Where the indices of a compressed matrix `[m, k]` are, in units of 16 bits counted from the first index.
+
+    `rows` int32 `[m]`, `units` int32 `[k / 16]`: the indices of row r, elements 16 u to 16 u + 15, are unit
+    `rows[r] + units[u]`. Both tensors are on the matrix's device. `gemm/layout.py` determines them.
+    """
+
+    rows: Tensor
+    units: Tensor
+
+
+def mask_bytes(size: int) -> int:
+    """Bytes that hold `size` mask entries as packed bits."""
+    return (size + 7) // 8
+
+
+def unpadded_columns(k: int) -> int:
+    """Columns of a compressed `[m, k]` that is not padded: k/2 values, and k/8 bytes of indices as 16-bit words."""
+    return k * 9 // 16
+
+
+def empty_mask(weight: Tensor, packed: bool) -> Tensor:
+    """An uninitialised mask of `weight`, row-major whatever the strides of `weight`: bool, or packed bits."""
+    if packed:
+        return weight.new_empty(*weight.shape[:-1], mask_bytes(weight.shape[-1]), dtype=torch.uint8)
+    return weight.new_empty(weight.shape, dtype=torch.bool)
+
+
+def empty_packed(matrix: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Uninitialised values `[R, K/2]` and indices `[R, K/8]` of a packed `[R, K]` matrix."""
+    rows, size = matrix.shape
+    return [matrix.new_empty(rows, size // 2, dtype=dtype), matrix.new_empty(rows, size // 8, dtype=torch.uint8)]
+
+
+def empty_compressed(matrix: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+    """An uninitialised compressed `[R, K]` matrix; `columns` where the library pads."""
+    rows, size = matrix.shape
+    return matrix.new_empty(rows, unpadded_columns(size) if columns is None else columns, dtype=dtype)

@@ -1,0 +1,11 @@
+"""GEMMs with one 2:4 operand: what can run them, what is fastest, and how the operand is stored.
+
+Modules, from the bottom up; each imports only those above it in this list:
+
+    problem.py      one GEMM's shape, and the algorithm that runs it
+    backend.py      the protocol of a backend, and dense math
+    cusparselt.py   Nvidia's sparse tensor cores; the only module that calls cuSPARSELt
+    layout.py       how cuSPARSELt stores a compressed matrix, determined by experiment
+    autotune/       which backend is fastest: measured in a child process, checked, remembered
+    planning.py     `plan_gemm`: backend, algorithm and storage of one GEMM, with the reason
+"""

@@ -1,0 +1,217 @@
+"""Sparse or dense, and by which algorithm: decided from measurements, and dense where there is none.
+
+    tune(problems, device)     measures in a child process and stores the result; `hf-sparse24 tune` calls it
+    choose(problem, device)    says what to run now; planning calls it for every GEMM
+
+A verdict holds for a *bucket* of n (`records.bucket`), so varying batch shapes do not need one measurement each. It
+stays the same until the process ends, `tune` measures its bucket, or `reset` is called. It depends on what was measured
+in the bucket, not on the n of the first call, so all processes of a training run agree, and a graph that torch.compile
+makes for a dynamic n holds for the whole bucket.
+
+The modules: `search.py` chooses the candidates, `child.py` runs `worker.py` in a process of its own, `check.py` is what
+the worker does, `records.py` and `table.py` are what is remembered.
+"""
+
+import operator
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from .. import cusparselt
+from ..cusparselt import CUSPARSELT
+from ..problem import Algorithm, GemmProblem
+from .child import WORKER, Child
+from .records import Environment, Measured, bucket, current_environment
+from .search import Search
+from .table import Table, forget_warnings
+
+__all__ = ["Environment", "Progress", "Verdict", "choose", "current_environment", "reset", "tune"]
+
+MARGIN = 1.02
+"""Speedup from which sparse is chosen. Medians of interleaved timings vary by one to two per cent between runs; above
+this margin, that variation does not make sparse slower than dense."""
+
+NOT_TUNED = "not tuned: run `hf-sparse24 tune`"
+
+
+class Verdict(NamedTuple):
+    """What to run: `backend` is "cusparselt" or "dense".
+
+    `algorithm` is the fastest that passed its checks, with its times, even where dense is faster; None where none
+    passed. `measured` is False where no measurement exists, so nothing is known of the sparse algorithms.
+    """
+
+    backend: str
+    algorithm: Algorithm | None
+    sparse_us: float | None
+    dense_us: float | None
+    reason: str
+    measured: bool
+
+
+class Progress(NamedTuple):
+    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speedup of the round.
+
+    `str` makes one line of it.
+    """
+
+    problem: GemmProblem
+    number: int
+    total: int
+    tried: int
+    best_speedup: float | None
+
+    def __str__(self) -> str:
+        best = "" if self.best_speedup is None else f", best {self.best_speedup:.2f} times dense"
+        shape = f"{self.problem.m} x {self.problem.n} x {self.problem.k}"
+        return f"{self.number + 1} of {self.total}: {shape}, {self.tried} candidates tried{best}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+_given: dict[tuple[GemmProblem, torch.device, bool], Verdict] = {}
+_tables: dict[Environment, Table] = {}
+_lock = threading.RLock()  # autograd calls `choose` from threads of its own
+
+
+def choose(problem: GemmProblem, device: torch.device) -> Verdict:
+    """What to run for `problem` on `device`; n may be symbolic while torch.compile traces.
+
+    Under `torch.use_deterministic_algorithms(True)`, algorithms that split k are left out.
+    """
+    # While tracing, comparisons in `bucket` guard n, `index` specialises m and k, and `_verdict` gets constants.
+    return _verdict(
+        operator.index(problem.m),
+        bucket(problem.n),
+        operator.index(problem.k),
+        problem.dtype,
+        problem.dense_is_column_major,
+        problem.transposed,
+        device,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@torch.compiler.assume_constant_result
+def _verdict(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    column_major: bool,
+    transposed: bool,
+    device: torch.device,
+    deterministic: bool,
+) -> Verdict:
+    problem = GemmProblem(m, n, k, dtype, column_major, transposed)
+    key = (problem, device, deterministic)
+    verdict = _given.get(key)
+    if verdict is None:
+        with _lock:
+            verdict = _given.setdefault(key, _decide(*key))
+    return verdict
+
+
+def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> Verdict:
+    unsupported = CUSPARSELT.unsupported(problem, device)
+    if unsupported:
+        return _unmeasured(unsupported)
+    table = _table(current_environment(device))
+    entries = table.in_bucket_of(problem)
+    if not entries:
+        return _unmeasured(NOT_TUNED)
+    verdicts = [_judge(table, measured_at, entries[measured_at], deterministic) for measured_at in entries]
+    # Sparse only where it won at every n that was measured in the bucket; the largest comes first.
+    return next((verdict for verdict in verdicts if verdict.backend == "dense"), verdicts[0])
+
+
+def _judge(table: Table, problem: GemmProblem, candidates: tuple[Measured, ...], deterministic: bool) -> Verdict:
+    where = f"measured at {problem.m} x {problem.n} x {problem.k}"
+    usable = [found for found in candidates if table.unusable(problem, found.algorithm) is None]
+    if not usable:
+        return Verdict("dense", None, None, None, f"{where}: no algorithm passes the checks", measured=True)
+    if deterministic:
+        usable = [found for found in usable if found.algorithm.split_k == 1]
+        if not usable:
+            return Verdict("dense", None, None, None, f"{where}: no algorithm is deterministic", measured=True)
+    algorithm, sparse_us, dense_us = best = max(usable, key=lambda found: found.speedup)
+    reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
+    if best.speedup < MARGIN:
+        reason = f"{reason} where {MARGIN} is required"
+        return Verdict("dense", algorithm, sparse_us, dense_us, reason, measured=True)
+    return Verdict("cusparselt", algorithm, sparse_us, dense_us, reason, measured=True)
+
+
+def _unmeasured(reason: str) -> Verdict:
+    return Verdict("dense", None, None, None, reason, measured=False)
+
+
+def _table(environment: Environment) -> Table:
+    with _lock:
+        if environment not in _tables:
+            _tables[environment] = Table(environment)
+        return _tables[environment]
+
+
+def tune(
+    problems: Iterable[GemmProblem],
+    device: torch.device,
+    *,
+    seconds_per_problem: float = 20,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> dict[GemmProblem, Verdict]:
+    """Measure problems, save after each, and return what `choose` now says of them.
+
+    Candidates run in a child process, each within a time limit. One that hangs, crashes or gives wrong numbers is
+    recorded as failed and never run again in this environment. Ctrl-C ends the child, keeps what is measured so far,
+    and raises KeyboardInterrupt in the caller.
+
+    Args:
+        seconds_per_problem: for trying candidates. Preparing a problem and the final round take additional time.
+        on_progress: called after every candidate.
+
+    Raises:
+        ValueError: cuSPARSELt cannot run on this device.
+    """
+    if reason := cusparselt.unsupported_device(device):
+        raise ValueError(f"nothing to tune: {reason}")
+    if device.type == "cuda" and device.index is None:  # the child has a current device of its own
+        device = torch.device("cuda", torch.cuda.current_device())
+    table = _table(current_environment(device))
+    problems = list(dict.fromkeys(problems))
+    verdicts = {}
+    with Child(WORKER) as child:
+        for number, problem in enumerate(problems):
+
+            def report(tried: int, best: float | None, problem: GemmProblem = problem, number: int = number) -> None:
+                if on_progress is not None:
+                    on_progress(Progress(problem, number, len(problems), tried, best))
+
+            reason = cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
+            try:
+                if reason is None:
+                    reason = Search(table, problem, device, child, report).run(seconds_per_problem)
+            finally:
+                table.save()
+                _forget(problem)
+            verdicts[problem] = _unmeasured(reason) if reason else choose(problem, device)
+    return verdicts
+
+
+def reset() -> None:
+    """Forget all verdicts and tables of this process; files are read again when needed. Compiled graphs keep theirs."""
+    with _lock:
+        _given.clear()
+        _tables.clear()
+        forget_warnings()
+
+
+def _forget(problem: GemmProblem) -> None:
+    """Drop the verdicts of a problem's bucket: they were given before it was measured."""
+    alike = problem._replace(n=bucket(problem.n))
+    with _lock:
+        for key in [key for key in _given if key[0] == alike]:
+            del _given[key]

@@ -1,0 +1,253 @@
+"""Nvidia's sparse tensor cores, through torch's two cuSPARSELt operators. The only module that calls them.
+
+torch's operators leave some work to the caller, which is done here:
+
+* A compressed matrix was flat until torch 2.9, with the size of the formula; since torch 2.10 it has m rows and the
+  size that the library asks for, which pads small and odd matrices (pytorch PR 163125).
+* A dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides.
+* m and k must be multiples of 16, or the library refuses them; n should be, or the library is slow: n is padded here.
+* The arguments for split-k have had two signatures.
+* Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `autotune/`.
+"""
+
+import operator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import Compression, unpadded_columns
+from .backend import reject_scales
+from .problem import Algorithm, GemmProblem
+
+MULTIPLE = 16
+"""m and k must be multiples of this in fp16 and bf16; n is padded to it."""
+
+UNPADDED = 128
+"""Sizes that are multiples of this are never padded (torch's own kernels for Ampere's layout require them)."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
+def unsupported_device(device: torch.device) -> str | None:
+    """Why cuSPARSELt cannot run on `device`, or None where it can."""
+    return _unsupported_device(device)
+
+
+@cache
+def _unsupported_device(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"cuSPARSELt needs a CUDA device, not {device.type}"
+    if torch.version.hip is not None:
+        return "cuSPARSELt needs an Nvidia GPU"
+    if not torch.backends.cusparselt.is_available():
+        return "this build of torch has no cuSPARSELt"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"sparse tensor cores need compute capability 8.0 or more: {torch.cuda.get_device_name(device)}"
+    return None
+
+
+def unsupported_matrix(m: int, k: int, dtype: torch.dtype) -> str | None:
+    """Why a 2:4 matrix `[m, k]` cannot be compressed, or None where it can."""
+    if dtype not in DTYPES:
+        return f"the sparse GEMMs run in bf16 and fp16, not {dtype}"
+    multiple = MULTIPLE if _torch_allocates_padding() else UNPADDED
+    if m % multiple or k % multiple or not m or not k:
+        return f"cuSPARSELt needs multiples of {multiple}, not {m} x {k}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _torch_allocates_padding() -> bool:
+    """Before 2.10 torch allocated the size of the formula, and the library wrote its padding beyond that."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+
+
+def check_compressible(name: str, m: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError, in the name of a public function, where a 2:4 matrix `[m, k]` has no compressed form."""
+    reason = None if device.type == "meta" else unsupported_device(device)
+    reason = reason or unsupported_matrix(m, k, dtype)
+    if reason:
+        raise ValueError(f"{name}: no compressed form: {reason}")
+
+
+def version() -> int | None:
+    """The library's version as torch reports it, such as 801 for 0.8.1; None without the library."""
+    return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+
+
+def is_slow_on(device: torch.device) -> bool:
+    """Whether this version is known to be slow on Hopper and Ada: 0.8.0, of CUDA 13 builds of torch up to 2.11."""
+    return version() == 800 and torch.cuda.get_device_capability(device) in ((8, 9), (9, 0))
+
+
+def compress_by_library(matrix: Tensor) -> Tensor:
+    """A row-major 2:4 matrix `[m, k]` as the library stores it: `[m, columns]`, however many columns that takes.
+
+    Not an operator, because no fake could know `columns`: for tracing there is `compress`.
+    """
+    return torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
+
+
+Size = tuple[int, int, torch.dtype, torch.device]
+
+_columns: dict[Size, int] = {}
+
+
+def library_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many columns the library's compressed `[m, k]` has. Compresses zeros to see, once per size.
+
+    The dictionary behind this is a memo of a pure function: the library gives one answer for a size, whenever it is
+    asked. Never called inside CUDA graph capture for a size that was not asked before.
+    """
+    if m % UNPADDED == 0 and k % UNPADDED == 0:
+        return unpadded_columns(k)
+    size = size_key(m, k, dtype, device)
+    if size not in _columns:
+        _columns[size] = compress_by_library(torch.zeros(m, k, dtype=dtype, device=device)).shape[1]
+    return _columns[size]
+
+
+def size_key(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Size:
+    """Key of what is known of a size: plain ints, and the device that "cuda" stands for, as in a tensor's device."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return operator.index(m), operator.index(k), dtype, device  # symbolic sizes of a graph have no hash
+
+
+@torch.library.custom_op("sparse24::cslt_compress", mutates_args=())
+def compress(matrix: Tensor, columns: int) -> Tensor:
+    """A row-major matrix `[m, k]` that is 2:4 along k, in the library's own layout `[m, columns]`.
+
+    Rows are not rows of the matrix. The layout belongs to this device and library version: never save it.
+
+    Raises:
+        RuntimeError: the library stores a matrix of this size in another number of columns.
+    """
+    compressed = compress_by_library(matrix)
+    if compressed.shape[1] != columns:
+        m, k = matrix.shape
+        raise RuntimeError(
+            f"cuSPARSELt stores a {m} x {k} matrix of {matrix.dtype} in {compressed.shape[1]} columns, not {columns}: "
+            f"plan the GEMM first and pass the Compression of plan_gemm(...)"
+        )
+    return compressed
+
+
+@compress.register_fake
+def _(matrix: Tensor, columns: int) -> Tensor:
+    return matrix.new_empty(len(matrix), columns)
+
+
+@torch.library.custom_op("sparse24::cslt_mm", mutates_args=())
+def matmul(
+    compressed: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    algorithm: int,
+    split_k: int,
+    split_k_mode: int,
+) -> Tensor:
+    """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
+
+    Args:
+        compressed: of `compress`.
+        dense: `[k, n]`, row-major or the transpose of that (other strides are copied).
+        bias: `[m]` in the operands' dtype, or None.
+        transposed: the layout of the result.
+        algorithm, split_k, split_k_mode: see `Algorithm`.
+    """
+    (m, columns), (k, n) = compressed.shape, dense.shape
+    if columns != unpadded_columns(k) and columns != library_columns(m, k, compressed.dtype, compressed.device):
+        raise ValueError(f"cslt_mm: compressed {m} x {columns} is no matrix of {m} x {k}")
+    if not compressed.dtype == dense.dtype == (dense.dtype if bias is None else bias.dtype):
+        # The library would reinterpret the bits of one dtype as the other.
+        raise RuntimeError(f"cslt_mm: operands of one dtype, not {compressed.dtype}, {dense.dtype} and bias {bias}")
+    if not n:
+        return dense.new_empty((0, m) if transposed else (m, 0))
+    # One column is both; padding makes it what its problem was tuned for.
+    column_major = dense.t().is_contiguous() and (transposed or not dense.is_contiguous())
+    dense = _aligned(dense if column_major else dense.contiguous())
+    bias = None if bias is None else _aligned(bias.contiguous())
+    missing = -n % MULTIPLE
+    if missing:
+        pad = torch.nn.functional.pad
+        dense = pad(dense.t(), (0, 0, 0, missing)).t() if column_major else pad(dense, (0, missing))
+    result = torch._cslt_sparse_mm(
+        compressed,
+        dense,
+        bias=bias,
+        transpose_result=transposed,
+        alg_id=algorithm,
+        **_split_k_arguments(split_k, split_k_mode),
+    )
+    if missing:
+        result = result[:n] if transposed else result[:, :n].contiguous()
+    return result
+
+
+@matmul.register_fake
+def _(
+    compressed: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    algorithm: int,
+    split_k: int,
+    split_k_mode: int,
+) -> Tensor:
+    m, n = compressed.shape[0], dense.shape[1]
+    return dense.new_empty((n, m) if transposed else (m, n))
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """At an address that is a multiple of 16, which torch promises the library of every operand."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+@cache
+def _split_k_argument_names() -> frozenset[str]:
+    schema = torch.ops.aten._cslt_sparse_mm.default._schema
+    return frozenset(argument.name for argument in schema.arguments)
+
+
+def _split_k_arguments(split_k: int, split_k_mode: int) -> dict[str, Any]:
+    """torch renamed `split_k_one_kernel` (bool) to `split_k_mode` (-1: the library's default)."""
+    if split_k == 1:
+        return {}
+    if "split_k_mode" in _split_k_argument_names():
+        return {"split_k": split_k, "split_k_mode": split_k_mode}
+    return {"split_k": split_k, "split_k_one_kernel": split_k_mode == 0}
+
+
+class CusparseltBackend:
+    """GEMMs on sparse tensor cores. The operand is compressed (`gemm/layout.py`)."""
+
+    def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
+        return unsupported_device(device) or unsupported_matrix(problem.m, problem.k, problem.dtype)
+
+    def encoded_shape(self, problem: GemmProblem, compression: Compression | None) -> tuple[int, ...]:
+        return problem.m, unpadded_columns(problem.k) if compression is None else compression.columns
+
+    def run(
+        self,
+        sparse: Tensor,
+        dense: Tensor,
+        *,
+        bias: Tensor | None,
+        transposed: bool,
+        scales: tuple[Tensor, Tensor] | None,
+        algorithm: Algorithm | None,
+    ) -> Tensor:
+        reject_scales("cusparselt", scales)
+        algorithm = algorithm or Algorithm()
+        if not transposed:
+            return matmul(sparse, dense, bias, False, *algorithm)
+        rows = dense.reshape(-1, dense.shape[-1])
+        return matmul(sparse, rows.t(), bias, True, *algorithm).view(*dense.shape[:-1], len(sparse))
+
+
+CUSPARSELT = CusparseltBackend()

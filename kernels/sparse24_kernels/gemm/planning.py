@@ -1,0 +1,113 @@
+"""Which backend runs a GEMM, by which algorithm, and how it stores the sparse operand. Every plan has its reason."""
+
+import operator
+from typing import NamedTuple
+
+import torch
+
+from ..dispatch import Choice
+from ..formats import Compression
+from . import autotune, cusparselt
+from .backend import DENSE, GemmBackend
+from .cusparselt import CUSPARSELT
+from .layout import find_compression
+from .problem import Algorithm, GemmProblem
+
+BACKENDS = ("dense", "cusparselt")
+"""Backends of the GEMMs. `dense` is dense math on the pruned values, on any device; `cusparselt` runs on Nvidia's
+sparse tensor cores."""
+
+
+class GemmPlan(NamedTuple):
+    """How one GEMM runs, and why. `algorithm` and `compression` are None for dense math."""
+
+    backend: str
+    reason: str
+    algorithm: Algorithm | None
+    compression: Compression | None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the sparse operand has to be compressed."""
+        return self.algorithm is not None
+
+
+def check_backend(requested: str) -> None:
+    if requested != "auto" and requested not in BACKENDS:
+        raise ValueError(f"backend={requested!r} is not available; choose 'auto' or one of {list(BACKENDS)}")
+
+
+def choose_backend(requested: str, device: torch.device) -> Choice:
+    """Turn `"auto"` or a backend's name into the backend that may run on `device`, with the reason in words.
+
+    Where that is `cusparselt`, `plan_gemm` still decides every GEMM by itself.
+
+    Raises:
+        ValueError: `requested` is not `"auto"` or one of `BACKENDS`, or it is `"cusparselt"` where that cannot run.
+    """
+    check_backend(requested)
+    if requested == "dense":
+        return Choice("dense", "requested")
+    reason = cusparselt.unsupported_device(device)
+    if requested == "cusparselt":
+        if reason:
+            raise ValueError(f"backend='cusparselt': {reason}; use 'auto'")
+        return Choice("cusparselt", "requested")
+    if reason:
+        return Choice("dense", reason)
+    return Choice("cusparselt", "where a tuned GEMM beats dense, otherwise dense math")
+
+
+def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto") -> GemmPlan:
+    """How to run `problem` on `device`. The plan decides which form of the sparse operand is needed.
+
+    A graph of torch.compile holds for all n of one bucket (see `autotune`), where sparse GEMMs are possible at all.
+
+    Args:
+        problem: of `linear_problem` or `mm_problem`; n may be symbolic while torch.compile traces.
+        device: where the operands are.
+        backend: `"auto"` chooses a sparse algorithm only where a measurement, with checked results, says that it is
+            faster. `"cusparselt"` takes the fastest known sparse algorithm even where dense is faster, and the
+            library's default one where nothing was measured; dense math runs where every algorithm failed its checks.
+            `"dense"` is dense math.
+
+    Raises:
+        ValueError: an unknown backend, or `"cusparselt"` where `device` cannot run it.
+    """
+    choice = choose_backend(backend, device)
+    if choice.backend == "dense":
+        return _dense(choice.reason)
+    reason = CUSPARSELT.unsupported(problem, device)
+    if reason:
+        return _dense(reason)
+    verdict = autotune.choose(problem, device)
+    algorithm, reason = verdict.algorithm, verdict.reason
+    if backend == "cusparselt":
+        algorithm = algorithm if verdict.measured else Algorithm()
+        reason = f"requested; {reason}"
+    elif verdict.backend == "dense":
+        algorithm = None
+    if algorithm is None:
+        return _dense(reason)
+    # `index` specialises symbolic sizes: a compressed matrix has one size.
+    m, k = operator.index(problem.m), operator.index(problem.k)
+    return GemmPlan("cusparselt", reason, algorithm, find_compression(m, k, problem.dtype, device))
+
+
+def _dense(reason: str) -> GemmPlan:
+    return GemmPlan("dense", reason, None, None)
+
+
+def gemm_unsupported(problem: GemmProblem, device: torch.device, backend: str = "auto") -> str | None:
+    """Why the sparse operand `[m, k]` cannot go to sparse tensor cores, whatever the speed; None where it can.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    check_backend(backend)
+    return "backend='dense'" if backend == "dense" else CUSPARSELT.unsupported(problem, device)
+
+
+def backend_of(algorithm: Algorithm | None) -> GemmBackend:
+    """The backend that runs a plan's algorithm."""
+    return DENSE if algorithm is None else CUSPARSELT

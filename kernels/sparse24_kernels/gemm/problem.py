@@ -1,0 +1,41 @@
+"""One GEMM `sparse @ dense` as data: its shape and memory layouts, and the algorithm that runs it."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class GemmProblem(NamedTuple):
+    """A 2:4 operand `[m, k]`, sparse along k, times a dense operand `[k, n]`.
+
+    `dense_is_column_major`: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
+    `transposed`: the result is a contiguous `[n, m]`, not `[m, n]`.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    dense_is_column_major: bool
+    transposed: bool
+
+
+class Algorithm(NamedTuple):
+    """One way of a sparse library to run a GEMM. The meaning of an id depends on the library's version and device.
+
+    `split_k`: parts that k is split into (-1: segment-k). `split_k_mode`: how they are summed (-1: library's default).
+    """
+
+    id: int = 0
+    split_k: int = 1
+    split_k_mode: int = -1
+
+
+def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem:
+    """`F.linear` of `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`."""
+    return GemmProblem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
+
+
+def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> GemmProblem:
+    """A sparse `[m, k]` times a dense `[k, n]`, both row-major, such as dZ^T X."""
+    return GemmProblem(m, n, k, dtype, dense_is_column_major=False, transposed=False)

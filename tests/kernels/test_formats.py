@@ -1,0 +1,28 @@
+"""Patterns, and the sizes of what is stored."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import Pattern, formats
+
+
+def test_a_pattern_is_read_and_written():
+    assert Pattern.parse("2:4") == Pattern(2, 4) == (2, 4)
+    assert [str(Pattern.parse(text)) for text in ("2:4", "1:2", "4:16")] == ["2:4", "1:2", "4:16"]
+    for wrong in ("2-4", "4:2", "4:4", "0:4", "-1:4", "2:4 ", "2:4:8", "two:four", "²:4", ""):
+        with pytest.raises(ValueError) as caught:
+            Pattern.parse(wrong)
+        assert str(caught.value) == f"pattern={wrong!r}: must be 'N:M' with 0 < N < M, such as '2:4'"
+
+
+def test_sizes_are_those_of_results():
+    weight = torch.randn(6, 40)
+    assert kernels.nm_mask(weight, packed=True).shape == formats.empty_mask(weight, packed=True).shape == (6, 5)
+    assert formats.mask_bytes(40) == 5 and [formats.mask_bytes(size) for size in (0, 1, 8, 9)] == [0, 1, 1, 2]
+    packed = kernels.pack_nm(weight)
+    for ours, empty in zip(packed, formats.empty_packed(weight, weight.dtype)):
+        assert (ours.shape, ours.dtype) == (empty.shape, empty.dtype)
+    assert formats.empty_compressed(torch.empty(16, 32), torch.bfloat16).shape == (16, 18)
+    assert formats.empty_compressed(torch.empty(16, 32), torch.bfloat16, 21).shape == (16, 21)
+    packed = kernels.pack_nm(torch.randn(6, 48).bfloat16())
+    assert packed.values.nbytes + packed.indices.nbytes == 6 * formats.unpadded_columns(48) * 2

@@ -1,0 +1,141 @@
+"""The shape of sparse24_kernels: layers, no circles, every module importable alone, fakes without a history."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import cslt
+import sparse24_kernels as kernels
+import torch
+
+ROOT = Path(kernels.__file__).parent
+PACKAGE = "sparse24_kernels"
+
+# Lower layers first. A module imports from its own layer and those before it.
+LAYERS = [
+    ["formats", "checks"],
+    ["reference"],
+    ["gpu"],
+    ["dispatch"],
+    ["gemm.problem"],
+    ["gemm.backend"],
+    ["gemm.cusparselt"],
+    ["gemm.layout", "gemm.autotune"],
+    ["gemm.planning"],
+    ["decay", "fp8", "gated", "masks", "matmul", "mvue", "prune", "transposable"],
+]
+
+
+def module_files() -> dict[str, Path]:
+    names = {}
+    for path in ROOT.rglob("*.py"):
+        parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = module_files()
+
+
+def imported(name: str) -> set[str]:
+    """Our modules that a module imports, anywhere in it, inside functions too."""
+    path, found = MODULES[name], set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) + 1 - node.level], *filter(None, [node.module])] if node.level else []
+            source = ".".join(base) if node.level else str(node.module)
+            names = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {target if target in MODULES else source for target in names}
+    return {target for target in found if target.split(".")[0] == PACKAGE}
+
+
+GRAPH = {name: imported(name) for name in MODULES}
+
+
+def reachable(name: str) -> set[str]:
+    seen, todo = set(), list(GRAPH[name])
+    while todo:
+        target = todo.pop()
+        if target not in seen:
+            seen.add(target)
+            todo += GRAPH[target]
+    return seen
+
+
+def test_the_graph_is_read_correctly():
+    assert f"{PACKAGE}.gpu" in GRAPH[f"{PACKAGE}.dispatch"]  # inside a function
+    assert f"{PACKAGE}.gemm.cusparselt" in GRAPH[f"{PACKAGE}.gemm.planning"]  # `from . import cusparselt`
+    assert f"{PACKAGE}.gemm.autotune.records" in reachable(PACKAGE)
+
+
+def test_no_circles():
+    assert [name for name in GRAPH if name in reachable(name)] == []
+
+
+def test_layers():
+    layer_of = {f"{PACKAGE}.{name}": number for number, layer in enumerate(LAYERS) for name in layer}
+
+    def layer(name: str) -> int:
+        return next(number for prefix, number in layer_of.items() if name == prefix or name.startswith(f"{prefix}."))
+
+    listed = {name for name in GRAPH if name not in (PACKAGE, f"{PACKAGE}.gemm")}
+    upwards = {(name, target) for name in listed for target in GRAPH[name] if layer(name) < layer(target)}
+    assert upwards == set()
+    assert not [name for name in GRAPH if PACKAGE in GRAPH[name]], "nothing imports the package root"
+    assert GRAPH[f"{PACKAGE}.formats"] == set()
+
+
+def test_every_module_can_be_imported_first():
+    """Each in a process of its own, its parents without what they import, so that no import order is needed."""
+    code = f"""
+        import importlib, os, sys, types
+        import torch._dynamo, triton  # what all of them import, once
+        for name in {sorted(MODULES)!r}:
+            if os.fork() == 0:
+                parts = name.split(".")
+                for i in range(1, len(parts)):
+                    parent = types.ModuleType(".".join(parts[:i]))
+                    parent.__path__ = [os.path.join({str(ROOT.parent)!r}, *parts[:i])]
+                    sys.modules[parent.__name__] = parent
+                importlib.import_module(name)
+                os._exit(0)
+            if os.wait()[1]:
+                sys.exit(f"cannot import {{name}} alone")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+SHAPES = """
+import sparse24_kernels as kernels, torch
+weight, padded = torch.empty(48, 32, device="meta", dtype=torch.bfloat16), kernels.Compression(21, -1)
+shapes = [
+    kernels.prune_forms(weight, ["compressed"])[0].shape,
+    kernels.prune_forms(weight, ["compressed"], compressions={"compressed": padded})[0].shape,
+    kernels.mvue(weight, key=1, form="compressed").shape,
+    kernels.mvue(weight, key=1, form="compressed", compression=padded).shape,
+    kernels.compress(weight).shape,
+    kernels.compress(weight, padded).shape,
+]
+shapes = [tuple(shape) for shape in shapes]
+"""
+
+
+def test_fakes_have_no_history(monkeypatch):
+    """Shapes of a trace follow from the arguments, in a fresh process as after plans and real calls."""
+    command = [sys.executable, "-c", SHAPES + "print(shapes)"]
+    fresh = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    cslt.install(monkeypatch, cslt.StandIn(padding=3))
+    plan = kernels.plan_gemm(kernels.linear_problem(32, 48, 32, torch.bfloat16), torch.device("cpu"))
+    weight = torch.randn(48, 32).bfloat16()
+    kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression})
+    kernels.compress(kernels.nm_prune(weight), plan.compression)
+    kernels.mvue(weight, form="compressed", compression=plan.compression)
+    namespace = {}
+    exec(SHAPES, namespace)
+    assert plan.compression.columns == 21
+    assert str(namespace["shapes"]) == fresh.strip() == str([(48, 18), (48, 21)] * 3)
