@@ -1,26 +1,27 @@
 """2:4 sparse training for Hugging Face Transformers.
 
-Importing this package tells Transformers how to load 2:4 checkpoints (`quant_method: "sparse24"`), and nothing else:
-it touches no device and no environment variable.
+Importing this package tells Transformers how to load 2:4 checkpoints (`quant_method: "sparse24"`), and changes nothing
+else: no device, no environment variable, no setting of torch, no optimizer of yours.
 """
 
-from . import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
-from .callback import Sparse24Callback
-from .checkpoint import export_model
-from .config import PRESETS, Sparse24Config
-from .controller import Sparse24Controller
+from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
+from .checkpoints.export import export_model
+from .config import Sparse24Config, describe_settings
 from .gated import fuse_gated_mlps, unfuse_gated_mlps
 from .inference import drop_master_weights
 from .linear import Sparse24Conv1D, Sparse24Linear
-from .oneshot import OneshotReport, oneshot
+from .methods import METHODS, SparseMethod, StepAdamW, register_method
+from .methods.step_adamw import step_param_groups
 from .patching import patch_model, unpatch_model
+from .pruning.oneshot import OneshotReport, oneshot
 from .report import PatchReport
-from .step_adamw import StepAdamW, step_param_groups
-from .trainer import Sparse24Trainer
+from .training.callback import Sparse24Callback
+from .training.controller import Sparse24Controller
+from .training.trainer import Sparse24Trainer
 from .version import __version__
 
 __all__ = [
-    "PRESETS",
+    "METHODS",
     "OneshotReport",
     "PatchReport",
     "Sparse24Callback",
@@ -29,13 +30,16 @@ __all__ = [
     "Sparse24Conv1D",
     "Sparse24Linear",
     "Sparse24Trainer",
+    "SparseMethod",
     "StepAdamW",
     "__version__",
+    "describe_settings",
     "drop_master_weights",
     "export_model",
     "fuse_gated_mlps",
     "oneshot",
     "patch_model",
+    "register_method",
     "step_param_groups",
     "unfuse_gated_mlps",
     "unpatch_model",

@@ -1,227 +1,233 @@
-"""Sparse24Config: what becomes sparse, by which method, and when. PRESETS: the published numbers of each method."""
+"""Sparse24Config: what becomes sparse, by which method, and how it goes into config.json."""
 
+import copy
 import dataclasses
 import re
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
-from sparse24_kernels import BACKENDS, SCALE_RULES, SOLVERS
+from sparse24_kernels import BACKENDS, Pattern
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .encodings import RunState
+from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
+from .methods.settings import SHARED, MethodSettings
 from .version import __version__
 
-GRADIENTS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
-PHASES = ("sparse", "dense")
 TARGET_GROUPS = ("mlp", "attention", "all-linear")
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a method uses where the user says nothing. `None` marks a setting that the method does not have."""
-
-    masked_decay: float | None = None
-    decay_on: str | None = None
-    mask_interval: int | None = None
-    mask_solver: str | None = None
-    scale_rule: str | None = None
-    scale_frozen: bool | None = None
-    switch_rule: str | None = None
-    switch_after: float | None = None
-    switch_by: float | None = None
-    weight_grad: str = "dense"
-    input_grad: str = "dense"
-    activations: str = "dense"
-    fp8: bool = False
-    dense_start: float | None = 0
-    dense_tail: float | None = 0
-
-
-PRESETS = {
-    # The straight-through baseline. GEMMs: output 2:4, grad_input dense, grad_weight dense.
-    "ste": Preset(),
-    # Zhou et al. 2021 (arXiv 2102.04010): lambda_W = 2e-4. GEMMs as for "ste".
-    "sr-ste": Preset(masked_decay=2e-4, decay_on="gradient"),
-    # Hu et al. 2024 (arXiv 2404.01847): masks every 40 optimizer steps, the last sixth dense (250k of 300k steps);
-    # lambda_W = 6e-5 is their GPT-2 124M, other models need their own. GEMMs: all three 2:4.
-    "t-sr-ste": Preset(
-        masked_decay=6e-5,
-        decay_on="gradient",
-        mask_interval=40,
-        mask_solver="exact",
-        weight_grad="mvue",
-        dense_tail=1 / 6,
-    ),
-    # Hu et al. 2024 (arXiv 2409.09099): no hyper-parameter. GEMMs: output 2:4, grad_input a dense product with the
-    # 2:4 weight's values, grad_weight 2:4.
-    "s-ste": Preset(scale_rule="mse", scale_frozen=True, weight_grad="mvue"),
-    # Lu et al. 2023 (arXiv 2302.01172): AutoSwitch option I, clipped to 10 % and 50 % of training. GEMMs: dense at
-    # first, then output 2:4.
-    "step": Preset(switch_rule="arithmetic", switch_after=0.1, switch_by=0.5, dense_start=None),
-    # ASP-style (Mishra et al. 2021, arXiv 2104.08378): one mask, from the weights training starts with. Output 2:4.
-    "fixed-mask": Preset(),
-}
-
-
-@dataclass(repr=False)
 class Sparse24Config(QuantizationConfigMixin):
-    """How a model is made 2:4 sparse. Goes into `config.json` as its `quantization_config`.
+    """How a model is made 2:4 sparse. Goes into `config.json` as its `quantization_config`, flat.
 
-    Every setting left at `None` takes the value of the method's preset when the config is made, so a config that
-    was saved keeps meaning the same.
+    Values are checked when the config is made and when a field is assigned to. A setting that is not given, or None,
+    takes the method's default when the config is made, so a config that was saved keeps meaning the same. The config
+    of a patched model follows its run: settings of the method may change, nothing else.
 
     Args:
-        method: `"ste"`, `"sr-ste"`, `"t-sr-ste"`, `"s-ste"`, `"step"` or `"fixed-mask"`; see `hf_sparse24.methods`.
+        method: the name of a registered method; see `hf_sparse24.methods`.
         pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Only `"2:4"` has
             hardware.
         target_modules: `"mlp"`, `"attention"`, `"all-linear"`; or a regular expression that must match a module's
             whole name; or a list of name endings, each of which must match at least one module. Output embeddings,
             heads, poolers, routers and embeddings are never touched.
         exclude_modules: a regular expression or a list of name endings to leave dense.
-        layers_to_transform: block indices (an int or a list) to restrict the change to; `None` for all.
-        masked_decay: lambda_W >= 0, the pull of pruned weights towards zero; `"auto"` lets `Sparse24Trainer` determine
-            it by short probes (see `tune_masked_decay`). Methods with decay only, as the next.
-        decay_on: `"gradient"` adds `lambda_W * weight` to the pruned weights' gradient, before the optimizer (Hu et al.
-            2024); `"weight"` takes `lr * lambda_W * weight` off them directly, past Adam's normalisation.
-        mask_interval: how often the mask is searched anew, `"t-sr-ste"` only. Like `dense_start` and `dense_tail` a
-            *length*: an int counts optimizer steps, a float below 1 is a fraction of training.
-        mask_solver: `"exact"`, `"min-cost-flow"`, `"greedy"` or `"two-approx"`, `"t-sr-ste"` only; see
-            `sparse24_kernels.transposable_mask`.
-        scale_rule: `"mse"`, `"l1"` or `"none"`: what S-STE's scale keeps. `"s-ste"` only, as the next.
-        scale_frozen: whether that scale stays what it was when sparsity began; `False` recomputes it every step, which
-            the paper shows to be harmful.
-        switch_rule: `"arithmetic"` (option I) or `"geometric"` (option II): the mean that decides when STEP freezes the
-            variance. `"step"` only, as the next two.
-        switch_after, switch_by: lengths; STEP switches not before the one, and at the other whatever the rule says.
-        weight_grad: how the output gradient is pruned in the grad_weight product, groups along tokens: `"dense"` not
-            at all, `"mvue"` 2:4 with least variance, `"mvue-approx"` the two-draw 2:4 estimate, `"mvue-1:2"`.
-        input_grad: the same for the grad_input product, groups along output features.
-        activations: `"dense"`, or `"2:4"` to prune them by magnitude in the output product.
-        fp8: simulate FP8 products: E4M3 forward, E5M2 backward, one current scale per tensor.
-        dense_start: length of dense training before sparsity starts.
+        layers_to_transform: block indices (an int or a list) to restrict the change to; None for all.
+        backend: `"auto"`, or one of `sparse24_kernels.BACKENDS` for the GEMMs.
+        dense_start: length of dense training before sparsity starts: an int counts optimizer steps, a float below 1 is
+            a fraction of training. None for what the method says.
         dense_tail: length of dense training after it ends.
-        backend: `"auto"`, or the implementation of the sparse products by name.
-        phase: `"sparse"` or `"dense"`: what the weights of the model that carries this config are used as. Kept up to
-            date by training (after the dense tail the model is dense); not part of a comparison of configs.
+        settings: of the method, such as `masked_decay` and `mask_interval` of `"t-sr-ste"`; `describe_settings(name)`
+            says what they mean.
+
+    Attributes:
+        settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
+        run_state: what changes while the model trains, saved beside the settings (`phase`); not part of a comparison.
 
     Raises:
         ValueError: with the field, the value and what is allowed.
+        TypeError: a name that no registered method has a setting of.
     """
 
-    quant_method: str = field(default="sparse24", init=False)
-    method: str = "s-ste"
-    pattern: str = "2:4"
-    target_modules: str | list[str] = "mlp"
-    exclude_modules: str | list[str] | None = None
-    layers_to_transform: int | list[int] | None = None
-    masked_decay: float | str | None = None
-    decay_on: str | None = None
-    mask_interval: int | float | None = None
-    mask_solver: str | None = None
-    scale_rule: str | None = None
-    scale_frozen: bool | None = None
-    switch_rule: str | None = None
-    switch_after: int | float | None = None
-    switch_by: int | float | None = None
-    weight_grad: str | None = None
-    input_grad: str | None = None
-    activations: str | None = None
-    fp8: bool | None = None
-    dense_start: int | float | None = None
-    dense_tail: int | float | None = None
-    backend: str = "auto"
-    phase: str = field(default="sparse", compare=False)
+    quant_method: str = "sparse24"  # type: ignore[assignment]  # Transformers' enum has only its own methods
 
-    def __post_init__(self):
-        _check_choice("method", self.method, PRESETS)
-        _check_pattern(self.pattern)
-        for name in ("target_modules", "exclude_modules"):
-            _check_module_names(name, getattr(self, name))
-        _check_layers(self.layers_to_transform)
-        for name, default in vars(PRESETS[self.method]).items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
-            elif default is None:
-                raise ValueError(f"{name}={getattr(self, name)!r}: method {self.method!r} has no {name}; leave it None")
-            elif name in _CHOICES:
-                _check_choice(name, getattr(self, name), _CHOICES[name])
-            elif name != "masked_decay":
-                _check_length(name, getattr(self, name))
-        if self.masked_decay not in (None, "auto"):
-            _check_number("masked_decay", self.masked_decay)
-        if self.mask_interval is not None and self.mask_interval == 0:
-            raise ValueError("mask_interval=0: must be at least 1 step or a fraction above 0")
-        if sum(length for length in (self.dense_start, self.dense_tail) if isinstance(length, float)) >= 1:
-            raise ValueError(f"dense_start={self.dense_start}, dense_tail={self.dense_tail}: leave no sparse step")
-        _check_choice("backend", self.backend, ("auto", *BACKENDS))
-        _check_choice("phase", self.phase, PHASES)
+    def __init__(
+        self,
+        method: str = DEFAULT_METHOD,
+        pattern: str = "2:4",
+        target_modules: str | list[str] = "mlp",
+        exclude_modules: str | list[str] | None = None,
+        layers_to_transform: int | list[int] | None = None,
+        backend: str = "auto",
+        dense_start: int | float | None = None,
+        dense_tail: int | float | None = None,
+        **settings: Any,
+    ):
+        cls = method_class(method)
+        Pattern.parse(pattern)
+        for name, value in (("target_modules", target_modules), ("exclude_modules", exclude_modules)):
+            _check_module_names(name, value)
+        _check_layers(layers_to_transform)
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend={backend!r}: must be one of {['auto', *BACKENDS]}")
+        settings |= {"dense_start": dense_start, "dense_tail": dense_tail}
+        given = {name: value for name, value in settings.items() if value is not None}
+        _check_names(cls, settings, given)
+        self.__dict__.update(
+            method=method,
+            pattern=pattern,
+            target_modules=copy.copy(target_modules),
+            exclude_modules=copy.copy(exclude_modules),
+            layers_to_transform=copy.copy(layers_to_transform),
+            backend=backend,
+            settings=cls.Settings(**given),
+            run_state=RunState(),
+            _given=given,
+            _bound=None,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is not found otherwise; `settings` itself is missing while a copy is being made.
+        settings = self.__dict__.get("settings")
+        if settings is None or not hasattr(settings, name):
+            raise AttributeError(f"a Sparse24Config with method={self.__dict__.get('method')!r} has no {name!r}")
+        return getattr(settings, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            raise AttributeError(f"{name}={value!r}: {name} of a Sparse24Config cannot be assigned to")
+        if name not in SHARED and not hasattr(self.settings, name):
+            raise AttributeError(f"{name}={value!r}: method {self.method!r} has no {name}")
+        if name in SHARED and self._bound is not None:
+            raise ValueError(
+                f"{name}={value!r}: a model is patched with this config; call unpatch_model(model), then patch_model "
+                f"with another config"
+            )
+        changed = self.replace(**{name: value})
+        self.__dict__.update(changed.__dict__ | {"run_state": self.run_state, "_bound": self._bound})
+        if self._bound is not None:
+            self._bound.use_settings(self.settings)
+
+    def replace(self, **changes: Any) -> "Sparse24Config":
+        """A config with some fields changed, that no model is patched with; checked like a new one."""
+        fields = {name: getattr(self, name) for name in SHARED} | self._given
+        config = type(self)(**(fields | changes))
+        config.run_state.phase = self.run_state.phase
+        return config
+
+    def bind(self) -> SparseMethod:
+        """Make the method for a model that is to be patched: settings that change here from now on change there."""
+        self.__dict__["_bound"] = method_class(self.method)(self.settings, Pattern.parse(self.pattern))
+        return self.bound_method
+
+    @property
+    def bound_method(self) -> SparseMethod:
+        """The method of the model that is patched with this config."""
+        if self._bound is None:
+            raise ValueError("no model is patched with this config; patch_model(model, config) makes the model its own")
+        return self._bound
 
     @property
     def n(self) -> int:
-        return int(self.pattern.split(":")[0])
+        return Pattern.parse(self.pattern).n
 
     @property
     def m(self) -> int:
-        return int(self.pattern.split(":")[1])
+        return Pattern.parse(self.pattern).m
+
+    @property
+    def phase(self) -> str:
+        """What the weights of the model that carries this config are used as; see `RunState`."""
+        return self.run_state.phase
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"hf_sparse24_version": __version__}
+        return self._fields() | {
+            "quant_method": self.quant_method,
+            "phase": self.run_state.phase,
+            "hf_sparse24_version": __version__,
+        }
+
+    def _fields(self) -> dict[str, Any]:
+        return copy.deepcopy({name: getattr(self, name) for name in SHARED}) | dataclasses.asdict(self.settings)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from self.to_dict().items()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sparse24Config) and self._fields() == other._fields()
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
+
+    def difference(self, other: "Sparse24Config") -> str:
+        """The fields in which another config differs, for messages."""
+        ours, theirs = self._fields(), other._fields()
+        names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+        return ", ".join(f"{name}={ours.get(name)!r}, now {theirs.get(name)!r}" for name in names)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
         """Read what `to_dict` wrote, or a dict with any of the arguments.
 
+        A config of a later version is read, with a warning, if this version knows all its keys.
+
         Raises:
-            ValueError: a key this version does not know, a value it does not allow, or a config saved by a newer
-                version of hf_sparse24.
+            ValueError: a key this version does not know, or a value it does not allow.
         """
         values = dict(config_dict)
-        _check_version(values.pop("hf_sparse24_version", __version__))
-        quant_method = values.pop("quant_method", "sparse24")
-        if quant_method != "sparse24":
-            raise ValueError(f"quant_method={quant_method!r}: a Sparse24Config has 'sparse24'")
-        known = {f.name for f in dataclasses.fields(cls) if f.init}
-        unknown = sorted(set(values) - known)
+        saved_by = values.pop("hf_sparse24_version", __version__)
+        is_newer = _is_newer(saved_by)
+        quant_method = values.pop("quant_method", cls.quant_method)
+        if quant_method != cls.quant_method:
+            raise ValueError(f"quant_method={quant_method!r}: a Sparse24Config has {cls.quant_method!r}")
+        phase = values.pop("phase", "sparse")
+        if values.get("backend") == "reference":  # what version 0.1 called dense math
+            values["backend"] = "dense"
+        method = method_class(values.get("method", DEFAULT_METHOD))
+        unknown = sorted(set(values) - {*SHARED, *_setting_names()})
         if unknown:
-            raise ValueError(f"unknown keys in a Sparse24Config: {unknown}; known are {sorted(known)}")
+            upgrade = f"; it was saved by hf_sparse24 {saved_by}: pip install -U hf_sparse24" if is_newer else ""
+            known = sorted({*SHARED, *_names_of(method.Settings)})
+            raise ValueError(f"unknown keys in a Sparse24Config: {unknown}; known are {known}{upgrade}")
+        if is_newer:
+            warnings.warn(
+                f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known",
+                stacklevel=2,
+            )
         config = cls(**values)
+        if phase not in method.phases:
+            raise ValueError(f"phase={phase!r}: must be one of {list(method.phases)}")
+        config.run_state.phase = phase
         return (config, kwargs) if return_unused_kwargs else config
 
 
-_CHOICES = {
-    "decay_on": ("gradient", "weight"),
-    "mask_solver": SOLVERS,
-    "scale_rule": SCALE_RULES,
-    "scale_frozen": (True, False),
-    "switch_rule": ("arithmetic", "geometric"),
-    "weight_grad": GRADIENTS,
-    "input_grad": GRADIENTS,
-    "activations": ("dense", "2:4"),
-    "fp8": (True, False),
-}
+def describe_settings(method: str) -> dict[str, str]:
+    """What each setting of a method means, with its default."""
+    return {
+        field.name: f"{field.metadata.get('text', '')} (default {field.default!r})"
+        for field in dataclasses.fields(method_class(method).Settings)
+    }
 
 
-def _check_choice(name: str, value: Any, allowed) -> None:
-    if value not in tuple(allowed):
-        raise ValueError(f"{name}={value!r}: must be one of {list(allowed)}")
+def _names_of(settings: type[MethodSettings]) -> list[str]:
+    return [field.name for field in dataclasses.fields(settings)]
 
 
-def _check_pattern(pattern: Any) -> None:
-    match = re.fullmatch(r"(\d+):(\d+)", pattern) if isinstance(pattern, str) else None
-    if match is None or not 0 < int(match[1]) < int(match[2]):
-        raise ValueError(f"pattern={pattern!r}: must be 'N:M' with 0 < N < M, such as '2:4'")
+def _setting_names() -> set[str]:
+    return {name for method in METHODS.values() for name in _names_of(method.Settings)}
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name}={value!r}: must be a finite number >= 0")
-
-
-def _check_length(name: str, value: Any) -> None:
-    steps = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    fraction = isinstance(value, float) and 0 <= value < 1
-    if not steps and not fraction:
-        raise ValueError(f"{name}={value!r}: must be an int >= 0 (optimizer steps) or a float in [0, 1) (a fraction)")
+def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[str, Any]) -> None:
+    """Every name is a setting of some method; those with a value are settings of this one."""
+    own = _names_of(method.Settings)
+    for name in names:
+        if name not in own and name not in _setting_names():
+            known = f"it has {list(SHARED)}, and with method={method.name!r} {own}"
+            raise TypeError(f"Sparse24Config has no argument {name!r}; {known}")
+    for name, value in given.items():
+        if name not in own:
+            raise ValueError(f"{name}={value!r}: method {method.name!r} has no {name}; leave it None")
 
 
 def _check_module_names(name: str, value: Any) -> None:
@@ -246,13 +252,8 @@ def _check_layers(value: Any) -> None:
         raise ValueError(f"layers_to_transform={value!r}: must be a block index >= 0 or a non-empty list of them")
 
 
-def _check_version(saved: str) -> None:
+def _is_newer(saved: Any) -> bool:
     try:
-        newer = Version(saved) > Version(__version__)
+        return Version(saved) > Version(__version__)
     except (InvalidVersion, TypeError) as error:
         raise ValueError(f"hf_sparse24_version={saved!r}: not a version number") from error
-    if newer:
-        raise ValueError(
-            f"hf_sparse24_version={saved!r}: saved by a newer hf_sparse24 than the installed {__version__}; "
-            f"upgrade with `pip install -U hf_sparse24`"
-        )

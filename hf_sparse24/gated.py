@@ -4,11 +4,11 @@ import copy
 import inspect
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Layout(NamedTuple):
@@ -31,7 +31,7 @@ KINDS = ("swiglu", "geglu", "geglu-exact")
 def fuse_gated_mlps(model: nn.Module) -> list[str]:
     """Make the gated MLPs of `model` compute with `sparse24_kernels.gated_activation`, in place.
 
-    Between its products a gated MLP has two elementwise operations, which round their result twice and leave three
+    Between its GEMMs a gated MLP has two elementwise operations, which round their result twice and leave three
     tensors for the backward pass; fused, it rounds once and leaves the two inputs. Parameters, submodules and
     `state_dict` stay what they are, outputs change by rounding alone. The layers are called as modules, so it does not
     matter whether the model is patched before or after.
@@ -59,11 +59,10 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
 
 def unfuse_gated_mlps(model: nn.Module) -> list[str]:
     """Undo `fuse_gated_mlps`, in place; returns the names of the modules that were fused."""
-    names = [name for name, module in model.named_modules() if isinstance(module, FusedGatedMLP)]
-    for name in names:
-        module = model.get_submodule(name)
+    fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
+    for module in fused.values():
         module.__class__ = module.unfused_class
-    return names
+    return list(fused)
 
 
 class FusedGatedMLP:
@@ -74,7 +73,7 @@ class FusedGatedMLP:
     up_first: bool
     kind: str
 
-    def forward(self, *args, **kwargs):
+    def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = *args, *kwargs.values()  # the one argument, by the name that the module itself gives it
         return _fused_forward(self, x, self.layout, self.up_first, self.kind)
 
@@ -95,7 +94,7 @@ def _new_fused(*recipe) -> nn.Module:
     return fused_class.__new__(fused_class)
 
 
-def _fused_forward(module: nn.Module, x, layout: Layout, up_first: bool, kind: str):
+def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool, kind: str) -> Tensor:
     outputs = [getattr(module, name)(x) for name in layout.inputs]
     gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
     if up_first:
@@ -110,7 +109,8 @@ def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
             continue
         for up_first, kind in product((False, True), KINDS):
             if _behaves_like(module, layout, up_first, kind):
-                return _fused_class(type(module), layout, up_first, kind)
+                own_class: type = type(module)
+                return _fused_class(own_class, layout, up_first, kind)
     return None
 
 

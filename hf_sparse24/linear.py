@@ -1,13 +1,13 @@
-"""The sparse linear layer, and the lesson of the three GEMMs.
+"""The sparse linear layer, and an explanation of its three GEMMs.
 
-A linear layer Z = X W^T with weight W `[out, in]` and T tokens costs three matrix products per training step:
+A linear layer Z = X W^T with weight W `[out, in]` and T tokens costs three GEMMs per training step:
 
     output        Z  = X  W^T       [T, in]  x [in, out]     contracts over in
     grad_input    dX = dZ W         [T, out] x [out, in]     contracts over out
     grad_weight   dW = dZ^T X       [out, T] x [T, in]       contracts over tokens
 
-A sparse tensor core halves the work of a product when one operand has two zeros in every four elements *along the
-dimension that is contracted*. Each product contracts a different dimension, so each asks for its own sparsity:
+A sparse tensor core halves the work of a GEMM when one operand has two zeros in every four elements *along the
+dimension that is contracted*. Each GEMM contracts a different dimension, so each asks for its own sparsity:
 
     output        wants W 2:4 along in:       any 2:4 mask
     grad_input    wants W 2:4 along out:      only a mask that is 2:4 in both directions, a transposable one
@@ -21,264 +21,207 @@ dimension that is contracted*. Each product contracts a different dimension, so 
     STEP      W sparse     dense         dense              once it has switched; dense before
     fixed     W sparse     dense         dense
 
-A config can ask for more: dZ pruned in the grad_input product, X pruned in the output product, operands in FP8.
+A config can ask for more: dZ pruned in the grad_input GEMM, X pruned in the output GEMM, operands in FP8. What is asked
+for is data, `gemms.Gemms`; this file runs it.
 
 `weight`, the Parameter, always stays the dense master: the optimizer updates all of it, and its gradient is that of
-the sparse weight, passed straight through.
+the pruned weight, passed straight through.
 """
 
-from functools import partial
+from typing import Any
 
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import GemmPlan
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from .config import Sparse24Config
-from .methods import SparseMethod
-from .operands import Operands
+from .encodings import Wanted
+from .gemms import PRUNED, Gemm
+from .weight import SparseWeight
 
 
 class _SparseLinearFunction(torch.autograd.Function):
-    """The three products. `weight` is there to receive the gradient; the other two are what is multiplied.
+    """The three GEMMs. `weight` `[out, in]` is there to receive the gradient; the other two are what is multiplied.
 
-    `output_weight` and `input_weight` are forms of the sparse weight (`operands.FORMS`), for the output and for the
-    grad_input product (None where that of the output serves); their algorithms say which, None for the dense form.
+    `output_weight` and `input_weight` are the weight operands of the output and the grad_input GEMM in the forms that
+    their plans take. `input_weight` is None where nobody needs it, or where it is `output_weight`.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, output_weight, input_weight, output_algorithm, input_algorithm, bias, method, rng_key):
-        config = method.config
-        if config.activations == "2:4":
-            x = kernels.nm_prune(x)
+    def forward(ctx, x, weight, output_weight, input_weight, bias, rng_key, gemms, output_plan, input_plan, backend):
+        gemm = gemms.output
+        x = gemm.prune(x, -1, None)
         ctx.save_for_backward(x, output_weight if input_weight is None else input_weight, rng_key)
-        ctx.method, ctx.input_algorithm, ctx.weight_dtype = method, input_algorithm, weight.dtype
-        if config.fp8:
-            x, output_weight = kernels.fp8_simulate(x, "e4m3"), kernels.fp8_simulate(output_weight, "e4m3")
-        return kernels.sparse_linear(x, output_weight, bias, algorithm=output_algorithm)
+        ctx.gemms, ctx.input_plan, ctx.backend, ctx.weight_dtype = gemms, input_plan, backend, weight.dtype
+        x, output_weight = _rounded(gemm, "e4m3", x, output_weight)
+        return kernels.sparse_linear(x, output_weight, bias, algorithm=output_plan.algorithm)
 
     @staticmethod
     @once_differentiable  # a second derivative would be another function's, and must not pass for this one's
     def backward(ctx, grad_output):
-        x, input_weight, rng_key = ctx.saved_tensors
-        config = ctx.method.config
+        x, weight, rng_key = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        flat_grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
-        if config.fp8:
-            x = kernels.fp8_simulate(x, "e5m2")
+        grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
         if ctx.needs_input_grad[0]:
-            if config.fp8:
-                input_weight = kernels.fp8_simulate(input_weight, "e5m2")
-            # Groups along out, which this product contracts. Another stream than grad_weight's.
-            key = None if rng_key is None or config.input_grad == "dense" else rng_key + 1
-            grad = _pruned(grad_output, config.input_grad, -1, key, config.fp8)
-            if ctx.input_algorithm is None:
-                grad_x = grad @ input_weight
-            else:
-                grad_x = kernels.sparse_linear(grad, input_weight, algorithm=ctx.input_algorithm)
+            # Another random stream than grad_weight's.
+            key = None if rng_key is None or ctx.gemms.grad_input.estimator == "none" else rng_key + 1
+            grad_x = _grad_input(ctx.gemms.grad_input, ctx.input_plan, grad_output, weight, key)
         if ctx.needs_input_grad[1]:
-            grad_weight = _grad_weight(flat_grad, x.reshape(-1, x.shape[-1]), rng_key, config).to(ctx.weight_dtype)
-        if ctx.needs_input_grad[6]:
-            grad_bias = flat_grad.sum(0)  # from the whole gradient: it costs no product, so nothing is pruned
-        return grad_x, grad_weight, None, None, None, None, grad_bias, None, None
+            x = x.reshape(-1, x.shape[-1])
+            grad_weight = _grad_weight(ctx.gemms.grad_weight, grad, x, rng_key, ctx.backend).to(ctx.weight_dtype)
+        if ctx.needs_input_grad[4]:
+            grad_bias = grad.sum(0)  # from the whole gradient: it costs no GEMM, so nothing is pruned
+        return grad_x, grad_weight, None, None, grad_bias, None, None, None, None, None
 
 
-def _grad_weight(grad: Tensor, x: Tensor, rng_key: Tensor | None, config: Sparse24Config) -> Tensor:
-    """dZ^T X from `[T, out]` and `[T, in]`; dZ pruned at random along the tokens, where the config says so."""
-    sparse = config.weight_grad in ("mvue", "mvue-approx") and len(grad) % 16 == 0
-    algorithm = None
-    if sparse:
-        algorithm = kernels.plan_mm(grad.shape[1], x.shape[1], len(grad), grad.dtype, grad.device, _backend(config))
-    if algorithm is None:
-        return _pruned(grad, config.weight_grad, 0, rng_key, config.fp8).t() @ x
-    estimator = "approx" if config.weight_grad == "mvue-approx" else "exact"
-    pruned = kernels.mvue(grad, dim=0, estimator=estimator, key=rng_key, form="compressed")
-    return kernels.sparse_mm(pruned, x, algorithm=algorithm)
+def _grad_input(gemm: Gemm, plan: GemmPlan, grad: Tensor, weight: Tensor, key: Tensor | None) -> Tensor:
+    """dX = dZ W from `[..., out]`."""
+    grad, weight = _rounded(gemm, "e5m2", gemm.prune(grad, -1, key), weight)
+    if plan.is_sparse:
+        return kernels.sparse_linear(grad, weight, algorithm=plan.algorithm)
+    return grad @ weight
 
 
-def _backend(config: Sparse24Config) -> str:
-    """Simulated FP8, and patterns that no hardware has, are dense math."""
-    return "reference" if config.fp8 or config.pattern != "2:4" else config.backend
+def _grad_weight(gemm: Gemm, grad: Tensor, x: Tensor, key: Tensor | None, backend: str) -> Tensor:
+    """dW = dZ^T X from `[T, out]` and `[T, in]`."""
+    plan = gemm.plan(len(grad), grad.shape[1], x.shape[1], grad.dtype, grad.device, backend)
+    if plan.is_sparse:
+        return kernels.sparse_mm(gemm.compress(grad, 0, key, plan), x, algorithm=plan.algorithm)
+    grad, x = _rounded(gemm, "e5m2", gemm.prune(grad, 0, key), x)
+    return grad.t() @ x
 
 
-def _pruned(grad: Tensor, estimator: str, dim: int, key: Tensor | None, fp8: bool) -> Tensor:
-    """The gradient as a product sees it: pruned at random along `dim`, then in E5M2."""
-    if estimator == "mvue-1:2":
-        grad = kernels.mvue(grad, 1, 2, dim, key=key)
-    elif estimator != "dense":
-        grad = kernels.mvue(grad, 2, 4, dim, "approx" if estimator == "mvue-approx" else "exact", key=key)
-    return kernels.fp8_simulate(grad, "e5m2") if fp8 else grad
+def _rounded(gemm: Gemm, format: str, *operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands in the GEMM's precision."""
+    if gemm.precision == "native":
+        return operands
+    return tuple(kernels.fp8_simulate(operand, format) for operand in operands)
 
 
 class Sparse24Layer(nn.Module):
-    """What `Sparse24Linear` and `Sparse24Conv1D` share: the method, its state, the phase, and the product."""
+    """What `Sparse24Linear` and `Sparse24Conv1D` share: the GEMMs with a sparse weight, and how buffers are kept.
+
+    A patched layer has two attributes more than its dense class, besides the buffers of its method: `sparse24`, its
+    `SparseWeight` by the Parameter's name, and `dense_class`.
+    """
 
     input_dim: int
-    """Which dimension of `.weight` is the input dimension."""
+    """Which dimension of `.weight` is the input dimension, -1 or -2."""
 
-    def __init__(self, *args, **kwargs):
+    sparse24: dict[str, SparseWeight]
+    dense_class: type[nn.Module]
+
+    def __init__(self, *args: Any, **kwargs: Any):
         raise TypeError(f"{type(self).__name__} is made from a dense layer: use patch_model or from_dense")
 
     @classmethod
-    def from_dense(cls, module: nn.Module, method: SparseMethod) -> "Sparse24Layer":
+    def from_dense(cls, module: nn.Module, config: Sparse24Config) -> nn.Module:
         """Turn `module` into a sparse layer in place: same object, same Parameters, same hooks.
 
-        State comes from the weight as it is; on the meta device it waits for `init_state` or a checkpoint.
+        State comes from the weight as it is; on the meta device it waits for a checkpoint.
         """
-        state = method.init_state(module.weight.detach(), cls.input_dim)
-        module.dense_class = type(module)
+        SparseWeight.attach(module, "weight", cls.input_dim, config)
+        module.__dict__["dense_class"] = type(module)
         module.__class__ = cls
-        module.method = method
-        module.phase = "sparse"
-        module.rng_key = None
-        module.operands = Operands()
-        module.state_names = tuple(state)
-        for name, tensor in state.items():
-            module.register_buffer(name, tensor)
-        module.state_is_ready = not (state and module.weight.is_meta)
         return module
 
-    def to_dense(self, weight: Tensor | None) -> nn.Module:
-        """Undo `from_dense`, with `weight` written into the Parameter, or the master weight left as it is."""
-        self.operands.must_not_be_frozen()
-        if weight is not None:
-            with torch.no_grad():
-                self.weight.copy_(weight)
-        self.__class__ = self.dense_class
-        for name in self.state_names:
-            del self._buffers[name]
-        for name in ("dense_class", "method", "operands", "phase", "rng_key", "state_names", "state_is_ready"):
-            delattr(self, name)
+    def to_dense(self) -> nn.Module:
+        """Make it a layer of its dense class again, once its weight is detached."""
+        self.__class__ = self.__dict__.pop("dense_class")
         return self
 
     @property
-    def state(self) -> dict[str, Tensor]:
-        """The method's buffers by name, such as S-STE's `scale`."""
-        return {name: self._buffers[name] for name in self.state_names}
+    def phase(self) -> str:
+        """`"dense"`: the layer computes with its master weight; otherwise with its sparse one."""
+        return self.sparse24["weight"].run_state.phase
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """(out, in), however the weight is stored."""
-        first, second = self.weight.shape
-        return (first, second) if self.input_dim == 1 else (second, first)
-
-    @torch.no_grad()
-    def init_state(self) -> None:
-        """Compute the method's state from the weight as it is now."""
-        for name, tensor in self.method.init_state(self.weight, self.input_dim).items():
-            self._buffers[name] = tensor
-        self.state_is_ready = True
-
-    @torch.no_grad()
     def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The N:M weight that stands for the master weight: its shape and layout, never -0.0.
-
-        Exactly N:M along the input dimension: at most N of every M are non-zero. `dtype` is that of the result, by
-        default the master's; what is kept never depends on it.
-        """
-        return self._forms(["dense"], dtype or self.weight.dtype)[0]
-
-    @torch.no_grad()
-    def operands_of(self, names: list[str], dtype: torch.dtype) -> list[Tensor]:
-        """The sparse weight `[out, in]` in forms that the products take (see `operands.FORMS`), pruned in one pass."""
-        if self.input_dim == 1:
-            return list(self._forms(names, dtype))
-        # Stored as [in, out]: each form is its transpose's.
-        of_stored = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
-        forms = self._forms([of_stored[name] for name in names], dtype)
-        return [form.t() if name == "dense" else form for name, form in zip(names, forms)]
-
-    def _forms(self, forms: list[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        self.operands.must_not_be_frozen()
-        if not self.state_is_ready:
-            raise RuntimeError(
-                "this layer was patched on the meta device and has no state yet; "
-                "load a checkpoint into the model, or call init_state() on its layers once they have weights"
-            )
-        return self.method.sparse_weight(self.weight, self.input_dim, self.state, dtype, forms)
-
-    @torch.no_grad()
-    def mask(self, packed: bool = False) -> Tensor:
-        """Which weights the method keeps now: bool, shape of the weight, or its packed bits."""
-        return self.method.mask(self.weight, self.input_dim, self.state, packed)
+        """The weight that the GEMMs use while sparse: shape and layout of `.weight`, N:M along the input dimension,
+        never -0.0. `dtype` is that of the result, by default the master's."""
+        return self.sparse24["weight"].pruned(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.phase == "dense":
-            self.operands.must_not_be_frozen()
+        sparse = self.sparse24["weight"]
+        if sparse.run_state.phase == "dense":
+            sparse.check_master()
             return self.dense_class.forward(self, x)
-        weight, bias, dtype = self.weight, self.bias, self.weight.dtype
+        weight, bias, dtype = sparse.parameter, sparse.bias, sparse.parameter.dtype
         if torch.is_autocast_enabled(x.device.type):
             # Pruned from the master's precision, multiplied in autocast's: a mask never depends on rounding.
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        if self.input_dim == 0:
+        if self.input_dim == -2:
             weight = weight.t()
-        config, (out, inputs) = self.method.config, weight.shape
-        tokens, backend = x.numel() // inputs, "cusparselt" if self.operands.frozen else _backend(config)
-        output_algorithm = kernels.plan_linear(tokens, out, inputs, dtype, x.device, backend)
-        if self.operands.frozen and output_algorithm is None:
+        gemms, (out, inputs) = sparse.method.gemms, weight.shape
+        tokens, backend = x.numel() // inputs, "cusparselt" if sparse.is_dropped else sparse.config.backend
+        output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
+        if sparse.is_dropped and not output_plan.is_sparse:
             raise RuntimeError(
-                f"no sparse algorithm that passed its checks serves {tokens} tokens of this {out} x {inputs} layer, "
+                f"{output_plan.reason}: no sparse algorithm computes {tokens} tokens of this {out} x {inputs} layer, "
                 f"and its master weight was dropped; load the model again, or use another number of tokens"
             )
-        input_algorithm, forms = None, ["dense" if output_algorithm is None else "compressed"]
+        wanted, input_plan = [_operand(gemms.output, output_plan)], None
         # A graph that is traced asks for every gradient, needed or not.
         if torch.is_grad_enabled() and (x.requires_grad or torch.compiler.is_compiling()):
-            if self.method.transposable and config.input_grad == "dense":
-                input_algorithm = kernels.plan_linear(tokens, inputs, out, dtype, x.device, backend)
-            forms.append("dense" if input_algorithm is None else "compressed-transposed")
-        make = partial(self.operands_of, dtype=dtype)
-        operands = self.operands.get(forms, make, self.weight, self.state, dtype)
-        output_weight, input_weight = operands[0], None if forms[-1] == forms[0] else operands[-1]
-        return _SparseLinearFunction.apply(
-            x, weight, output_weight, input_weight, output_algorithm, input_algorithm, bias, self.method, self.rng_key
+            input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
+            wanted.append(_operand(gemms.grad_input, input_plan))
+        operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype)
+        output_weight, input_weight = operands[0], None if wanted[-1] == wanted[0] else operands[-1]
+        output = _SparseLinearFunction.apply(
+            x, weight, output_weight, input_weight, bias, sparse.rng_key, gemms, output_plan, input_plan, backend
         )
-
-    def why_not_sparse(self) -> str | None:
-        """Why the output product cannot run on sparse tensor cores, whatever its speed; None where it can."""
-        out, inputs = self.sizes
-        return kernels.why_not_sparse(out, inputs, self.weight.dtype, self.weight.device, _backend(self.method.config))
+        return sparse.method.adapt_output(sparse, x, output)
 
     def extra_repr(self) -> str:
-        (out, inputs), method = self.sizes, self.method.config.method
-        return f"in={inputs}, out={out}, bias={self.bias is not None}, method={method}, phase={self.phase}"
+        sparse = self.sparse24["weight"]
+        (out, inputs), method = sparse.sizes, sparse.method.name
+        return f"in={inputs}, out={out}, bias={sparse.bias is not None}, method={method}, phase={self.phase}"
 
     def _apply(self, fn, recurse=True):
         # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
-        before = self.state
-        if self.operands.frozen and _is_no_change(fn, self.operands.compressed):
+        sparse = self.sparse24["weight"]
+        before = sparse.state
+        if sparse.compressed is not None and _is_no_change(fn, sparse.compressed):
             return self  # such as `model.to(device)` where it is already
-        self.operands.clear()
+        sparse.clear_encodings()
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             if tensor.is_floating_point() and not tensor.is_meta:
-                self._buffers[name] = tensor.to(self._buffers[name].device)
+                sparse.set_state({name: tensor.to(sparse.state[name].device)})
         return self
 
     def _replicate_for_data_parallel(self):
         # Replicas run in threads, each with a weight of its own on another device.
         replica = super()._replicate_for_data_parallel()
-        replica.operands = Operands()
+        replica.sparse24 = {name: weight.rebound(replica) for name, weight in self.sparse24.items()}
         return replica
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        self.operands.must_not_be_frozen()
+        self.sparse24["weight"].check_master()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        self.operands.must_not_be_frozen()
+        sparse = self.sparse24["weight"]
+        sparse.check_master()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        names = [prefix + name for name in self.state_names]
+        names = [prefix + sparse.attribute(name) for name in (*sparse.state_names, *sparse.parameter_names)]
         if not names or prefix + "weight" not in state_dict:
             return
         if any(name in state_dict for name in names):
-            self.state_is_ready = True
+            sparse.state_is_ready = True
         else:
-            # Weights of a dense model: the state starts from them, as it would when patching.
+            # Weights of a dense model: the rest starts from them, as it would when patching.
             missing[:] = [name for name in missing if name not in names]
-            self.init_state()
+            sparse.init_state()
+            sparse.init_parameters()
+
+
+def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:
+    return Wanted(gemm.weight or PRUNED, gemm.weight_form(plan), plan.compression)
 
 
 def _is_no_change(fn, tensor: Tensor) -> bool:
@@ -288,13 +231,13 @@ def _is_no_change(fn, tensor: Tensor) -> bool:
 
 
 class Sparse24Linear(Sparse24Layer, nn.Linear):
-    """`nn.Linear` whose products use a 2:4 sparse weight. `.weight` `[out, in]` is the dense master."""
+    """`nn.Linear` whose GEMMs use a 2:4 sparse weight. `.weight` `[out, in]` is the dense master."""
 
-    input_dim = 1
+    input_dim = -1
 
 
 class Sparse24Conv1D(Sparse24Layer, Conv1D):
     """GPT-2's `Conv1D`, a linear layer with its weight stored `[in, out]`, made sparse along `in`."""
 
-    input_dim = 0
+    input_dim = -2
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"

@@ -1,17 +1,18 @@
 """patch_model and unpatch_model: make a model's linear layers 2:4 sparse in place, and back."""
 
 import copy
-import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .config import Sparse24Config
 from .linear import Sparse24Conv1D, Sparse24Layer, Sparse24Linear
-from .methods import METHODS
 from .report import PatchReport, make_report
 from .targets import find_candidates
+from .weight import SparseWeight, first_of_each, sparse_weights
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
 _WRAPPERS = {
@@ -42,18 +43,21 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         ValueError: the model is compiled or wrapped, quantized, already patched with another config, has no layer that
             the config names, or has NaN or inf in a weight that would be patched.
     """
+    if not isinstance(config, Sparse24Config | None):
+        raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
     _reject_wrapped(model)
     current = patched_config(model)
     if current is not None:
         if config is not None and config != current:
             raise ValueError(
-                f"the model is already patched with another config ({_difference(current, config)}); "
+                f"the model is already patched with another config ({current.difference(config)}); "
                 f"call unpatch_model(model) first"
             )
         return make_report(model, current, find_candidates(model, current))
     _reject_quantized(model)
     # A copy: the model's config follows the phase of training, the caller's object should not.
-    config = dataclasses.replace(config or Sparse24Config())
+    config = (config or Sparse24Config()).replace()
+    config.bind()
     candidates = find_candidates(model, config)
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
@@ -63,18 +67,22 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             + "; ".join(reasons[:8])
             + ")"
         )
-    reject_non_finite((target.name, target.module.weight) for target in targets)
-    method = METHODS[config.method](config)
-    for target in targets:
-        layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
-        layer_class.from_dense(target.module, method)
-    set_phase(model, config.phase)
+    reject_non_finite((target.name, target.weight) for target in targets)
+    try:
+        for target in targets:
+            layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
+            layer_class.from_dense(target.module, config)
+        _reject_doubled_parameters(sparse_weights(model))
+    except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
+        for weight in sparse_weights(model).values():
+            _restore(weight, None)
+        raise
     if hasattr(model, "config"):
-        _own_config(model)
-        model.config.quantization_config = config
+        _own_config(model).quantization_config = config
     return make_report(model, config, candidates)
 
 
+@torch.no_grad()
 def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     """Turn a patched model back into plain Transformers, in place.
 
@@ -90,43 +98,70 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         ValueError: the model is not patched, or compiled or wrapped.
     """
     _reject_wrapped(model)
-    layers = sparse_layers(model)
-    if not layers:
+    weights = sparse_weights(model)
+    if not weights:
         raise ValueError("the model is not patched; there is nothing to undo")
     # All first, then written: layers that share one weight must not prune what another has pruned already.
-    weights = [layer.sparse_weight() if sparse and layer.phase == "sparse" else None for layer in layers.values()]
-    for layer, weight in zip(layers.values(), weights):
-        layer.to_dense(weight)
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-        del model.config.quantization_config
+    merged = [
+        weight.method.merged(weight) if sparse and weight.run_state.phase != "dense" else None
+        for weight in weights.values()
+    ]
+    for weight, result in zip(weights.values(), merged):
+        _restore(weight, result)
+    model_config: Any = getattr(model, "config", None)
+    if getattr(model_config, "quantization_config", None) is not None:
+        del model_config.quantization_config
     return model
 
 
-def sparse_layers(model: nn.Module) -> dict[str, Sparse24Layer]:
-    """The patched layers of `model` by name, in module order, shared ones once."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Sparse24Layer)}
+def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
+    """What a method trains beside a weight cannot be merged into it twice."""
+    first = first_of_each(weights)
+    doubled = [name for name, weight in weights.items() if weight.parameter_names and name not in first]
+    if doubled:
+        raise ValueError(
+            f"{doubled[0]} is shared with another layer, and the method trains {list(weights[doubled[0]].parameters)} "
+            f"beside each weight; leave one of the layers out with exclude_modules"
+        )
+
+
+def _restore(weight: SparseWeight, result: Tensor | None) -> None:
+    """Make the weight's module what it was, with `result` written into the Parameter, or the master weight as it is."""
+    module = weight.module
+    weight.detach(result)
+    if isinstance(module, Sparse24Layer):
+        module.to_dense()
 
 
 def patched_config(model: nn.Module) -> Sparse24Config | None:
     """The config `model` was patched with, or None."""
-    return next((layer.method.config for layer in sparse_layers(model).values()), None)
+    configs = (weight.config for weight in sparse_weights(model).values())
+    return next((config for config in configs if isinstance(config, Sparse24Config)), None)
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
-    """Let every patched layer compute with its `"sparse"` or its `"dense"` weight, and note it in the config."""
-    for layer in sparse_layers(model).values():
-        if layer.phase != phase:
-            layer.operands.clear()  # the dense phase needs none
-        layer.phase = phase
-        layer.method.config.phase = phase
+    """Let every sparse weight be used as `phase` says, which the model's config then says too.
+
+    Raises:
+        ValueError: the method has no such phase.
+    """
+    config = patched_config(model)
+    if config is not None and phase not in config.bound_method.phases:
+        raise ValueError(f"phase={phase!r}: must be one of {list(config.bound_method.phases)}")
+    for weight in sparse_weights(model).values():
+        if weight.run_state.phase != phase:
+            weight.clear_encodings()  # the dense phase needs none
+    for weight in sparse_weights(model).values():
+        weight.run_state.phase = phase
 
 
-def _own_config(model: nn.Module) -> None:
+def _own_config(model: nn.Module) -> Any:
     """Give the model a config of its own: other models made from the same config object are not sparse."""
     shared, own = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             module.config = own
+    return own
 
 
 def _reject_wrapped(model: nn.Module) -> None:
@@ -147,14 +182,9 @@ def _reject_quantized(model: nn.Module) -> None:
         raise ValueError(f"the model is quantized with {method}; load it without quantization to make it 2:4 sparse")
 
 
-def reject_non_finite(weights) -> None:
+def reject_non_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError where a named weight has NaN or inf."""
     bad = [name for name, weight in weights if not weight.is_meta and not torch.isfinite(weight).all()]
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(f"NaN or inf in the weights of {', '.join(bad[:5])}{more}; nothing was changed")
-
-
-def _difference(current: Sparse24Config, other: Sparse24Config) -> str:
-    names = [f.name for f in dataclasses.fields(current) if f.compare]
-    changed = [n for n in names if getattr(current, n) != getattr(other, n)]
-    return ", ".join(f"{n}={getattr(current, n)!r}, now {getattr(other, n)!r}" for n in changed)

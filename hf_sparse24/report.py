@@ -66,7 +66,7 @@ def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candi
     rows = [ReportRow(name, len(group), _parameters(group), why) for (name, why), group in groups.items()]
     # With shared parameters once, as `parameters()` counts the total.
     patched = [candidate for candidate in candidates if candidate.skipped is None]
-    weights = {id(candidate.module.weight): candidate.module.weight.numel() for candidate in patched}
+    weights = {id(candidate.weight): candidate.weight.numel() for candidate in patched}
     return PatchReport(
         config=config,
         patched=tuple(candidate.name for candidate in patched),

@@ -4,15 +4,14 @@ import inspect
 import re
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .config import TARGET_GROUPS, Sparse24Config
 from .linear import Sparse24Layer
-from .methods import METHODS
 
 # What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
@@ -30,11 +29,19 @@ class Candidate(NamedTuple):
     module: nn.Module
     skipped: str | None
 
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight; for stacked experts their first 3-D parameter."""
+        if "weight" in self.module._parameters:
+            return cast(Tensor, self.module.weight)
+        return next(parameter for parameter in self.module.parameters(recurse=False) if parameter.dim() == 3)
+
 
 def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]:
     """Every linear layer of `model` in module order, each once however often it is shared, with its verdict.
 
-    Stacked experts (3-D parameters) are listed as well, as skipped.
+    `config` is bound to a method, which says what sizes it takes. Stacked experts (3-D parameters) are listed as well,
+    as skipped.
 
     Raises:
         ValueError: an ending in a list of `target_modules` that no linear layer's name has.
@@ -49,11 +56,13 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
     for field in ("target_modules", "exclude_modules"):
         _check_endings(field, getattr(config, field), [alias for names in aliases.values() for alias in names])
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
+    output = get_output()
     found = []
     for name, module in model.named_modules():
         if name in linears:
             path = _path(model, name)
+            reason: str | None
             if module is output or id(module.weight) in embeddings:
                 reason = "output embedding"
             elif _block_index(path) is None:
@@ -74,7 +83,7 @@ def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candi
     dense = {id(p) for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
     return [
         candidate._replace(skipped="its weight is shared with a module that stays dense")
-        if candidate.skipped is None and id(candidate.module.weight) in dense
+        if candidate.skipped is None and id(candidate.weight) in dense
         else candidate
         for candidate in found
     ]
@@ -162,18 +171,15 @@ def _cannot_be_sparse(path: list[tuple[str, nn.Module]], config: Sparse24Config)
         return "an adapter"
     if isinstance(module, Sparse24Layer):
         return None
-    if not _is_plain_linear(type(module)):
-        return f"its class {type(module).__name__} is not a plain linear layer"
-    if _reads_weight(type(path[-2][1]), path[-1][0]):
-        return f"{type(path[-2][1]).__name__} uses its weight without calling it"
-    inputs, outputs = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
-    if inputs % config.m:
-        return f"input size {inputs} is not a multiple of {config.m}"
-    if config.activations == "2:4" and inputs % 4:
-        return f"input size {inputs} is not a multiple of 4, as activations='2:4' needs"
-    if METHODS[config.method].needs_square_groups and outputs % config.m:
-        return f"output size {outputs} is not a multiple of {config.m}, as {config.method!r} needs"
-    return None
+    layer_class: type = type(module)
+    parent_class: type = type(path[-2][1])
+    if not _is_plain_linear(layer_class):
+        return f"its class {layer_class.__name__} is not a plain linear layer"
+    if _reads_weight(parent_class, path[-1][0]):
+        return f"{parent_class.__name__} uses its weight without calling it"
+    sizes = cast(Tensor, module.weight).shape
+    inputs, outputs = sizes if isinstance(module, Conv1D) else sizes[::-1]
+    return config.bound_method.unsupported(outputs, inputs)
 
 
 def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
@@ -188,7 +194,7 @@ def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
 def _reads_weight(parent: type, name: str) -> bool:
     """Whether a class computes with `self.<name>.weight` itself, as Mamba's mixer and `nn.MultiheadAttention` do.
 
-    Such a product would go past a sparse layer's forward. Judged by the source, where there is one. Asking a weight for
+    Such a class bypasses a sparse layer's forward. Judged by the source, where there is one. Asking a weight for
     its dtype or its class is no computation; slices of it are Bloom's emulation of tensor parallelism, off by default.
     """
     try:

@@ -20,7 +20,7 @@ from stdlib_text import replace_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from hf_sparse24 import (
-    PRESETS,
+    METHODS,
     Sparse24Config,
     Sparse24Controller,
     StepAdamW,
@@ -73,7 +73,7 @@ class Run:
 def measure(name: str, rounds: int) -> list[dict]:
     workload = WORKLOADS[name]
     runs = {}
-    for method in ("dense", *PRESETS):
+    for method in ("dense", *sorted(METHODS)):
         torch.manual_seed(0)
         runs[method] = Run(AutoModelForCausalLM.from_config(workload["config"]).train(), workload["batch"], method)
         runs[method].step()  # warm up: allocations, and the flip rate of the first step

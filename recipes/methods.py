@@ -33,7 +33,7 @@ MODELS = {
     "gpt2": {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.08}
     | {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")},
 }
-# Name of a variant, what it says in the table, and how it differs from the method's preset.
+# Name of a variant, what it says in the table, and how it differs from the method's defaults.
 VARIANTS = {
     "dense": ("dense", "the control", {}),
     "ste": ("ste", "straight-through", {}),
@@ -107,7 +107,7 @@ def report(directory: Path) -> str:
         "# Methods side by side\n",
         f"Made by `make methods` from {len(runs)} runs in `methods/`. "
         "Validation loss in nats per token: mean over seeds [lowest, highest]. All variants of a model see the same "
-        "data in the same order. Flip rates are per step; for `t-sr-ste` per mask search, every 40 steps. The models "
+        "data in the same order. Flip rates are per step; for `t-sr-ste` per mask refresh, every 40 steps. The models "
         "are tiny and the runs short: this shows that each method trains, and what it costs "
         "here, not what it costs a model of useful size.\n",
     ]
@@ -178,7 +178,7 @@ def _plot(rows: dict[str, list[dict]], path: Path) -> None:
         if points:
             flips.plot(*zip(*points), label=variant, color=colour)
     losses.set(xlabel="step", ylabel="training loss, mean over seeds")
-    flips.set(xlabel="step", ylabel="flip rate (t-sr-ste: per mask search)")
+    flips.set(xlabel="step", ylabel="flip rate (t-sr-ste: per mask refresh)")
     flips.set_yscale("symlog", linthresh=1e-4)
     losses.legend(fontsize="small")
     figure.savefig(path, dpi=110)

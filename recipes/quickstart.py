@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from hf_sparse24 import export_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import sparse_layers
+from hf_sparse24.weight import sparse_weights
 
 RECIPES = Path(__file__).resolve().parent
 
@@ -99,9 +99,11 @@ def check_export(trainer: Trainer, directory: Path) -> tuple[float, float]:
     export_model(trainer.model, directory)
     trainer.processing_class.save_pretrained(directory)
     exported = AutoModelForCausalLM.from_pretrained(directory).eval()
-    layers = {name: layer for name, layer in sparse_layers(trainer.model).items() if layer.phase == "sparse"}
-    weights = {name: exported.get_submodule(name).weight for name in layers}
-    dense = [name for name, weight in weights.items() if not is_nm_sparse(weight, dim=layers[name].input_dim)]
+    trained = {
+        name: weight for name, weight in sparse_weights(trainer.model).items() if weight.run_state.phase != "dense"
+    }
+    weights = {name: exported.get_parameter(name) for name in trained}
+    dense = [name for name, weight in weights.items() if not is_nm_sparse(weight, dim=trained[name].input_dim)]
     if dense:
         raise SystemExit(f"export check FAILED: not 2:4 in {directory}: {', '.join(dense)}")
     input_ids = torch.tensor(trainer.eval_dataset[:2]["input_ids"])

@@ -31,7 +31,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_sparse24 import PRESETS, Sparse24Config, Sparse24Trainer
+from hf_sparse24 import METHODS, Sparse24Config, Sparse24Trainer
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ModelArguments:
 
 @dataclass
 class SparseArguments:
-    method: str = field(default="s-ste", metadata={"help": f"{', '.join(PRESETS)}; or dense, the control run."})
+    method: str = field(default="s-ste", metadata={"help": f"{', '.join(sorted(METHODS))}; or dense, the control run."})
     target_modules: list[str] = field(
         default_factory=lambda: ["mlp"],
         metadata={"help": "mlp, attention, all-linear, a regular expression, or several name endings."},
@@ -70,7 +70,7 @@ class SparseArguments:
     sparse24: dict | str | None = field(default=None, metadata={"help": "JSON of further Sparse24Config fields."})
 
     def __post_init__(self):
-        _check_choice("method", self.method, ("dense", *PRESETS))
+        _check_choice("method", self.method, ("dense", *sorted(METHODS)))
         self.sparse24 = _json_object("sparse24", self.sparse24)
         self.make_config()  # a wrong value shows before anything is loaded
 

@@ -1,4 +1,5 @@
-"""What every test gets: a fixed seed, quiet progress bars, and deprecations of Transformers as failures."""
+"""What every test gets: a fixed seed, quiet progress bars, a registered method of its own, and deprecations of
+Transformers as failures."""
 
 import logging
 import os
@@ -12,13 +13,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the compiled tests a
 if not torch.cuda.is_available() or not any(argument.endswith("gpu") for argument in sys.argv):  # pytest -m gpu
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported: they run on CPU tensors then
 
+import own_method  # noqa: F401  registers itself, so that tests of every method cover it
 import pytest
 import transformers
 
 if find_spec("triton"):
-    import interpreter
+    import triton_interpreter
 
-    interpreter.round_as_hardware()
+    triton_interpreter.round_as_hardware()
 
 transformers.utils.logging.disable_progress_bar()
 # Tiny tensors gain nothing from threads, and on a busy machine threads that wait for each other cost a factor of 30.

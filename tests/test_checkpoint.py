@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config, set_phase, sparse_layers
+from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.weight import sparse_weights
 
 
 def patched(name: str = "llama", method: str = "s-ste", **overrides) -> PreTrainedModel:
@@ -33,15 +34,16 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 def test_round_trip_of_every_architecture(name, method, tmp_path):
     model = patched(name, method)
     if method == "t-sr-ste":  # a mask that the weights alone do not give back
-        for layer in sparse_layers(model).values():
-            layer.mask_bits.copy_(layer.mask_bits.flip(0).flip(1) if layer.mask_bits.shape[1] == 1 else layer.mask_bits)
+        for weight in sparse_weights(model).values():
+            bits = weight.state["mask_bits"]
+            bits.copy_(bits.flip(0).flip(1) if bits.shape[1] == 1 else bits)
     expected = logits(model)
     for what in ("save", "export"):
         model.save_pretrained(tmp_path / what) if what == "save" else export_model(model, tmp_path / what)
         loaded, loading = zoo.auto_class(name).from_pretrained(tmp_path / what, output_loading_info=True)
         assert not any(loading.values())
         assert torch.equal(logits(loaded), expected)
-        assert bool(sparse_layers(loaded)) == (what == "save")
+        assert bool(sparse_weights(loaded)) == (what == "save")
 
 
 def test_fresh_process(tmp_path):
@@ -95,7 +97,7 @@ def test_config_json_says_what_the_model_is(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert (saved["quant_method"], saved["method"], saved["phase"]) == ("sparse24", "t-sr-ste", "dense")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert {layer.phase for layer in sparse_layers(loaded).values()} == {"dense"}
+    assert {weight.run_state.phase for weight in sparse_weights(loaded).values()} == {"dense"}
     assert torch.equal(logits(loaded), logits(model))
 
 
@@ -106,10 +108,10 @@ def test_loading_in_low_precision_keeps_the_scale_in_fp32(dtype, dense, tmp_path
     model.save_pretrained(tmp_path)
     passed = {"quantization_config": Sparse24Config(target_modules="all-linear")} if dense else {}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **passed)
-    for name, layer in sparse_layers(loaded).items():
-        assert layer.weight.dtype == dtype and layer.scale.dtype == torch.float32
+    for name, weight in sparse_weights(loaded).items():
+        assert weight.parameter.dtype == dtype and weight.state["scale"].dtype == torch.float32
         if not dense:
-            assert torch.equal(layer.scale, model.get_submodule(name).scale)
+            assert torch.equal(weight.state["scale"], sparse_weights(model)[name].state["scale"])
     assert logits(loaded).isfinite().all()
 
 
@@ -124,8 +126,8 @@ def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert not [key for key in file.keys() if "scale" in key]  # noqa: SIM118  not a dict
-        for name, layer in sparse_layers(model).items():
-            assert is_nm_sparse(file.get_tensor(f"{name}.weight"), dim=layer.input_dim)
+        for name, weight in sparse_weights(model).items():
+            assert is_nm_sparse(file.get_tensor(name), dim=weight.input_dim)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     with pytest.raises(ValueError, match=r"not patched; use model.save_pretrained"):
         export_model(zoo.build("gpt2"), tmp_path)
@@ -169,7 +171,10 @@ def edit_config(directory, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hf_sparse24_version": "99.1"}, "saved by a newer hf_sparse24"),
+        (
+            {"hf_sparse24_version": "99.1", "tile": 4},
+            r"unknown keys in a Sparse24Config: \['tile'\].*saved by hf_sparse24 99.1: pip install -U hf_sparse24",
+        ),
         ({"tile": 4}, r"unknown keys in a Sparse24Config: \['tile'\]"),
         ({"method": "magic"}, "method='magic': must be one of"),
     ],
@@ -179,6 +184,15 @@ def test_checkpoints_of_other_versions(changes, message, tmp_path):
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_of_a_newer_version_whose_keys_are_known_loads_with_a_warning(tmp_path):
+    model = patched()
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, hf_sparse24_version="99.1")
+    with pytest.warns(UserWarning, match=r"saved by hf_sparse24 99.1, .* all its keys are known"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_a_checkpoint_without_its_state(tmp_path):

@@ -1,35 +1,48 @@
-"""Sparse24Config: presets, validation, JSON."""
+"""Sparse24Config: defaults of the methods, validation when made and when changed, JSON, other versions."""
 
+import copy
+import dataclasses
 import json
+import pickle
+import warnings
 
 import pytest
+import zoo
 
-from hf_sparse24 import PRESETS, Sparse24Config, __version__
-from hf_sparse24.methods import METHODS
+from hf_sparse24 import METHODS, Sparse24Config, __version__, describe_settings, patch_model, unpatch_model
+from hf_sparse24.patching import patched_config, set_phase
 
 
-def test_every_method_has_a_preset_and_a_card():
-    assert list(METHODS) == list(PRESETS)
-    for method in METHODS.values():
+def test_every_method_has_a_card_and_says_what_its_settings_mean():
+    for name, method in METHODS.items():
+        fields = [field.name for field in dataclasses.fields(method.Settings)]
+        assert list(describe_settings(name)) == fields
+        assert all(text and not text.startswith(" ") for text in describe_settings(name).values())
         module = __import__(method.__module__, fromlist=["__doc__"])
         for entry in ("Method card", "Hyper-parameters", "Known limits", "Measured here", "Reference"):
             assert entry in module.__doc__, (module, entry)
 
 
-def test_none_means_the_preset():
+def test_none_means_what_the_method_says():
     config = Sparse24Config(method="t-sr-ste")
     assert (config.masked_decay, config.mask_interval, config.weight_grad) == (6e-5, 40, "mvue")
     assert (config.dense_start, config.dense_tail) == (0, pytest.approx(1 / 6))
     assert config == Sparse24Config(method="t-sr-ste", masked_decay=6e-5)
     assert Sparse24Config(method="sr-ste").masked_decay == 2e-4
-    assert Sparse24Config().method == "s-ste" and Sparse24Config().masked_decay is None
+    assert Sparse24Config().method == "s-ste" and Sparse24Config(masked_decay=None) == Sparse24Config()
+    with pytest.raises(AttributeError, match="a Sparse24Config with method='s-ste' has no 'masked_decay'"):
+        _ = Sparse24Config().masked_decay
     assert (Sparse24Config(method="ste", pattern="4:8").n, Sparse24Config(method="ste", pattern="4:8").m) == (4, 8)
 
 
-@pytest.mark.parametrize("method", PRESETS)
+@pytest.mark.parametrize("method", sorted(METHODS))
 def test_json_round_trip(method):
     config = Sparse24Config(
-        method=method, target_modules=["up_proj"], exclude_modules=r".*\.0\..*", layers_to_transform=[1], dense_tail=3
+        method=method,
+        target_modules=["up_proj"],
+        exclude_modules=r".*\.0\..*",
+        layers_to_transform=[1],
+        backend="dense",
     )
     saved = json.loads(config.to_json_string())
     assert saved["quant_method"] == "sparse24" and saved["hf_sparse24_version"] == __version__
@@ -42,7 +55,8 @@ def test_json_round_trip(method):
     [
         (
             {"method": "sste"},
-            r"method='sste': must be one of \['ste', 'sr-ste', 't-sr-ste', 's-ste', 'step', 'fixed-mask'\]",
+            r"method='sste': must be one of \['fixed-mask', .*'t-sr-ste'\]; import "
+            r"the module of a method of your own first",
         ),
         ({"method": ["ste"]}, r"method=\['ste'\]: must be one of"),
         ({"pattern": "2-4"}, "pattern='2-4': must be 'N:M'"),
@@ -80,8 +94,8 @@ def test_json_round_trip(method):
             {"weight_grad": "sparse"},
             r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2'\]",
         ),
-        ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'reference', 'cusparselt'\]"),
-        ({"phase": "done"}, "phase='done': must be one of"),
+        ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'dense', 'cusparselt'\]"),
+        ({"backend": "reference"}, "backend='reference': must be one of"),
     ],
 )
 def test_wrong_values_name_the_field_the_value_and_what_is_allowed(arguments, message):
@@ -89,16 +103,153 @@ def test_wrong_values_name_the_field_the_value_and_what_is_allowed(arguments, me
         Sparse24Config(**arguments)
 
 
-def test_unknown_keys_and_foreign_versions_are_errors():
-    with pytest.raises(ValueError, match=r"unknown keys in a Sparse24Config: \['sparsity', 'tile'\]"):
+def test_names_that_no_method_has():
+    with pytest.raises(
+        TypeError, match=r"no argument 'mask_intervall'; it has .*, and with method='t-sr-ste' \[.*'mask_interval'"
+    ):
+        Sparse24Config(method="t-sr-ste", mask_intervall=3)
+    with pytest.raises(TypeError, match="no argument 'phase'"):  # it is no setting
+        Sparse24Config(phase="dense")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("method", "sste", ValueError, "method='sste': must be one of"),
+        ("pattern", "4:2", ValueError, "pattern='4:2': must be 'N:M'"),
+        ("target_modules", [], ValueError, r"target_modules=\[\]: must be"),
+        ("layers_to_transform", -1, ValueError, "layers_to_transform=-1: must be"),
+        ("backend", "cublas", ValueError, "backend='cublas': must be one of"),
+        ("masked_decay", -1, ValueError, "masked_decay=-1: must be a finite number"),
+        ("dense_start", 0.9, ValueError, "dense_start=0.9, dense_tail=0.16.*: leave no sparse step"),
+        ("scale_rule", "mse", AttributeError, "scale_rule='mse': method 't-sr-ste' has no scale_rule"),
+        ("mask_intervall", 3, AttributeError, "mask_intervall=3: method 't-sr-ste' has no mask_intervall"),
+        ("phase", "dense", AttributeError, "phase='dense': phase of a Sparse24Config cannot be assigned to"),
+    ],
+)
+def test_assignments_are_checked(field, value, error, message):
+    config = Sparse24Config(method="t-sr-ste")
+    with pytest.raises(error, match=message):
+        setattr(config, field, value)
+    assert config == Sparse24Config(method="t-sr-ste")
+
+
+def test_assignments_change_the_config():
+    config = Sparse24Config(method="t-sr-ste", mask_interval=7)
+    config.masked_decay = 1e-3
+    config.target_modules = ["up_proj"]
+    assert config == Sparse24Config(method="t-sr-ste", target_modules=["up_proj"], masked_decay=1e-3, mask_interval=7)
+    config.masked_decay = None
+    assert config.masked_decay == 6e-5
+    with pytest.raises(ValueError, match="mask_interval=7: method 'ste' has no mask_interval; leave it None"):
+        config.method = "ste"
+    config.mask_interval = None
+    config.method = "ste"  # what was not given takes the new method's defaults
+    assert config == Sparse24Config(method="ste", target_modules=["up_proj"])
+
+
+def test_the_config_of_a_patched_model_follows_its_method_alone():
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    config = patched_config(model)
+    for field, value in {"pattern": "4:8", "backend": "dense", "target_modules": "attention", "method": "ste"}.items():
+        with pytest.raises(ValueError, match=rf"{field}='{value}': a model is patched with this config; call unpatch"):
+            setattr(config, field, value)
+    config.masked_decay, config.weight_grad = 1e-3, "dense"
+    assert config.bound_method.settings.masked_decay == 1e-3
+    assert config.bound_method.gemms.grad_weight.sparse is None  # GEMMs follow their settings
+    assert model.config.quantization_config is config and config.to_dict()["masked_decay"] == 1e-3
+    with pytest.raises(ValueError, match="masked_decay=-1: must be"):
+        config.masked_decay = -1
+    assert config.bound_method.settings.masked_decay == 1e-3
+    loose = config.replace(pattern="4:8")
+    assert (loose.pattern, config.pattern) == ("4:8", "2:4")
+    with pytest.raises(ValueError, match="no model is patched with this config"):
+        _ = loose.bound_method
+    unpatch_model(model)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
+def test_a_copy_is_a_config_of_its_own(duplicate):
+    config = Sparse24Config(method="sr-ste", target_modules=["up_proj"])
+    other = duplicate(config)
+    assert other == config and other.to_dict() == config.to_dict()
+    other.target_modules = ["down_proj"]
+    other.masked_decay = 1.0
+    assert (config.target_modules, config.masked_decay) == (["up_proj"], 2e-4)
+
+
+def test_unknown_keys_and_malformed_versions_are_errors():
+    with pytest.raises(
+        ValueError, match=r"unknown keys in a Sparse24Config: \['sparsity', 'tile'\]; known are .*'backend'"
+    ):
         Sparse24Config.from_dict({"method": "ste", "tile": 4, "sparsity": 0.5})
-    with pytest.raises(ValueError, match=f"saved by a newer hf_sparse24 than the installed {__version__}; upgrade"):
-        Sparse24Config.from_dict({"hf_sparse24_version": "99.0"})
     with pytest.raises(ValueError, match="hf_sparse24_version='soon': not a version number"):
         Sparse24Config.from_dict({"hf_sparse24_version": "soon"})
     with pytest.raises(ValueError, match="quant_method='gptq'"):
         Sparse24Config.from_dict({"quant_method": "gptq"})
+    with pytest.raises(ValueError, match="method 'ste' has no mask_interval; leave it None"):
+        Sparse24Config.from_dict({"method": "ste", "mask_interval": 40})
 
 
-def test_phase_does_not_make_configs_differ():
-    assert Sparse24Config(phase="dense") == Sparse24Config()
+def test_newer_versions():
+    config = Sparse24Config(method="t-sr-ste", masked_decay=1e-3)
+    saved = config.to_dict() | {"hf_sparse24_version": "99.1"}
+    with pytest.warns(
+        UserWarning, match=f"saved by hf_sparse24 99.1, {__version__} is installed; all its keys are known"
+    ):
+        assert Sparse24Config.from_dict(saved) == config
+    with pytest.raises(
+        ValueError, match=r"unknown keys .*\['tile'\].*; it was saved by hf_sparse24 99.1: pip install -U"
+    ):
+        Sparse24Config.from_dict(saved | {"tile": 4})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Sparse24Config.from_dict(saved | {"hf_sparse24_version": __version__})
+
+
+# What version 0.1 wrote into config.json: every setting of every method, null where the method has none.
+SAVED_BY_0_1 = {
+    "quant_method": "sparse24", "hf_sparse24_version": "0.1.0", "phase": "sparse", "backend": "reference",
+    "pattern": "2:4", "target_modules": "mlp", "exclude_modules": None, "layers_to_transform": None,
+    "dense_start": 0, "dense_tail": 0, "weight_grad": "dense", "input_grad": "dense", "activations": "dense",
+    "fp8": False, "masked_decay": None, "decay_on": None, "mask_interval": None, "mask_solver": None,
+    "scale_rule": None, "scale_frozen": None, "switch_rule": None, "switch_after": None, "switch_by": None,
+}  # fmt: skip
+OF_METHOD_BY_0_1 = {
+    "ste": {},
+    "fixed-mask": {},
+    "sr-ste": {"masked_decay": 0.0002, "decay_on": "gradient"},
+    "t-sr-ste": {
+        "masked_decay": 6e-05, "decay_on": "gradient", "mask_interval": 40, "mask_solver": "exact",
+        "weight_grad": "mvue", "dense_tail": 0.16666666666666666,
+    },
+    "s-ste": {"scale_rule": "mse", "scale_frozen": True, "weight_grad": "mvue"},
+    "step": {"switch_rule": "arithmetic", "switch_after": 0.1, "switch_by": 0.5, "dense_start": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OF_METHOD_BY_0_1)
+def test_configs_of_version_0_1(method):
+    """They mean what they meant, which is what the defaults still are."""
+    settings = OF_METHOD_BY_0_1[method]
+    config = Sparse24Config.from_dict(SAVED_BY_0_1 | settings | {"method": method, "phase": "dense"})
+    assert config == Sparse24Config(method=method, backend="dense") and config.phase == "dense"
+    expected = {name: value for name, value in (SAVED_BY_0_1 | settings).items() if value is not None}
+    ours = config.to_dict()
+    for name in expected.keys() - {"phase", "backend", "hf_sparse24_version"}:
+        assert ours[name] == expected[name]
+    changed = Sparse24Config.from_dict(SAVED_BY_0_1 | settings | {"method": method, "weight_grad": "mvue-approx"})
+    assert changed == Sparse24Config(method=method, backend="dense", weight_grad="mvue-approx")
+
+
+def test_the_phase_is_saved_and_does_not_make_configs_differ():
+    dense = Sparse24Config.from_dict({"phase": "dense"})
+    assert dense.phase == dense.to_dict()["phase"] == dense.replace().phase == "dense"
+    assert dense == Sparse24Config() and Sparse24Config().phase == "sparse"
+    with pytest.raises(ValueError, match=r"phase='done': must be one of \['sparse', 'dense'\]"):
+        Sparse24Config.from_dict({"phase": "done"})
+    model = zoo.build("llama")
+    patch_model(model)
+    set_phase(model, "dense")
+    assert model.config.to_dict()["quantization_config"]["phase"] == "dense"

@@ -9,15 +9,20 @@ import zoo
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
+from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
-from hf_sparse24.patching import set_phase, sparse_layers
-from hf_sparse24.step_adamw import StepAdamW, step_param_groups
+from hf_sparse24.patching import set_phase
+from hf_sparse24.weight import SparseWeight, layer_name, sparse_weights
 
 
 def patched(method: str = "s-ste", name: str = "llama", lr: float = 1e-2, **arguments):
     model = zoo.build(name)
     patch_model(model, Sparse24Config(method=method, **arguments))
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def first_weight(model) -> SparseWeight:
+    return next(iter(sparse_weights(model).values()))
 
 
 def run_step(model, optimizer, controller, seed, micro_batches=1):
@@ -40,11 +45,10 @@ def test_masked_decay_is_added_once_to_the_gradient(method):
         controller.after_micro_step()
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     controller.before_step()
-    layers = sparse_layers(model)
+    weights = sparse_weights(model)
     for name, parameter in model.named_parameters():
         added = parameter.grad - before[name]
-        layer = layers.get(name.removesuffix(".weight"))
-        expected = 0.5 * parameter * ~layer.mask() if layer is not None else torch.zeros_like(added)
+        expected = 0.5 * parameter * ~weights[name].mask() if name in weights else torch.zeros_like(added)
         torch.testing.assert_close(added, expected.detach())
 
 
@@ -53,21 +57,22 @@ def test_decay_on_the_weight_passes_the_optimizer_by():
     controller = Sparse24Controller(model, optimizer, total_steps=12)
     model(**zoo.batch()).loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    before = {name: (layer.weight.detach().clone(), layer.mask()) for name, layer in sparse_layers(model).items()}
+    weights = sparse_weights(model)
+    before = {name: (weight.parameter.detach().clone(), weight.mask()) for name, weight in weights.items()}
     controller.before_step()
     assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters())
-    for name, (weight, mask) in before.items():
-        expected = torch.where(mask, weight, weight * (1 - 0.1 * 0.5))
-        torch.testing.assert_close(sparse_layers(model)[name].weight.detach(), expected)
+    for name, (values, mask) in before.items():
+        expected = torch.where(mask, values, values * (1 - 0.1 * 0.5))
+        torch.testing.assert_close(weights[name].parameter.detach(), expected)
 
 
 def test_an_unfrozen_scale_follows_the_weights():
     model, optimizer = patched("s-ste", scale_frozen=False, scale_rule="l1", lr=0.1)
     controller = Sparse24Controller(model, optimizer, total_steps=4)
-    layer = next(iter(sparse_layers(model).values()))
+    weight = first_weight(model)
     for step in range(2):
         run_step(model, optimizer, controller, step)
-        assert torch.equal(layer.scale, kernels.s_ste_scale(layer.weight, rule="l1"))
+        assert torch.equal(weight.state["scale"], kernels.s_ste_scale(weight.parameter, rule="l1"))
 
 
 def test_48_transposable_masks_train():
@@ -75,10 +80,10 @@ def test_48_transposable_masks_train():
     controller = Sparse24Controller(model, optimizer, total_steps=12)
     for step in range(4):
         run_step(model, optimizer, controller, step)
-    for layer in sparse_layers(model).values():
-        weight = layer.sparse_weight()
-        assert is_nm_sparse(weight, 4, 8) and is_nm_sparse(weight, 4, 8, dim=0)
-        assert torch.equal(layer.mask(), kernels.transposable_mask(layer.weight, 4, 8))
+    for weight in sparse_weights(model).values():
+        pruned = weight.pruned()
+        assert is_nm_sparse(pruned, 4, 8) and is_nm_sparse(pruned, 4, 8, dim=0)
+        assert torch.equal(weight.mask(), kernels.transposable_mask(weight.parameter, 4, 8))
     assert controller.metrics()["flip_rate"] > 0
 
 
@@ -89,7 +94,7 @@ def test_step_turns_sparse_when_its_optimizer_switches():
     controller = Sparse24Controller(model, optimizer, total_steps=10)
     phases = []
     for step in range(8):
-        phases.append(next(iter(sparse_layers(model).values())).phase)
+        phases.append(first_weight(model).run_state.phase)
         assert controller.phase == phases[-1] == model.config.quantization_config.phase
         run_step(model, optimizer, controller, step)
     assert phases == ["dense"] * optimizer.switch_step + ["sparse"] * (8 - optimizer.switch_step)
@@ -102,9 +107,9 @@ def test_layer_flip_rates_add_up():
     model, optimizer = patched("ste", lr=0.05)
     controller = Sparse24Controller(model, optimizer, total_steps=4)
     run_step(model, optimizer, controller, 0)
-    rates, layers = controller.layer_flip_rates(), sparse_layers(model)
-    assert rates.keys() == layers.keys()
-    sizes = {name: layer.weight.numel() for name, layer in layers.items()}
+    rates = controller.layer_flip_rates()
+    sizes = {layer_name(name): weight.parameter.numel() for name, weight in sparse_weights(model).items()}
+    assert rates.keys() == sizes.keys() and "model.layers.0.mlp.up_proj" in rates
     total = sum(rates[name] * sizes[name] for name in rates) / sum(sizes.values())
     assert controller.metrics()["flip_rate"] == pytest.approx(total) and total > 0
 
@@ -128,39 +133,39 @@ def test_a_shared_weight_is_decayed_once():
     weight = model.mlp[0].weight
     weight.grad = torch.zeros(8, 8)
     controller.before_step()
-    torch.testing.assert_close(weight.grad, (0.5 * weight * ~model.mlp[0].mask()).detach())
+    torch.testing.assert_close(weight.grad, (0.5 * weight * ~first_weight(model).mask()).detach())
 
 
-def test_phases_and_mask_searches_follow_the_schedule():
+def test_phases_and_mask_refreshes_follow_the_schedule():
     model, optimizer = patched("t-sr-ste", mask_interval=3, dense_start=2, dense_tail=2, lr=0.1)
     controller = Sparse24Controller(model, optimizer, total_steps=12)
-    layer = next(iter(sparse_layers(model).values()))
+    weight = first_weight(model)
     seen, changes = [], []
     for step in range(12):
-        seen.append(layer.phase)
-        assert model.config.quantization_config.phase == layer.phase == controller.phase
-        mask = layer.mask()
+        seen.append(weight.module.phase)
+        assert model.config.quantization_config.phase == weight.run_state.phase == controller.phase == seen[-1]
+        mask = weight.mask()
         run_step(model, optimizer, controller, step)
-        if not torch.equal(mask, layer.mask()):
+        if not torch.equal(mask, weight.mask()):
             changes.append(step + 1)
         if step + 1 in (2, 5, 8):
-            assert torch.equal(layer.mask(), kernels.transposable_mask(layer.weight))
+            assert torch.equal(weight.mask(), kernels.transposable_mask(weight.parameter))
     assert seen == ["dense"] * 2 + ["sparse"] * 8 + ["dense"] * 2
-    assert layer.phase == "dense"
-    assert changes == [2, 5, 8]  # with this learning rate every search finds other masks; nothing else changes them
+    assert weight.module.phase == "dense"
+    assert changes == [2, 5, 8]  # with this learning rate every refresh finds other masks; nothing else changes them
 
 
 def test_the_s_ste_scale_is_frozen():
     model, optimizer = patched("s-ste", lr=0.1)
-    layers = sparse_layers(model)
-    scales = {name: layer.scale.clone() for name, layer in layers.items()}
+    weights = sparse_weights(model)
+    scales = {name: weight.state["scale"].clone() for name, weight in weights.items()}
     controller = Sparse24Controller(model, optimizer, total_steps=4)
     for step in range(4):
         run_step(model, optimizer, controller, step)
-    assert all(torch.equal(layers[name].scale, scale) for name, scale in scales.items())
-    layer = next(iter(layers.values()))
-    assert not torch.equal(kernels.s_ste_scale(layer.weight), layer.scale)
-    assert layer.phase == "sparse"  # no tail: the trained model is sparse
+    assert all(torch.equal(weights[name].state["scale"], scale) for name, scale in scales.items())
+    weight = first_weight(model)
+    assert not torch.equal(kernels.s_ste_scale(weight.parameter), weight.state["scale"])
+    assert weight.run_state.phase == "sparse"  # no tail: the trained model is sparse
 
 
 def test_the_scale_starts_from_the_weights_that_sparsity_starts_with():
@@ -168,39 +173,39 @@ def test_the_scale_starts_from_the_weights_that_sparsity_starts_with():
     controller = Sparse24Controller(model, optimizer, total_steps=4)
     for step in range(2):
         run_step(model, optimizer, controller, step)
-    layer = next(iter(sparse_layers(model).values()))
-    assert torch.equal(layer.scale, kernels.s_ste_scale(layer.weight))
+    weight = first_weight(model)
+    assert torch.equal(weight.state["scale"], kernels.s_ste_scale(weight.parameter))
 
 
 @pytest.mark.parametrize("method", ["ste", "sr-ste", "s-ste"])
 def test_flip_rate_is_per_step(method):
     model, optimizer = patched(method, lr=0.05)
-    layers = sparse_layers(model)
+    weights = sparse_weights(model)
     controller = Sparse24Controller(model, optimizer, total_steps=10, metrics_interval=2)
     assert "flip_rate" not in controller.metrics()
     measured = []
     for step in range(4):
-        before = torch.cat([kernels.nm_mask(layer.weight).flatten() for layer in layers.values()])
+        before = torch.cat([kernels.nm_mask(weight.parameter).flatten() for weight in weights.values()])
         run_step(model, optimizer, controller, step)
-        after = torch.cat([kernels.nm_mask(layer.weight).flatten() for layer in layers.values()])
+        after = torch.cat([kernels.nm_mask(weight.parameter).flatten() for weight in weights.values()])
         if step in (0, 1, 3):  # the first, and every second
             measured.append(flip_rate(before, after))
         assert controller.metrics()["flip_rate"] == pytest.approx(measured[-1])
     assert measured[-1] > 0
     assert controller.metrics()["sparse_phase"] == 1.0
-    weights = torch.cat([layer.weight.detach().flatten() for layer in layers.values()])
-    assert controller.metrics()["kept_magnitude"] == pytest.approx(kept_magnitude(weights, after))
+    values = torch.cat([weight.parameter.detach().flatten() for weight in weights.values()])
+    assert controller.metrics()["kept_magnitude"] == pytest.approx(kept_magnitude(values, after))
 
 
-def test_flip_rate_of_searched_masks_is_per_search():
+def test_flip_rate_of_refreshed_masks_is_per_refresh():
     model, optimizer = patched("t-sr-ste", mask_interval=2, lr=0.05)
-    layers = sparse_layers(model)
+    weights = sparse_weights(model)
     controller = Sparse24Controller(model, optimizer, total_steps=12)
-    old = torch.cat([layer.mask().flatten() for layer in layers.values()])
+    old = torch.cat([weight.mask().flatten() for weight in weights.values()])
     run_step(model, optimizer, controller, 0)
     assert "flip_rate" not in controller.metrics()
     run_step(model, optimizer, controller, 1)
-    new = torch.cat([layer.mask().flatten() for layer in layers.values()])
+    new = torch.cat([weight.mask().flatten() for weight in weights.values()])
     assert controller.metrics()["flip_rate"] == pytest.approx(flip_rate(old, new)) and not torch.equal(old, new)
 
 
@@ -211,7 +216,7 @@ def test_random_streams_differ_by_layer_step_micro_step_and_seed_and_by_nothing_
         for _ in range(micro_steps):
             controller.after_micro_step()
         torch.rand(3)
-        return [int(layer.rng_key) for layer in sparse_layers(model).values()]
+        return [int(weight.rng_key) for weight in sparse_weights(model).values()]
 
     drawn = [key for seed in (0, 1) for step in (0, 1) for micro in (0, 1) for key in keys(seed, step, micro)]
     assert len(set(drawn)) == len(drawn) == 48
@@ -240,18 +245,44 @@ def test_a_resumed_loop_equals_an_uninterrupted_one(method):
     for step in range(3, 8):
         run_step(other, other_optimizer, other_controller, step, micro_batches=2)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
-    assert next(iter(sparse_layers(other).values())).phase == controller.phase
+    assert first_weight(other).run_state.phase == controller.phase
+
+
+@pytest.mark.parametrize("method", ["s-ste", "fixed-mask"])
+def test_resuming_a_model_that_has_been_through_its_dense_tail(method):
+    """State of the checkpoint is kept, though the model in memory was dense."""
+    model, optimizer = patched(method, dense_tail=2)
+    controller = Sparse24Controller(model, optimizer, total_steps=8)
+    for step in range(8):
+        if step == 4:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), controller.state_dict()))
+        run_step(model, optimizer, controller, step)
+    end = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert controller.phase == "dense"
+    controller = Sparse24Controller(model, optimizer, total_steps=8)
+    for part, state in zip((model, optimizer, controller), saved):
+        part.load_state_dict(state)
+    for step in range(4, 8):
+        run_step(model, optimizer, controller, step)
+    assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())
+
+
+def test_unknown_phases_are_refused():
+    model, _ = patched("s-ste")
+    with pytest.raises(ValueError, match=r"phase='done': must be one of \['sparse', 'dense'\]"):
+        set_phase(model, "done")
 
 
 def test_training_again_after_the_tail_starts_from_fresh_masks():
     model, optimizer = patched("t-sr-ste")
     set_phase(model, "dense")
     with torch.no_grad():
-        for layer in sparse_layers(model).values():
-            layer.weight.copy_(layer.weight.flip(0))
+        for weight in sparse_weights(model).values():
+            weight.parameter.copy_(weight.parameter.flip(0))
     Sparse24Controller(model, optimizer, total_steps=12)
-    for layer in sparse_layers(model).values():
-        assert layer.phase == "sparse" and torch.equal(layer.mask(), kernels.transposable_mask(layer.weight))
+    for weight in sparse_weights(model).values():
+        assert weight.run_state.phase == "sparse"
+        assert torch.equal(weight.mask(), kernels.transposable_mask(weight.parameter))
 
 
 def test_wrong_use():
@@ -264,10 +295,10 @@ def test_wrong_use():
         Sparse24Controller(*patched("t-sr-ste"), total_steps=1)
     with pytest.raises(ValueError, match="masked_decay='auto': only Sparse24Trainer determines it"):
         Sparse24Controller(*patched("sr-ste", masked_decay="auto"), total_steps=3)
-    for layer in sparse_layers(model).values():
-        layer.weight.requires_grad_(False)
+    for weight in sparse_weights(model).values():
+        weight.parameter.requires_grad_(False)
     head = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
-    run_step(model, head, Sparse24Controller(model, head, total_steps=3), 0)  # frozen layers need no optimizer
+    run_step(model, head, Sparse24Controller(model, head, total_steps=3), 0)  # frozen weights need no optimizer
 
 
 def test_sharded_weights_are_refused():
@@ -275,8 +306,8 @@ def test_sharded_weights_are_refused():
         pass
 
     model, optimizer = patched()
-    layer = next(iter(sparse_layers(model).values()))
-    layer.weight = nn.Parameter(layer.weight.data.as_subclass(Sharded))
+    weight = first_weight(model)
+    weight.module.weight = nn.Parameter(weight.parameter.data.as_subclass(Sharded))
     with pytest.raises(ValueError, match=r"gate_proj.weight is a Sharded: this version trains plain tensors"):
         Sparse24Controller(model, optimizer, total_steps=3)
 
@@ -288,4 +319,4 @@ def test_deepcopied_models_train_on():
     controller = Sparse24Controller(clone, optimizer, total_steps=12)
     run_step(clone, optimizer, controller, 0)
     unpatch_model(clone)
-    assert sparse_layers(model)
+    assert sparse_weights(model) and not sparse_weights(clone)

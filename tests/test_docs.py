@@ -9,8 +9,8 @@ import zoo
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_sparse24 import PRESETS, patch_model
-from hf_sparse24.patching import sparse_layers
+from hf_sparse24 import METHODS, Sparse24Config, patch_model
+from hf_sparse24.weight import sparse_weights
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,7 +25,7 @@ def test_the_ten_line_example(tmp_path, monkeypatch):
     settings = {"max_steps": 3, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
     data = Dataset.from_dict({k: v.tolist() for k, v in zoo.batch(rows=8).items()})
     exec(code, {"data": data, "settings": settings})
-    assert sparse_layers(AutoModelForCausalLM.from_pretrained("my-sparse-gpt2"))
+    assert sparse_weights(AutoModelForCausalLM.from_pretrained("my-sparse-gpt2"))
 
 
 def test_the_callback_example(tmp_path):
@@ -55,12 +55,25 @@ def test_the_controller_example():
     assert scope["controller"].step == 3
 
 
+def test_the_method_in_contributing():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    model = zoo.build("gpt2")
+    try:
+        exec(code, {"__name__": "contributed"})
+        patch_model(model, Sparse24Config(method="balanced-mask", power=0.2))
+        model(**zoo.batch()).loss.backward()
+        assert model.config.quantization_config.power == 0.2
+    finally:
+        METHODS.pop("balanced-mask", None)
+
+
 def test_there_are_no_other_code_blocks():
     assert len(CODE) == 3
 
 
 def test_method_table():
-    assert re.findall(r"^\| `([\w-]+)`", README, re.MULTILINE) == list(PRESETS)
+    shipped = {name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24.")}
+    assert set(re.findall(r"^\| `([\w-]+)`", README, re.MULTILINE)) == shipped
 
 
 def test_architectures_are_the_tested_ones():

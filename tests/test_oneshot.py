@@ -1,7 +1,6 @@
 """oneshot: the mathematics of one layer against literal solutions, then whole models."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -21,10 +20,11 @@ from hf_sparse24 import (
     patch_model,
     unpatch_model,
 )
-from hf_sparse24.layerwise import least_squares, output_norm, ridge, sparsegpt, wanda_mask
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.oneshot import CRITERIA
-from hf_sparse24.patching import patched_config, sparse_layers
+from hf_sparse24.patching import patched_config
+from hf_sparse24.pruning.layerwise import least_squares, output_norm, ridge, sparsegpt, wanda_mask
+from hf_sparse24.pruning.oneshot import CRITERIA
+from hf_sparse24.weight import sparse_weights
 
 PRUNING = [criterion for criterion in CRITERIA if criterion != "existing"]  # what prunes a dense model
 
@@ -71,6 +71,10 @@ def linear(outputs: int, inputs: int, bias: bool = True) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64).requires_grad_(False)
 
 
+def mask_of(layer: nn.Module) -> torch.Tensor:
+    return layer.sparse24["weight"].mask()
+
+
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -78,7 +82,7 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], mode: bool = True) -> None:
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    assert not sparse_layers(model) and all(module.training == mode for module in model.modules())
+    assert not sparse_weights(model) and all(module.training == mode for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert getattr(getattr(model, "config", None), "quantization_config", None) is None
 
@@ -181,7 +185,7 @@ def test_reconstruction_of_weight_and_bias(criterion, bias):
     x, layer = correlated(300, 16, mean=0.7), linear(8, 16, bias)
     weight, outputs = layer.weight.clone(), layer(x)
     report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, damping=0.0).layers[0]
-    mask, scale = layer.mask(), torch.linalg.norm(x @ weight.T)
+    mask, scale = mask_of(layer), torch.linalg.norm(x @ weight.T)
     columns = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1) if bias else x
     for i, kept in enumerate(mask):
         kept = torch.cat([kept, kept.new_ones(1)]) if bias else kept
@@ -200,8 +204,8 @@ def test_the_bias_absorbs_the_mean_error():
     x, layer = correlated(300, 16, mean=0.7), linear(8, 16)
     weight, bias = layer.weight.clone(), layer.bias.clone()
     oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), damping=1e9)
-    torch.testing.assert_close(layer.weight, weight * layer.mask(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(layer.bias, bias + (weight * ~layer.mask()) @ x.mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.weight, weight * mask_of(layer), rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer.bias, bias + (weight * ~mask_of(layer)) @ x.mean(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reconstruct", [True, False])
@@ -214,7 +218,7 @@ def test_conv1d_is_the_transposed_linear(criterion, reconstruct):
         oneshot(OneLayer(each), [{"x": x}], fixed_mask(), criterion=criterion, reconstruct=reconstruct)
         for each in (layer, conv)
     )
-    assert torch.equal(layer.mask(), conv.mask().T)
+    assert torch.equal(mask_of(layer), mask_of(conv).T)
     torch.testing.assert_close(layer.weight, conv.weight.T)
     torch.testing.assert_close(layer.bias, conv.bias)
     assert one.layers[0].error == pytest.approx(two.layers[0].error)
@@ -259,7 +263,7 @@ def test_every_architecture(name):
     assert tuple(layer.name for layer in report.layers) == expected.patched
     for layer in report.layers:
         module = model.get_submodule(layer.name)
-        assert is_nm_sparse(module.weight, dim=module.input_dim) and is_nm_sparse(module.mask(), dim=module.input_dim)
+        assert is_nm_sparse(module.weight, dim=module.input_dim) and is_nm_sparse(mask_of(module), dim=module.input_dim)
         assert torch.equal(module.sparse_weight(), module.weight) and module.phase == "sparse"
         assert 0 < layer.error < layer.masked_error < 0.7 and layer.tokens > 0 and layer.damping == 0.01
     touched = {f"{layer}.{part}" for layer in expected.patched for part in ("weight", "bias", "mask_bits")}
@@ -283,9 +287,9 @@ def test_reconstruction_lowers_every_error(criterion):
     if criterion == "magnitude":  # then oneshot is what patch_model does
         patched = zoo.build("llama")
         patch_model(patched, fixed_mask())
-        for name, layer in sparse_layers(patched).items():
-            assert torch.equal(layer.sparse_weight(), plain.get_submodule(name).weight)
-            assert torch.equal(layer.mask_bits, plain.get_submodule(name).mask_bits)
+        for name, weight in sparse_weights(patched).items():
+            assert torch.equal(weight.pruned(), plain.get_parameter(name))
+            assert torch.equal(weight.state["mask_bits"], sparse_weights(plain)[name].state["mask_bits"])
 
 
 def test_later_blocks_see_the_pruned_ones_before_them():
@@ -300,7 +304,8 @@ def test_later_blocks_see_the_pruned_ones_before_them():
         for batch in data:
             half(input_ids=batch["input_ids"])
     x = torch.cat(inputs)
-    assert torch.equal(model.model.layers[1].mlp.down_proj.mask(), wanda_mask(target.weight, x.T @ x, 2, 4))
+    mask = sparse_weights(model)["model.layers.1.mlp.down_proj.weight"].mask()
+    assert torch.equal(mask, wanda_mask(target.weight, x.T @ x, 2, 4))
 
 
 def test_forward_passes_end_with_their_block():
@@ -327,9 +332,9 @@ def test_patterns(pattern, criterion, tmp_path):
     model = zoo.build("gpt2")
     oneshot(model, batches(1), fixed_mask(pattern=pattern), criterion=criterion)
     n, m = map(int, pattern.split(":"))
-    for layer in sparse_layers(model).values():
-        assert is_nm_sparse(layer.sparse_weight(), n, m, layer.input_dim)
-        assert layer.mask().unflatten(0, (-1, m)).sum(1).eq(n).all()
+    for weight in sparse_weights(model).values():
+        assert is_nm_sparse(weight.pruned(), n, m, weight.input_dim)
+        assert weight.mask().unflatten(0, (-1, m)).sum(1).eq(n).all()
     export_model(model, tmp_path)
     assert is_nm_sparse(AutoModelForCausalLM.from_pretrained(tmp_path).transformer.h[1].mlp.c_fc.weight, n, m, dim=0)
 
@@ -339,10 +344,10 @@ def test_life_after(criterion, tmp_path):
     """Fine-tuning keeps the masks and lowers the loss; saving, exporting and unpatching keep the outputs."""
     model = zoo.build("llama")
     oneshot(model, batches(), fixed_mask(), criterion=criterion)
-    masks = {name: layer.mask_bits.clone() for name, layer in sparse_layers(model).items()}
-    weights = snapshot(model)
+    masks = {name: weight.state["mask_bits"].clone() for name, weight in sparse_weights(model).items()}
+    before = snapshot(model)
     dense = dict(zoo.build("llama").named_parameters())
-    magnitude = {name: pack_bits(nm_mask(dense[f"{name}.weight"])) for name in masks}
+    magnitude = {name: pack_bits(nm_mask(dense[name])) for name in masks}
     ids = (torch.arange(3, 35)[:, None] + torch.arange(12)).tolist()
     arguments = TrainingArguments(
         str(tmp_path / "run"), max_steps=6, learning_rate=1e-2, weight_decay=0.1, logging_steps=1, report_to="none",
@@ -359,13 +364,14 @@ def test_life_after(criterion, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for each in (model, reloaded):
-        for name, layer in sparse_layers(each).items():
-            assert torch.equal(layer.mask_bits, masks[name]) and not torch.equal(layer.mask_bits, magnitude[name])
-            assert is_nm_sparse(layer.sparse_weight()) and not torch.equal(layer.weight, weights[f"{name}.weight"])
+        for name, weight in sparse_weights(each).items():
+            bits = weight.state["mask_bits"]
+            assert torch.equal(bits, masks[name]) and not torch.equal(bits, magnitude[name])
+            assert is_nm_sparse(weight.pruned()) and not torch.equal(weight.parameter, before[name])
     assert patched_config(reloaded) == patched_config(model)
     export_model(model, tmp_path / "export")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight) and not sparse_layers(exported)
+    assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight) and not sparse_weights(exported)
     unpatch_model(model)
     with torch.no_grad():
         for each in (reloaded, exported, model):
@@ -453,7 +459,7 @@ X = torch.ones(3, 16)
         (None, batches(1), {"damping": -1}, "damping=-1: must be a finite number >= 0"),
         (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
         (None, batches(1), {"config": Sparse24Config()}, "method='s-ste': oneshot chooses masks once and for all"),
-        (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5: masks would be searched anew"),
+        (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5: other masks would be chosen"),
         (None, batches(1), {"config": fixed_mask(target_modules=["nope"])}, "no linear layer's name ends in"),
         (None, batches(1), {"criterion": "existing"}, "criterion='existing': the targeted weights have no zeros"),
         (HalfUsed, [{"x": X}], {}, "no calibration tokens reach blocks.1.mlp; use more data, or leave them out"),
@@ -478,7 +484,7 @@ def test_weights_with_nan_are_refused():
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"NaN or inf in the weights of model\.layers\.1\.mlp\.up_proj"):
         oneshot(model, batches(1), fixed_mask())
-    assert not sparse_layers(model)
+    assert not sparse_weights(model)
 
 
 def test_a_patched_model_is_refused_and_stays_patched():
@@ -517,7 +523,7 @@ def test_an_interrupted_run_restores_the_model(name, error):
     for call in (1, 2, 3):  # the survey, the first block's pass, the second's, when the first is pruned
         assert interrupted_at(call)
         assert_untouched(model, before, mode=False)
-    assert not interrupted_at(4) and sparse_layers(model)
+    assert not interrupted_at(4) and sparse_weights(model)
 
 
 def test_an_interrupt_after_a_layer_was_written(monkeypatch):
@@ -527,8 +533,7 @@ def test_an_interrupt_after_a_layer_was_written(monkeypatch):
     def interrupt(**fields):
         raise KeyboardInterrupt
 
-    # The module by way of sys.modules: in the package, `oneshot` is the function.
-    monkeypatch.setattr(sys.modules["hf_sparse24.oneshot"], "LayerReport", interrupt)
+    monkeypatch.setattr("hf_sparse24.pruning.oneshot.LayerReport", interrupt)
     with pytest.raises(KeyboardInterrupt):
         oneshot(model, batches(1), fixed_mask())
     assert_untouched(model, before)

@@ -1,4 +1,4 @@
-"""The shape of the project: what a wheel holds, who imports whom, what an import costs."""
+"""The shape of the project: what a wheel holds, and who imports whom."""
 
 import ast
 import importlib.util
@@ -14,20 +14,19 @@ import pytest
 import hf_sparse24
 
 ROOT = Path(__file__).parent.parent
-# Lower layers first: a module of hf_sparse24 may import from its own layer and those before it.
+# Lower layers first: a module or folder of hf_sparse24 may import from its own layer and those before it.
 LAYERS = [
     ["version"],
+    ["encodings", "gemms", "gated", "metrics"],
+    ["weight"],
+    ["methods"],
     ["config"],
-    ["metrics", "schedule", "methods"],
-    ["operands"],
     ["linear"],
-    ["layerwise", "calibration", "gated", "targets"],
+    ["targets"],
     ["report"],
     ["patching"],
-    ["step_adamw", "controller", "checkpoint", "quantizer", "oneshot", "inference"],
-    ["callback", "tuning", "doctor"],
-    ["cli"],
-    ["trainer"],
+    ["checkpoints", "inference", "pruning", "training"],
+    ["tools"],
     ["__init__"],
 ]
 
@@ -77,7 +76,7 @@ def test_every_package_is_listed():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
-    inits = [*ROOT.glob("hf_sparse24/**/__init__.py"), *ROOT.glob("kernels/*/**/__init__.py")]
+    inits = [*ROOT.glob("hf_sparse24/**/__init__.py"), *ROOT.glob("kernels/sparse24_kernels/**/__init__.py")]
     assert listed == {str(p.parent.relative_to(ROOT)).removeprefix("kernels/").replace("/", ".") for p in inits}
 
 
@@ -103,20 +102,9 @@ def test_layers_of_hf_sparse24():
 def test_public_names():
     for name in hf_sparse24.__all__:
         value = getattr(hf_sparse24, name)
-        assert name in ("PRESETS", "__version__") or value.__doc__, f"{name} has no docstring"
-
-
-def test_importing_touches_no_device_and_no_environment():
-    code = (
-        "import os, torch, transformers.trainer, transformers.quantizers; before = dict(os.environ)\n"
-        "import hf_sparse24; assert dict(os.environ) == before\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING; assert 'sparse24' in AUTO_QUANTIZER_MAPPING"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+        assert name == "__version__" or value.__doc__, f"{name} has no docstring"
 
 
 @pytest.mark.parametrize("path", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", ".ci/run"])
-def test_house(path):
+def test_files_of_the_project(path):
     assert (ROOT / path).stat().st_size > 0

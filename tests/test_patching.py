@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear, patch_model, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config, sparse_layers
+from hf_sparse24.patching import patched_config
+from hf_sparse24.weight import sparse_weights
 
 # Suffixes of the layers that each group must find, the same in every block.
 EXPECTED = {
@@ -73,12 +74,12 @@ def test_patching_keeps_parameters_and_unpatching_keeps_outputs(name):
     patch_model(model, Sparse24Config(target_modules="all-linear"))
     after = dict(model.named_parameters(remove_duplicate=False))
     assert before.keys() == after.keys() and all(before[key] is after[key] for key in before)
-    for layer in sparse_layers(model).values():
-        assert isinstance(layer, Sparse24Linear | Sparse24Conv1D)
-        weight = layer.sparse_weight()
-        assert weight.shape == layer.weight.shape and weight.dtype == layer.weight.dtype
-        assert is_nm_sparse(weight, dim=layer.input_dim) and (weight != 0).any()
-        assert not torch.signbit(weight[weight == 0]).any()
+    for name, weight in sparse_weights(model).items():
+        assert weight.parameter is before[name] and isinstance(weight.module, Sparse24Linear | Sparse24Conv1D)
+        pruned = weight.module.sparse_weight()
+        assert pruned.shape == weight.parameter.shape and pruned.dtype == weight.parameter.dtype
+        assert is_nm_sparse(pruned, dim=weight.input_dim) and (pruned != 0).any()
+        assert not torch.signbit(pruned[pruned == 0]).any()
     with torch.no_grad():
         sparse_logits = model(**inputs).logits
     assert not torch.equal(dense_logits, sparse_logits)
@@ -277,7 +278,7 @@ def test_adapters_stay_dense():
 
 
 def assert_untouched(model):
-    assert not sparse_layers(model) and not hasattr(getattr(model, "config", None), "quantization_config")
+    assert not sparse_weights(model) and not hasattr(getattr(model, "config", None), "quantization_config")
 
 
 @pytest.mark.parametrize(
@@ -351,15 +352,15 @@ def test_meta_device(method):
     report = patch_model(model, Sparse24Config(method=method))
     assert report.patched and all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
-    layer = next(iter(sparse_layers(model).values()))
-    if layer.state_names:
+    weight = next(iter(sparse_weights(model).values()))
+    if weight.state_names:
         with pytest.raises(RuntimeError, match="patched on the meta device and has no state yet"):
-            layer.sparse_weight()
+            weight.pruned()
     weights = real.state_dict()
     model.load_state_dict(weights)  # dense weights: strict, the state is computed from them
     patch_model(real, Sparse24Config(method=method))
-    for mine, theirs in zip(sparse_layers(model).values(), sparse_layers(real).values()):
-        assert torch.equal(mine.sparse_weight(), theirs.sparse_weight())
+    for mine, theirs in zip(sparse_weights(model).values(), sparse_weights(real).values()):
+        assert torch.equal(mine.pruned(), theirs.pruned())
 
 
 def test_sparse_layers_are_not_constructed():

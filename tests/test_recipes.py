@@ -268,7 +268,7 @@ def test_wrong_type_in_yaml(tmp_path, capsys):
         ({"tokenizer_name": None}, ValueError, "model_type='llama' needs tokenizer_name"),
         ({"objective": "prefix"}, ValueError, "objective='prefix': must be one of causal, masked"),
         ({"dtype": "int8"}, ValueError, "dtype='int8': must be one of float32, bfloat16"),
-        ({"method": "magic"}, ValueError, "method='magic': must be one of dense, ste"),
+        ({"method": "magic"}, ValueError, "method='magic': must be one of dense, fixed-mask, .*s-ste"),
         ({"sparse24": '{"patern": "2:4"}'}, ValueError, r"unknown keys in a Sparse24Config: \['patern'\]"),
         ({"block_size": 64}, ValueError, "block_size=64: the model has 32 positions"),
         ({"block_size": 1}, ValueError, "block_size=1: must be at least 2"),

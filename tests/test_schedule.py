@@ -4,34 +4,44 @@ import pytest
 import torch
 
 from hf_sparse24 import Sparse24Config
+from hf_sparse24.methods.schedule import Schedule
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
-from hf_sparse24.schedule import Schedule
 
 
-def phases(config: Sparse24Config, total: int) -> str:
-    schedule = Schedule.from_config(config, total)
+def schedule_of(total: int, method: str = "s-ste", **settings) -> Schedule:
+    return Sparse24Config(method=method, **settings).bind().schedule(total)
+
+
+def phases(total: int, method: str = "s-ste", **settings) -> str:
+    schedule = schedule_of(total, method, **settings)
     return "".join(schedule.phase(step)[0] for step in range(total))
 
 
 def test_phases():
-    assert phases(Sparse24Config(), 4) == "ssss"
-    assert phases(Sparse24Config(method="t-sr-ste"), 12) == "ssssssssssdd"
-    assert phases(Sparse24Config(method="t-sr-ste"), 2) == "sd"  # a sixth of 2 is rounded up
-    assert phases(Sparse24Config(dense_start=2, dense_tail=0.25), 8) == "ddssssdd"
-    assert phases(Sparse24Config(dense_start=0.07), 100).count("d") == 7  # not 8: 0.07 * 100 is 7.000000000000001
+    assert phases(4) == "ssss"
+    assert phases(12, "t-sr-ste") == "ssssssssssdd"
+    assert phases(2, "t-sr-ste") == "sd"  # a sixth of 2 is rounded up
+    assert phases(8, dense_start=2, dense_tail=0.25) == "ddssssdd"
+    assert phases(100, dense_start=0.07).count("d") == 7  # not 8: 0.07 * 100 is 7.000000000000001
 
 
 def test_a_run_without_a_tail_leaves_a_sparse_model_and_one_with_a_tail_a_dense_one():
-    assert Schedule.from_config(Sparse24Config(), 4).phase(4) == "sparse"
-    assert Schedule.from_config(Sparse24Config(method="t-sr-ste"), 12).phase(12) == "dense"
+    assert schedule_of(4).phase(4) == "sparse"
+    assert schedule_of(12, "t-sr-ste").phase(12) == "dense"
 
 
-def test_mask_searches():
-    schedule = Schedule.from_config(Sparse24Config(method="t-sr-ste", mask_interval=3, dense_start=1, dense_tail=2), 12)
-    assert [step for step in range(13) if schedule.searches_mask(step)] == [1, 4, 7]
-    fraction = Schedule.from_config(Sparse24Config(method="t-sr-ste", mask_interval=0.25, dense_tail=0), 8)
-    assert fraction.mask_interval == 2
-    assert not any(Schedule.from_config(Sparse24Config(), 8).searches_mask(step) for step in range(9))
+def refreshes(total: int, method: str = "s-ste", **settings) -> list[int]:
+    """The steps after which the state is computed anew; the first is where sparsity starts, and computes it anyway."""
+    method = Sparse24Config(method=method, **settings).bind()
+    sparse = [step for step in range(total + 1) if method.schedule(total).phase(step) == "sparse"]
+    return [step for step in sparse if method.refreshes_state(step, total)]
+
+
+def test_mask_refreshes():
+    assert refreshes(12, "t-sr-ste", mask_interval=3, dense_start=1, dense_tail=2) == [1, 4, 7]
+    assert refreshes(8, "t-sr-ste", mask_interval=0.25, dense_tail=0) == [0, 2, 4, 6, 8]
+    assert refreshes(8) == []
+    assert refreshes(3, scale_frozen=False) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +55,7 @@ def test_mask_searches():
 )
 def test_too_few_steps(arguments, total, message):
     with pytest.raises(ValueError, match=message):
-        Schedule.from_config(Sparse24Config(**arguments), total)
+        schedule_of(total, **arguments)
 
 
 def test_flip_rate():

@@ -13,7 +13,7 @@ from transformers import Trainer
 from zoo import build
 
 from hf_sparse24 import Sparse24Config, patch_model
-from hf_sparse24.step_adamw import StepAdamW, step_param_groups
+from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
 
 WEIGHTS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -328,7 +328,7 @@ def test_a_first_gradient_after_the_switch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"switch_rule": "harmonic"}, "switch_rule='harmonic': must be 'arithmetic' or 'geometric'"),
+        ({"switch_rule": "harmonic"}, "switch_rule='harmonic': must be one of \\['arithmetic', 'geometric'\\]"),
         ({"switch_after": 0.6, "switch_by": 0.5}, "switch_after=0.6 is 12 steps, switch_by=0.5 is 10, total_steps=20"),
         ({"switch_after": 0, "switch_by": 0}, "1 <= switch_by < total_steps"),
         ({"switch_by": 20}, "1 <= switch_by < total_steps"),

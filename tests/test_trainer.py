@@ -12,8 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
-from hf_sparse24.callback import _unscale
-from hf_sparse24.patching import patched_config, sparse_layers
+from hf_sparse24.patching import patched_config
+from hf_sparse24.training.callback import _unscale
+from hf_sparse24.weight import sparse_weights
 
 
 def arguments(tmp_path, **overrides) -> TrainingArguments:
@@ -89,7 +90,9 @@ def test_micro_batches_draw_their_own_samples(tmp_path):
     model = zoo.build("llama")
     patch_model(model)
     seen = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, *_: seen.append(int(layer.rng_key)))
+    model.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda layer, *_: seen.append(int(layer.sparse24["weight"].rng_key))
+    )
     train(tmp_path, model, gradient_accumulation_steps=3)
     assert len(seen) == 12 and len(set(seen)) == 12
 
@@ -147,6 +150,18 @@ def test_the_callback_in_a_plain_trainer_does_the_same(tmp_path):
     assert logs[0][0]["flip_rate"] > 0
 
 
+def test_the_callback_resumes_a_model_that_has_been_through_its_dense_tail(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="s-ste", dense_tail=2))
+    run = Trainer(model, arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=4), train_dataset=dataset())
+    Sparse24Callback.add_to(run)
+    run.train()
+    end = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert patched_config(model).run_state.step is None  # nothing is kept once training has ended
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())
+
+
 def test_the_callback_needs_a_patched_model(tmp_path):
     run = Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Sparse24Callback()])
     with pytest.raises(ValueError, match="not patched; call patch_model"):
@@ -196,7 +211,8 @@ def test_going_on_longer_starts_the_new_sparse_phase_afresh(tmp_path):
     class Stop(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             self.masks = [
-                (layer.mask(), kernels.transposable_mask(layer.weight)) for layer in sparse_layers(model).values()
+                (weight.mask(), kernels.transposable_mask(weight.parameter))
+                for weight in sparse_weights(model).values()
             ]
             control.should_training_stop = True
 
@@ -224,7 +240,7 @@ def test_fp8_and_loss_scaling_exclude_each_other(tmp_path):
     args.fp16 = True  # past the check of TrainingArguments, which wants a GPU for it
     run = types.SimpleNamespace(model=zoo.build("llama"))
     patch_model(run.model, Sparse24Config(fp8=True))
-    with pytest.raises(ValueError, match="fp16=True and fp8=True: loss scaling overflows on purpose"):
+    with pytest.raises(ValueError, match="fp16=True with FP8 GEMMs: loss scaling overflows on purpose"):
         Sparse24Callback().on_train_begin(args, None, None, model=run.model, optimizer=None)
 
 

@@ -89,6 +89,11 @@ def build(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     return model.train()
 
 
+def kept_bytes(weight) -> int:
+    """What the encodings of a sparse weight hold in memory."""
+    return sum(tensor.nbytes for tensor in weight.encodings._kept[1].values())
+
+
 def auto_class(name: str):
     return AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
 

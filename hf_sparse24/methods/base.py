@@ -1,47 +1,300 @@
-"""What a sparsity method has to say. One instance serves a whole model; it holds no tensors."""
+"""SparseMethod: everything that a method decides, in one class. And the registry of methods."""
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
+import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import Pattern
 from torch import Tensor
 
-from ..config import Sparse24Config
+from ..encodings import Forms
+from ..gemms import Gemms, standard_gemms
+from ..weight import SparseWeight, WeightView
+from .schedule import Schedule
+from .settings import RESERVED, GemmSettings, MethodSettings, PhaseSettings
+
+METHODS: dict[str, type["SparseMethod"]] = {}
+"""The registered methods by name."""
+
+
+@dataclass
+class StepContext:
+    """What a method's training hooks are told; made anew for every optimizer step.
+
+    Attributes:
+        step: optimizer steps done. total_steps: of the whole run.
+        phase: how the model computes now.
+        optimizer: the optimizer itself, never a wrapper.
+        groups: the optimizer's parameter group of each trainable weight.
+        packed_masks: whether `mask` gives packed bits.
+    """
+
+    step: int
+    total_steps: int
+    phase: str
+    optimizer: torch.optim.Optimizer
+    groups: Mapping[str, dict[str, Any]]
+    packed_masks: bool = False
+    _masks: dict[str, Tensor] = field(default_factory=dict)
+
+    def learning_rate(self, name: str) -> float:
+        """That of the weight `name`."""
+        return self.groups[name]["lr"]
+
+    def mask(self, name: str, weight: SparseWeight) -> Tensor:
+        """The mask of a weight, computed once in a step however many ask; bool or packed bits, as every function of
+        `sparse24_kernels` takes them."""
+        if name not in self._masks:
+            # On a GPU bits: an eighth of the memory. On a CPU packing costs more than it saves.
+            self._masks[name] = weight.mask(packed=self.packed_masks or weight.parameter.is_cuda)
+        return self._masks[name]
 
 
 class SparseMethod(ABC):
-    """Which weight the products see, and what a layer must remember for it.
+    """A method of sparse training. One instance serves all weights of a model; it holds no tensors.
 
-    Every hook is a pure function. `weight` is a layer's dense master weight in the layer's own layout, `dim` the
-    dimension of it that is the input dimension (groups of M lie along it), and `state` the layer's buffers by name.
+    To write one, subclass this, give it `Settings`, implement `mask` and `prune`, override what else it does, and
+    register it:
 
-    A method is one file beside this one, one line in `methods/__init__.py`, and one preset in `config.py`.
+        @register_method("my-method")
+        class MyMethod(SparseMethod):
+            @dataclass(frozen=True, kw_only=True)
+            class Settings(PhaseSettings, GemmSettings):
+                strength: float = setting(0.1, is_non_negative, "what it does (source)")
+
+    Then `Sparse24Config(method="my-method", strength=0.2)` and everything else works as for the methods of this
+    package. What computes on tensors is a pure function of a `WeightView`; nothing is decided inside forward, which
+    gradient checkpointing repeats. What changes during training changes in the hooks that run between steps.
     """
 
-    transposable = False
-    """Whether the mask is N:M along the output dimension too, so that the grad_input product can be sparse."""
+    name: ClassVar[str]
+    """Set by `register_method`."""
 
-    needs_square_groups = False
-    """Whether the output dimension, too, must be a multiple of M."""
+    Settings: ClassVar[type[MethodSettings]] = MethodSettings
 
-    def __init__(self, config: Sparse24Config):
-        self.config = config
-        self.n, self.m = config.n, config.m
+    phases: ClassVar[tuple[str, ...]] = ("sparse", "dense")
+    """In `"dense"` a layer computes with its master weight, in every other phase with what the method prunes it to."""
 
-    def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        """The buffers a layer keeps, computed from its weight. Runs when sparsity begins, never inside forward."""
+    transposable: ClassVar[bool] = False
+    """Whether the mask is N:M along the output dimension too, so that the grad_input GEMM can be sparse."""
+
+    accepts_masks: ClassVar[bool] = False
+    """Whether the state is a mask that may come from elsewhere (see `adopt_mask`)."""
+
+    flips_at_refresh: ClassVar[bool] = False
+    """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
+
+    gemms: Gemms
+    """What `make_gemms` says for the settings as they are."""
+
+    def __init__(self, settings: Any, pattern: Pattern):
+        self.pattern = pattern
+        self.use_settings(settings)
+
+    def use_settings(self, settings: Any) -> None:
+        """Go on with other settings."""
+        self.settings = settings
+        self.gemms = self.make_gemms()
+
+    # What the GEMMs multiply with.
+
+    def make_gemms(self) -> Gemms:
+        """The three GEMMs of a layer. Default: the pruned weight forward and backward, and what `GemmSettings` say."""
+        names = [f.name for f in dataclasses.fields(GemmSettings)]
+        chosen = {name: getattr(self.settings, name) for name in names if hasattr(self.settings, name)}
+        return standard_gemms(self.pattern, transposable=self.transposable, **chosen)
+
+    @abstractmethod
+    def mask(self, view: WeightView, packed: bool) -> Tensor:
+        """Which entries of `view.matrix` are kept: bool, its shape, or its packed bits. Decay and metrics ask."""
+
+    @abstractmethod
+    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
+        """A weight operand of the GEMMs in each of `forms`, in `dtype`, without -0.0.
+
+        `operand` is a `Gemm.weight`: `"pruned"` must be N:M along `view.dim`. Use `prune_by` with a rule of the
+        kernels, or `forms_of` with a result of your own.
+        """
+
+    def prune_by(self, view: WeightView, forms: Forms, dtype: torch.dtype, rule: str, **arguments: Any):
+        """Prune by a rule of `sparse24_kernels.prune_forms`, in one pass."""
+        compressions = {form: compression for form, compression in forms.items() if compression is not None}
+        return kernels.prune_forms(
+            view.matrix,
+            list(forms),
+            rule,
+            *self.pattern,
+            view.dim,
+            dtype=dtype,
+            compressions=compressions,
+            **arguments,
+        )
+
+    def forms_of(self, result: Tensor, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The forms of a matrix that a method has pruned by itself, in the layout of `view.matrix`; its zeros are what
+        compressed forms leave out."""
+        view = WeightView(result, 1, {})
+        return self.prune_by(view, forms, dtype, "mask", mask=result != 0)
+
+    def unsupported(self, out: int, inputs: int) -> str | None:
+        """Why a weight `[out, inputs]` cannot be sparse by this method; None where it can."""
+        m = self.pattern.m
+        if inputs % m:
+            return f"input size {inputs} is not a multiple of {m}"
+        if self.gemms.output.estimator != "none" and inputs % 4:
+            return f"input size {inputs} is not a multiple of 4, as activations='2:4' needs"
+        if self.transposable and out % m:
+            return f"output size {out} is not a multiple of {m}, as {self.name!r} needs"
+        return None
+
+    # What a weight keeps.
+
+    def init_state(self, view: WeightView) -> dict[str, Tensor]:
+        """Buffers to keep beside a weight, a deterministic function of it.
+
+        Runs when a model is patched (possibly on the meta device), after dense weights have been loaded, when sparsity
+        begins after a dense start, and at refreshes.
+        """
         return {}
 
-    @abstractmethod
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
-        """Which weights are kept now: bool, shape of `weight`, or its packed bits. Masked decay and metrics ask."""
+    def init_parameters(self, view: WeightView) -> dict[str, Tensor]:
+        """Trainable tensors to keep beside a weight, a deterministic function of it (never views of `view.matrix`).
 
-    @abstractmethod
-    def sparse_weight(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
-    ) -> tuple[Tensor, ...]:
-        """The weight the products use, in `dtype`, N:M along `dim`, without -0.0: each of `forms`.
-
-        `forms` are those of `kernels.prune_forms`. A method that prunes by a rule of its own gives it the result `x`,
-        with `rule="mask"` and `mask=x != 0`.
+        Runs when a model is patched (possibly on the meta device) and after dense weights have been loaded. The tensors
+        exist from then on, so that optimizers, schedulers and checkpoints know them; they take part in training as
+        early or late as `adapt_output` and `loss` use them. DDP needs `find_unused_parameters=True` until they do.
         """
+        return {}
+
+    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
+        """The state for a mask `[rows, columns]` that was chosen elsewhere, such as by `oneshot`."""
+        raise ValueError(f"method {self.name!r} chooses its own masks")
+
+    def adapt_output(self, weight: SparseWeight, x: Tensor, output: Tensor) -> Tensor:
+        """What a layer returns, given its input and the result of its GEMM. Default: that result."""
+        return output
+
+    def merged(self, weight: SparseWeight) -> Tensor:
+        """The one weight that computes what the layer computes, for export and `unpatch_model`. Not asked for in the
+        dense phase, whose weight is the master. Runs without gradients."""
+        return weight.pruned()
+
+    # What happens in training.
+
+    def schedule(self, total_steps: int) -> Schedule:
+        """When a run of so many optimizer steps is sparse.
+
+        Raises:
+            ValueError: the run is too short for its dense phases.
+        """
+        lengths = self.settings if isinstance(self.settings, PhaseSettings) else PhaseSettings()
+        return Schedule.from_lengths(total_steps, lengths.dense_start, lengths.dense_tail)
+
+    def phase(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> str:
+        """How the model computes once `step` optimizer steps are done. Default: what the schedule says."""
+        return self.schedule(total_steps).phase(step)
+
+    def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError where a run cannot work: a schedule that does not fit, an unresolved setting, an optimizer
+        that is not the method's own."""
+        self.schedule(total_steps)
+
+    def make_optimizer(
+        self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any
+    ) -> torch.optim.Optimizer | None:
+        """The optimizer that the method needs, None where any will do.
+
+        Args:
+            groups: of `step_param_groups`; those of sparse weights have `"masked": True`.
+            arguments: `lr`, `betas` and `eps` as users give them.
+        """
+        return None
+
+    def loss(self, weights: Mapping[str, SparseWeight], context: StepContext) -> Tensor | None:
+        """A term of the loss that depends on weights and the method's parameters alone; None for none.
+
+        Its gradient is added once per optimizer step, after clipping and unscaling, right before `before_step`; so it
+        does not depend on accumulation, clipping or a loss scale.
+        """
+        return None
+
+    def before_step(self, weights: Mapping[str, SparseWeight], context: StepContext) -> None:
+        """Runs right before every optimizer step, once gradients are final."""
+        return
+
+    def after_step(self, weights: Mapping[str, SparseWeight], context: StepContext) -> None:
+        """Runs right after every optimizer step; `context.step` counts it already."""
+        return
+
+    def refreshes_state(self, step: int, total_steps: int) -> bool:
+        """Whether state is computed anew from the weights once `step` steps are done, besides where sparsity starts."""
+        return False
+
+    def metrics(self, weights: Mapping[str, SparseWeight]) -> dict[str, float]:
+        """Numbers to log besides the flip rate and the kept magnitude."""
+        return {}
+
+
+Method = TypeVar("Method", bound=type[SparseMethod])
+
+
+def register_method(name: str) -> Callable[[Method], Method]:
+    """Class decorator: make a `SparseMethod` known by `name`, in configs, checkpoints and on the command line.
+
+    Loading a checkpoint of the method needs the registration too: import the module that has it first.
+
+    Raises:
+        ValueError: a name that is taken by another class (running a notebook's cell again is fine), a class that
+            lacks `mask` or `prune` or one of the phases `"sparse"` and `"dense"`, or settings that are not a frozen
+            dataclass derived from `MethodSettings` with every field made by `setting(...)`.
+    """
+
+    def register(cls: Method) -> Method:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"register_method({name!r}): must be a name")
+        taken = METHODS.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")
+        _check_class(cls)
+        cls.name = name
+        METHODS[name] = cls
+        return cls
+
+    return register
+
+
+def _check_class(cls: type[SparseMethod]) -> None:
+    if cls.__abstractmethods__:
+        raise ValueError(f"{cls.__name__} must implement {sorted(cls.__abstractmethods__)}")
+    if not {"sparse", "dense"} <= set(cls.phases):
+        raise ValueError(f"{cls.__name__}.phases={cls.phases!r}: must have 'sparse' and 'dense' among them")
+    settings: Any = cls.Settings
+    parameters = vars(settings).get("__dataclass_params__")  # of this class, not inherited
+    if not issubclass(settings, MethodSettings) or parameters is None or not parameters.frozen:
+        raise ValueError(
+            f"{cls.__name__}.Settings must be a class derived from MethodSettings, below "
+            f"@dataclass(frozen=True, kw_only=True)"
+        )
+    for found in dataclasses.fields(settings):
+        if "check" not in found.metadata:
+            raise ValueError(f"{cls.__name__}.Settings.{found.name}: make it by setting(default, check, text)")
+        if found.name in RESERVED:
+            raise ValueError(f"{cls.__name__}.Settings.{found.name}: a config has a field of that name already")
+
+
+def method_class(name: Any) -> type[SparseMethod]:
+    """The method registered by `name`.
+
+    Raises:
+        ValueError: none is; with the names that are.
+    """
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(
+            f"method={name!r}: must be one of {sorted(METHODS)}; import the module of a method of your own first, so "
+            f"that register_method makes it known"
+        )
+    return METHODS[name]

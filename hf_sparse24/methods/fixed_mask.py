@@ -6,29 +6,45 @@ Method card
     Mask             N largest magnitudes of every M when the model is patched, or what `oneshot` chose
     Hyper-parameters none
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks
-    Deviations       ASP also masks gradients and optimizer; here pruned weights just never reach a product
+    Deviations       ASP also masks gradients and optimizer; here pruned weights just never reach a GEMM
     Measured here    recipes/results/methods.md, on two tiny models
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
-from .base import SparseMethod
+from ..encodings import Forms
+from ..weight import WeightView
+from .base import SparseMethod, register_method
+from .settings import GemmSettings, PhaseSettings
 
 
-class FixedMask(SparseMethod):
-    def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.nm_mask(weight, self.n, self.m, dim, packed=True)}
+class KeptMaskMethod(SparseMethod):
+    """A method whose mask is state: the buffer `mask_bits`, packed along the last dimension."""
 
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
-        bits = state["mask_bits"]
-        return bits if packed else kernels.unpack_bits(bits, weight.shape[-1])
+    def mask(self, view: WeightView, packed: bool) -> Tensor:
+        bits = view.state["mask_bits"]
+        return bits if packed else kernels.unpack_bits(bits, view.matrix.shape[1])
 
-    def sparse_weight(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
-    ) -> tuple[Tensor, ...]:
-        return kernels.prune_forms(weight, forms, "mask", self.n, self.m, mask=state["mask_bits"], dtype=dtype)
+    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
+        return self.prune_by(view, forms, dtype, "mask", mask=view.state["mask_bits"])
+
+
+@register_method("fixed-mask")
+class FixedMask(KeptMaskMethod):
+    accepts_masks = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(PhaseSettings, GemmSettings):
+        pass
+
+    def init_state(self, view: WeightView) -> dict[str, Tensor]:
+        return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
+
+    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
+        return {"mask_bits": kernels.pack_bits(mask)}

@@ -6,10 +6,10 @@ Method card
     Scale            beta = <W, S(W)> / ||S(W)||^2, one fp32 number per weight tensor, computed when sparsity begins,
                      then frozen and saved (recomputed it grows without bound and flips explode, the paper's Fig. 4).
                      `scale_rule` and `scale_frozen` are there for the paper's ablation (Table 2)
-    Backward         dX = dZ (beta S(W)), a dense product with the sparse values
+    Backward         dX = dZ (beta S(W)), a dense GEMM with the sparse values
                      dW = MVUE(dZ^T) X, passed straight through to W: no beta, no mask
     Hyper-parameters none; no dense phase
-    Known limits     grad_input stays a dense product; only the forward and (through MVUE) grad_weight can be sparse
+    Known limits     grad_input stays a dense GEMM; only output and (through MVUE) grad_weight can be sparse
     Deviations       beta = 1 for a weight whose S(W) is all zeros (the formula divides by zero). The mask shown in
                      metrics keeps the lower index at ties, the public code the higher.
     Measured here    recipes/results/methods.md, on two tiny models
@@ -17,24 +17,39 @@ Method card
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
-from .base import SparseMethod
+from ..encodings import Forms
+from ..weight import WeightView
+from .base import SparseMethod, register_method
+from .settings import GRADIENT_ESTIMATORS, GemmSettings, PhaseSettings, one_of, setting
 
 
+@register_method("s-ste")
 class SSTE(SparseMethod):
-    def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        return {"scale": kernels.s_ste_scale(weight, self.n, self.m, dim, self.config.scale_rule)}
-
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
-        return kernels.nm_mask(weight, self.n, self.m, dim, packed)
-
-    def sparse_weight(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
-    ) -> tuple[Tensor, ...]:
-        return kernels.prune_forms(
-            weight, forms, "soft-threshold", self.n, self.m, dim, scale=state["scale"], dtype=dtype
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(PhaseSettings, GemmSettings):
+        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), "see GemmSettings; section 5")
+        scale_rule: str = setting("mse", one_of(*kernels.SCALE_RULES), "what the scale keeps (Table 2 picks 'mse')")
+        scale_frozen: bool = setting(
+            True,
+            one_of(True, False),
+            "whether the scale stays what it was when sparsity began; False recomputes it every step, which the paper "
+            "shows to be harmful (Fig. 4)",
         )
+
+    def init_state(self, view: WeightView) -> dict[str, Tensor]:
+        return {"scale": kernels.s_ste_scale(view.matrix, *self.pattern, view.dim, self.settings.scale_rule)}
+
+    def mask(self, view: WeightView, packed: bool) -> Tensor:
+        return kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed)
+
+    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
+        return self.prune_by(view, forms, dtype, "soft-threshold", scale=view.state["scale"])
+
+    def refreshes_state(self, step: int, total_steps: int) -> bool:
+        return not self.settings.scale_frozen

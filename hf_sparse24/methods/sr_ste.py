@@ -16,8 +16,16 @@ Method card
     Reference        Zhou et al. 2021 (arXiv 2102.04010), eq. (7).
 """
 
-from .ste import STE
+from dataclasses import dataclass
+
+from .base import register_method
+from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
+from .settings import GemmSettings, PhaseSettings
+from .ste import MagnitudeMethod
 
 
-class SRSTE(STE):
-    """STE's mask; `masked_decay` from the config is applied by the controller."""
+@register_method("sr-ste")
+class SRSTE(MaskedDecayMethod, MagnitudeMethod):
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(MaskedDecaySettings, PhaseSettings, GemmSettings):
+        pass

@@ -3,6 +3,7 @@
 Method card
     Forward          Z = X S(W)^T, S keeps the N largest magnitudes of every M along the input dimension
     Backward         dX = dZ S(W),  dW = dZ^T X  (unmasked: the straight-through estimator)
+    GEMMs            output sparse, grad_input dense, grad_weight dense
     Hyper-parameters none
     Known limits     S is discontinuous, so a weight that hovers at the border flips in and out of the mask and the
                      loss jumps with it; SR-STE and S-STE are two answers to that.
@@ -11,19 +12,30 @@ Method card
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
-from .base import SparseMethod
+from ..encodings import Forms
+from ..weight import WeightView
+from .base import SparseMethod, register_method
+from .settings import GemmSettings, PhaseSettings
 
 
-class STE(SparseMethod):
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
-        return kernels.nm_mask(weight, self.n, self.m, dim, packed)
+class MagnitudeMethod(SparseMethod):
+    """A method that keeps the N largest magnitudes of every M, chosen anew from the weights as they are."""
 
-    def sparse_weight(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
-    ) -> tuple[Tensor, ...]:
-        return kernels.prune_forms(weight, forms, "magnitude", self.n, self.m, dim, dtype=dtype)
+    def mask(self, view: WeightView, packed: bool) -> Tensor:
+        return kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed)
+
+    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
+        return self.prune_by(view, forms, dtype, "magnitude")
+
+
+@register_method("ste")
+class STE(MagnitudeMethod):
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(PhaseSettings, GemmSettings):
+        pass

@@ -7,14 +7,64 @@ Method card
     Hyper-parameters switch_rule "arithmetic" (option I) or "geometric" (option II); not before 10 % (`switch_after`)
                      and by 50 % (`switch_by`) of training; the window and eps are Adam's (see `StepAdamW`)
     Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it
-    Known limits     the dense phase has no sparse product, so at most 90 % of the run can gain
+    Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain
     Deviations       v* keeps its bias correction; zeros are left out of option II's mean (reasons in `StepAdamW`)
     Measured here    recipes/results/methods.md, on two tiny models
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
 
-from .ste import STE
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .base import register_method
+from .schedule import Schedule
+from .settings import GemmSettings, is_length, one_of, setting
+from .ste import MagnitudeMethod
+from .step_adamw import SWITCH_RULES, StepAdamW
 
 
-class STEP(STE):
-    """STE's mask; the phases are decided by the optimizer."""
+@register_method("step")
+class STEP(MagnitudeMethod):
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(GemmSettings):
+        switch_rule: str = setting(
+            "arithmetic", one_of(*SWITCH_RULES), "option I or II: the mean that decides when the variance is frozen"
+        )
+        switch_after: int | float = setting(0.1, is_length, "length before which AutoSwitch never switches")
+        switch_by: int | float = setting(0.5, is_length, "length at which it switches in any case")
+        dense_tail: int | float = setting(0, is_length, "length of dense training after sparsity ends")
+
+    def schedule(self, total_steps: int) -> Schedule:
+        """For the check that a sparse step is left: sparsity starts as late as it may."""
+        return Schedule.from_lengths(total_steps, self.settings.switch_by, self.settings.dense_tail, "switch_by")
+
+    def phase(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> str:
+        """Dense before the optimizer has switched."""
+        if not _step_adamw(optimizer).switched:
+            return "dense"
+        return Schedule.from_lengths(total_steps, 0, self.settings.dense_tail).phase(step)
+
+    def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
+        super().check_run(total_steps, optimizer)
+        _step_adamw(optimizer)
+
+    def make_optimizer(self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any) -> StepAdamW:
+        return StepAdamW(
+            groups,
+            total_steps=total_steps,
+            switch_rule=self.settings.switch_rule,
+            switch_after=self.settings.switch_after,
+            switch_by=self.settings.switch_by,
+            **arguments,
+        )
+
+
+def _step_adamw(optimizer: torch.optim.Optimizer) -> StepAdamW:
+    if not isinstance(optimizer, StepAdamW):
+        raise ValueError(
+            f"method 'step' is an optimizer as much as a mask, and {type(optimizer).__name__} is not it: use "
+            f"StepAdamW(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
+        )
+    return optimizer

@@ -1,10 +1,10 @@
-"""T-SR-STE: masks that are N:M in both directions, so that all three products can be sparse.
+"""T-SR-STE: masks that are N:M in both directions, so that all three GEMMs can be sparse.
 
 Method card
     Forward          Z = X (M * W)^T, M the transposable mask of largest kept L1 norm (exact, 90 patterns a 4x4 tile)
     Backward         dX = dZ (M * W): 2:4 along its own contraction because M is transposable
                      dW = MVUE(dZ^T) X: the gradient pruned 2:4 along tokens, at random and unbiased
-    Mask             searched every `mask_interval` = 40 optimizer steps, fixed in between; `mask_solver` says how,
+    Mask             refreshed every `mask_interval` = 40 optimizer steps, fixed in between; `mask_solver` says how,
                      `pattern` may be any N:M (Hubara et al. 2021 train 4:8), of which only 2:4 has hardware
     Regularisation   g <- g + lambda_W (1 - M) W, after clipping and unscaling, once per optimizer step
     Schedule         the last sixth of training (`dense_tail`) is dense; the trained model *is* dense
@@ -13,33 +13,52 @@ Method card
     Known limits     the sizes of a layer must be multiples of M both ways; the mask keeps less than a row-wise one
                      (0.703 of the L1 norm of Gaussian weights, against 0.745)
     Deviations       The mask lives in a buffer of the layer as packed bits (theirs: an attribute on the Parameter), so
-                     checkpoints, DDP and deepcopy carry it. The first mask is searched when the model is patched.
+                     checkpoints, DDP and deepcopy carry it. The first mask is solved for when the model is patched.
                      Scores are fp32 sums (theirs may be TF32), so near-ties can differ.
     Measured here    recipes/results/methods.md, on two tiny models
     Reference        Hu et al. 2024 (arXiv 2404.01847), sections 4 and 5.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import sparse24_kernels as kernels
-import torch
 from torch import Tensor
 
-from .base import SparseMethod
+from ..weight import WeightView
+from .base import register_method
+from .fixed_mask import KeptMaskMethod
+from .masked_decay import MaskedDecayMethod, MaskedDecaySettings, is_decay
+from .schedule import to_steps
+from .settings import (
+    GRADIENT_ESTIMATORS,
+    GemmSettings,
+    PhaseSettings,
+    is_length,
+    is_positive_length,
+    one_of,
+    setting,
+)
 
 
-class TSRSTE(SparseMethod):
+@register_method("t-sr-ste")
+class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
     transposable = True
-    needs_square_groups = True
+    flips_at_refresh = True
 
-    def init_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.transposable_mask(weight, self.n, self.m, self.config.mask_solver, packed=True)}
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(MaskedDecaySettings, PhaseSettings, GemmSettings):
+        masked_decay: float | str = setting(6e-5, is_decay, "see MaskedDecaySettings; their GPT-2 124M")
+        mask_interval: int | float = setting(40, is_positive_length, "length between mask refreshes (section 5)")
+        mask_solver: str = setting("exact", one_of(*kernels.SOLVERS), "see sparse24_kernels.transposable_mask")
+        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), "see GemmSettings; section 5")
+        dense_tail: int | float = setting(
+            1 / 6, is_length, "length of dense training at the end: 50k of 300k steps (section 4.4)"
+        )
 
-    def mask(self, weight: Tensor, dim: int, state: dict[str, Tensor], packed: bool) -> Tensor:
-        bits = state["mask_bits"]
-        return bits if packed else kernels.unpack_bits(bits, weight.shape[-1])
+    def init_state(self, view: WeightView) -> dict[str, Tensor]:
+        solver = self.settings.mask_solver
+        return {"mask_bits": kernels.transposable_mask(view.matrix, *self.pattern, solver, packed=True)}
 
-    def sparse_weight(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], dtype: torch.dtype, forms: Sequence[str]
-    ) -> tuple[Tensor, ...]:
-        return kernels.prune_forms(weight, forms, "mask", self.n, self.m, mask=state["mask_bits"], dtype=dtype)
+    def refreshes_state(self, step: int, total_steps: int) -> bool:
+        interval = max(1, to_steps(self.settings.mask_interval, total_steps))
+        return (step - self.schedule(total_steps).first_sparse) % interval == 0

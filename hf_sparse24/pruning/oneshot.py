@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..config import Sparse24Config
+from ..methods import ONESHOT_METHOD, method_class
+from ..metrics import kept_magnitude
+from ..patching import patch_model, patched_config, set_phase, unpatch_model
+from ..report import PatchReport, group_name
+from ..weight import SparseWeight, layer_name, sparse_weights
 from . import layerwise
-from .calibration import calibrate, check_batch, matrix
-from .config import Sparse24Config
-from .linear import Sparse24Layer
-from .metrics import kept_magnitude
-from .patching import patch_model, patched_config, set_phase, sparse_layers, unpatch_model
-from .report import PatchReport, group_name
+from .calibration import Gram, calibrate, check_batch, matrix
 
 logger = logging.get_logger(__name__)
 
@@ -101,7 +102,7 @@ def oneshot(
 ) -> OneshotReport:
     """Prune a pretrained causal or masked language model to N:M with calibration data, in place.
 
-    Afterwards the model is patched with `method="fixed-mask"` and the chosen masks: train it with `Sparse24Trainer`,
+    Afterwards the model is patched with a method that keeps the chosen masks: train it with `Sparse24Trainer`,
     save it, `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. If anything goes wrong,
     an interrupt included, the model is left as it was.
 
@@ -113,7 +114,8 @@ def oneshot(
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
             kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
             full length are usual.
-        config: `None` for `Sparse24Config(method="fixed-mask")`. Selects the layers as in `patch_model`.
+        config: of a method that takes masks from elsewhere; None for the default
+            settings of `"fixed-mask"`. Selects the layers as in `patch_model`.
         criterion: what a weight is kept for, in every group of M inputs:
             `"magnitude"` its absolute value;
             `"wanda"` that times the norm of its input;
@@ -131,7 +133,7 @@ def oneshot(
 
     Raises:
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
-            another method or with a dense start, which would search the masks anew; an unknown `criterion`; a
+            another method or with a dense start, which would choose other masks; an unknown `criterion`; a
             negative `damping`; no data, or batches of something else; targeted layers that no token reaches;
             activations with NaN or inf; `"existing"` for a model without zeros.
 
@@ -139,40 +141,41 @@ def oneshot(
     Our deviations from their code: one damped least-squares problem for weights and bias, solved to its minimum instead
     of 1000 steps of Adam; every criterion, magnitude too, sees the inputs that the pruned blocks before it give.
     """
-    config = config or Sparse24Config(method="fixed-mask")
+    config = config or Sparse24Config(method=ONESHOT_METHOD)
     _check_arguments(model, config, criterion, damping)
     batches = [check_batch(i, batch) for i, batch in enumerate(data)]
     if not batches:
         raise ValueError("data has no batches (a generator that was read before is empty)")
     patch = patch_model(model, config)
-    layers = sparse_layers(model)
+    weights = sparse_weights(model)
     originals: dict[str, tuple[Tensor, Tensor | None]] = {}
     reports: dict[str, LayerReport] = {}
     masks: dict[int, Tensor] = {}
     try:
-        _check_weights(layers, criterion)
+        _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
-        with closing(calibrate(model, layers, batches)) as blocks:
+        with closing(calibrate(model, weights, batches)) as blocks:
             for name, gram in ((name, gram) for grams in blocks for name, gram in grams.items()):
-                layer = layers[name]
-                if id(layer.weight) not in masks:  # a weight that layers share is pruned where it runs first
-                    bias = None if layer.bias is None else layer.bias.to("cpu", copy=True)
-                    originals[name] = (layer.weight.to("cpu", copy=True), bias)
-                    reports[name] = _prune_layer(name, layer, gram, criterion, reconstruct, damping)
-                    masks[id(layer.weight)] = layer.mask_bits
-                layer.mask_bits.copy_(masks[id(layer.weight)])
+                weight = weights[name]
+                if id(weight.parameter) not in masks:  # a weight that layers share is pruned where it runs first
+                    bias = None if weight.bias is None else weight.bias.to("cpu", copy=True)
+                    originals[name] = (weight.parameter.to("cpu", copy=True), bias)
+                    reports[name], mask = _prune_weight(name, weight, gram, criterion, reconstruct, damping)
+                    masks[id(weight.parameter)] = mask
+                weight.set_state(weight.method.adopt_mask(weight.view(), masks[id(weight.parameter)]))
         set_phase(model, "sparse")
     except BaseException:
-        for name, (weight, bias) in originals.items():
-            layers[name].weight.copy_(weight)
-            if bias is not None:
-                layers[name].bias.copy_(bias)
+        for name, (original, bias) in originals.items():
+            weights[name].parameter.copy_(original)
+            owned = weights[name].bias
+            if owned is not None and bias is not None:
+                owned.copy_(bias)
         unpatch_model(model, sparse=False)
         raise
-    few = [report.name for report in reports.values() if report.tokens < matrix(layers[report.name]).shape[1]]
+    few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
     if few:
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
-    return OneshotReport(criterion, reconstruct, tuple(reports[name] for name in layers if name in reports), patch)
+    return OneshotReport(criterion, reconstruct, tuple(reports[name] for name in weights if name in reports), patch)
 
 
 def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, damping: float) -> None:
@@ -180,32 +183,41 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, d
         raise ValueError(f"criterion={criterion!r}: must be one of {list(CRITERIA)}")
     if not 0 <= damping < float("inf"):
         raise ValueError(f"damping={damping!r}: must be a finite number >= 0")
-    if config.method != "fixed-mask":
-        raise ValueError(f"method={config.method!r}: oneshot chooses masks once and for all, as 'fixed-mask' does")
-    if config.dense_start:
-        raise ValueError(f"dense_start={config.dense_start!r}: masks would be searched anew after it; leave it at 0")
+    if not method_class(config.method).accepts_masks:
+        raise ValueError(
+            f"method={config.method!r}: oneshot chooses masks once and for all, as {ONESHOT_METHOD!r} keeps them"
+        )
+    if getattr(config, "dense_start", 0):
+        raise ValueError(f"dense_start={config.dense_start!r}: other masks would be chosen after it; leave it at 0")
     if patched_config(model) is not None:
         raise ValueError("the model is already patched; call unpatch_model(model) first")
 
 
-def _check_weights(layers: dict[str, Sparse24Layer], criterion: str) -> None:
-    meta = [name for name, layer in layers.items() if layer.weight.is_meta]
+def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
+    meta = [name for name, weight in weights.items() if weight.parameter.is_meta]
     if meta:
-        raise ValueError(f"{meta[0]} has no weight yet (meta device, or offloaded): load the model onto a device first")
-    if criterion == "existing" and all(layer.weight.all() for layer in layers.values()):
+        raise ValueError(
+            f"{layer_name(meta[0])} has no weight yet (meta device, or offloaded): load the model onto a device first"
+        )
+    if criterion == "existing" and all(weight.parameter.all() for weight in weights.values()):
         raise ValueError("criterion='existing': the targeted weights have no zeros; use 'wanda', or 'magnitude'")
 
 
-def _prune_layer(name, layer, gram, criterion, reconstruct, damping) -> LayerReport:
-    """Choose the layer's mask, and give it its new weight and bias."""
-    n, m = layer.method.n, layer.method.m
-    weight, outputs = matrix(layer), layer.weight.shape[1 - layer.input_dim]
+def _prune_weight(
+    name: str, target: SparseWeight, gram: Gram, criterion: str, reconstruct: bool, damping: float
+) -> tuple[LayerReport, Tensor]:
+    """Choose the mask of a weight, in the layout that it is stored in, and give its layer the new weight and bias."""
+    (n, m), owned = target.method.pattern, target.bias
+    weight = matrix(target)
+    outputs = len(weight)
     dense = weight.to(gram.matrix.dtype, copy=True)
     inputs_gram = gram.matrix[:-1, :-1]
     if criterion == "sparsegpt":
         pruned, mask, used = layerwise.sparsegpt(dense, inputs_gram, n, m, damping)
         if used != damping:
-            logger.warning(f"{name}: Gram matrix not positive definite with damping={damping}; used {used:g}")
+            logger.warning(
+                f"{layer_name(name)}: Gram matrix not positive definite with damping={damping}; used {used:g}"
+            )
         damping = used
     else:
         mask = layerwise.wanda_mask(dense, inputs_gram, n, m) if criterion == "wanda" else kernels.nm_mask(dense, n, m)
@@ -213,24 +225,23 @@ def _prune_layer(name, layer, gram, criterion, reconstruct, damping) -> LayerRep
     lost = dense * ~mask
     masked_error = layerwise.output_norm(lost, inputs_gram)
     # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
-    bias = dense.new_zeros(outputs) if layer.bias is None else layer.bias.to(dense)
+    bias = dense.new_zeros(outputs) if owned is None else owned.to(dense)
     dense_and_bias = torch.cat([dense, bias[:, None]], 1)
     result = torch.cat([pruned, bias[:, None]], 1)
     if reconstruct:
-        free = nn.functional.pad(mask, (0, 1), value=layer.bias is not None)
+        free = nn.functional.pad(mask, (0, 1), value=owned is not None)
         penalty = torch.full_like(gram.matrix[0], layerwise.ridge(inputs_gram, damping))
         penalty[-1] = 0  # the bias may move as far as it helps
         result = layerwise.least_squares(dense_and_bias, free, gram.matrix, penalty, result)
-    layer.mask_bits.copy_(kernels.pack_bits(mask if layer.input_dim == 1 else mask.t()))
     weight.copy_(kernels.apply_mask(result[:, :-1], mask))
-    if layer.bias is not None:
-        layer.bias.copy_(result[:, -1])
+    if owned is not None:
+        owned.copy_(result[:, -1])
     # Measured on what the layer holds now, rounded to its dtype.
-    stored = torch.cat([weight.to(dense), (bias if layer.bias is None else layer.bias.to(dense))[:, None]], 1)
+    stored = torch.cat([weight.to(dense), (bias if owned is None else owned.to(dense))[:, None]], 1)
     error = layerwise.output_norm(dense_and_bias - stored, gram.matrix)
     scale = layerwise.output_norm(dense, inputs_gram) or 1.0  # outputs that are all zero stay so
-    return LayerReport(
-        name=name,
+    report = LayerReport(
+        name=layer_name(name),
         tokens=gram.tokens,
         masked_error=masked_error / scale,
         error=error / scale,
@@ -238,3 +249,4 @@ def _prune_layer(name, layer, gram, criterion, reconstruct, damping) -> LayerRep
         dropped=int(lost.count_nonzero()),
         damping=damping,
     )
+    return report, mask if target.input_dim == -1 else mask.t().contiguous()

@@ -1,26 +1,25 @@
 """Sparse24Trainer: a Trainer that patches its model and runs its sparsity."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn, optim
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..config import Sparse24Config
+from ..methods.step_adamw import step_param_groups
+from ..patching import patch_model, patched_config
+from ..report import PatchReport
 from .callback import Sparse24Callback, restore_phase
-from .config import Sparse24Config
-from .patching import patch_model, patched_config
-from .report import PatchReport
-from .step_adamw import StepAdamW, step_param_groups
-from .tuning import CANDIDATES, FEASIBLE, DecayTuning, tune_masked_decay
+from .decay_search import CANDIDATES, FEASIBLE, DecayTuning, model_of, needs_decay, set_decay, tune_masked_decay
 
 
 class Sparse24Trainer(Trainer):
     """`transformers.Trainer` for 2:4 sparse training; takes everything a Trainer takes.
 
-    With `method="step"` it makes the `StepAdamW` that the method needs, from the learning rate, betas, eps and weight
-    decay of its arguments. With `masked_decay="auto"` it determines the decay before it trains.
+    Where the method has an optimizer of its own, it makes that from the learning rate, betas, eps and weight decay of
+    its arguments. With `masked_decay="auto"` it determines the decay before it trains.
 
     Args:
         sparse24_config: how to patch the model. `None` keeps a model that is patched as it is, and patches any other
@@ -48,7 +47,7 @@ class Sparse24Trainer(Trainer):
         return model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        if patched_config(self.model).masked_decay == "auto":
+        if needs_decay(model_of(self)):
             self._determine_masked_decay(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -76,27 +75,26 @@ class Sparse24Trainer(Trainer):
         return tune_masked_decay(self, tuple(candidates), steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
-        model = self.model if model is None else model
+        model = model_of(self) if model is None else model
         config = patched_config(model)
-        if self.optimizer is not None or config.method != "step":
-            return super().create_optimizer(model)
-        decay_names = set(self.get_decay_parameter_names(model))
-        self.optimizer = StepAdamW(
-            step_param_groups(model, self.args.weight_decay, decay_names),
-            lr=self.args.learning_rate,
-            betas=(self.args.adam_beta1, self.args.adam_beta2),
-            eps=self.args.adam_epsilon,
-            total_steps=max(self.state.max_steps, self.args.max_steps),  # train() has set the first
-            switch_rule=config.switch_rule,
-            switch_after=config.switch_after,
-            switch_by=config.switch_by,
-        )
-        return self.optimizer
+        if self.optimizer is None and config is not None:
+            names = set(self.get_decay_parameter_names(model))
+            own = config.bound_method.make_optimizer(
+                step_param_groups(model, self.args.weight_decay, names),
+                total_steps=max(self.state.max_steps, self.args.max_steps),  # train() has set the first
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+            )
+            if own is not None:
+                self.optimizer = own
+        return super().create_optimizer(model)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         # The controller then knows when a run goes on in another phase, as with more max_steps than it began with.
-        restore_phase(self.model if model is None else model, resume_from_checkpoint)
+        restore_phase(model_of(self) if model is None else model, resume_from_checkpoint)
+        self.sparse24_callback.phase_is_restored = True
 
     def _patch(self, model: nn.Module) -> None:
         config = self.sparse24_config
@@ -107,9 +105,9 @@ class Sparse24Trainer(Trainer):
     def _determine_masked_decay(self, resume_from_checkpoint: str | bool | None) -> None:
         """Put a number in place of "auto": the one the checkpoint trained with, or a feasible one."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
         if resume_from_checkpoint:
-            saved = json.loads((Path(resume_from_checkpoint) / "config.json").read_text())
+            saved = json.loads((Path(str(resume_from_checkpoint)) / "config.json").read_text())
             decay = Sparse24Config.from_dict(saved["quantization_config"]).masked_decay
         else:
             tuning = self.tune_masked_decay()
@@ -122,6 +120,6 @@ class Sparse24Trainer(Trainer):
                     f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
                     f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
                 )
-        patched_config(self.model).masked_decay = decay
+        set_decay(model_of(self), decay)
         if self.sparse24_config is not None:  # for models that `model_init` has yet to make
-            self.sparse24_config = replace(self.sparse24_config, masked_decay=decay)
+            self.sparse24_config = self.sparse24_config.replace(masked_decay=decay)

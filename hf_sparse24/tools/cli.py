@@ -1,16 +1,19 @@
-"""The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's products."""
+"""The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's GEMMs."""
 
 import argparse
-import dataclasses
+import importlib
+import os
 import sys
 
 import torch
-from sparse24_kernels import cusparselt, tuner
+from sparse24_kernels import GemmProblem
+from sparse24_kernels.gemm import autotune, cusparselt
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
+from ..config import Sparse24Config
+from ..methods import DEFAULT_METHOD, METHODS
+from ..patching import patch_model
 from . import doctor
-from .config import PRESETS, Sparse24Config
-from .patching import patch_model
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,8 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 where all is well, 1 where a self-test failed, 2 for a wrong argument."""
     options = _parser().parse_args(arguments)
     try:
+        sys.path.insert(0, os.getcwd())  # where a module of the user's may lie; a console script does not look there
+        for module in options.modules:
+            importlib.import_module(module)
         return options.run(options)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"hf-sparse24: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -33,20 +39,26 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     for name, run, text in (
         ("doctor", _doctor, "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"),
-        ("tune", _tune, "measure every sparse product that training MODEL asks for, and remember what wins"),
+        ("tune", _tune, "measure every sparse GEMM that training MODEL asks for, and remember what wins"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("model", metavar="MODEL", nargs="?" if name == "doctor" else None, help=_MODEL_HELP)
         command.add_argument("--tokens", type=positive_number, default=8192, help="per step and device (default 8192)")
-        command.add_argument("--method", choices=PRESETS, help="without it the model's own, or s-ste")
+        command.add_argument(
+            "--method", help=f"{', '.join(sorted(METHODS))}; without it the model's own, or {DEFAULT_METHOD}"
+        )
+        command.add_argument(
+            "--import", dest="modules", metavar="MODULE", action="append", default=[], help=_IMPORT_HELP
+        )
         command.add_argument(
             "--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp"
         )
-        command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the products (default bf16)")
+        command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the GEMMs (default bf16)")
         command.set_defaults(run=run)
     return parser
 
 
+_IMPORT_HELP = "a Python module that registers a method of your own; may be repeated"
 _MODEL_HELP = "a name on the Hub or a directory with a config.json; no weights are loaded"
 
 
@@ -79,18 +91,18 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     device = doctor.devices()[0]
-    obstacle = cusparselt.why_not(device)
-    if obstacle:
-        raise ValueError(f"nothing to tune here: {obstacle}")
+    reason = cusparselt.unsupported_device(device)
+    if reason:
+        raise ValueError(f"nothing to tune here: {reason}")
     found = doctor.problems(_patched(options), options.tokens, _DTYPES[options.dtype])
-    print(f"{len(found)} products; Ctrl-C keeps what is done")
-    verdicts = tuner.tune(found, device, on_progress=lambda text: print(f"\r{text:<100.100}", end="", flush=True))
+    print(f"{len(found)} GEMMs; Ctrl-C keeps what is done")
+    verdicts = autotune.tune(found, device, on_progress=lambda text: print(f"\r{text:<100.100}", end="", flush=True))
     print()
     _print_table([["m x n x k", "runs", "dense us", "sparse us"], *map(_verdict_row, verdicts.items())])
     return 0
 
 
-def _verdict_row(item: tuple[cusparselt.Problem, tuner.Verdict]) -> list[str]:
+def _verdict_row(item: tuple[GemmProblem, autotune.Verdict]) -> list[str]:
     problem, verdict = item
     times = [f"{us:.1f}" if us else "-" for us in (verdict.dense_us, verdict.sparse_us)]
     return [f"{problem.m} x {problem.n} x {problem.k}", f"{verdict.backend}: {verdict.reason}", *times]
@@ -103,8 +115,8 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     if own is not None:
         del config.quantization_config
     if own is None:
-        own = {"method": "s-ste"}
-    elif not isinstance(own, dict):
+        own = Sparse24Config()
+    if not isinstance(own, dict):
         own = own.to_dict()
     if own.get("quant_method", "sparse24") != "sparse24":
         raise ValueError(
@@ -114,7 +126,7 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     if options.method and options.method != sparse.method:
         sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
     if options.target_modules:
-        sparse = dataclasses.replace(sparse, target_modules=options.target_modules)
+        sparse = sparse.replace(target_modules=options.target_modules)
     masked = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
     with torch.device("meta"):
         model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)
@@ -127,3 +139,7 @@ def _print_table(rows: list) -> None:
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     for row in rows:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,15 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from ..config import Sparse24Config
+from ..patching import patched_config, set_phase
 from .controller import Sparse24Controller
-from .patching import patched_config, set_phase
 
 
 class Sparse24Callback(TrainerCallback):
@@ -27,10 +28,18 @@ class Sparse24Callback(TrainerCallback):
 
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
+        phase_is_restored: whether the trainer itself has set the phase of the checkpoint that it resumes from.
     """
 
     def __init__(self):
         self.controller: Sparse24Controller | None = None
+        self.phase_is_restored = False
+
+    @property
+    def _running(self) -> Sparse24Controller:
+        if self.controller is None:
+            raise RuntimeError("training has not begun: the Trainer must call on_train_begin of this callback first")
+        return self.controller
 
     @classmethod
     def add_to(cls, trainer: Trainer) -> "Sparse24Callback":
@@ -46,9 +55,15 @@ class Sparse24Callback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         config = patched_config(kwargs["model"])
-        if args.fp16 and config is not None and config.fp8:
+        if args.fp16 and config is not None and _simulates_fp8(config):
             # A loss scale finds its size by overflowing, and FP8 refuses to round what has overflowed.
-            raise ValueError("fp16=True and fp8=True: loss scaling overflows on purpose; train with bf16=True instead")
+            raise ValueError(
+                "fp16=True with FP8 GEMMs: loss scaling overflows on purpose; train with bf16=True instead"
+            )
+        if state.global_step and not self.phase_is_restored:
+            # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
+            restore_phase(kwargs["model"], str(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"))
+        self.phase_is_restored = False
         self.controller = Sparse24Controller(
             kwargs["model"],
             kwargs["optimizer"],
@@ -60,16 +75,17 @@ class Sparse24Callback(TrainerCallback):
         )
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self.controller.after_micro_step()
+        self._running.after_micro_step()
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         _unscale(kwargs["optimizer"])
-        self.controller.before_step()
+        self._running.before_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self.controller.after_step()
+        self._running.after_step()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self._running.end()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             restore_phase(kwargs["model"], state.best_model_checkpoint)
 
@@ -86,10 +102,15 @@ def restore_phase(model: nn.Module, checkpoint: str) -> None:
     config = Path(checkpoint) / "config.json"
     if config.is_file():  # an adapter's checkpoint has none
         saved = json.loads(config.read_text(encoding="utf-8")).get("quantization_config", {})
-        set_phase(model, saved.get("phase", patched_config(model).phase))
+        if "phase" in saved:
+            set_phase(model, saved["phase"])
 
 
-def _unscale(optimizer: torch.optim.Optimizer) -> None:
+def _simulates_fp8(config: Sparse24Config) -> bool:
+    return any(gemm.precision != "native" for gemm in config.bound_method.gemms)
+
+
+def _unscale(optimizer: Any) -> None:
     """Divide fp16 gradients by the loss scale, if nobody has: the Trainer does so only where it clips them.
 
     `optimizer` is accelerate's wrapper; a GradScaler notes by itself that an optimizer's gradients are unscaled.

@@ -3,18 +3,19 @@
 import math
 import platform
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import cusparselt, tuner
-from sparse24_kernels.cusparselt import Problem
-from sparse24_kernels.layout import who_compresses
+from sparse24_kernels import GemmProblem
+from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm.layout import compressor
 from torch import Tensor, nn
 
-from .linear import Sparse24Layer
-from .patching import patched_config, sparse_layers
-from .version import __version__
+from ..version import __version__
+from ..weight import SparseWeight, sparse_weights
 
 
 def versions() -> list[tuple[str, str]]:
@@ -36,25 +37,25 @@ def devices() -> list[torch.device]:
 
 
 def choices(device: torch.device) -> list[tuple[str, str, str]]:
-    """What serves each kind of work on `device`: the work, what runs, and why."""
+    """What runs each kind of work on `device`: the work, what runs it, and why."""
     rows = [
         ("pruning, masks, MVUE", *kernels.choose_kernels(device, torch.bfloat16)),
         ("FP8", *kernels.choose_kernels(device, torch.bfloat16, fp8=True)),
-        ("products", *kernels.choose_backend("auto", device)),
+        ("GEMMs", *kernels.choose_backend("auto", device)),
     ]
-    if cusparselt.why_not(device) is None:
-        rows.append(("compressed operands", *who_compresses(device)))
+    if cusparselt.unsupported_device(device) is None:
+        rows.append(("compressed operands", *compressor(device)))
     if device.type == "cuda" and cusparselt.is_slow_on(device):
-        rows.append(("", "warning", f"cuSPARSELt {cusparselt.version()} is slow on this GPU: 0.8.1 mended that"))
+        rows.append(("", "warning", f"cuSPARSELt {cusparselt.version()} is slow on this GPU: 0.8.1 fixed that"))
     return rows
 
 
 def self_test(device: torch.device) -> Iterator[tuple[str, str]]:
     """Every operation on `device` against the reference on the CPU: its name, and "ok" or what is wrong."""
     for name, function in _SELF_TESTS.items():
-        yield name, _verdict(lambda function=function: _compare(function, device))
-    obstacle = cusparselt.why_not(device)
-    yield "sparse product", f"skipped: {obstacle}" if obstacle else _verdict(lambda: _check_product(device))
+        yield name, _verdict(partial(_compare, function, device))
+    reason = cusparselt.unsupported_device(device)
+    yield "sparse GEMM", f"skipped: {reason}" if reason else _verdict(partial(_check_gemm, device))
 
 
 def _verdict(check: Callable[[], str]) -> str:
@@ -72,7 +73,7 @@ _SELF_TESTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "nm_prune": lambda x: [kernels.nm_prune(x, dtype=torch.bfloat16)],
     "soft_threshold": lambda x: [kernels.soft_threshold(x)],
     "pack_nm": lambda x: [*kernels.pack_nm(x), kernels.unpack_nm(kernels.pack_nm(x))],
-    "mvue": lambda x: [kernels.mvue(x, dim=dim, key=_KEY.to(x.device)) for dim in (0, 1)],
+    "mvue": lambda x: [cast(Tensor, kernels.mvue(x, dim=dim, key=_KEY.to(x.device))) for dim in (0, 1)],
     "masked_decay_": lambda x: [kernels.masked_decay_(x.clone(), x, kernels.nm_mask(x), 0.5)],
     "count_flips": lambda x: [kernels.count_flips([kernels.nm_mask(x)], [kernels.nm_mask(x, dim=0)])],
     "s_ste_scale": lambda x: [kernels.s_ste_scale(x)],
@@ -89,37 +90,40 @@ def _compare(function: Callable[[Tensor], list[Tensor]], device: torch.device) -
     return "ok"
 
 
-def _check_product(device: torch.device) -> str:
-    matrix, ours = kernels.prune_forms(_X.to(device), ["dense", "compressed"], dtype=torch.bfloat16)
+def _check_gemm(device: torch.device) -> str:
+    """A sparse GEMM against dense math, from a matrix compressed by the library, and by the pruning kernel."""
+    problem = kernels.linear_problem(64, 64, 64, torch.bfloat16)
+    compression = kernels.plan_gemm(problem, device, "cusparselt").compression
+    compressions = {} if compression is None else {"compressed": compression}
+    forms = kernels.prune_forms(_X.to(device), ["dense", "compressed"], dtype=torch.bfloat16, compressions=compressions)
+    matrix, ours = cast(tuple[Tensor, Tensor], forms)
     x = _X.to(device, torch.bfloat16).roll(1, 0)
     truth = x.float() @ matrix.float().t()
-    for who, compressed in (("cuSPARSELt", kernels.compress(matrix)), ("ours", ours)):
-        result = kernels.sparse_linear(x, compressed, algorithm=cusparselt.Algorithm())
+    for compressor_name, compressed in (("cuSPARSELt", kernels.compress(matrix, compression)), ("the kernel", ours)):
+        result = kernels.sparse_linear(x, compressed, algorithm=kernels.Algorithm())
         error = ((result.float() - truth).norm() / truth.norm()).item()
         if not error < 1e-2:
-            return f"FAILED: compressed by {who}, relative error {error:.2g}"
+            return f"FAILED: compressed by {compressor_name}, relative error {error:.2g}"
     return "ok"
 
 
-def products(layer: Sparse24Layer, tokens: int, dtype: torch.dtype) -> dict[str, Problem | None]:
-    """The three products of a layer in training: the problem of each that can be sparse, None for the others."""
-    config = layer.method.config
-    out, inputs = layer.sizes
-    sparse_gradient = config.weight_grad in ("mvue", "mvue-approx") and tokens % 16 == 0
-    sparse_input = layer.method.transposable and config.input_grad == "dense"
+def gemm_plans(
+    weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, kernels.GemmPlan]:
+    """What runs the three GEMMs of a layer in training: the very plans that the layer asks for."""
+    out, inputs = weight.sizes
     return {
-        "output": kernels.linear_problem(tokens, out, inputs, dtype),
-        "grad_input": kernels.linear_problem(tokens, inputs, out, dtype) if sparse_input else None,
-        "grad_weight": kernels.mm_problem(out, inputs, tokens, dtype) if sparse_gradient else None,
+        gemm.name: gemm.plan(tokens, out, inputs, dtype, device, weight.config.backend) for gemm in weight.method.gemms
     }
 
 
-def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Problem]:
-    """Every different sparse product that training a patched model asks for: what `hf-sparse24 tune` tunes."""
-    found: dict[Problem, None] = {}
-    for layer in sparse_layers(model).values():
-        for problem in products(layer, tokens, dtype).values():
-            if problem is not None and cusparselt.why_not_matrix(problem.m, problem.k, problem.dtype) is None:
+def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[GemmProblem]:
+    """Every different sparse GEMM that training a patched model asks for: what `hf-sparse24 tune` tunes."""
+    found: dict[GemmProblem, None] = {}
+    for weight in sparse_weights(model).values():
+        for gemm in weight.method.gemms:
+            problem = gemm.problem(tokens, *weight.sizes, dtype)
+            if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None:
                 found[problem] = None
     return list(found)
 
@@ -127,29 +131,22 @@ def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Problem]
 def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
     """A table of the predicted gain of a patched model's layers in training, layers of one shape together.
 
-    Columns: how many, out x in, what runs each of the three products and its speed-up over dense, and the layer's. A
-    product that is always dense is taken to last as long as the measured dense output product, which has as many
-    operations. Where a number is missing, nothing was measured.
+    Columns: how many, out x in, what runs each of the three GEMMs and its speed-up over dense, and the layer's. A GEMM
+    that is always dense is taken to last as long as the measured dense output GEMM, which has as many operations.
+    Where a number is missing, nothing was measured.
     """
-    backend = patched_config(model).backend
     counts: dict[tuple[str, ...], int] = {}
-    for layer in sparse_layers(model).values():
-        out, inputs = layer.sizes
+    for weight in sparse_weights(model).values():
+        out, inputs = weight.sizes
         cells, before, after = [], 0.0, 0.0
-        parts = products(layer, tokens, dtype)
-        usual_us = tuner.choose(parts["output"], device).dense_us or math.nan
-        for name, problem in parts.items():
-            if problem is None:
-                odd = name == "grad_weight" and layer.method.config.weight_grad != "dense" and tokens % 16
-                cells.append(f"dense: {tokens} tokens are no multiple of 16" if odd else "dense")
-                before, after = before + usual_us, after + usual_us
-                continue
-            product, verdict = kernels.choose_product(backend, problem, device), tuner.choose(problem, device)
+        usual = autotune.choose(kernels.linear_problem(tokens, out, inputs, dtype), device)
+        plans = gemm_plans(weight, tokens, dtype, device)
+        for gemm in weight.method.gemms:
+            problem, plan = gemm.problem(tokens, out, inputs, dtype), plans[gemm.name]
+            verdict = usual if problem is None else autotune.choose(problem, device)
             dense_us, sparse_us = verdict.dense_us or math.nan, verdict.sparse_us or math.nan
-            took_us = dense_us if product.algorithm is None else sparse_us
-            cells.append(
-                f"dense: {product.reason}" if product.algorithm is None else f"sparse {dense_us / took_us:.2f}x"
-            )
+            took_us = sparse_us if plan.is_sparse else dense_us
+            cells.append(f"sparse {dense_us / took_us:.2f}x" if plan.is_sparse else f"dense: {plan.reason}")
             before, after = before + dense_us, after + took_us
         row = (f"{out} x {inputs}", *cells, "?" if math.isnan(after) else f"{before / after:.2f}x")
         counts[row] = counts.get(row, 0) + 1

@@ -1,14 +1,15 @@
 """What the layers of a model are fed: the Gram matrices of their inputs, one block of the model after the other."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .linear import Sparse24Layer
+from ..weight import SparseWeight, layer_name
 
 
 class Gram:
@@ -17,10 +18,10 @@ class Gram:
     fp32, or fp64 for an fp64 weight, on the weight's device.
     """
 
-    def __init__(self, layer: Sparse24Layer):
-        size = matrix(layer).shape[1] + 1
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        self.matrix = torch.zeros(size, size, dtype=dtype, device=layer.weight.device)
+    def __init__(self, weight: SparseWeight):
+        values = matrix(weight)
+        size, dtype = values.shape[1] + 1, torch.promote_types(values.dtype, torch.float32)
+        self.matrix = torch.zeros(size, size, dtype=dtype, device=values.device)
         self.tokens = 0
 
     def add(self, x: Tensor, attention_mask: Tensor | None) -> None:
@@ -36,9 +37,10 @@ class Gram:
         self.tokens += len(rows)
 
 
-def matrix(layer: Sparse24Layer) -> Tensor:
-    """The weight as `[out, in]`, whatever the layer's layout: a view."""
-    return layer.weight if layer.input_dim == 1 else layer.weight.t()
+def matrix(weight: SparseWeight) -> Tensor:
+    """The weight as `[out, in]`, however it is stored: a view."""
+    values, dim, _ = weight.view()
+    return values if dim == 1 else values.t()
 
 
 def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
@@ -58,27 +60,27 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> dict[str, T
 
 
 def calibrate(
-    model: nn.Module, layers: dict[str, Sparse24Layer], batches: list[dict[str, Tensor]]
-) -> Iterator[dict[str, Gram]]:
-    """Yield, block by block in the order that blocks run, what the block's `layers` are fed.
+    model: nn.Module, weights: dict[str, SparseWeight], batches: list[dict[str, Tensor]]
+) -> Generator[dict[str, Gram], None, None]:
+    """Yield, block by block in the order that blocks run, what the block's `weights` are multiplied with.
 
-    The caller may change a block's layers before it asks for the next block, which then gets the changed one's outputs.
-    The first forward passes, over all batches, only find the order. The model is in eval mode until the iterator ends
-    or is closed. Call it under `torch.no_grad`.
+    The caller may change a block's weights before it asks for the next block, which then gets the outputs of the
+    changed one. The first forward passes, over all batches, only find the order. The model is in eval mode until the
+    iterator ends or is closed. Call it under `torch.no_grad`.
 
     Args:
-        model: runs on every batch. layers: by name, each inside some `nn.ModuleList`; a block is a member of the
-            outermost one. batches: keyword arguments, see `check_batch`.
+        model: runs on every batch. weights: of linear layers by name, each inside some `nn.ModuleList`; a block is a
+            member of the outermost one. batches: keyword arguments, see `check_batch`.
 
     Raises:
-        ValueError: no token reaches one of the layers, or NaN or inf do.
+        ValueError: no token reaches one of the weights, or NaN or inf do.
     """
-    blocks: dict[str, dict[str, Sparse24Layer]] = {}
-    for name, layer in layers.items():
-        blocks.setdefault(_block_of(model, name), {})[name] = layer
+    blocks: dict[str, dict[str, SparseWeight]] = {}
+    for name, weight in weights.items():
+        blocks.setdefault(_block_of(model, name), {})[name] = weight
     total = len(batches) * (1 + len(blocks))
     with _evaluating(model), logging.tqdm(total=total, desc="calibration", unit="batch") as progress:
-        order, calls = _survey(model, layers, list(blocks), batches, progress)
+        order, calls = _survey(model, weights, list(blocks), batches, progress)
         for block in order:
             yield _collect(model, block, blocks[block], batches, [count[block] for count in calls], progress)
 
@@ -110,12 +112,19 @@ def _run(model: nn.Module, batch: dict[str, Tensor]) -> None:
         model(**{name: value.to(device) for name, value in batch.items()})
 
 
-def _survey(model, layers, blocks, batches, progress) -> tuple[list[str], list[Counter]]:
+def _survey(
+    model: nn.Module,
+    weights: dict[str, SparseWeight],
+    blocks: list[str],
+    batches: list[dict[str, Tensor]],
+    progress: Any,
+) -> tuple[list[str], list[Counter]]:
     """Run the model as it is: in which order do blocks run, and how often does each of them for every batch?"""
-    reached, calls = {}, []
+    reached: dict[str, None] = {}
+    calls: list[Counter] = []
     with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hook = layer.register_forward_pre_hook(lambda module, args, name=name: reached.setdefault(name))
+        for name, weight in weights.items():
+            hook = weight.module.register_forward_pre_hook(lambda module, args, name=name: reached.setdefault(name))
             hooks.enter_context(hook)
         for block in blocks:
             hook = model.get_submodule(block).register_forward_hook(
@@ -126,14 +135,22 @@ def _survey(model, layers, blocks, batches, progress) -> tuple[list[str], list[C
             calls.append(Counter())
             _run(model, batch)
             progress.update()
-    _check_reached([name for name in layers if name not in reached])
+    _check_reached([name for name in weights if name not in reached])
     return list(dict.fromkeys(_block_of(model, name) for name in reached)), calls
 
 
-def _collect(model, block, layers, batches, calls, progress) -> dict[str, Gram]:
-    """The Gram matrices of a block's layers, from forward passes that end when the block has run `calls` times."""
-    grams = {name: Gram(layer) for name, layer in layers.items()}
-    attention_mask, left = None, 0
+def _collect(
+    model: nn.Module,
+    block: str,
+    weights: dict[str, SparseWeight],
+    batches: list[dict[str, Tensor]],
+    calls: list[int],
+    progress: Any,
+) -> dict[str, Gram]:
+    """The Gram matrices of a block's weights, from forward passes that end when the block has run `calls` times."""
+    grams = {name: Gram(weight) for name, weight in weights.items()}
+    attention_mask: Tensor | None = None
+    left = 0
 
     def add(gram, args, kwargs):
         gram.add(args[0] if args else next(iter(kwargs.values())), attention_mask)
@@ -145,8 +162,8 @@ def _collect(model, block, layers, batches, calls, progress) -> dict[str, Gram]:
             raise _BlockDone
 
     with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hook = layer.register_forward_pre_hook(
+        for name, weight in weights.items():
+            hook = weight.module.register_forward_pre_hook(
                 lambda module, args, kwargs, gram=grams[name]: add(gram, args, kwargs), with_kwargs=True
             )
             hooks.enter_context(hook)
@@ -159,14 +176,16 @@ def _collect(model, block, layers, batches, calls, progress) -> dict[str, Gram]:
     _check_reached([name for name, gram in grams.items() if gram.tokens == 0])
     for name, gram in grams.items():
         if not gram.matrix.isfinite().all():
-            raise ValueError(f"NaN or inf in the inputs of {name}: check the data, or load the model in another dtype")
+            raise ValueError(
+                f"NaN or inf in the inputs of {layer_name(name)}: check the data, or load the model in another dtype"
+            )
     return grams
 
 
 def _check_reached(missing: list[str]) -> None:
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        shown = ", ".join(layer_name(name) for name in missing[:5])
         raise ValueError(
-            f"no calibration tokens reach {', '.join(missing[:5])}{more}; use more data, or leave them out with "
-            f"exclude_modules"
+            f"no calibration tokens reach {shown}{more}; use more data, or leave them out with exclude_modules"
         )

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from transformers.trainer_pt_utils import get_parameter_names
 
-from .patching import sparse_layers
+from ..weight import sparse_weights
 from .schedule import to_steps
+
+SWITCH_RULES = ("arithmetic", "geometric")
 
 # What Transformers' Trainer does not decay, next to everything in an nn.LayerNorm.
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -75,8 +77,8 @@ class StepAdamW(torch.optim.Optimizer):
         switch_after: int | float = 0.1,
         switch_by: int | float = 0.5,
     ):
-        if switch_rule not in ("arithmetic", "geometric"):
-            raise ValueError(f"switch_rule={switch_rule!r}: must be 'arithmetic' or 'geometric'")
+        if switch_rule not in SWITCH_RULES:
+            raise ValueError(f"switch_rule={switch_rule!r}: must be one of {list(SWITCH_RULES)}")
         self.switch_rule = switch_rule
         self.switch_after, self.switch_by = to_steps(switch_after, total_steps), to_steps(switch_by, total_steps)
         if not (0 <= self.switch_after <= self.switch_by and 1 <= self.switch_by < total_steps):
@@ -202,7 +204,7 @@ def step_param_groups(
     """The trainable parameters of a patched model as groups for `StepAdamW`.
 
     Args:
-        model: a patched model. Its patched layers' weights go into groups with `"masked": True`.
+        model: a patched model. Its sparse weights go into groups with `"masked": True`.
         weight_decay: of the parameters in `decay_names`; the others get 0.
         decay_names: names of parameters to decay, such as `Trainer.get_decay_parameter_names(model)`. None for
             Transformers' convention: all but biases and norms.
@@ -213,7 +215,7 @@ def step_param_groups(
     if decay_names is None:
         decay_names = get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
     decay_names = set(decay_names)
-    masked_weights = {id(layer.weight) for layer in sparse_layers(model).values()}
+    masked_weights = {id(weight.parameter) for weight in sparse_weights(model).values()}
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

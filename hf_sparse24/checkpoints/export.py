@@ -5,11 +5,13 @@ import re
 import tempfile
 from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedModel
 
-from .patching import sparse_layers
+from ..weight import sparse_weights
 
 
+@torch.no_grad()
 def export_model(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     """Save `model` as a plain Transformers checkpoint of the weights it computes with.
 
@@ -24,17 +26,17 @@ def export_model(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     Raises:
         ValueError: the model is not patched (use `save_pretrained`).
     """
-    layers = sparse_layers(model)
-    if not layers:
+    weights = sparse_weights(model)
+    if not weights:
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
     if getattr(getattr(model, "config", None), "quantization_config", None) is None:
         raise ValueError(f"{type(model).__name__} is no model that patch_model got: export the one that was patched")
     state_dict = model.state_dict()
-    for name, layer in layers.items():
-        if layer.phase == "sparse":
-            state_dict[f"{name}.weight"] = layer.sparse_weight()
-        for state_name in layer.state_names:
-            del state_dict[f"{name}.{state_name}"]
+    for name, weight in weights.items():
+        if weight.run_state.phase != "dense":
+            state_dict[name] = weight.method.merged(weight)
+        for kept in (*weight.state_names, *weight.parameter_names):
+            del state_dict[f"{name.removesuffix(weight.name)}{weight.attribute(kept)}"]
     directory = os.path.abspath(directory)
     os.makedirs(directory, exist_ok=True)
     # Beside the target, so that moving is a rename. The config goes last: a model without one is not yet a model.

@@ -6,12 +6,13 @@ import, Transformers warns of an unknown quantization type and loads the dense m
 """
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 
-from .config import Sparse24Config
-from .patching import patch_model, patched_config, reject_non_finite, sparse_layers
+from ..config import Sparse24Config
+from ..patching import patch_model, patched_config, reject_non_finite
+from ..weight import sparse_weights
 
 register_quantization_config("sparse24")(Sparse24Config)
 
@@ -21,24 +22,25 @@ class Sparse24Quantizer(HfQuantizer):
     """Patches a model while `from_pretrained` loads it, from a sparse or a dense checkpoint."""
 
     requires_calibration = False
+    quantization_config: Sparse24Config
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
         _check_files(checkpoint_files or [])
         patch_model(model, self.quantization_config)
-        state = _state_names(model)
-        # Stays fp32 whatever dtype the weights are loaded in.
+        # State stays fp32 whatever dtype the weights are loaded in.
+        state = {name for name, tensor in _kept_beside(model).items() if not isinstance(tensor, nn.Parameter)}
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
         if not self.pre_quantized:
-            # A dense checkpoint has no state: that is not worth a line in the load report.
-            patterns = {rf"^{name.replace('.', r'[.]')}$" for name in state}
+            # A dense checkpoint has none of it: that is not worth a line in the load report.
+            patterns = {rf"^{name.replace('.', r'[.]')}$" for name in _kept_beside(model)}
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
-        layers = sparse_layers(model)
-        reject_non_finite((name, layer.weight) for name, layer in layers.items())
+        weights = sparse_weights(model)
+        reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
-            missing = [name for name, tensor in _state_names(model).items() if not _was_loaded(tensor)]
+            missing = [name for name, tensor in _kept_beside(model).items() if not _was_loaded(tensor)]
             if missing:
                 raise ValueError(
                     f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}"
@@ -46,16 +48,17 @@ class Sparse24Quantizer(HfQuantizer):
                     f"To start sparse training from its weights, remove quantization_config from its config.json and "
                     f"pass quantization_config=Sparse24Config(...) to from_pretrained"
                 )
-        for layer in layers.values():
+        for weight in weights.values():
             if self.pre_quantized:
-                layer.state_is_ready = True
+                weight.state_is_ready = True
             else:
-                layer.init_state()
+                weight.init_state()
+                weight.init_parameters()
         # Transformers has put its own config object there; the model's is the one that follows the phase of training.
         model.config.quantization_config = patched_config(model)
         # The weights are ordinary: without these marks, .float(), .half() and the Trainer treat the model as usual.
         del model.hf_quantizer
-        model.is_quantized = False
+        model.is_quantized = False  # type: ignore[assignment]
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
                 del module.config._is_quantized
@@ -82,11 +85,12 @@ def _check_files(files: list[str]) -> None:
             raise OSError(f"{file} is damaged or cut short ({error}); copy or download it again") from error
 
 
-def _state_names(model: PreTrainedModel) -> dict[str, Tensor]:
+def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers and Parameters of the method by their names in a checkpoint."""
     return {
-        f"{name}.{state_name}": tensor
-        for name, layer in sparse_layers(model).items()
-        for state_name, tensor in layer.state.items()
+        f"{name.removesuffix(weight.name)}{weight.attribute(kept)}": tensor
+        for name, weight in sparse_weights(model).items()
+        for kept, tensor in (weight.state | weight.parameters).items()
     }
 
 

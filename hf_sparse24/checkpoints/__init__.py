@@ -1,0 +1,1 @@
+"""Checkpoints: `save_pretrained` and `from_pretrained` of patched models (quantizer), and export for everybody else."""

@@ -1,0 +1,188 @@
+"""The three GEMMs of a linear layer as data: which operand is sparse, how it becomes so, and in what precision.
+
+A method describes its GEMMs once (`SparseMethod.gemms`). The layer runs them, and `hf-sparse24 doctor`, the autotuner
+and planning read them, so there is one place that decides what can run on sparse tensor cores: `Gemm.plan`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import GemmPlan, GemmProblem, Pattern
+from torch import Tensor
+
+HARDWARE_PATTERN = Pattern(2, 4)
+"""The one pattern that sparse tensor cores multiply."""
+
+PRUNED, MASTER = "pruned", "master"
+"""Names of weight operands: what the method prunes the weight to, and the dense master weight as it is."""
+
+_ESTIMATES = {
+    "none": None,
+    "magnitude": Pattern(2, 4),
+    "mvue": Pattern(2, 4),
+    "mvue-approx": Pattern(2, 4),
+    "mvue-1:2": Pattern(1, 2),
+}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of a layer's three GEMMs, with X `[T, in]`, W `[out, in]` and dZ `[T, out]`:
+
+        output        Z  = X W^T       contracts over in
+        grad_input    dX = dZ W        contracts over out
+        grad_weight   dW = dZ^T X      contracts over tokens
+
+    Attributes:
+        name: which of the three.
+        sparse: the operand that has the pattern along the contracted dimension, so that sparse tensor cores can take
+            it; None for dense math, whatever zeros the operands hold.
+        weight: the weight operand by name: `"pruned"`, `"master"`, or a name that the method itself prunes by. GEMMs
+            with the same name share one pruned weight. None for grad_weight, which has no weight operand.
+        estimator: how the operand that is no weight (X in output, dZ in the other two) is pruned, in groups along the
+            contracted dimension: `"none"`, `"magnitude"` (2:4), `"mvue"`, `"mvue-approx"` (2:4) or `"mvue-1:2"`.
+        pattern: of the sparse operand.
+        precision: `"native"`, or `"fp8-simulated"`: operands are rounded to FP8, the GEMM runs in their own dtype.
+    """
+
+    name: Literal["output", "grad_input", "grad_weight"]
+    sparse: Literal["weight", "input", "grad"] | None
+    weight: str | None = PRUNED
+    estimator: str = "none"
+    pattern: Pattern = HARDWARE_PATTERN
+    precision: Literal["native", "fp8-simulated"] = "native"
+
+    def __post_init__(self) -> None:
+        if self.estimator not in _ESTIMATES:
+            raise ValueError(f"estimator={self.estimator!r}: must be one of {list(_ESTIMATES)}")
+
+    def unsupported(self) -> str | None:
+        """Why this GEMM is dense math at every size and on every device; None where sizes and device decide."""
+        if self.sparse is None:
+            return "the method has no sparse operand in it"
+        if self.precision != "native":
+            return "FP8 is simulated in dense math"
+        if self.pattern != HARDWARE_PATTERN:
+            return f"sparse tensor cores multiply {HARDWARE_PATTERN}, not {self.pattern}"
+        if self.sparse != ("grad" if self.name == "grad_weight" else "weight"):
+            return f"no kernel takes a sparse {self.sparse} in the {self.name} GEMM"
+        if self.sparse == "grad" and self.estimator not in ("mvue", "mvue-approx"):
+            return f"no kernel compresses a gradient by estimator={self.estimator!r}"
+        if self.sparse == "weight" and self.weight == MASTER:
+            return "the dense master weight is not sparse"
+        return None
+
+    def problem(self, tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem | None:
+        """The sparse GEMM that this is for `[tokens, inputs]` activations and an `[out, inputs]` weight.
+
+        None where it is always dense math; `unsupported` says why.
+        """
+        if self.unsupported() is not None:
+            return None
+        if self.name == "output":
+            return kernels.linear_problem(tokens, out, inputs, dtype)
+        if self.name == "grad_input":
+            return kernels.linear_problem(tokens, inputs, out, dtype)
+        return kernels.mm_problem(out, inputs, tokens, dtype)
+
+    def plan(
+        self, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
+    ) -> GemmPlan:
+        """What runs this GEMM, and why (see `sparse24_kernels.plan_gemm`).
+
+        Raises:
+            ValueError: `backend` is unknown, or was asked for by name and cannot run on `device`.
+        """
+        problem = self.problem(tokens, out, inputs, dtype)
+        if problem is None:
+            return GemmPlan("dense", self.unsupported() or "", None, None)
+        return kernels.plan_gemm(problem, device, backend)
+
+    def weight_form(self, plan: GemmPlan) -> str:
+        """In which form the plan takes the weight operand: `"dense"`, or compressed along what this GEMM contracts."""
+        if not plan.is_sparse:
+            return "dense"
+        return "compressed" if self.name == "output" else "compressed-transposed"
+
+    def prune(self, operand: Tensor, dim: int, key: Tensor | None) -> Tensor:
+        """The operand that is no weight, pruned by the estimator in groups along `dim`: a dense tensor with zeros.
+
+        Args:
+            operand: floating. key: int64 0-d tensor that fixes a random estimator's draw; None for torch's generator.
+        """
+        pattern = _ESTIMATES[self.estimator]
+        if pattern is None:
+            return operand
+        if self.estimator == "magnitude":
+            return kernels.nm_prune(operand, *pattern, dim)
+        return cast(Tensor, kernels.mvue(operand, *pattern, dim, self._mvue_estimator, key=key))
+
+    def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
+        """The same as sparse tensor cores read it, with rows along `dim`; for a plan that is sparse."""
+        compressed = kernels.mvue(
+            operand, dim=dim, estimator=self._mvue_estimator, key=key, form="compressed", compression=plan.compression
+        )
+        return cast(Tensor, compressed)
+
+    @property
+    def _mvue_estimator(self) -> str:
+        return "approx" if self.estimator == "mvue-approx" else "exact"
+
+
+class Gemms(NamedTuple):
+    """The three GEMMs of a layer, in the order in which training runs them."""
+
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm
+
+
+def standard_gemms(
+    pattern: Pattern,
+    *,
+    transposable: bool = False,
+    weight_grad: str = "dense",
+    input_grad: str = "dense",
+    activations: str = "dense",
+    fp8: bool = False,
+) -> Gemms:
+    """The GEMMs of a method that multiplies by one pruned weight, forward and backward.
+
+    Args:
+        pattern: of that weight, along its input dimension. transposable: along its output dimension too, so that the
+            grad_input GEMM can be sparse.
+        weight_grad, input_grad, activations, fp8: see `methods.settings.GemmSettings`.
+    """
+    precision: Literal["native", "fp8-simulated"] = "fp8-simulated" if fp8 else "native"
+    input_estimator = "none" if input_grad == "dense" else input_grad
+    weight_estimator = "none" if weight_grad == "dense" else weight_grad
+    # Once the gradient is pruned along out, it is the sparse operand; two sparse operands have no hardware.
+    input_sparse: Literal["weight", "grad"] | None = "weight" if transposable else None
+    if input_estimator != "none":
+        input_sparse = "grad"
+    return Gemms(
+        Gemm(
+            "output",
+            "weight",
+            estimator="none" if activations == "dense" else "magnitude",
+            pattern=pattern,
+            precision=precision,
+        ),
+        Gemm(
+            "grad_input",
+            input_sparse,
+            estimator=input_estimator,
+            pattern=_ESTIMATES[input_estimator] or pattern,
+            precision=precision,
+        ),
+        Gemm(
+            "grad_weight",
+            None if weight_estimator == "none" else "grad",
+            weight=None,
+            estimator=weight_estimator,
+            pattern=_ESTIMATES[weight_estimator] or pattern,
+            precision=precision,
+        ),
+    )

@@ -1,0 +1,104 @@
+"""Settings of a method: frozen dataclasses whose every field has its default, its check and its meaning side by side.
+
+A method's `Settings` combines the groups it needs and adds its own fields:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(MaskedDecaySettings, PhaseSettings, GemmSettings):
+        mask_interval: int | float = setting(40, is_positive_length, "...")
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Check = Callable[[Any], str | None]
+"""Says what a value must be, where it is not; None where it is."""
+
+SHARED = ("method", "pattern", "target_modules", "exclude_modules", "layers_to_transform", "backend")
+"""The fields of a config that every method has; all others are settings of the method."""
+
+RESERVED = (*SHARED, "phase", "quant_method", "hf_sparse24_version", "settings", "run_state", "bound_method", "n", "m")
+"""What a setting cannot be called, because a config has it already."""
+
+GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
+
+
+def setting(default: Any, check: Check, text: str) -> Any:
+    """A field of a `Settings` class: its default, its check, and what it means (with the source of the default)."""
+    return dataclasses.field(default=default, metadata={"check": check, "text": text})
+
+
+def one_of(*allowed: Any) -> Check:
+    def check(value: Any) -> str | None:
+        # `type` too: 0 == False, and an unhashable value equals nothing.
+        known = any(type(value) is type(choice) and value == choice for choice in allowed)
+        return None if known else f"must be one of {list(allowed)}"
+
+    return check
+
+
+def is_non_negative(value: Any) -> str | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if number and 0 <= value < float("inf") else "must be a finite number >= 0"
+
+
+def is_length(value: Any) -> str | None:
+    """A length of training, as Transformers writes them: an int is optimizer steps, a float below 1 a fraction."""
+    steps = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    fraction = isinstance(value, float) and 0 <= value < 1
+    return None if steps or fraction else "must be an int >= 0 (optimizer steps) or a float in [0, 1) (a fraction)"
+
+
+def is_positive_length(value: Any) -> str | None:
+    return is_length(value) or (None if value > 0 else "must be at least 1 step or a fraction above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings:
+    """The base of all settings: checks every field when it is made.
+
+    Raises:
+        ValueError: with the field, the value and what is allowed.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wrong = field.metadata["check"](value) if "check" in field.metadata else None
+            if wrong:
+                raise ValueError(f"{field.name}={value!r}: {wrong}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSettings(MethodSettings):
+    """What happens to the operands of the three GEMMs besides the sparse weight (see `gemms.standard_gemms`)."""
+
+    weight_grad: str = setting(
+        "dense",
+        one_of(*GRADIENT_ESTIMATORS),
+        "how the output gradient is pruned in the grad_weight GEMM, groups along tokens: not at all, 2:4 with least "
+        "variance, by the two-draw 2:4 estimate, or 1:2",
+    )
+    input_grad: str = setting(
+        "dense", one_of(*GRADIENT_ESTIMATORS), "the same for the grad_input GEMM, groups along output features"
+    )
+    activations: str = setting(
+        "dense", one_of("dense", "2:4"), "'2:4' prunes the activations by magnitude in the output GEMM"
+    )
+    fp8: bool = setting(
+        False, one_of(True, False), "simulate FP8 GEMMs: E4M3 forward, E5M2 backward, one current scale per tensor"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSettings(MethodSettings):
+    """When a run is sparse."""
+
+    dense_start: int | float = setting(0, is_length, "length of dense training before sparsity starts")
+    dense_tail: int | float = setting(0, is_length, "length of dense training after sparsity ends")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sum(length for length in (self.dense_start, self.dense_tail) if isinstance(length, float)) >= 1:
+            raise ValueError(f"dense_start={self.dense_start}, dense_tail={self.dense_tail}: leave no sparse step")

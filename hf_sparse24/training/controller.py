@@ -1,0 +1,267 @@
+"""Sparse24Controller: everything that happens between steps, without any Trainer.
+
+Forward decides nothing: gradient checkpointing and accumulation repeat it. What changes during training changes here,
+as the method says: phases, state such as masks, what it adds to gradients; and the random streams of MVUE.
+"""
+
+from typing import Any
+
+import sparse24_kernels as kernels
+import torch
+from torch import Tensor, nn
+
+from ..methods import StepContext
+from ..patching import patched_config, set_phase
+from ..weight import SparseWeight, first_of_each, layer_name, sparse_weights
+
+
+class Sparse24Controller:
+    """Runs a patched model's sparsity in a training loop of your own.
+
+    ```python
+    patch_model(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    controller = Sparse24Controller(model, optimizer, total_steps=1000)
+    for batch in data:
+        for micro_batch in batch:
+            model(**micro_batch).loss.backward()
+            controller.after_micro_step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        controller.before_step()      # gradients are final: unscaled and clipped
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.after_step()
+    ```
+
+    Pruned weights are kept from `after_step` to the next `before_step`, for all micro-batches in between. Whoever
+    writes weights there through `.data` calls `weight.clear_encodings()` on `sparse_weights(model).values()`.
+
+    To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
+    controller, in this order.
+
+    Args:
+        model: a patched model, plain or wrapped by DDP.
+        optimizer: the optimizer of its trainable parameters.
+        total_steps: optimizer steps of the whole run, finished ones included.
+        seed: of MVUE's random streams, >= 0. Give every process its own (`seed + rank`), so that they draw
+            independently.
+        step: optimizer steps already done, when resuming.
+        metrics_interval: the flip rate is measured at steps 1 and every multiple of this; measuring costs two mask
+            computations.
+
+    Raises:
+        ValueError: the model is not patched, the schedule does not fit `total_steps`, a trainable sparse weight is
+            not in the optimizer, the method needs another optimizer or a setting that is still `"auto"`, or a weight
+            is sharded (a DTensor), which this version does not support.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        total_steps: int,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        metrics_interval: int = 1,
+    ):
+        self.weights = sparse_weights(model)
+        config = patched_config(model)
+        if config is None:
+            raise ValueError("the model is not patched; call patch_model(model) first")
+        self.model, self.total_steps, self.seed, self.metrics_interval = model, total_steps, seed, metrics_interval
+        self.method, self.run_state = config.bound_method, config.run_state
+        # accelerate wraps optimizers; a method knows its own by class.
+        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._groups = _groups_of_weights(self.weights, optimizer)
+        self.method.check_run(total_steps, self.optimizer)
+        self.step = step
+        self.micro_step = 0
+        self._flips: dict[str, Tensor] = {}
+        self._masks_before: dict[str, Tensor] = {}
+        self._rng_keys = _share_rng_keys(list(self.weights.values()))
+        self._enter_phase()
+        for weight in self.weights.values():
+            if not weight.state_is_ready:
+                weight.init_state()
+        self._set_rng_keys()
+        self.run_state.begin_step()
+
+    @property
+    def phase(self) -> str:
+        """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next."""
+        return self.method.phase(self.step, self.total_steps, self.optimizer)
+
+    def after_micro_step(self) -> None:
+        """Call after the backward pass of each micro-batch, so that the next one draws other MVUE samples.
+
+        The call after an optimizer step's last micro-batch may be left out: `after_step` starts afresh.
+        """
+        self.micro_step += 1
+        self._set_rng_keys()
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Call right before `optimizer.step()`, once gradients are unscaled and clipped: the method adds its own."""
+        measures = (self.step + 1) % self.metrics_interval == 0 or self.step == 0
+        # Where masks change at refreshes alone, `_refresh` measures their flips.
+        keeps_masks = measures and not self.method.flips_at_refresh
+        context = self._context(packed_masks=keeps_masks)
+        self._add_gradient_of_loss(context)
+        self.method.before_step(self.weights, context)
+        if keeps_masks:
+            self._masks_before = {
+                name: context.mask(name, weight) for name, weight in first_of_each(self.weights).items()
+            }
+        self.run_state.end_step()
+        for weight in self.weights.values():
+            weight.clear_encodings()  # the optimizer can use the memory
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Call right after `optimizer.step()`: counts the step, switches the phase, refreshes state."""
+        self.step += 1
+        self.micro_step = 0
+        if self._masks_before:
+            self._flips = self._count_flips(self._masks_before)
+            self._masks_before = {}
+        phase = self.phase
+        if phase != self.run_state.phase:
+            self._enter_phase()
+        elif phase != "dense" and self.method.refreshes_state(self.step, self.total_steps):
+            self._refresh()
+        self.method.after_step(self.weights, self._context())
+        self._set_rng_keys()
+        if self.step < self.total_steps:
+            self.run_state.begin_step()
+
+    def end(self) -> None:
+        """Call where training stops before `total_steps`: pruned weights are not kept any longer."""
+        self.run_state.end_step()
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """What to log now.
+
+        Returns:
+            `sparse_phase`: 1.0 while sparse, 0.0 while dense. `kept_magnitude`: share of the sparse weights' L1 norm
+            that the masks keep. `flip_rate`: share of sparse weights that entered or left the mask in the last
+            measured step, or, where masks change at refreshes alone, in the last refresh; absent before the first.
+            And what the method adds.
+        """
+        kept = total = torch.zeros(())
+        for weight in self.weights.values():
+            magnitude = weight.parameter.detach().float().abs()
+            kept = kept + (magnitude * weight.mask()).sum().cpu()
+            total = total + magnitude.sum().cpu()
+        values = {"sparse_phase": float(self.phase != "dense"), "kept_magnitude": float(kept / total.clamp(min=1e-38))}
+        if self._flips:
+            sizes = sum(self.weights[name].parameter.numel() for name in self._flips)
+            values["flip_rate"] = float(sum(self._flips.values())) / sizes
+        return values | self.method.metrics(self.weights)
+
+    def layer_flip_rates(self) -> dict[str, float]:
+        """`flip_rate` by layer, as last measured; a weight that layers share stands under the first of them."""
+        sizes = {name: self.weights[name].parameter.numel() for name in self._flips}
+        return {layer_name(name): float(flips) / sizes[name] for name, flips in self._flips.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`."""
+        return {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; load the model's own `state_dict` first."""
+        self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
+        set_phase(self.model, self.phase)
+        self._set_rng_keys()
+
+    def _context(self, packed_masks: bool = False) -> StepContext:
+        phase = self.run_state.phase
+        return StepContext(self.step, self.total_steps, phase, self.optimizer, self._groups, packed_masks)
+
+    def _add_gradient_of_loss(self, context: StepContext) -> None:
+        """The method's term of the loss, by its gradient: it does not matter who computes the loss itself."""
+        with torch.enable_grad():
+            term = self.method.loss(self.weights, context)
+        if term is None or not term.requires_grad:  # the latter where all that it depends on is frozen
+            return
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for parameter, gradient in zip(parameters, torch.autograd.grad(term, parameters, allow_unused=True)):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _enter_phase(self) -> None:
+        """Set the phase of the current step; state starts from the weights when it turns sparse."""
+        phase = self.phase
+        if phase != "dense" and self.run_state.phase == "dense":
+            for weight in self.weights.values():
+                weight.init_state()
+        set_phase(self.model, phase)
+
+    def _refresh(self) -> None:
+        """State anew, such as masks; where only that changes masks, their flips are measured here."""
+        before = {name: w.mask(packed=True) for name, w in self.weights.items()} if self.method.flips_at_refresh else {}
+        for weight in self.weights.values():
+            weight.init_state()
+        if before:
+            self._flips = self._count_flips(before)
+
+    def _count_flips(self, before: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By weight, how many of its entries have entered or left the mask since."""
+        after = [self.weights[name].mask(packed=True) for name in before]
+        return dict(zip(before, kernels.count_flips(list(before.values()), after)))
+
+    def _set_rng_keys(self) -> None:
+        for indices, keys in self._rng_keys:
+            values = [_mix(self.seed, self.step, self.micro_step, index) for index in indices]
+            keys.copy_(torch.tensor(values, dtype=torch.int64))
+
+
+def _groups_of_weights(weights: dict[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's param group of each weight; frozen weights have none."""
+    owners = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    groups = {}
+    for name, weight in weights.items():
+        parameter = weight.parameter
+        if type(parameter.data) is not Tensor:
+            kind = type(parameter.data).__name__
+            raise ValueError(f"{name} is a {kind}: this version trains plain tensors (no FSDP2, no TP)")
+        if id(parameter) in owners:
+            groups[name] = owners[id(parameter)]
+        own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
+        for trained, tensor in {name: parameter, **own}.items():
+            if tensor.requires_grad and id(tensor) not in owners:
+                raise ValueError(
+                    f"the optimizer does not hold {trained}, which is trainable; make the optimizer from this model's "
+                    f"parameters after patch_model, or freeze it"
+                )
+    return groups
+
+
+def _share_rng_keys(weights: list[SparseWeight]) -> list[tuple[list[int], Tensor]]:
+    """Give each weight a scalar of one int64 tensor per device, so that a micro-step costs one copy to it.
+
+    Returns:
+        Per device, the indices of its weights and their keys.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for index, weight in enumerate(weights):
+        by_device.setdefault(weight.parameter.device, []).append(index)
+    shared = []
+    for device, indices in by_device.items():
+        keys = torch.zeros(len(indices), dtype=torch.int64, device=device)
+        for index, key in zip(indices, keys.unbind()):
+            weights[index].rng_key = key
+        shared.append((indices, keys))
+    return shared
+
+
+def _mix(*numbers: int) -> int:
+    """A 63-bit hash of a few integers (the finaliser of splitmix64), so that nearby numbers give unrelated streams."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state >> 1

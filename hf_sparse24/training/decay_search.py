@@ -1,0 +1,166 @@
+"""Which masked decay? Short probes of the warm-up decide, before the training that counts (Hu et al. 2024, 4.3).
+
+A decay factor is feasible when the masks of a run with it flip somewhat less than the would-be masks of dense training:
+mu = (flip rate, sparse) / (flip rate, dense) within [0.60, 0.95]. At mu >= 1 masks never settle; far below, they freeze
+before anything is learnt.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import sparse24_kernels as kernels
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
+
+from ..methods.masked_decay import AUTO
+from ..patching import patched_config, unpatch_model
+from ..weight import sparse_weights
+from .callback import Sparse24Callback
+
+CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
+FEASIBLE = (0.60, 0.95)
+
+
+@dataclass(frozen=True)
+class DecayTuning:
+    """What the probes found. Print it.
+
+    Attributes:
+        dense_flip_rate: of the would-be masks of dense training, at the end of its probe.
+        mu: candidate to its flip rate over the dense one.
+        chosen: the feasible candidate whose mu is nearest to the middle of [0.60, 0.95]; None if none is feasible.
+    """
+
+    dense_flip_rate: float
+    mu: dict[float, float]
+    chosen: float | None
+
+    def __str__(self) -> str:
+        low, high = FEASIBLE
+        lines = [f"masked decay, by flip rate over that of dense training ({self.dense_flip_rate:.2e} per step)"]
+        for candidate, mu in self.mu.items():
+            verdict = "chosen" if candidate == self.chosen else "feasible" if low <= mu <= high else ""
+            lines.append(f"{candidate:>9.1e}  mu {mu:5.3f}  {verdict}".rstrip())
+        return "\n".join(lines)
+
+
+def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int) -> DecayTuning:
+    """Probe dense training and each candidate for `steps` optimizer steps, all from the trainer's model as it is.
+
+    Every probe is the trainer's own `train()` on a copy of the model, with a fresh optimizer, the real run's learning
+    rates and the first batches of its data, stopped after `steps`. The trainer's model, optimizer, random states and
+    data order are left untouched.
+    """
+    if not candidates:
+        raise ValueError("candidates=(): give at least one decay factor to try")
+    bad = [value for value in candidates if not isinstance(value, int | float) or not 0 <= value < float("inf")]
+    if bad:
+        raise ValueError(f"candidates={tuple(candidates)!r}: {bad} are no finite numbers >= 0")
+    config = patched_config(model_of(trainer))
+    if config is None or not hasattr(config, "masked_decay"):
+        method = None if config is None else config.method
+        raise ValueError(f"method {method!r} has no masked_decay to tune")
+    if steps < 4:
+        raise ValueError(f"steps={steps}: a probe needs at least 4 optimizer steps")
+    if trainer.optimizer is not None and trainer.state.global_step == 0:
+        raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
+    dense = _probe(trainer, None, steps)
+    if dense == 0:
+        raise ValueError(f"no mask flipped in {steps} dense steps; probe longer, or raise the learning rate")
+    mu = {candidate: _probe(trainer, candidate, steps) / dense for candidate in candidates}
+    low, high = FEASIBLE
+    feasible = [candidate for candidate in mu if low <= mu[candidate] <= high]
+    middle = (low + high) / 2
+    return DecayTuning(dense, mu, min(feasible, key=lambda value: abs(mu[value] - middle), default=None))
+
+
+def needs_decay(model: nn.Module) -> bool:
+    """Whether the model's config leaves the masked decay to a search."""
+    return getattr(patched_config(model), "masked_decay", None) == AUTO
+
+
+def set_decay(model: nn.Module, decay: float) -> None:
+    """Let a patched model train with this masked decay."""
+    config = patched_config(model)
+    if config is not None:
+        config.masked_decay = decay
+
+
+def model_of(trainer: Trainer) -> nn.Module:
+    """The model that a Trainer has, whatever its annotations allow."""
+    if not isinstance(trainer.model, nn.Module):
+        raise ValueError("the trainer has no model yet")
+    return trainer.model
+
+
+def _probe(trainer: Trainer, decay: float | None, steps: int) -> float:
+    """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
+    with _untouched_randomness():
+        model = copy.deepcopy(model_of(trainer))
+        watch = _Watch(model_of(trainer), steps)
+        callbacks: list[TrainerCallback] = [DefaultFlowCallback(), watch]
+        if decay is None:
+            unpatch_model(model, sparse=False)
+        else:
+            set_decay(model, decay)
+            callbacks.insert(0, Sparse24Callback())
+        probe = copy.copy(trainer)
+        probe.model = probe.model_wrapped = model
+        probe.optimizer = probe.lr_scheduler = None
+        probe.args = _quiet(trainer.args)
+        probe.callback_handler = CallbackHandler(callbacks, model, None, None, None)
+        probe.create_accelerator_and_postprocess()  # a loss scale of its own
+        probe.train()
+    if watch.done < steps:
+        raise ValueError(f"training ends after {watch.done} steps; probe for fewer than steps={steps}")
+    return sum(watch.flips) / len(watch.flips)
+
+
+class _Watch(TrainerCallback):
+    """Counts the flips of the masks that the weights ask for, whatever masks the model holds, and ends the probe."""
+
+    def __init__(self, patched: nn.Module, steps: int):
+        self.weights, self.steps = sparse_weights(patched), steps
+        self.size = sum(weight.parameter.numel() for weight in self.weights.values())
+        self.done = 0
+        self.flips: list[float] = []
+        self.last: list[Tensor] | None = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.done = state.global_step
+        if self.done >= self.steps - self.steps // 4:
+            parameters = dict(kwargs["model"].named_parameters(remove_duplicate=False))
+            masks = [weight.fresh_mask(parameters[name]) for name, weight in self.weights.items()]
+            if self.last is not None:
+                self.flips.append(int(kernels.count_flips(self.last, masks).sum()) / self.size)
+            self.last = masks
+        if self.done >= self.steps:
+            control.should_training_stop = True
+
+
+def _quiet(args: TrainingArguments) -> TrainingArguments:
+    """The same training without anything that is written or shown."""
+    args = copy.copy(args)
+    args.save_strategy = args.eval_strategy = args.logging_strategy = "no"
+    args.load_best_model_at_end = args.push_to_hub = False
+    args.report_to = []
+    return args
+
+
+@contextmanager
+def _untouched_randomness() -> Iterator[None]:
+    """Give every probe the same random states, and the caller theirs back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

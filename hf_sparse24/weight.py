@@ -1,0 +1,321 @@
+"""SparseWeight: one weight under a method: where it lives, its layout, its state, its encodings.
+
+The library speaks of weights, not of layers: a weight is a Parameter of some module, by name, in which groups run along
+one of the last two dimensions. A stack of experts `[experts, out, in]` is one weight.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from sparse24_kernels import Pattern
+from torch import Tensor, nn
+
+from .encodings import Encodings, Forms, RunState, Wanted, validity
+from .gemms import MASTER, PRUNED, Gemms
+
+_OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
+"""Forms of a weight `[out, in]` by the forms of its transpose, as which it may be stored."""
+
+
+class WeightView(NamedTuple):
+    """What a method computes with: a whole weight as a matrix, without gradients, and the state that belongs to it.
+
+    Attributes:
+        matrix: `[rows, columns]`, the dense master weight as it is stored: `[out, in]`, or `[in, out]` in GPT-2's
+            `Conv1D`; a stack of experts has its matrices below each other.
+        dim: the dimension of `matrix` that is the input dimension, 0 or 1. Groups of M lie along it.
+        state: what the method remembers of this weight, by name.
+    """
+
+    matrix: Tensor
+    dim: int
+    state: dict[str, Tensor]
+
+
+class WeightMethod(Protocol):
+    """What the layers need of a method; `methods.SparseMethod` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gemms(self) -> Gemms: ...
+    @property
+    def pattern(self) -> Pattern: ...
+
+    def init_state(self, view: WeightView) -> dict[str, Tensor]: ...
+    def init_parameters(self, view: WeightView) -> dict[str, Tensor]: ...
+    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]: ...
+    def mask(self, view: WeightView, packed: bool) -> Tensor: ...
+    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]: ...
+    def merged(self, weight: "SparseWeight") -> Tensor: ...
+    def adapt_output(self, weight: "SparseWeight", x: Tensor, output: Tensor) -> Tensor: ...
+
+
+class WeightConfig(Protocol):
+    """What all sparse weights of a model share; a `Sparse24Config` that a model is patched with has it."""
+
+    backend: str
+    run_state: RunState
+
+    @property
+    def bound_method(self) -> Any: ...
+
+
+class SparseWeight:
+    """One weight under a method. `attach` makes one; `sparse_weights(model)` finds them.
+
+    Attributes:
+        module, name: the Parameter is `getattr(module, name)`: the dense master weight.
+        input_dim: which of its dimensions is the input dimension, -1 or -2.
+        config: shared by all weights of a model; with the method, the run state and the backend of the GEMMs.
+        state_names, parameter_names: of the method's buffers and Parameters beside this weight.
+        state_is_ready: False for a weight that was patched on the meta device, until it has state.
+        rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws anew every time.
+        compressed: all there is of a weight whose master was given up (see `drop_master_weights`), None otherwise.
+    """
+
+    def __init__(self, module: nn.Module, name: str, input_dim: int, config: WeightConfig):
+        self.module, self.name, self.input_dim, self.config = module, name, input_dim, config
+        self.state_names: tuple[str, ...] = ()
+        self.parameter_names: tuple[str, ...] = ()
+        self.state_is_ready = True
+        self.rng_key: Tensor | None = None
+        self.encodings = Encodings()
+        self.compressed: Tensor | None = None
+
+    @classmethod
+    def attach(cls, module: nn.Module, name: str, input_dim: int, config: WeightConfig) -> "SparseWeight":
+        """Put the Parameter `name` of `module` under a method: its state becomes buffers of the module, computed from
+        the weight as it is (on the meta device they wait for `init_state` or a checkpoint)."""
+        weight = cls(module, name, input_dim, config)
+        with torch.no_grad():
+            state = weight.method.init_state(weight.view())
+            view = weight.view()._replace(state=state)
+            parameters = {key: nn.Parameter(x) for key, x in weight.method.init_parameters(view).items()}
+        # Everything that can fail comes before the first change.
+        for key in (*state, *parameters):
+            if hasattr(module, weight.attribute(key)):
+                raise ValueError(
+                    f"method {weight.method.name!r} keeps {key!r} beside a weight, and {type(module).__name__} has an "
+                    f"attribute {weight.attribute(key)!r} already; give it another name"
+                )
+        weight.state_names, weight.parameter_names = tuple(state), tuple(parameters)
+        for key, tensor in state.items():
+            module.register_buffer(weight.attribute(key), tensor)
+        for key, parameter in parameters.items():
+            module.register_parameter(weight.attribute(key), parameter)
+        weight.state_is_ready = not (state and weight.parameter.is_meta)
+        module.__dict__.setdefault("sparse24", {})[name] = weight
+        return weight
+
+    @torch.no_grad()
+    def detach(self, result: Tensor | None = None) -> None:
+        """Undo `attach`, with `result` written into the Parameter, or the master weight left as it is."""
+        self.check_master()
+        if result is not None:
+            self.parameter.copy_(result)
+        for name in self.state_names:
+            del self.module._buffers[self.attribute(name)]
+        for name in self.parameter_names:
+            del self.module._parameters[self.attribute(name)]
+        del self.module.__dict__["sparse24"][self.name]
+        if not self.module.__dict__["sparse24"]:
+            del self.module.__dict__["sparse24"]
+
+    @property
+    def method(self) -> WeightMethod:
+        return self.config.bound_method
+
+    @property
+    def run_state(self) -> RunState:
+        return self.config.run_state
+
+    # Where it lives.
+
+    @property
+    def parameter(self) -> Tensor:
+        """The dense master weight, the Parameter itself."""
+        return getattr(self.module, self.name)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of a linear layer."""
+        return getattr(self.module, "bias", None)
+
+    def attribute(self, name: str) -> str:
+        """What the module calls a buffer or Parameter that the method keeps beside this weight."""
+        return name if self.name == "weight" else f"{self.name}_{name}"
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The method's buffers by name, such as S-STE's `scale`."""
+        return {name: getattr(self.module, self.attribute(name)) for name in self.state_names}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The method's own trainable tensors beside this weight, by name."""
+        return {name: getattr(self.module, self.attribute(name)) for name in self.parameter_names}
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(out, in) of the matrix in `view`, however it is stored."""
+        rows, columns = self.view().matrix.shape
+        return (rows, columns) if self.input_dim == -1 else (columns, rows)
+
+    def view(self, parameter: Tensor | None = None) -> WeightView:
+        """The whole weight as a matrix, with its state; or another Parameter of its layout in the weight's place."""
+        matrix = (self.parameter if parameter is None else parameter).detach()
+        if matrix.dim() > 2:
+            matrix = matrix.flatten(0, -2)
+        return WeightView(matrix, 1 if self.input_dim == -1 else 0, self.state)
+
+    # Its state.
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Compute the method's state from the weight as it is now."""
+        self.set_state(self.method.init_state(self.view()))
+        self.state_is_ready = True
+
+    @torch.no_grad()
+    def init_parameters(self) -> None:
+        """Set the method's own Parameters to what they start with, computed from the weight as it is now."""
+        for name, tensor in self.method.init_parameters(self.view()).items():
+            self.parameters[name].copy_(tensor)
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        """Give it another state, such as masks that were found elsewhere.
+
+        Raises:
+            ValueError: a name that the method's first state did not have.
+        """
+        unknown = sorted(set(state) - set(self.state_names))
+        if unknown:
+            raise ValueError(f"method {self.method.name!r} has no state {unknown}; it has {list(self.state_names)}")
+        for name, tensor in state.items():
+            self.module._buffers[self.attribute(name)] = tensor
+
+    @torch.no_grad()
+    def mask(self, packed: bool = False) -> Tensor:
+        """Which entries the method keeps now: bool, the weight's shape, or packed bits along the last dimension."""
+        return self._shaped(self.method.mask(self.view(), packed))
+
+    @torch.no_grad()
+    def fresh_mask(self, parameter: Tensor) -> Tensor:
+        """The mask, as packed bits, that another weight like this one asks for, whatever mask its state holds."""
+        view = self.view(parameter)
+        return self.method.mask(view._replace(state=self.method.init_state(view)), True)
+
+    # Its encodings.
+
+    @torch.no_grad()
+    def pruned(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The N:M weight that stands for the master weight: its shape and layout, never -0.0.
+
+        Exactly N:M along the input dimension: at most N of every M are non-zero. `dtype` is that of the result, by
+        default the master's; what is kept never depends on it.
+        """
+        self.check_state()
+        (dense,) = self.method.prune(self.view(), PRUNED, {"dense": None}, dtype or self.parameter.dtype)
+        return self._shaped(dense)
+
+    def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype) -> list[Tensor]:
+        """Weight operands `[out, in]` in forms that GEMMs take, kept while a step is open (see `encodings.py`)."""
+        if self.compressed is not None:
+            if [form for _, form, _ in wanted] != ["compressed"]:
+                self.check_master()
+            return [self.compressed]
+        key = validity(self.run_state, dtype, [self.parameter, *self.state.values()])
+        return self.encodings.get(wanted, key, lambda operand, forms: self._encode(operand, forms, dtype))
+
+    @torch.no_grad()
+    def _encode(self, operand: str, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
+        self.check_state()
+        view = self.view()
+        if operand == MASTER:
+            return [(view.matrix if view.dim == 1 else view.matrix.t()).to(dtype)]
+        if view.dim == 1:
+            return list(self.method.prune(view, operand, forms, dtype))
+        stored = {_OF_STORED[form]: compression for form, compression in forms.items()}
+        made = self.method.prune(view, operand, stored, dtype)
+        return [tensor.t() if form == "dense" else tensor for form, tensor in zip(forms, made)]
+
+    def clear_encodings(self) -> None:
+        """Drop what is kept, and free its memory: the next GEMM encodes anew."""
+        self.check_master()
+        self.encodings.clear()
+
+    # Its master weight, which inference can do without.
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.compressed is not None
+
+    def drop_master(self, compressed: Tensor, empty: nn.Parameter) -> None:
+        """From now on, `compressed` is all there is, and `empty` stands in the place of the Parameter."""
+        self.encodings.clear()
+        self.compressed = compressed
+        setattr(self.module, self.name, empty)
+
+    def check_master(self) -> None:
+        """Raise RuntimeError where the master weight is needed and gone."""
+        if self.is_dropped:
+            raise RuntimeError(
+                "this layer's master weight was dropped: it computes under torch.no_grad() and cannot be trained, "
+                "saved, exported or moved; load the model again"
+            )
+
+    def check_state(self) -> None:
+        """Raise RuntimeError where the weight cannot be pruned yet, or any more."""
+        self.check_master()
+        if not self.state_is_ready:
+            raise RuntimeError(
+                "this layer was patched on the meta device and has no state yet; load a checkpoint into the model, or "
+                "call init_state() on each of hf_sparse24.weight.sparse_weights(model).values() once they have weights"
+            )
+
+    # Copies.
+
+    def rebound(self, module: nn.Module) -> "SparseWeight":
+        """The same for a replica of the module, which has a weight of its own on another device."""
+        replica = copy.copy(self)
+        replica.module, replica.encodings = module, Encodings()
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SparseWeight":
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.check_master()  # only a copy in this process can hold a vendor's layout
+        return self.__dict__
+
+    def _shaped(self, matrix: Tensor) -> Tensor:
+        """A matrix, or bits of one, in the shape of the Parameter."""
+        shape = self.parameter.shape
+        return matrix if len(shape) == 2 else matrix.unflatten(0, shape[:-1])
+
+
+def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:
+    """The sparse weights of `model` by the Parameter's name, in module order; modules that are shared count once."""
+    return {
+        f"{prefix}.{name}" if prefix else name: weight
+        for prefix, module in model.named_modules()
+        for name, weight in module.__dict__.get("sparse24", {}).items()
+    }
+
+
+def layer_name(name: str) -> str:
+    """The layer that a weight is named after, as `target_modules` and `exclude_modules` take it."""
+    return name.removesuffix(".weight")
+
+
+def first_of_each(weights: Mapping[str, SparseWeight]) -> dict[str, SparseWeight]:
+    """Without those that share an earlier one's Parameter: a gradient is decayed once, a number counted once."""
+    first: dict[int, str] = {}
+    for name, weight in weights.items():
+        first.setdefault(id(weight.parameter), name)
+    return {name: weights[name] for name in first.values()}

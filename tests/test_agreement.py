@@ -1,0 +1,175 @@
+"""One truth about what runs: the doctor, the plans and the layers agree, for every method, pattern and size."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels import Algorithm
+from sparse24_kernels.gemm import autotune
+from torch import nn
+
+from hf_sparse24 import METHODS, Sparse24Config, drop_master_weights, patch_model
+from hf_sparse24.methods.settings import GRADIENT_ESTIMATORS, GemmSettings
+from hf_sparse24.tools import doctor
+from hf_sparse24.weight import SparseWeight, sparse_weights
+
+CPU = torch.device("cpu")
+OUT, IN = 48, 32
+GEMMS = ("output", "grad_input", "grad_weight")
+every_method = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+def patched(method: str, **settings) -> tuple[nn.Module, SparseWeight]:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(IN, OUT)]).bfloat16()
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", **settings))
+    (weight,) = sparse_weights(model).values()
+    return model, weight
+
+
+class Spy:
+    """What `kernels.sparse_linear` and `sparse_mm` were called with, in the order of the GEMMs of a layer."""
+
+    def __init__(self, monkeypatch):
+        self.algorithms: list[Algorithm | None] = []
+        for name in ("sparse_linear", "sparse_mm"):
+            monkeypatch.setattr(kernels, name, self.recording(getattr(kernels, name)))
+
+    def recording(self, function):
+        def record(*arguments, algorithm=None):
+            self.algorithms.append(algorithm)
+            return function(*arguments, algorithm=algorithm)
+
+        return record
+
+
+@pytest.fixture
+def spy(monkeypatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+def gemms_that_run(layer: nn.Module, tokens: int, library: StandIn, spy: Spy) -> dict[str, tuple[int, int, int] | None]:
+    """One forward and backward pass: the (m, n, k) of each GEMM that ran sparse, None where it was dense math."""
+    library.gemms.clear()
+    spy.algorithms.clear()
+    x = torch.randn(tokens, IN).bfloat16().requires_grad_()
+    output = layer(x)
+    forward = len(library.gemms)
+    output.backward(torch.randn(tokens, OUT).bfloat16())
+    assert x.grad is not None and layer.weight.grad is not None
+    assert sum(algorithm is not None for algorithm in spy.algorithms) == len(library.gemms)
+    ran: dict[str, tuple[int, int, int] | None] = dict.fromkeys(GEMMS)
+    for index, (m, n, k, _, transposed) in enumerate(library.gemms):
+        name = "output" if index < forward else "grad_input" if transposed else "grad_weight"
+        assert ran[name] is None
+        ran[name] = m, n, k
+    return ran
+
+
+def settings_of_gemms(method: str) -> Iterator[dict]:
+    """Every choice that the method has of gradient estimates, and FP8 and pruned activations once each."""
+    names = {field.name for field in fields(METHODS[method].Settings)} & {field.name for field in fields(GemmSettings)}
+    choices = [name for name in ("weight_grad", "input_grad") if name in names]
+    for values in product(GRADIENT_ESTIMATORS, repeat=len(choices)):
+        yield dict(zip(choices, values))
+    for name, value in (("fp8", True), ("activations", "2:4")):
+        if name in names:
+            yield {name: value}
+
+
+def check_agreement(model: nn.Module, weight: SparseWeight, tokens: int, library: StandIn, spy: Spy) -> None:
+    dtype = weight.parameter.dtype
+    plans = doctor.gemm_plans(weight, tokens, dtype, CPU)
+    assert tuple(plans) == GEMMS and tuple(gemm.name for gemm in weight.method.gemms) == GEMMS
+    ran = gemms_that_run(weight.module, tokens, library, spy)
+    promised = {problem: problem[:3] for problem in doctor.problems(model, tokens, dtype)}
+    for gemm in weight.method.gemms:
+        problem, plan = gemm.problem(tokens, OUT, IN, dtype), plans[gemm.name]
+        assert plan.reason and plan.is_sparse == (ran[gemm.name] is not None), (gemm, plan, ran)
+        assert (problem is None) == (gemm.unsupported() is not None)
+        if problem is None:
+            assert plan.reason == gemm.unsupported() and not plan.is_sparse
+            continue
+        assert plan == kernels.plan_gemm(problem, CPU, weight.config.backend)
+        # The stand-in's verdict is always "sparse": what can run sparse does, and the autotuner would be given it.
+        assert plan.is_sparse == (problem in promised) == (kernels.gemm_unsupported(problem, CPU) is None)
+        if plan.is_sparse:
+            m, n, k = problem[:3]
+            assert ran[gemm.name] == (m, n + -n % 16, k)  # the library is called with n padded to 16
+    assert {ran[name] for name in GEMMS} - {None} == {(m, n + -n % 16, k) for m, n, k in promised.values()}
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8"])
+@every_method
+def test_doctor_plans_and_layers_agree(stand_in, spy, method, pattern):  # noqa: F811
+    for settings in settings_of_gemms(method):
+        model, weight = patched(method, pattern=pattern, **settings)
+        for tokens in (16, 30, 32):
+            check_agreement(model, weight, tokens, stand_in, spy)
+        if pattern != "2:4":
+            assert not doctor.gemm_plans(weight, 32, torch.bfloat16, CPU)["output"].is_sparse
+
+
+@every_method
+def test_they_agree_for_many_tokens(stand_in, spy, method):  # noqa: F811
+    check_agreement(*patched(method), 4096, stand_in, spy)
+
+
+@every_method
+def test_they_agree_in_dtypes_that_sparse_gemms_do_not_take(stand_in, spy, method):  # noqa: F811
+    model, weight = patched(method)
+    model.float()
+    plans = doctor.gemm_plans(weight, 32, torch.float32, CPU)
+    assert not any(plan.is_sparse for plan in plans.values()) and doctor.problems(model, 32, torch.float32) == []
+    model[0](torch.randn(32, IN, requires_grad=True)).sum().backward()
+    assert not stand_in.gemms and set(spy.algorithms) == {None}
+
+
+@pytest.mark.parametrize("backend", ["dense", "cusparselt"])
+@every_method
+def test_they_agree_where_a_backend_is_asked_for(stand_in, spy, method, backend):  # noqa: F811
+    _, weight = patched(method, backend=backend)
+    plans = doctor.gemm_plans(weight, 32, torch.bfloat16, CPU)
+    ran = gemms_that_run(weight.module, 32, stand_in, spy)
+    for gemm in weight.method.gemms:
+        assert plans[gemm.name].is_sparse == (ran[gemm.name] is not None)
+        assert plans[gemm.name].is_sparse == (backend == "cusparselt" and gemm.unsupported() is None)
+
+
+@every_method
+def test_they_agree_where_the_autotuner_prefers_dense(stand_in, spy, method, monkeypatch):  # noqa: F811
+    """Dense for the output GEMM, sparse for the others, as measured."""
+
+    def choose(problem, device):
+        if problem == kernels.linear_problem(32, OUT, IN, torch.bfloat16):
+            return autotune.Verdict("dense", Algorithm(3), 3.0, 2.0, "dense is faster", measured=True)
+        return autotune.Verdict("cusparselt", Algorithm(3), 1.0, 2.0, "measured", measured=True)
+
+    monkeypatch.setattr(autotune, "choose", choose)
+    _, weight = patched(method)
+    plans = doctor.gemm_plans(weight, 32, torch.bfloat16, CPU)
+    ran = gemms_that_run(weight.module, 32, stand_in, spy)
+    assert {name: plan.is_sparse for name, plan in plans.items()} == {name: ran[name] is not None for name in GEMMS}
+    assert (plans["output"].is_sparse, plans["output"].reason) == (False, "dense is faster")
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:8"])
+@every_method
+def test_inference_from_compressed_weights_agrees(stand_in, spy, method, pattern):  # noqa: F811
+    """What can drop its master weight is what has a sparse output GEMM, and it then runs that."""
+    model, weight = patched(method, pattern=pattern)
+    reason = weight.method.gemms.output.unsupported()
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            drop_master_weights(model)
+        return
+    x = torch.randn(32, IN).bfloat16()
+    with torch.no_grad():
+        before = model[0](x)
+        drop_master_weights(model)
+        stand_in.gemms.clear()
+        assert torch.equal(model[0](x), before) and stand_in.gemms[0][:3] == (OUT, 32, IN)

@@ -1,0 +1,112 @@
+"""Determining the masked decay by probes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from hf_sparse24 import Sparse24Config, Sparse24Trainer
+from hf_sparse24.patching import patched_config
+from hf_sparse24.training.decay_search import DecayTuning
+
+CANDIDATES = (1e-3, 1.0, 1e3)
+
+
+def make_trainer(tmp_path, decay=1e-3, method="sr-ste", **arguments) -> Sparse24Trainer:
+    defaults = {
+        "max_steps": 12,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    data = Dataset.from_dict({k: v.tolist() for k, v in zoo.batch(rows=64).items()})
+    return Sparse24Trainer(
+        zoo.build("llama"),
+        TrainingArguments(str(tmp_path), **(defaults | arguments)),
+        train_dataset=data,
+        sparse24_config=Sparse24Config(method=method, masked_decay=decay),
+    )
+
+
+@pytest.mark.parametrize("method", ["sr-ste", "t-sr-ste"])
+def test_stronger_decay_flips_less(method, tmp_path):
+    tuning = make_trainer(tmp_path, method=method).tune_masked_decay(CANDIDATES, steps=8)
+    assert tuning.dense_flip_rate > 0
+    assert list(tuning.mu) == list(CANDIDATES)
+    assert tuning.mu[1e3] < tuning.mu[1e-3] - 0.1
+    text = str(tuning)
+    assert "mu" in text and all(f"{candidate:.1e}" in text for candidate in CANDIDATES)
+
+
+def test_the_choice():
+    assert "chosen" in str(DecayTuning(1e-3, {1e-5: 0.99, 6e-5: 0.8, 2e-4: 0.61}, 6e-5))
+
+
+def test_nothing_is_touched(tmp_path):
+    """Training after probes equals training without: model, random states, data order."""
+    tuned, plain = make_trainer(tmp_path), make_trainer(tmp_path)
+    weights = {name: tensor.clone() for name, tensor in tuned.model.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    tuned.tune_masked_decay((1e-3,), steps=4)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in tuned.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])
+    assert tuned.optimizer is None and patched_config(tuned.model).masked_decay == 1e-3
+    assert patched_config(tuned.model).phase == "sparse"
+    for run in (tuned, plain):
+        torch.manual_seed(1)
+        run.train()
+    assert all(torch.equal(a, b) for a, b in zip(tuned.model.state_dict().values(), plain.model.state_dict().values()))
+
+
+def test_auto(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 0.8, 2e-4: 0.4}, 6e-5)
+    )
+    run = make_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
+    run.train()
+    assert patched_config(run.model).masked_decay == 6e-5 and "6.0e-05" in capsys.readouterr().out
+    # A resumed run takes the number it began with, and does not probe again.
+    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
+    for checkpoint in (True, str(tmp_path / "checkpoint-6")):
+        resumed = make_trainer(tmp_path, decay="auto", save_strategy="no")
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert patched_config(resumed.model).masked_decay == 6e-5
+
+
+def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 1.8}, None)
+    )
+    with pytest.raises(ValueError, match=r"no candidate has mu in \[0.60, 0.95\](?s:.*)mu 1.800"):
+        make_trainer(tmp_path, decay="auto").train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"candidates": ()}, r"candidates=\(\): give at least one"),
+        ({"candidates": (1e-4, -1)}, r"\[-1\] are no finite numbers >= 0"),
+        ({"steps": 2}, "steps=2: a probe needs at least 4"),
+        ({"steps": 40}, "training ends after 16 steps; probe for fewer than steps=40"),
+    ],
+)
+def test_wrong_arguments(arguments, message, tmp_path):
+    run = make_trainer(tmp_path, max_steps=16)
+    states = torch.get_rng_state(), random.getstate()
+    with pytest.raises(ValueError, match=message):
+        run.tune_masked_decay(**arguments)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+
+
+def test_methods_without_decay(tmp_path):
+    with pytest.raises(ValueError, match="method 's-ste' has no masked_decay to tune"):
+        make_trainer(tmp_path, decay=None, method="s-ste").tune_masked_decay()

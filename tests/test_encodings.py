@@ -1,0 +1,232 @@
+"""Encodings of weights: kept within one open step with gradients, dropped by every change, and never kept elsewhere."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import zoo
+from cslt import stand_in  # noqa: F401 (a fixture)
+from test_gemms import model_of
+from torch import nn
+
+from hf_sparse24 import Sparse24Controller
+from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.weight import SparseWeight, sparse_weights
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+BACKENDS = pytest.mark.parametrize("backend", ["auto", "dense"])
+
+
+def kept(model: nn.Module) -> int:
+    """Bytes of encodings that the model holds."""
+    return sum(zoo.kept_bytes(weight) for weight in sparse_weights(model).values())
+
+
+@pytest.fixture
+def prunings(monkeypatch) -> list[SparseWeight]:
+    """The weights that were pruned, in the order in which it happened."""
+    pruned: list[SparseWeight] = []
+    encode = SparseWeight._encode
+
+    def spy(self, *arguments):
+        pruned.append(self)
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(SparseWeight, "_encode", spy)
+    return pruned
+
+
+@BACKENDS
+def test_kept_across_micro_batches_and_recomputation(stand_in, prunings, backend):  # noqa: F811
+    model = model_of("s-ste", backend)
+    x = X.clone().requires_grad_()
+    with patched_config(model).run_state.open_step():
+        for _ in range(3):
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).float().sum().backward()
+        assert len(prunings) == 2 and kept(model) > 0  # one pass makes all forms of a weight
+
+
+def test_not_kept_without_an_open_step(stand_in, prunings):  # noqa: F811
+    """As in a training loop without a controller, where nobody says when the weights change."""
+    model = model_of("ste")
+    for i in range(3):
+        model(X).sum().backward()
+        assert len(prunings) == 2 * (i + 1) and kept(model) == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_not_kept_and_not_used_without_gradients(stand_in, prunings, mode):  # noqa: F811
+    model = model_of("ste")
+    with patched_config(model).run_state.open_step():
+        with mode():
+            model(X)
+            assert kept(model) == 0
+        model(X)
+        assert kept(model) > 0
+        with mode():
+            for _ in range(2):
+                model(X)
+        assert len(prunings) == 2 + 2 + 4
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_through_data_around_evaluations(stand_in, mode):  # noqa: F811
+    """As averaged weights are swapped in, or adapters merged; no version counter sees them."""
+    model = model_of("ste")
+    with patched_config(model).run_state.open_step():
+        trained = model(X)
+        with mode():
+            before = model(X)
+            for parameter in model.parameters():
+                parameter.data.mul_(2)
+            assert not torch.equal(model(X), before)
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+            assert torch.equal(model(X), before)
+        assert torch.equal(model(X), trained)
+
+
+def test_weights_of_inference_mode():
+    with torch.inference_mode():
+        model = model_of("ste", "dense")
+        with patched_config(model).run_state.open_step():
+            before = model(X)
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            assert not torch.equal(model(X), before)
+
+
+def changes():
+    def in_place(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+
+    def load(model):
+        model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+
+    def load_by_assignment(model):
+        state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+    def replace(model):
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+
+    def cast(model):
+        model.float().bfloat16()
+        in_place(model)
+
+    def state(model):
+        for weight in sparse_weights(model).values():
+            weight.state["scale"].mul_(2)
+
+    def another_state(model):
+        for weight in sparse_weights(model).values():
+            weight.set_state({"scale": 2 * weight.state["scale"]})
+
+    return [in_place, load, load_by_assignment, replace, cast, state, another_state]
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
+@BACKENDS
+def test_no_change_within_a_step_goes_unseen(stand_in, change, backend):  # noqa: F811
+    model = model_of("s-ste", backend)
+    with patched_config(model).run_state.open_step():
+        before = model(X)
+        assert torch.equal(model(X), before) and kept(model)
+        change(model)
+        after = model(X)
+    expected = copy.deepcopy(model)(X)  # a copy starts without encodings
+    assert torch.equal(after, expected) and not torch.equal(after, before)
+
+
+def test_reassigned_data_at_a_recycled_address(stand_in):  # noqa: F811
+    model = model_of("ste")
+    with patched_config(model).run_state.open_step():
+        for _ in range(20):
+            before = model(X)
+            for parameter in model.parameters():
+                parameter.data = 2 * parameter.data
+                parameter.data = parameter.data / 4
+            assert not torch.equal(model(X), before)
+
+
+def test_another_dtype_has_encodings_of_its_own(prunings):
+    model = model_of("ste", "dense").float()
+    x = X.float()
+    with patched_config(model).run_state.open_step():
+        exact = model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+        assert len(prunings) == 4
+        assert torch.equal(model(x), exact)
+
+
+class WritesThroughData(torch.optim.Optimizer):
+    """An optimizer whose writes no version counter sees: `.data` has one of its own."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(2)
+
+
+def test_a_controller_keeps_them_from_after_step_to_before_step(stand_in, prunings):  # noqa: F811
+    model = model_of("t-sr-ste")
+    optimizer = WritesThroughData(model.parameters(), {})
+    controller = Sparse24Controller(model, optimizer, total_steps=100)
+    before = model(X)
+    assert kept(model) > 0  # since the controller was made
+    model(X).float().sum().backward()
+    held = kept(model)
+    controller.before_step()
+    assert kept(model) == 0  # the optimizer has the memory
+    model(X)
+    assert kept(model) == 0  # between the two nothing is kept
+    optimizer.step()
+    controller.after_step()
+    after = model(X)
+    assert torch.equal(after, copy.deepcopy(model)(X)) and not torch.equal(after, before)
+    model(X).float().sum().backward()
+    assert kept(model) == held
+    for weight in sparse_weights(model).values():
+        weight.clear_encodings()  # for whoever writes through `.data` in the middle of a step
+    assert kept(model) == 0
+
+
+def test_a_new_step_prunes_anew_though_nothing_changed(stand_in, prunings):  # noqa: F811
+    model = model_of("ste")
+    run_state = patched_config(model).run_state
+    for i in range(3):
+        with run_state.open_step():
+            model(X)
+            model(X)
+        assert len(prunings) == 2 * (i + 1)
+
+
+def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
+    model = model_of("ste")
+    with patched_config(model).run_state.open_step():
+        model(X)
+        set_phase(model, "dense")
+        assert kept(model) == 0
+        model(X)
+        assert kept(model) == 0
+
+
+def test_a_copy_and_a_pickle_carry_none(stand_in):  # noqa: F811
+    model = model_of("ste")
+    run_state = patched_config(model).run_state
+    with run_state.open_step():
+        model(X)
+        assert kept(model) > 0
+        twin = copy.deepcopy(model)
+        assert kept(twin) == 0
+        twin(X)
+        assert kept(twin) == 0  # nor has it an open step
+        layer = model.layers[0]
+        assert zoo.kept_bytes(layer._replicate_for_data_parallel().sparse24["weight"]) == 0
+        assert pickle.loads(pickle.dumps(layer.sparse24["weight"].encodings))._kept == ((), {})
+        assert pickle.loads(pickle.dumps(run_state)).step is None

@@ -1,0 +1,254 @@
+"""Sparse GEMMs in models, on a CPU stand-in for the library: right numbers, compressed once, master weights dropped."""
+
+import copy
+from dataclasses import replace
+
+import cslt
+import pytest
+import sparse24_kernels as kernels
+import torch
+import zoo
+from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, drop_master_weights, patch_model, unpatch_model
+from hf_sparse24.encodings import Wanted
+from hf_sparse24.gemms import MASTER, Gemm
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.weight import sparse_weights
+
+SOME = ["ste", "s-ste", "t-sr-ste"]  # one, two and three sparse GEMMs
+CPU = torch.device("cpu")
+
+
+ESTIMATORS = ("none", "magnitude", "mvue", "mvue-approx", "mvue-1:2")
+
+
+@pytest.mark.parametrize("name", ["output", "grad_input", "grad_weight"])
+@pytest.mark.parametrize("sparse", [None, "weight", "input", "grad"])
+def test_only_gemms_that_a_kernel_computes_have_a_problem(name, sparse):
+    """A sparse weight in the first two, a gradient drawn by 2:4 MVUE in the third; everything else is dense math."""
+    for estimator in ESTIMATORS:
+        gemm = Gemm(name, sparse, estimator=estimator)
+        drawn = name == "grad_weight" and sparse == "grad" and estimator in ("mvue", "mvue-approx")
+        runs = drawn or (name != "grad_weight" and sparse == "weight")
+        assert (gemm.unsupported() is None) == runs, gemm
+        assert (gemm.problem(32, 48, 32, torch.bfloat16) is not None) == runs
+        assert replace(gemm, weight=MASTER).unsupported() is not None or sparse == "grad"
+    with pytest.raises(ValueError, match="estimator='best': must be one of"):
+        Gemm(name, sparse, estimator="best")
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 48), nn.Linear(48, 16, bias=False)])
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x).relu())
+
+
+def model_of(method: str, backend: str = "auto") -> nn.Module:
+    torch.manual_seed(0)
+    model = Mlp().bfloat16()
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", backend=backend))
+    return model
+
+
+def fix_draws(*models: nn.Module) -> None:
+    for model in models:
+        for weight in sparse_weights(model).values():
+            weight.rng_key = torch.tensor(5)
+
+
+def train(model: nn.Module, tokens: int = 32, steps: int = 3, micro_batches: int = 2) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = Sparse24Controller(model, optimizer, total_steps=100)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            x = torch.randn(2, tokens // 2, 32, generator=generator).bfloat16()
+            model(x).float().square().mean().backward()
+            controller.after_micro_step()
+        controller.before_step()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.after_step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("tokens", [32, 34])
+@pytest.mark.parametrize("method", SOME)
+def test_training_by_sparse_gemms_equals_dense_math(stand_in, method, tokens):  # noqa: F811
+    sparse, dense = train(model_of(method), tokens), train(model_of(method, "dense"), tokens)
+    for ours, theirs in zip(sparse, dense):
+        assert torch.equal(ours, theirs)
+    by_shape = {(m, k, transposed) for m, _, k, _, transposed in stand_in.gemms}
+    assert {(48, 32, True), (16, 48, True)} <= by_shape  # output
+    assert ((48, 16, True) in by_shape) == (method == "t-sr-ste")  # grad_input of the second layer
+    assert (32, 48, True) not in by_shape  # nobody asks for that of the first
+    assert any(not transposed for *_, transposed in by_shape) == (method != "ste" and tokens == 32)  # grad_weight
+
+
+@pytest.mark.parametrize("method", SOME)
+def test_weights_are_compressed_once_per_optimizer_step(counting_stand_in, method):  # noqa: F811
+    steps, micro_batches, layers = 3, 4, 2
+    forms = 3 if method == "t-sr-ste" else 2  # of both layers; the first one's input needs no gradient
+    gradients = 0 if method == "ste" else steps * micro_batches * layers
+    train(model_of(method), steps=steps, micro_batches=micro_batches)
+    assert counting_stand_in.compressed == steps * forms + gradients
+
+
+def test_recomputation_reuses_them_and_inference_does_not(counting_stand_in):  # noqa: F811
+    model = model_of("t-sr-ste")
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    with patched_config(model).run_state.open_step():
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+        assert counting_stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
+        with torch.no_grad():  # here anything could have changed the weights unseen, so nothing is reused
+            for i in range(3):
+                model(x)
+                assert counting_stand_in.compressed == 6 + 2 * (i + 1)
+
+
+def test_without_an_open_step_every_forward_compresses(counting_stand_in):  # noqa: F811
+    model = model_of("t-sr-ste")
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert counting_stand_in.compressed == 4 + 4 + 2  # the forward pass, its recomputation, two gradients
+
+
+def test_operands_of_different_dtypes_are_refused(stand_in):  # noqa: F811
+    model = model_of("ste")
+    for x in (torch.randn(16, 32), torch.randn(16, 32).half()):
+        with pytest.raises(RuntimeError, match="operands of one dtype"):
+            model.layers[0](x)
+
+
+def test_training_after_inference_mode(stand_in):  # noqa: F811
+    model, x = model_of("t-sr-ste"), torch.randn(16, 32).bfloat16()
+    with torch.inference_mode():
+        before = model(x)
+    after = model(x)
+    after.sum().backward()
+    assert torch.equal(after, before)
+
+
+def test_memory_of_a_layer_whose_gemms_are_all_sparse(stand_in):  # noqa: F811
+    model = model_of("t-sr-ste")
+    with patched_config(model).run_state.open_step():
+        model(torch.randn(16, 32).bfloat16().requires_grad_())
+        weight = sparse_weights(model)["layers.0.weight"]
+        # W and its transpose, nothing dense
+        assert zoo.kept_bytes(weight) == 2 * 9 / 16 * weight.parameter.numel() * 2
+
+
+def test_dropped_master_weights(stand_in, tmp_path):  # noqa: F811
+    model = zoo.build("llama").bfloat16()
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    ids = torch.randint(0, zoo.VOCAB, (2, 8))
+    with torch.no_grad():
+        before, state = model(ids).logits, copy.deepcopy(model.state_dict())
+        sizes = sum(weight.parameter.nbytes for weight in sparse_weights(model).values())
+        assert drop_master_weights(model) == sizes * 7 / 16
+        assert torch.equal(model(ids).logits, before)
+        assert torch.equal(model(ids[:1, :1]).logits.isfinite(), torch.ones(1, 1, zoo.VOCAB, dtype=torch.bool))
+    for forbidden in (
+        lambda: model(ids, labels=ids).loss.backward(),
+        lambda: model.save_pretrained(tmp_path),
+        lambda: model.float(),
+        lambda: unpatch_model(model),
+        lambda: unpatch_model(model, sparse=False),
+        lambda: model.load_state_dict(state),
+        lambda: model.load_state_dict(state, assign=True),
+        lambda: torch.save(model, tmp_path / "model"),
+        lambda: set_phase(model, "dense"),
+        lambda: next(iter(sparse_weights(model).values())).pruned(),
+    ):
+        with pytest.raises(RuntimeError, match="master weight was dropped"):
+            forbidden()
+    with torch.no_grad():
+        assert torch.equal(model.to("cpu")(ids).logits, before)  # where it is already
+        assert torch.equal(copy.deepcopy(model)(ids).logits, before)
+    with pytest.raises(ValueError, match=r"no weight can be dropped: .*: dropped already"):
+        drop_master_weights(model)
+
+
+def test_what_cannot_drop_its_master_weights(stand_in):  # noqa: F811
+    model = Mlp()
+    with pytest.raises(ValueError, match="not patched"):
+        drop_master_weights(model)
+    patch_model(model, Sparse24Config(method="ste", target_modules="all-linear"))
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.weight: the sparse GEMMs run in bf16 and fp16, not torch.float32"
+    ):
+        drop_master_weights(model)
+    set_phase(model, "dense")
+    with pytest.raises(ValueError, match="dense phase"):
+        drop_master_weights(model)
+
+
+def test_compiled_in_one_graph(stand_in):  # noqa: F811
+    x = torch.randn(48, 32).bfloat16()
+    for method in SOME:
+        torch._dynamo.reset()
+        model, eager = model_of(method), model_of(method)
+        fix_draws(model, eager)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for tokens in (32, 16, 48):  # another number of tokens is another plan
+            for run in (compiled, eager):
+                run(x[:tokens]).float().square().mean().backward()
+            for ours, theirs in zip(model.parameters(), eager.parameters()):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_layer_that_cannot_be_sparse_is_dense(stand_in):  # noqa: F811
+    odd = nn.ModuleList([nn.Linear(24, 20)]).bfloat16()
+    patch_model(odd, Sparse24Config(method="ste", target_modules="all-linear"))
+    assert odd[0](torch.randn(16, 24).bfloat16()).shape == (16, 20) and not stand_in.gemms
+
+
+@pytest.mark.parametrize("library", [{"padding": 3}, {"flat": True}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padded_matrices_and_those_of_older_releases(monkeypatch, library, compiled):
+    library = cslt.install(monkeypatch, cslt.StandIn(**library))
+    torch._dynamo.reset()  # a graph holds what the library answered when it was traced
+    model, dense = model_of("t-sr-ste"), model_of("t-sr-ste", "dense")
+    fix_draws(model, dense)
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x = torch.randn(32, 32).bfloat16()
+    forward(x).sum().backward()
+    dense(x).sum().backward()
+    assert library.gemms
+    for ours, theirs in zip(model.parameters(), dense.parameters()):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+@pytest.mark.parametrize("known_layout", [False, True])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_gives_every_form(request, method, known_layout, conv1d):
+    """Where the pruning kernels write the library's layout, and where the library compresses."""
+    request.getfixturevalue("stand_in" if known_layout else "counting_stand_in")
+    layer = Conv1D(48, 32) if conv1d else nn.Linear(32, 48)
+    layer.bfloat16()
+    with torch.no_grad():
+        layer.weight.normal_()
+    model = nn.ModuleList([layer])
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear"))
+    weight = sparse_weights(model)["0.weight"]
+    for gemm in (weight.method.gemms.output, weight.method.gemms.grad_input):
+        plan = gemm.plan(16, 48, 32, torch.bfloat16, CPU, "auto")
+        assert plan.is_sparse == (gemm.sparse == "weight")
+        if not plan.is_sparse:
+            continue
+        assert (plan.compression.layout >= 0) == known_layout
+        wanted = [Wanted(gemm.weight, form, plan.compression) for form in ("dense", gemm.weight_form(plan))]
+        dense, compressed = weight.encoded(wanted, torch.bfloat16)
+        assert dense.shape == (48, 32) and is_nm_sparse(dense, dim=-1 if gemm.name == "output" else 0)
+        matrix = dense if gemm.name == "output" else dense.t()
+        x = torch.randn(16, matrix.shape[1]).bfloat16()
+        result = kernels.sparse_linear(x, compressed, algorithm=kernels.Algorithm())
+        assert torch.equal(result, nn.functional.linear(x, matrix))

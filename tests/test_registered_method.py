@@ -1,0 +1,360 @@
+"""A method from outside the package gets everything that the published ones get (besides tests/test_contract.py)."""
+
+import dataclasses
+import json
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+import zoo
+from cslt import stand_in  # noqa: F401 (a fixture)
+from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
+from test_contract import dataset, loop, run_steps, trainer
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.pytorch_utils import Conv1D
+
+from hf_sparse24 import (
+    METHODS,
+    Sparse24Config,
+    Sparse24Controller,
+    Sparse24Conv1D,
+    Sparse24Linear,
+    Sparse24Trainer,
+    SparseMethod,
+    describe_settings,
+    oneshot,
+    patch_model,
+    register_method,
+    step_param_groups,
+    unpatch_model,
+)
+from hf_sparse24.encodings import RunState
+from hf_sparse24.gemms import MASTER
+from hf_sparse24.methods.settings import MethodSettings, setting
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.tools import doctor
+from hf_sparse24.weight import sparse_weights
+
+
+def patched(name: str = "llama", **settings):
+    model = zoo.build(name)
+    patch_model(model, Sparse24Config(method="own", **settings))
+    return model
+
+
+def give_adapters_a_value(model: nn.Module) -> None:
+    with torch.no_grad():
+        for weight in sparse_weights(model).values():
+            weight.parameters["left"].normal_(std=0.1)
+
+
+# --- settings ---
+
+
+def test_its_settings_are_those_of_the_config():
+    config = Sparse24Config(method="own", ridge=0.5, rank=3)
+    assert (config.ridge, config.rank, config.adapt_last, config.weight_grad) == (0.5, 3, 0.25, "dense")
+    saved = json.loads(config.to_json_string())
+    assert (saved["method"], saved["rank"]) == ("own", 3) and Sparse24Config.from_dict(saved) == config
+    assert describe_settings("own")["rank"] == "rank of the adapters (default 2)"
+    with pytest.raises(ValueError, match="rank=0: must be an int > 0"):
+        Sparse24Config(method="own", rank=0)
+    with pytest.raises(ValueError, match=r"rank=1\.5: must be an int > 0"):
+        config.rank = 1.5
+    with pytest.raises(ValueError, match="rank=4: method 'ste' has no rank; leave it None"):
+        Sparse24Config(method="ste", rank=4)
+
+
+def test_its_phases_are_those_of_the_config():
+    assert Sparse24Config.from_dict({"method": "own", "phase": ADAPTING}).phase == ADAPTING
+    with pytest.raises(ValueError, match="phase='adapting': must be one of"):
+        Sparse24Config.from_dict({"method": "ste", "phase": ADAPTING})
+
+
+def test_wrong_registrations():
+    class Other(OwnMethod):
+        pass
+
+    with pytest.raises(ValueError, match=r"method 'own' is registered already, by own_method\.OwnMethod"):
+        register_method("own")(Other)
+    assert register_method("own")(OwnMethod) is OwnMethod  # running a notebook's cell again is fine
+
+    def rejected(base: type, message: str, **members) -> None:
+        with pytest.raises(ValueError, match=message):
+            register_method("wrong")(type("Wrong", (base,), members))
+        assert "wrong" not in METHODS
+
+    def settings(**fields):
+        made = dataclasses.make_dataclass(
+            "Made", [(k, object, v) for k, v in fields.items()], bases=(MethodSettings,), frozen=True, kw_only=True
+        )
+        return {"Settings": made}
+
+    frozen = r"Wrong\.Settings must be a class derived from MethodSettings, below @dataclass\(frozen=True"
+    rejected(OwnMethod, frozen, Settings=dataclasses.make_dataclass("NotOurs", [], frozen=True))
+    rejected(OwnMethod, frozen, Settings=type("NoDataclass", (MethodSettings,), {}))
+    rejected(OwnMethod, r"Settings\.power: make it by setting\(", **settings(power=dataclasses.field(default=3)))
+    rejected(OwnMethod, r"Settings\.pattern: a config has a field", **settings(pattern=setting(3, is_rank, "")))
+    rejected(OwnMethod, r"phases=\('a',\): must have 'sparse' and 'dense'", phases=("a",))
+    rejected(SparseMethod, r"Wrong must implement \['mask', 'prune'\]")
+    with pytest.raises(ValueError, match="must be a name"):
+        register_method(3)(OwnMethod)
+
+
+def test_a_patch_that_fails_leaves_nothing(monkeypatch):
+    """A buffer's name that the layer has already, after one that it has not; and a shared weight with adapters."""
+    model = zoo.build("gpt2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr(OwnMethod, "init_state", lambda self, view: {"fine": torch.ones(3), "bias": torch.ones(3)})
+    with pytest.raises(ValueError, match="method 'own' keeps 'bias' beside a weight, and Conv1D has an attribute"):
+        patch_model(model, Sparse24Config(method="own"))
+    monkeypatch.undo()
+    model.transformer.h[1].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
+    with pytest.raises(
+        ValueError, match=r"h\.1\.mlp\.c_fc\.weight is shared with another layer, and the method trains"
+    ):
+        patch_model(model, Sparse24Config(method="own"))
+    assert before.keys() == model.state_dict().keys() and not sparse_weights(model)
+    assert not hasattr(model.config, "quantization_config")
+    with pytest.raises(ValueError, match="config='own': must be a Sparse24Config or None"):
+        patch_model(model, "own")
+
+
+def test_state_keeps_its_names():
+    weight = next(iter(sparse_weights(patched("gpt2")).values()))
+    with pytest.raises(ValueError, match=r"method 'own' has no state \['other'\]; it has \['mask_bits'\]"):
+        weight.set_state({"other": torch.ones(3)})
+
+
+def test_adapters_must_be_in_the_optimizer():
+    model = zoo.build("gpt2")
+    optimizer = OwnAdamW(model.parameters())
+    patch_model(model, Sparse24Config(method="own"))
+    with pytest.raises(ValueError, match=r"does not hold .*weight, left, .* after patch_model"):
+        Sparse24Controller(model, optimizer, 10)
+
+
+def test_what_it_cannot_patch_is_reported():
+    model = zoo.build("llama", intermediate_size=66)
+    report = patch_model(model, Sparse24Config(method="own", target_modules="all-linear"))
+    assert report.skipped["model.layers.0.mlp.up_proj"] == "output size 66 is not a multiple of 4"
+    assert str(report).startswith("2:4 sparse by own")
+
+
+# --- GEMMs ---
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_backward_pass_uses_another_weight(name):
+    """Z by the mask's weight, dX by that pruned 2:4 along the output dimension as well, dW straight through."""
+    model = patched(name).double()
+    weight = next(iter(sparse_weights(model).values()))
+    layer, across = weight.module, -3 - weight.input_dim  # the other of -1 and -2
+    pruned = weight.pruned()
+    twice = kernels.nm_prune(pruned, 2, 4, across)
+    assert is_nm_sparse(twice, dim=across) and is_nm_sparse(twice, dim=weight.input_dim) and not twice.equal(pruned)
+    x = torch.randn(16, weight.sizes[1], dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(16, weight.sizes[0], dtype=torch.float64)
+    as_out_in = (lambda t: t) if weight.input_dim == -1 else torch.Tensor.t
+    output = layer(x)
+    torch.testing.assert_close(output, nn.functional.linear(x, as_out_in(pruned), layer.bias))
+    output.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ as_out_in(twice))
+    torch.testing.assert_close(weight.parameter.grad, as_out_in(grad.t() @ x))
+
+
+def test_all_three_gemms_run_sparse(stand_in):  # noqa: F811
+    """The doctor says so, the layer does so, and the numbers are those of dense math."""
+    results = []
+    for backend in ("auto", "dense"):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(32, 48)]).bfloat16()
+        config = Sparse24Config(method="own", target_modules="all-linear", weight_grad="mvue", backend=backend)
+        patch_model(model, config)
+        weight = sparse_weights(model)["0.weight"]
+        weight.rng_key = torch.tensor(5)
+        if backend == "auto":
+            plans = doctor.gemm_plans(weight, 32, torch.bfloat16, torch.device("cpu"))
+            assert all(plan.is_sparse for plan in plans.values())
+        x = torch.randn(32, 32).bfloat16().requires_grad_()
+        model[0](x).float().square().sum().backward()
+        results.append((x.grad, weight.parameter.grad))
+    assert {(m, k, transposed) for m, _, k, _, transposed in stand_in.gemms} == {
+        (48, 32, True),  # output
+        (32, 48, True),  # grad_input
+        (48, 32, False),  # grad_weight
+    }
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results))
+
+
+def test_a_gemm_can_take_the_dense_master():
+    """Z of the pruned weight, dX of the dense one."""
+
+    class DenseBackward(OwnMethod):
+        def make_gemms(self):
+            gemms = super().make_gemms()
+            return gemms._replace(grad_input=dataclasses.replace(gemms.grad_input, sparse=None, weight=MASTER))
+
+    class Config:
+        backend, run_state = "auto", RunState()
+        bound_method = DenseBackward(OwnMethod.Settings(), kernels.Pattern(2, 4))
+
+    for conv1d in (False, True):
+        dense = Conv1D(12, 8) if conv1d else nn.Linear(8, 12)
+        layer = (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, Config)
+        x, grad = torch.randn(4, 8, requires_grad=True), torch.randn(4, 12)
+        with Config.run_state.open_step():
+            layer(x).backward(grad)
+            torch.testing.assert_close(x.grad, grad @ (layer.weight.t() if conv1d else layer.weight).detach())
+            with torch.no_grad():
+                layer.weight.mul_(2)
+            before, x.grad = x.grad, None
+            layer(x).backward(grad)
+            torch.testing.assert_close(x.grad, 2 * before)
+
+
+def test_a_method_needs_no_more_than_mask_and_prune(monkeypatch, tmp_path):
+    """No settings, no state: what is left is how it prunes. Here a fixed pattern, the first two of every four."""
+    monkeypatch.setitem(METHODS, "minimal", None)  # so that the method is gone after the test
+
+    @register_method("minimal")
+    class Minimal(SparseMethod):
+        def mask(self, view, packed):
+            first = torch.arange(view.matrix.shape[view.dim]) % 4 < 2
+            mask = (first if view.dim == 1 else first[:, None]).expand(view.matrix.shape).contiguous()
+            return kernels.pack_bits(mask) if packed else mask
+
+        def prune(self, view, operand, forms, dtype):
+            return self.prune_by(view, forms, dtype, "mask", mask=self.mask(view, True))
+
+    model = zoo.build("gpt2")
+    patch_model(model, Sparse24Config(method="minimal"))
+    run_steps(model, *loop(model), 2)
+    for weight in sparse_weights(model).values():
+        pruned = weight.pruned().unflatten(0, (-1, 4))
+        assert pruned[:, :2].all() and not pruned[:, 2:].any()
+    model.eval().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**zoo.batch()).logits, model(**zoo.batch()).logits)
+    with pytest.raises(ValueError, match="dense_start=3: method 'minimal' has no dense_start; leave it None"):
+        Sparse24Config(method="minimal", dense_start=3)
+    with pytest.raises(TypeError, match=r"has no argument 'typo'; it has .*, and with method='minimal' "):
+        Sparse24Config(method="minimal", typo=3)
+
+
+# --- training ---
+
+
+def test_its_loss_is_added_once_to_final_gradients():
+    """After clipping, and however many micro-batches there were."""
+    model = patched(ridge=0.5)
+    _, controller = loop(model)
+    for seed in range(3):
+        model(**zoo.batch(seed)).loss.backward()
+        controller.after_micro_step()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    controller.before_step()
+    for name, parameter in model.named_parameters():
+        expected = before.get(name)
+        if name in sparse_weights(model):
+            expected = expected + 0.5 * parameter.detach()
+        assert (parameter.grad is None) == (expected is None)  # adapters take no part yet
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_its_loss_reaches_weights_without_a_gradient_and_skips_frozen_ones():
+    model = patched(ridge=0.5)
+    weights = list(sparse_weights(model).values())
+    weights[0].parameter.requires_grad_(False)
+    _, controller = loop(model)
+    controller.before_step()
+    assert weights[0].parameter.grad is None
+    torch.testing.assert_close(weights[1].parameter.grad, 0.5 * weights[1].parameter.detach())
+
+
+def test_its_loss_of_weights_that_are_all_frozen_adds_nothing():
+    model = patched(ridge=0.5)
+    for weight in sparse_weights(model).values():
+        weight.parameter.requires_grad_(False)
+    run_steps(model, *loop(model), 1)
+
+
+@pytest.mark.parametrize("phase", ["sparse", ADAPTING])
+def test_compiled_in_one_graph(phase):
+    model = patched()
+    give_adapters_a_value(model)
+    set_phase(model, phase)
+    mlp, x = model.model.layers[0].mlp, torch.randn(16, 32)
+    mlp(x).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in mlp.named_parameters() if p.grad is not None}
+    mlp.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), mlp(x))
+    compiled(x).square().sum().backward()
+    assert any("left" in name for name in expected) == (phase == ADAPTING)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(mlp.get_parameter(name).grad, gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_oneshot_gives_it_masks():
+    model = zoo.build("llama")
+    oneshot(model, [zoo.batch(seed, rows=4) for seed in range(2)], Sparse24Config(method="own"), criterion="wanda")
+    masks = {name: weight.mask() for name, weight in sparse_weights(model).items()}
+    magnitude = {n: kernels.nm_mask(p) for n, p in zoo.build("llama").named_parameters() if n in masks}
+    assert any(not torch.equal(masks[name], magnitude[name]) for name in masks)
+    run_steps(model, *loop(model), 2)
+    assert all(torch.equal(weight.mask(), masks[name]) for name, weight in sparse_weights(model).items())
+
+
+def test_phases_and_adapters_that_take_part_late():
+    model = patched()
+    optimizer, controller = loop(model)
+    phases, moved = [], []
+    for _ in range(12):
+        phases.append(controller.phase)
+        assert patched_config(model).phase == sparse_weights(model).popitem()[1].module.phase == phases[-1]
+        run_steps(model, optimizer, controller, 1)
+        moved.append(all(weight.parameters["left"].any() for weight in sparse_weights(model).values()))
+    assert phases == ["sparse"] * 9 + [ADAPTING] * 3
+    assert moved == [False] * 9 + [True] * 3
+    metrics = controller.metrics()
+    assert metrics["adapter_norm"] > 0 and metrics["sparse_phase"] == 1.0 and metrics["flip_rate"] == 0
+
+
+def test_a_dense_tail_leaves_the_adapters_out():
+    model = patched(dense_start=2, dense_tail=3, adapt_last=5)
+    optimizer, controller = loop(model)
+    phases = []
+    for _ in range(12):
+        phases.append(patched_config(model).phase)
+        run_steps(model, optimizer, controller, 1)
+    assert phases == ["dense"] * 2 + ["sparse"] * 5 + [ADAPTING] * 2 + ["dense"] * 3
+    logits, masters = model(**zoo.batch()).logits, {n: w.parameter.clone() for n, w in sparse_weights(model).items()}
+    unpatch_model(model)
+    assert torch.equal(model(**zoo.batch()).logits, logits)
+    assert all(torch.equal(model.get_parameter(name), master) for name, master in masters.items())
+
+
+def test_the_trainer_makes_its_optimizer_and_logs_its_metrics(tmp_path):
+    run = trainer(zoo.build("llama"), tmp_path, "own", logging_steps=1)
+    run.train()
+    assert type(run.optimizer.optimizer) is OwnAdamW
+    norms = [log["adapter_norm"] for log in run.state.log_history if "loss" in log]
+    # The step that a phase begins with is the first whose gradients reach the adapters.
+    assert norms[:9] == [0.0] * 9 and all(norm > 0 for norm in norms[9:])
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    model = patched()
+    adamw = torch.optim.AdamW(step_param_groups(model), lr=1e-3)
+    with pytest.raises(ValueError, match="method 'own' needs OwnAdamW, not AdamW"):
+        Sparse24Controller(model, adamw, total_steps=12)
+    args = TrainingArguments(str(tmp_path), max_steps=12, report_to="none", use_cpu=True)
+    run = Sparse24Trainer(model, args, train_dataset=dataset(), optimizers=(adamw, None))
+    with pytest.raises(ValueError, match="method 'own' needs OwnAdamW, not AdamW"):
+        run.train()
