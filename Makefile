@@ -10,19 +10,19 @@ demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
 
 test: .venv/.test-installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 	$(BIN)/python -m pytest -q
 
 # Every method on two small models, three seeds: what is missing in recipes/results/methods/, then the page.
 methods: .venv/.recipes-installed
 	$(BIN)/python recipes/methods.py
 
-# On a GPU: kernels and products checked first, then timed, then models. GPU_ARGS='--sections kernels --minutes 4'.
+# On a GPU: kernels and GEMMs checked first, then timed, then models. GPU_ARGS='--sections kernels --minutes 4'.
 gpu:
-	$(GPU_PYTHON) kernels/benchmarks/gpu.py $(GPU_ARGS)
+	$(GPU_PYTHON) recipes/benchmarks/gpu.py $(GPU_ARGS)
 
 lint: .venv/.test-installed
-	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(BIN)/lint-imports && $(BIN)/mypy
 
 clean:
 	rm -rf .venv runs build *.egg-info

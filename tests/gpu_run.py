@@ -1,30 +1,26 @@
-"""`make gpu` on products and models without a GPU: tiny sizes, a machine and times that are made up."""
+"""`make gpu` without a GPU: tiny sizes, a machine and times that are made up."""
 
 import json
 from pathlib import Path
 
-import gpu
-import product_gate
 import pytest
-import side_by_side
 import torch
+from benchmarks import gate, gemms, operations, tilelang_gemm, timing
 from cslt import stand_in  # noqa: F401 (a fixture)
-from shapes import Block, Cell, Layer
-from sparse24_kernels import tuner
+from sparse24_kernels.gemm import autotune
+
+from recipes.benchmarks import gpu, modules
 
 CPU = torch.device("cpu")
 SHAPES = ((32, 32, 48), (34, 32, 16))
-CELLS = [Cell(Layer("Tiny", "up", 48, 32, True), 32), Cell(Layer("Tiny", "down", 32, 48), 8192)]
-TINY_BLOCKS = [Block("Tiny", 32, 48, True, 32), Block("Tiny", 32, 48, False, 32, True)]
+LAYERS = [gemms.Layer("GPT-2 tiny", 48, 32, 32), gemms.Layer("Tiny", 32, 48, 8192)]
+KERNELS = ("nm_mask bits, rows", "prune mask: packed", "flips, model", "swiglu backward, row-major")
 
 
 class FakeMachine:
-    """Runs every call once. Times are those of `Times`."""
+    """Runs every call once; then each takes a millisecond, by its own clock."""
 
-    device, name, l2_bytes = CPU, "Fake: 9000", 1
-
-    def facts(self):
-        return {"device": self.name}
+    device, name, l2_bytes, facts = CPU, "Fake: 9000", 1, {"device": "Fake: 9000"}
 
     def clocks(self):
         return "1980 MHz"
@@ -32,52 +28,66 @@ class FakeMachine:
     def prepare(self, calls):
         for call in calls:
             call()
-        return (lambda: 1e-3), "graph"
+        return lambda: 1e-3, {"how": "graph", "host_us": 10.0}
 
     def forget(self):
         pass
 
 
-class Times:
-    """In place of `interleave`: 1000 us, or what was set for a name."""
+@pytest.fixture
+def tiny(monkeypatch):
+    """Few and small entries, and their checks."""
+    small = list({w.name: w.at((8, 64)) for w in operations.workloads() if w.name in KERNELS}.values())
+    monkeypatch.setattr(operations, "workloads", lambda: iter(small))
+    checks = gate.checks
 
-    def __init__(self):
-        self.of: dict[str, float] = {}
+    def few(device):
+        cases = [check for check in checks(device) if check[0].startswith("masks.nm_mask-3-24")]
+        return cases + [(str(w), gate.partial(gate.check, w, device)) for w in small]
 
-    def __call__(self, samplers):
-        return {name: {"median_us": self.of.get(name, 1000.0)} for name in samplers}
+    monkeypatch.setattr(gate, "checks", few)
+    gemm_checks, layer_checks = gemms.checks, modules.checks
+    monkeypatch.setattr(gemms, "checks", lambda device: gemm_checks(device, SHAPES[:1]))
+    monkeypatch.setattr(modules, "checks", lambda device: layer_checks(device, SHAPES[:1], "aot_eager")[:3])
+    for module in (gemms, modules):
+        monkeypatch.setattr(module, "layers", lambda: LAYERS)
+    monkeypatch.setattr(tilelang_gemm.TileLang, "entries", lambda self: [])
+    monkeypatch.setitem(gemms.MODELS, "Tiny", (32, 48))
+    monkeypatch.setitem(gemms.MODELS, "GPT-2 tiny", (32, 48))
+    kinds = (("Tiny", True), ("GPT-2 tiny", True), ("Tiny", False))
+    blocks = [gemms.Layer(f"{name} MLP", 48, 32, 32, training=training) for name, training in kinds]
+    monkeypatch.setattr(modules.Mlps, "entries", lambda self: blocks)
+    return small
 
 
 @pytest.fixture
 def times(monkeypatch):
-    found = Times()
-    monkeypatch.setattr(side_by_side, "interleave", found)
+    """Microseconds by way; what is not in it takes 1000."""
+    found: dict[str, float] = {}
+
+    def in_turn(samplers):
+        return {
+            way: {"us": found.get(way, 1000.0), "min_us": 0, "max_us": 0} | how for way, (_, how) in samplers.items()
+        }
+
+    monkeypatch.setattr(timing, "in_turn", in_turn)
     return found
 
 
 @pytest.fixture
 def tuned(stand_in, monkeypatch):  # noqa: F811
-    """Problems that the tuner was given; what it was not given is not tuned, which stays dense."""
-    found, verdict = [], tuner.choose(None, CPU)
-
-    def tune(problems, device, *, seconds_per_problem):
-        assert seconds_per_problem == side_by_side.SECONDS_PER_PROBLEM
-        found.extend(problems)
-
-    nothing = tuner.Verdict("dense", None, None, None, tuner.NOT_TUNED)
-    monkeypatch.setattr(tuner, "tune", tune, raising=False)
-    monkeypatch.setattr(tuner, "choose", lambda problem, device: verdict if problem in found else nothing)
+    """Problems that were given to the autotuner; what was not given is not tuned, which stays dense."""
+    found, verdict = [], autotune.choose(None, CPU)
+    nothing = autotune.Verdict("dense", None, None, None, "not tuned", measured=False)
+    monkeypatch.setattr(autotune, "tune", lambda problems, device, seconds_per_problem: found.extend(problems))
+    monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict if problem in found else nothing)
     return found
 
 
 def run(folder: Path, sections: str, *arguments: str, machine=None) -> tuple[int, dict, str]:
     """Exit code, JSON and page."""
-
-    def prepare(run):
-        run.cells, run.blocks = CELLS, TINY_BLOCKS
-        run.product_checks = lambda: product_gate.checks(CPU, SHAPES, "aot_eager")[:8]  # those of bf16
-
-    arguments = ["--output", str(folder), "--sections", sections, *arguments]
-    code = gpu.main(arguments, machine or FakeMachine(), lambda *_: {}, [], prepare)
-    stem = folder / "gpu_fake_9000"
-    return code, json.loads(stem.with_suffix(".json").read_text()), stem.with_suffix(".md").read_text()
+    command = ["--output", str(folder), "--sections", sections, "--processes", "0", *arguments]
+    code = gpu.main(command, machine or FakeMachine())
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".md", ".log"}
+    path = max(folder.glob("gpu_fake_9000_*.json"))
+    return code, json.loads(path.read_text()), path.with_suffix(".md").read_text()

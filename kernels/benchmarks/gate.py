@@ -1,170 +1,187 @@
-"""The gate: no speed is reported unless every result is right, on this device and at the sizes that are timed.
+"""Gates: no speed is reported unless every result is right, on this device and at the sizes that are timed.
 
-A check is a name and a function that raises. There are the cases that the tests also run, each timed workload against
-the reference, and what only a GPU can show: that public functions run inside CUDA graphs and under torch.compile.
-Compiling a few hundred kernels takes minutes, so the checks are shared out among processes; that also confines a crash.
-
-    python kernels/benchmarks/gate.py DEVICE SHARE SHARES FILE [TEXT]    one process's share, a line of JSON per check
+A check is a name and a function that raises. Compiling a few hundred kernels takes minutes, so processes share the
+checks. `checks` here are those of the kernels: the cases, the workloads, and what only a GPU can show.
 """
 
 import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
-
-# ruff: noqa: E402 (imports come after the path that they need)
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+from functools import cache, partial
+from typing import Any
 
 import torch
-from cases import assert_same_bits, check
-from sparse24_kernels.backends import KERNEL_DTYPES, choose_kernels
-from timing import describe
-from workloads import BF16, FP32, OPERATIONS, PUBLIC, Workload, tensors, workloads
+from kernel_cases import assert_same_bits, check
+from kernel_cases.cases import all_cases
+from sparse24_kernels import choose_kernels
+from sparse24_kernels.dispatch import KERNEL_DTYPES
+from sparse24_kernels.gemm.autotune.child import Child, Died
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .operations import Workload, tensors, workloads
+from .run import NOT_RUN, Run, Section
+from .timing import captured, describe
 
 Check = tuple[str, Callable[[], None]]
-SMALL = (128, 256)
+WORKER = [sys.executable, "-P", "-m", "benchmarks.gate"]
+"""The command of a process that answers `call`; to be used with the autotuner's `Child`."""
 
 
-def checks(device: torch.device, text: str = "") -> list[Check]:
-    """All checks whose name has `text` in it, the cheap ones first; no two have one name."""
-    found: list[Check] = []
-    if device.type == "cuda":
-        found += [(f"kernels serve {dtype}", partial(_served, device, dtype)) for dtype in KERNEL_DTYPES]
-    for path in sorted(HERE.glob("cases_*.py")):
-        found += [(str(case), partial(check, case, device)) for case in importlib.import_module(path.stem).cases()]
-    if device.type == "cuda":
-        for operation in OPERATIONS:
-            small = Workload(operation, SMALL, BF16 if BF16 in operation.shapes else FP32)
-            found.append((f"graph: {operation.name}", partial(_graph, small, device)))
-            found.append((f"fullgraph: {operation.name}", partial(_full_graph, small, device)))
-            found.append((f"opcheck: {operation.name}", partial(_opcheck, small, device)))
-        found += [(str(workload), partial(check, workload, device)) for workload in workloads()]
-    found = [(name, run) for name, run in found if text in name]
-    names = Counter(name for name, _ in found)
-    return [(name if names[name] == 1 else f"{name} ({i})", run) for i, (name, run) in enumerate(found)]
+class Gate(Section):
+    """Runs `module.checks(device)`, and ends the run where one fails.
+
+    A check that was not reached has not failed; `operations.py` withholds the rows whose own check that is.
+    """
+
+    is_gate = True
+
+    def __init__(self, name: str, groups: tuple[str, ...], module: str, share: int):
+        self.name, self.groups, self.module, self.share = name, groups, module, share
+
+    def execute(self, run: Run) -> None:
+        start, options = time.monotonic(), run.options
+        results = run_all(self.module, run.machine.device, run.left(reserve=5), options.processes, options.only)
+        not_reached = [name for name, error in results.items() if error.startswith(NOT_RUN)]
+        failed = {name: error for name, error in results.items() if error and name not in not_reached}
+        passed = len(results) - len(failed) - len(not_reached)
+        found = {"passed": passed, "failed": failed, "not_reached": not_reached, "seconds": time.monotonic() - start}
+        run.result["gates"][self.name] = found
+        print(f"  {passed} passed, {len(not_reached)} not reached, {len(failed)} failed: {failed}", flush=True)
+        if failed or not passed:
+            raise AssertionError(f"{len(failed)} checks failed, {passed} passed")
 
 
-def _served(device: torch.device, dtype: torch.dtype) -> None:
-    backend, reason = choose_kernels(device, dtype)
-    assert backend == "triton", reason
+def run_all(module: str, device: torch.device, seconds: float, processes: int, text: str) -> dict[str, str]:
+    """The error of each check, or "", within `seconds`, in so many processes (0: in this one)."""
+    checks_of.cache_clear()
+    names = [name for name in checks_of(module, str(device)) if text in name]
+    end, results = time.monotonic() + seconds, dict.fromkeys(names, NOT_RUN)
+
+    def run_some(queue: Iterator[str], child: Child | None = None) -> None:
+        for name in queue:  # of a list, which threads can share
+            if (left := end - time.monotonic()) <= 0:
+                return
+            _, error = call(child, "benchmarks.gate:run_one", module, str(device), name, seconds=left)
+            results[name] = error if time.monotonic() < end else f"{NOT_RUN}: {error}"
+
+    def run_in_a_child(queue: Iterator[str]) -> None:
+        with Child(WORKER) as child:
+            run_some(queue, child)
+
+    queue = iter(names)
+    with ThreadPoolExecutor(max(1, processes)) as pool:
+        list(pool.map(run_in_a_child, [queue] * processes))
+    # Processes share the device's memory. A check that found none left now gets all of it.
+    again = [name for name, error in results.items() if re.search("out ?of ?memory", error, re.I)]
+    run_some(iter(again) if processes else queue)
+    return results
 
 
-def _graph(workload: Workload, device: torch.device) -> None:
-    """Captured once, replayed twice: the same bits as eager."""
-    fresh = workload.arguments(device)
-    arguments = workload.arguments(device)
-    expected = [x.clone() for x in tensors(workload.call(arguments))]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        workload.call(arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = tensors(workload.call(arguments))
-    for replay in (1, 2):
-        for x, original in zip(tensors(arguments), tensors(fresh)):
-            x.copy_(original)  # what works in place starts anew
-        graph.replay()
-        for ours, theirs in zip(results, expected, strict=True):
-            assert_same_bits(ours, theirs, f"replay {replay}")
+@cache
+def checks_of(module: str, device: str) -> dict[str, Callable[[], None]]:
+    return dict(importlib.import_module(module).checks(torch.device(device)))
 
 
-def _full_graph(workload: Workload, device: torch.device, backend: str = "inductor") -> None:
-    """Under torch.compile without graph breaks: the same bits as eager."""
-    torch._dynamo.reset()  # it counts how often one piece of code was compiled, and stops at eight
-    public, results = PUBLIC[workload.function], []
-    for function in (torch.compile(public, fullgraph=True, backend=backend), public):
-        arguments = workload.arguments(device)
-        returned = function(*arguments)
-        results.append(tensors(arguments[0] if returned is None else returned))
-    ours, theirs = results
-    for x, y in zip(ours, theirs, strict=True):
-        assert_same_bits(x, y, "compiled")
-
-
-def _opcheck(workload: Workload, device: torch.device) -> None:
-    """torch's own checks of an operator: schema, fake tensors, autograd, tracing."""
-    name = workload.function.split(".")[1]
-    arguments = workload.arguments(device)
-    if name == "prune":
-        arguments = (*arguments[:8], ",".join(arguments[8]))  # an operator has no lists of strings
-    elif name == "mvue":
-        arguments = arguments[:7]  # nor is it told the layout
-    torch.library.opcheck(getattr(torch.ops.sparse24, name).default, arguments)
-
-
-def run(found: list[Check], each: Callable[[str, str | None], None]) -> None:
-    """Run checks in this process; `each(name, error or None)` after every one."""
-    for name, function in found:
-        try:
-            function()
-            error = None
-        except Exception as exception:  # recorded, and the next one runs
-            error = describe(exception)
-        each(name, error)
+def run_one(module: str, device: str, name: str) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read by the first compilation: there are many processes
+    try:
+        checks_of(module, device)[name]()
+    finally:
         if torch.cuda.is_initialized():
             with suppress(RuntimeError):  # where the device is lost, what follows fails too, and says so
                 torch.cuda.empty_cache()
 
 
-def run_all(
-    device: torch.device, seconds: float, folder: Path, processes: int, text: str = ""
-) -> dict[str, str | None]:
-    """All checks within `seconds`, shared out among processes (0: in this one): each name with its error or None."""
-    found = checks(device, text)
-    results: dict[str, str | None] = {}
-    if not processes:
-        run(found, results.__setitem__)
-        return results
-    paths = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    files = [folder / f"gate_share_{i}.jsonl" for i in range(processes)]
-    workers = []
-    for i, file in enumerate(files):
-        command = [sys.executable, str(HERE / "gate.py"), str(device), str(i), str(processes), str(file), text]
-        file.write_text("")
-        with open(file.with_suffix(".log"), "wb") as log:
-            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    end = time.monotonic() + seconds
-    for i, (file, worker) in enumerate(zip(files, workers)):
-        try:
-            why = f"its process ended with {worker.wait(max(end - time.monotonic(), 0.1))}"
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may hang in the driver
-                worker.wait(10)
-            why = "out of time"
-        log = file.with_suffix(".log")
-        last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:200]
-        results |= {line["check"]: line["error"] for line in map(json.loads, file.read_text().splitlines())}
-        results |= {name: f"not run: {why}: {last}" for name, _ in found[i::processes] if name not in results}
-        file.unlink()
-        log.unlink()
-    # Processes share the device's memory; whoever found none left gets all of it now.
-    again = [(name, check) for name, check in found if re.search("out ?of ?memory", results[name] or "", re.I)]
-    if time.monotonic() < end:
-        run(again, results.__setitem__)
+def call(child: Child | None, function: str, *arguments: Any, seconds: float) -> tuple[Any, str]:
+    """What `function` ("module:name") returns in a process of its own, of JSON; and its error, or how that ended."""
+    request = {"function": function, "arguments": arguments}
+    try:
+        reply = child.ask(request, seconds) if child else answer(request)
+    except Died as died:
+        return None, str(died)
+    return reply["found"], reply["error"]
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    module, name = request["function"].split(":")
+    try:
+        found, error = getattr(importlib.import_module(module), name)(*request["arguments"]), ""
+    except Exception as raised:
+        found, error = None, describe(raised)
+    return {"number": request.get("number"), "ok": not error, "found": found, "error": error}
+
+
+def checks(device: torch.device) -> list[Check]:
+    """Those of the kernels, the cheap ones first; no two have one name."""
+    found: list[Check] = [(str(case), partial(check, case, device)) for case in all_cases()]
+    if device.type == "cuda":
+        chosen = {dtype: choose_kernels(device, dtype) for dtype in KERNEL_DTYPES}
+        assert {backend for backend, _ in chosen.values()} == {"triton"}, chosen
+        for name, workload in {w.name: w.at((128, 256)) for w in workloads()}.items():
+            for kind, function in (("graph", graph), ("fullgraph", full_graph), ("opcheck", opcheck)):
+                found.append((f"{kind}: {name}", partial(function, workload, device)))
+        found += [(str(workload), partial(check, workload, device)) for workload in workloads()]
+    return found
+
+
+def graph(workload: Workload, device: torch.device) -> None:
+    """Captured once, replayed twice: the same bits as eager."""
+    fresh, arguments = workload.arguments(device), workload.arguments(device)
+    expected = [x.clone() for x in tensors(workload.call(arguments))]
+
+    def start_anew() -> None:  # some operations work in place; and at other addresses they upload other tables
+        for x, original in zip(tensors(arguments), tensors(fresh)):
+            x.copy_(original)
+
+    for ours, theirs in zip(replayed(lambda: tensors(workload.call(arguments)), start_anew), expected, strict=True):
+        assert_same_bits(ours, theirs, "replay")
+
+
+def replayed(call: Callable[[], list[Tensor]], before_each: Callable[[], None] = lambda: None) -> list[Tensor]:
+    """What the second replay of a CUDA graph leaves behind, in memory that was made useless before it."""
+    replay, (results,) = captured([call])
+    for _ in range(2):
+        for result in results:
+            result.detach().zero_()
+        before_each()
+        replay()
+    torch.cuda.synchronize()
     return results
 
 
-def main() -> None:
-    device, share, shares, file, *text = sys.argv[1:]
-    with open(file, "a", buffering=1) as out:
-        run(
-            checks(torch.device(device), *text)[int(share) :: int(shares)],
-            lambda name, error: out.write(json.dumps({"check": name, "error": error}) + "\n"),
-        )
+def full_graph(workload: Workload, device: torch.device, backend: str = "inductor") -> None:
+    """Under torch.compile without graph breaks: the same bits as eager."""
+    torch._dynamo.reset()  # it counts how often one piece of code was compiled, and stops at eight
+    compiled = torch.compile(workload.public, fullgraph=True, backend=backend)
+    both = [tensors(workload.call(workload.arguments(device), function)) for function in (compiled, None)]
+    for ours, theirs in zip(*both, strict=True):
+        assert_same_bits(ours, theirs, "compiled")
+
+
+def opcheck(workload: Workload, device: torch.device) -> None:
+    """torch's own checks of the operators that the public function calls: schema, fakes, autograd, tracing."""
+    calls: list[tuple[Any, tuple]] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "sparse24":
+                calls.append((function, args))
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        workload.call(workload.arguments(device))
+    assert calls, "no operator was called"
+    for function, arguments in calls:
+        torch.library.opcheck(function, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    for line in sys.stdin:
+        print("\n" + json.dumps(answer(json.loads(line))), flush=True)

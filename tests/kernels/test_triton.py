@@ -5,20 +5,18 @@ The same cases run compiled on a GPU by `make gpu`, and here under the marker gp
 
 import inspect
 
-import cases
-import cases_elementwise
-import cases_pruning
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import Case, check
 from hypothesis import given, settings
+from kernel_cases import DTYPES, Case, check, draw
+from kernel_cases.cases import all_cases
 from sparse24_kernels import gpu, reference
 
 # The interpreter computes with NumPy, which warns of the NaN and inf that are put in on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
-ALL_CASES = [*cases_pruning.cases(), *cases_elementwise.cases()]
+ALL_CASES = list(all_cases())
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=str)
@@ -33,7 +31,7 @@ def test_compiled_kernel_equals_reference(case):
 
 
 @pytest.mark.parametrize("file", reference.__all__)
-def test_both_rooms_hold_the_same_functions(file):
+def test_both_packages_hold_the_same_functions(file):
     """A function that an operator calls exists in both, with the same arguments."""
     ours, theirs = getattr(gpu, file), getattr(reference, file)
     public = {
@@ -49,7 +47,7 @@ def test_both_rooms_hold_the_same_functions(file):
 
 def test_a_wrong_kernel_is_caught(monkeypatch):
     """The check itself: one flipped bit, an element that was never written, a value that is slightly off."""
-    case = Case("masks.nm_mask", "", lambda device: (cases.draw(device, 64, 64), 2, 4, 1, True))
+    case = Case("masks.nm_mask", "", lambda device: (draw(device, (64, 64)), 2, 4, 1, True))
     kernel = gpu.masks.nm_mask
 
     def flipped(*arguments):
@@ -60,7 +58,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
     monkeypatch.setattr(gpu.masks, "nm_mask", flipped)
     with pytest.raises(AssertionError, match=r"1 of 512 differ, first at \[3, 5\]"):
         check(case, CPU)
-    case = Case("prune.s_ste_scale", "", lambda device: (cases.draw(device, 64, 64), 2, 4, 1, "mse"), exact=False)
+    case = Case("prune.s_ste_scale", "", lambda device: (draw(device, (64, 64)), 2, 4, 1, "mse"), exact=False)
     scale = gpu.prune.s_ste_scale
     monkeypatch.setattr(gpu.prune, "s_ste_scale", lambda *arguments: scale(*arguments) * (1 + 1e-5))
     with pytest.raises(AssertionError, match="worse than the reference's"):
@@ -74,7 +72,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
 floats = st.sampled_from(
     [0.0, -0.0, 1.0, -1.0, 2.0, 2.0 + 2**-22, 1e-45, -1e-40, 65504.0, 3e38, float("inf"), float("nan")]
 )
-dtypes = st.sampled_from(cases.DTYPES)
+dtypes = st.sampled_from(DTYPES)
 
 
 @st.composite

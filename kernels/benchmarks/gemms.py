@@ -1,0 +1,228 @@
+"""Sparse GEMMs: what their gate checks, autotuning, and the three GEMMs of each layer of each model against dense ones.
+
+The truth is fp32 math on the rounded operands. A sparse GEMM may be no further from it than twice what the dense GEMM
+in the operands' dtype is. Every algorithm is checked so before it is timed, at the size at which it is timed.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, product, zip_longest
+from typing import Any
+
+import sparse24_kernels as kernels
+import torch
+from kernel_cases import BF16, assert_same_bits, draw
+from sparse24_kernels import Algorithm, GemmPlan, GemmProblem, linear_problem, mm_problem
+from sparse24_kernels.gemm import autotune, cusparselt
+from torch import Tensor, nn
+
+from .gate import Check
+from .run import Row, Run, Section
+from .timing import Call, Maker, OutOfTime, time_limit
+
+NAMES = ("output", "grad_input", "grad_weight")
+AUTO = 0.98  # a goal: times dense, of what `auto` runs, at every size
+CHECKED = ((256, 128, 256), (1280, 320, 48), (1000, 1280, 5120), (2055, 2048, 512), (4096, 5120, 1280))
+"""(tokens, in, out) of the gates: also tokens that are no multiple of 16, which the library does not take."""
+
+MODELS = {"Llama 8B": (4096, 14336), "Llama 1B": (2048, 8192), "GPT-2 774M": (1280, 5120), "Llama 13B": (5120, 13824)}
+"""Hidden and intermediate size of each model's MLPs."""
+
+ATTENTION = {"Llama 8B query": (4096, 4096), "Llama 8B key": (1024, 4096), "Llama 1B query": (2048, 2048)}
+ATTENTION |= {"Llama 1B key": (512, 2048), "GPT-2 774M qkv": (3840, 1280), "GPT-2 774M projection": (1280, 1280)}
+ATTENTION |= {"Llama 13B query": (5120, 5120)}
+"""Out and in of each layer."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer at a number of tokens, one of its GEMMs, or a module with the same sizes; trained or not."""
+
+    name: str
+    out: int
+    inputs: int
+    tokens: int
+    gemm: str = ""
+    training: bool = True
+    bias = property(lambda self: self.name.startswith("GPT-2"))
+
+    def __str__(self) -> str:
+        text = f"{self.name} {self.out}x{self.inputs}, {self.tokens} tokens"
+        return text + (f": {self.gemm}" if self.gemm else "" if self.training else ", forward")
+
+    def problems(self, dtype: torch.dtype = BF16) -> dict[str, GemmProblem]:
+        return {
+            "output": linear_problem(self.tokens, self.out, self.inputs, dtype),
+            "grad_input": linear_problem(self.tokens, self.inputs, self.out, dtype),
+            "grad_weight": mm_problem(self.out, self.inputs, self.tokens, dtype),
+        }
+
+
+def mlp(model: str, tokens: int) -> list[Layer]:
+    hidden, inner = MODELS[model]
+    return [Layer(f"{model} MLP up", inner, hidden, tokens), Layer(f"{model} MLP down", hidden, inner, tokens)]
+
+
+def layers() -> list[Layer]:
+    """Everything that is timed, what matters most first: time may run out."""
+    found = []
+    for tokens in (8192, 32768, 4096, 1024):
+        found += [layer for model in MODELS for layer in mlp(model, tokens)]
+        found += [Layer(name, *size, tokens) for name, size in ATTENTION.items()]
+    return found
+
+
+class Operands:
+    """One GEMM: `a` `[m, k]`, which becomes sparse, and `b`, dense; with the ways to multiply them."""
+
+    def __init__(self, layer: Layer, name: str, device: torch.device, dtype=BF16, seed: int = 0, zeros: int = 0):
+        self.name, make = name, partial(draw, device, dtype=dtype)
+        x, self.grad = (make((layer.tokens, n), seed=3 * seed + i) for i, n in enumerate((layer.inputs, layer.out)))
+        self.grad[:zeros] = 0
+        self.weight = make((layer.out, layer.inputs), seed=3 * seed + 2) / layer.inputs**0.5
+        # Without zeros, which small numbers become in fp16, every group of four has one way to be stored.
+        self.weight = torch.where(self.weight.abs() < 1e-4, 1e-4, self.weight)
+        self.bias = make((layer.out,)) if layer.bias and name == "output" else None
+        self.a = {"output": self.weight, "grad_input": self.weight.t(), "grad_weight": self.grad.t()}[name]
+        self.b = self.grad if name == "grad_input" else x
+        self.plan: GemmPlan = kernels.plan_gemm(layer.problems(dtype)[name], device, "cusparselt")
+        self.scale, self.key = kernels.s_ste_scale(self.weight), torch.tensor(7, device=device)
+        self.mask = kernels.transposable_mask(self.weight, packed=True)
+        self.packed = self.encode("compressed") if self.plan.is_sparse else None
+
+    def encode(self, form: str) -> Tensor:
+        """`a` pruned, "dense" or "compressed": by S-STE's rule, by T-SR-STE's mask, or by MVUE."""
+        compression = self.plan.compression if form == "compressed" else None
+        if self.name != "output":
+            form = {"dense": "transposed", "compressed": "compressed-transposed"}[form]
+        if self.name == "grad_weight":
+            form = form.removesuffix("-transposed")
+            encoded = kernels.mvue(self.grad, dim=0, key=self.key, form=form, compression=compression)
+        else:
+            soft = {"rule": "soft-threshold", "scale": self.scale}
+            rule: dict[str, Any] = soft if self.name == "output" else {"rule": "mask", "mask": self.mask}
+            stored = {form: compression} if compression else None
+            (encoded,) = kernels.prune_forms(self.weight, [form], **rule, compressions=stored)
+        assert isinstance(encoded, Tensor)
+        return encoded
+
+    def dense(self, a: Tensor, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
+        if self.name == "grad_weight":
+            return convert(a) @ convert(self.b)
+        return nn.functional.linear(convert(self.b), convert(a), None if self.bias is None else convert(self.bias))
+
+    def sparse(self, algorithm: Algorithm | None, packed: Tensor | None = None) -> Tensor:
+        packed = self.encode("compressed") if packed is None else packed
+        if self.name == "grad_weight":
+            return kernels.sparse_mm(packed, self.b, algorithm=algorithm)
+        return kernels.sparse_linear(self.b, packed, self.bias, algorithm=algorithm)
+
+    def check(self, algorithm: Algorithm | None) -> None:
+        """The sparse GEMM, of what our kernels have compressed and of what the library has."""
+        assert self.packed is not None, self.plan.reason
+        pruned = self.encode("dense")
+        dense, truth, theirs = self.dense(pruned), self.dense(pruned, Tensor.float), kernels.compress(pruned)
+        for packed in (self.packed, theirs):
+            assert_three_way(self.sparse(algorithm, packed), dense, truth, self.name)
+        # Padding is never written and differs. Only a mask keeps exactly two of four that are not zero.
+        if self.name == "grad_input" and theirs.shape[1] * 16 == pruned.shape[1] * 9:
+            assert_same_bits(self.packed.view(torch.int16), theirs.view(torch.int16), "compressed")
+
+
+def assert_three_way(ours: Tensor, dense: Tensor, truth: Tensor, what: str) -> None:
+    """By norm and at the worst element no further from the truth than twice the dense result, plus one rounding."""
+    assert (ours.shape, ours.dtype) == (truth.shape, dense.dtype), f"{what}: {ours.shape}, {ours.dtype}"
+    truth, eps = truth.to(torch.promote_types(truth.dtype, torch.float32)), torch.finfo(ours.dtype).eps
+    for name, size in (("norm", torch.linalg.vector_norm), ("largest", lambda x: x.abs().max())):
+        error, allowed = size(ours - truth).item(), 2 * size(dense - truth).item() + eps * size(truth).item()
+        assert error <= allowed, f"{what}: error {error:.3g} ({name}), at most {allowed:.3g} is allowed"
+
+
+def checks(device: torch.device, shapes: tuple[tuple[int, int, int], ...] = CHECKED) -> list[Check]:
+    """For the gate of the GEMMs: the public functions, by the algorithm that would run."""
+    found: list[Check] = []
+    for dtype, (tokens, inputs, out) in product((BF16, torch.float16), shapes):
+        for name in NAMES if tokens % 16 == 0 else NAMES[:2]:
+            layer = Layer("GPT-2 gate", out, inputs, tokens, name)
+            found.append((f"{layer}, {str(dtype).removeprefix('torch.')}", partial(_check, layer, device, dtype)))
+    return found
+
+
+def _check(layer: Layer, device: torch.device, dtype: torch.dtype) -> None:
+    operands = Operands(layer, layer.gemm, device, dtype, zeros=64)  # groups that can be stored in several ways
+    operands.check(operands.plan.algorithm)
+
+
+class Autotune(Section):
+    """The algorithms of the GEMMs of all chosen sections; what is not reached is dense under `auto`."""
+
+    name, groups, share = "autotuning", ("gemms", "layers", "mlps", "trainer", "inference", "models"), 22
+    note = "m, n, k, dtype, whether the dense operand is column-major, whether the result is transposed"
+    seconds = 5.0  # for one GEMM: a table for users takes its time, here every second is shared
+
+    def execute(self, run: Run) -> None:
+        device, only = run.machine.device, run.options.only
+        by_section = [
+            [problem for entry in section.entries() if only in str(entry) for problem in section.problems(entry)]
+            for section in run.options.sections
+        ]
+        wanted = [problem for problem in chain.from_iterable(zip_longest(*by_section)) if problem is not None]
+        wanted = [p for p in dict.fromkeys(wanted) if cusparselt.unsupported_matrix(p.m, p.k, p.dtype) is None]
+        todo = [problem for problem in wanted if not autotune.choose(problem, device).measured]
+        try:
+            with suppress(OutOfTime), time_limit(run.left(reserve=10)):  # what was measured until then counts
+                autotune.tune(todo, device, seconds_per_problem=self.seconds)
+        finally:
+            rows = {", ".join(map(str, p)): {"facts": autotune.choose(p, device)._asdict()} for p in wanted}
+            run.result["sections"][self.name] = {"note": self.note, "base": None, "rows": rows}
+
+
+class Gemms(Section):
+    name, groups, share, base = "GEMMs", ("gemms",), 12, "dense"
+    note = (
+        "In brackets: times dense. Sparse: the operand is compressed already; packing: pruned and compressed in the "
+        "same call, by our kernels where the layout is not -1; default: by the library's default algorithm, untuned; "
+        "auto: what `backend='auto'` runs."
+    )
+
+    def entries(self) -> list[Layer]:
+        return [replace(layer, gemm=name) for layer in layers() for name in NAMES]
+
+    def problems(self, entry: Layer) -> list[GemmProblem]:
+        return [entry.problems()[entry.gemm]]
+
+    def goals(self, entry: Layer) -> dict[str, float]:
+        return {"auto": AUTO} | ({"sparse, packing": 1.5} if entry.gemm == "output" and entry.tokens >= 8192 else {})
+
+    def measure(self, run: Run, entry: Layer) -> Row:
+        device = run.machine.device
+        sets = [Operands(entry, entry.gemm, device, seed=seed) for seed in range(sets_that_fill(run, entry))]
+        plan, auto = sets[0].plan, kernels.plan_gemm(self.problems(entry)[0], device)
+
+        def sparse(algorithm: Algorithm, packing: bool = False) -> list[Call]:
+            sets[0].check(algorithm)
+            return [partial(x.sparse, algorithm, None if packing else x.packed) for x in sets]
+
+        # Dense: of an operand without zeros; with them it would draw less power and run faster.
+        makers: dict[str, Maker] = {"dense": lambda: [partial(operands.dense, operands.a) for operands in sets]}
+        if plan.algorithm is not None:
+            makers["sparse"] = partial(sparse, plan.algorithm)
+            makers["sparse, packing"] = partial(sparse, plan.algorithm, packing=True)
+            if plan.algorithm != Algorithm():
+                makers["default"] = partial(sparse, Algorithm())
+        row = run.compare(makers)
+        if "us" in row["times"]["dense"]:
+            flops = 2 * entry.tokens * entry.out * entry.inputs
+            row["facts"]["dense, TFLOP/s"] = flops / row["times"]["dense"]["us"] / 1e6
+        row["facts"] |= {"auto runs": auto.backend, "algorithm": plan.algorithm, "compression": plan.compression}
+        # What auto runs is one of these: it is not measured twice.
+        row["times"]["auto"] = row["times"]["sparse" if auto.is_sparse else "dense"]
+        return row
+
+
+def sets_that_fill(run: Run, layer: Layer, most: int = 8) -> int:
+    """How many sets of a layer's bf16 operands no call finds in the cache, at most `most`."""
+    size = 2 * (layer.tokens * (layer.out + layer.inputs) + layer.out * layer.inputs)
+    return max(1, min(most, -(-4 * run.machine.l2_bytes // size)))

@@ -1,0 +1,213 @@
+"""Speed of the kernels: every public operation at the sizes of GPT-2 and Llama, beside a copy and its baselines.
+
+A workload is a case, so `kernel_cases.check` compares it with the reference. `ahead_of_time.py` compiles it without a
+GPU. Here the public function that takes the same arguments is timed.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import kernel_cases
+import sparse24_kernels as kernels
+import torch
+from kernel_cases import BF16, FP32, Case, cases
+from sparse24_kernels import Compression, Packed, reference
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .run import Row, Run, Section
+from .timing import Call
+
+Shape = tuple[int, int]
+Shapes = list[tuple[torch.dtype, Shape]]
+
+SIZES = ((768, 3072), (1024, 4096), (1280, 5120), (1600, 6400), (2048, 8192), (4096, 14336))
+"""Hidden x intermediate of GPT-2 124M, 355M, 774M and 1.5B, Llama 1B and 8B."""
+WEIGHTS: Shapes = list(product((FP32, BF16), SIZES))
+BF16_TOKENS: Shapes = [(BF16, shape) for shape in ((4096, 3072), (8192, 6400), (8192, 14336), (32768, 8192))]
+TOKENS: Shapes = [*BF16_TOKENS, (FP32, (8192, 6400))]  # tokens x features
+COUNTS = {(1280, 5120): 72, (768, 3072): 24}  # how many such weights the MLPs of GPT-2 774M and 124M have
+MODELS: Shapes = list(product((FP32, BF16), COUNTS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Case):
+    """A case at one of the sizes that matter: its row begins with shape and dtype."""
+
+    target: float = 0.8  # of the bandwidth of a copy
+    reads: int = 1  # how often the inputs must be read
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shape[0]}x{self.shape[1]} {str(self.dtype).removeprefix('torch.')}"
+
+    shape = property(lambda self: self.row[0])
+    dtype = property(lambda self: self.row[1])
+    public = property(lambda self: PUBLIC.get(self.function) or getattr(kernels, self.function.split(".")[1]))
+
+    def at(self, shape: Shape) -> "Workload":
+        return replace(self, row=(shape, *self.row[1:]))
+
+    def call(self, arguments: tuple, compiled: Callable[..., Any] | None = None) -> Any:
+        """The public function; what it returns, or its first argument where it works in place."""
+        results = (compiled or self.public)(*arguments)
+        return arguments[0] if results is None else results
+
+    def bytes(self) -> int:
+        """What must be read and written: inputs (as often as needed) and results, each once."""
+        arguments = self.arguments(torch.device("meta"))
+        read, written = (sum(x.nbytes for x in tensors(found)) for found in (arguments, self.call(arguments)))
+        return self.reads * read + written
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+def workloads() -> Iterator[Workload]:
+    for function, name, shapes, make, settings, fields in _operations():
+        for dtype, shape in shapes:
+            yield Workload(function, name, make, (shape, dtype, *settings), **fields)
+
+
+def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str, Any]]]:
+    """Function, name, shapes, maker of arguments, what it takes after shape and dtype, and more fields of each."""
+    # fp32 or bf16 weights in, bf16 operands of a GEMM out.
+    one_way = (["dense"], ["dense", "transposed"], ["packed"], ["compressed"])
+    two_ways = (["packed", "packed-transposed"], ["compressed", "compressed-transposed"])
+    rows = [(rule, 1, forms) for rule, forms in product(("magnitude", "soft-threshold", "mask"), one_way)]
+    rows += [("mask", 1, forms) for forms in two_ways]
+    rows += [(rule, 0, ["dense"]) for rule in ("magnitude", "soft-threshold")]
+    for rule, dim, forms in rows:
+        name = f"prune {rule}{'' if dim else ', columns'}: {'+'.join(forms)}"
+        yield "prune.prune", name, WEIGHTS, cases.prune, ("random", rule, dim, BF16, forms), {}
+    for name, dim in (("rows", 1), ("columns", 0)):
+        yield "masks.nm_mask", f"nm_mask bits, {name}", WEIGHTS, cases.on_weight, ("random", dim, True), {}
+    bits: tuple = ("transposable.transposable_mask", "transposable mask bits", WEIGHTS, cases.on_weight)
+    yield *bits, ("random", "exact", True), {"target": 0.6}
+    scale: tuple = ("prune.s_ste_scale", "s_ste_scale", WEIGHTS, cases.on_weight)
+    yield *scale, ("random", 1, "mse"), {"exact": False}
+    yield "prune.unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix, (), {}
+
+    # MVUE: groups along tokens are those of dW, groups along features those of dX.
+    results = ("dense", "transposed", "packed", "compressed")
+    along_dims = (("tokens", 0), ("features", 1))
+    for (n, m, estimator), (along, dim), form in product(cases.MVUE_KINDS, along_dims, results):
+        if n == 2 or form in ("dense", "transposed"):
+            shapes = BF16_TOKENS if form == "compressed" else TOKENS
+            settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
+            yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", shapes, cases.mvue, settings, {}
+
+    fields: dict[str, Any] = {"exact": False, "terms": lambda grads, weights, masks, alphas: grads}
+    decay = lambda device, shape, dtype: cases.decay(device, [shape] * COUNTS.get(shape, 3), dtype)  # noqa: E731
+    yield "decay.masked_decay_", "masked decay, model", MODELS, decay, (), fields
+    flips = lambda device, shape, _: cases.flips(device, [shape] * COUNTS.get(shape, 3))  # noqa: E731
+    yield "masks.count_flips", "flips, model", MODELS[: len(COUNTS)], flips, (), {}
+
+    for kind, layout in product(("swiglu", "geglu"), ("row", "column")):
+        for count, (function, terms) in enumerate(cases.GATED.items(), 2):
+            name = f"{kind} {'forward' if count == 2 else 'backward'}, {layout}-major"
+            fields = {"exact": False} | terms
+            yield function, name, TOKENS, cases.gated, (count, kind, f"{layout} {layout} {layout}"), fields
+    for format in cases.FORMATS:  # the scale must be known before rounding
+        yield "fp8.fp8_quantize", f"fp8_quantize {format}", TOKENS, cases.fp8, ("row", format), {"reads": 2}
+
+
+def _prune(weight, rule, n, m, dim, mask, scale, dtype, forms, *_):
+    sizes = {"compressed": tuple(weight.shape), "compressed-transposed": tuple(weight.shape)[::-1]}
+    stored = {form: compression(weight.device, *size) for form, size in sizes.items() if form in forms}
+    return kernels.prune_forms(weight, forms, rule, n, m, dim, mask=mask, scale=scale, dtype=dtype, compressions=stored)
+
+
+def _mvue(x, key, n, m, dim, estimator, form, *_):
+    size = tuple(x.shape) if dim else tuple(x.shape)[::-1]
+    stored = compression(x.device, *size) if form == "compressed" else None
+    return kernels.mvue(x, n, m, dim, estimator, key=key, form=form, compression=stored)
+
+
+def compression(device: torch.device, m: int, k: int) -> Compression:
+    """How the library stores a bf16 `[m, k]`; without a library, what has its usual size."""
+    problem = kernels.mm_problem(m, 16, k, BF16)
+    plan = kernels.plan_gemm(problem, device, "cusparselt") if device.type == "cuda" else None
+    return plan.compression if plan and plan.compression else Compression(9 * k // 16, -1)
+
+
+PUBLIC: dict[str, Callable[..., Any]] = {
+    "decay.masked_decay_": kernels.foreach_masked_decay_,
+    "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
+    "mvue.mvue": _mvue,
+    "prune.prune": _prune,
+    "prune.unpack_nm": lambda values, indices: kernels.unpack_nm(Packed(values, indices)),
+}
+"""The public functions that differ in name or arguments from those of `reference`."""
+
+
+Baseline = Callable[[tuple], Call]
+"""Gets the arguments of a workload, as `reference` takes them. What it leaves out (packed bits, say) favours it."""
+COPY = "copy of as many bytes"
+
+# A compilation takes seconds, so one workload of each kind has this baseline. The transposable reference loops over
+# parts of the matrix, and each part would be compiled.
+COMPILED = re.compile(
+    r"prune (magnitude|soft-threshold): dense$|prune mask: (dense\+transposed|compressed\+)|unpack|s_ste_scale|"
+    r"nm_mask bits, rows|mvue .*tokens: dense|masked decay|fp8_quantize e4m3|.*row-major"
+)
+
+
+class Operations(Section):
+    name, groups, share, base = "kernels", ("kernels",), 25, COPY
+    note = "In brackets: times the copy. GB/s: of the bytes that must move. Call: what Python takes to issue one."
+
+    def entries(self) -> list[Workload]:
+        """The last shape of every operation, which has baselines, before the others."""
+        found = list(workloads())
+        self.with_baselines = list({(workload.name, workload.dtype): workload for workload in found}.values())
+        return [*self.with_baselines, *(workload for workload in found if workload not in self.with_baselines)]
+
+    def goals(self, entry: Workload) -> dict[str, float]:
+        return {"ours": entry.target}
+
+    def measure(self, run: Run, entry: Workload) -> Row:
+        gate = run.result["gates"].get("gate of the kernels", {})
+        if str(entry) in (*gate.get("failed", ()), *gate.get("not_reached", ())):
+            return {"error": "withheld: the gate has not verified it"}
+        size = entry.bytes()
+        # So many that no call finds its inputs in the cache.
+        sets = [entry.arguments(run.machine.device) for _ in range(min(64, -(-4 * run.machine.l2_bytes // size)))]
+        ways: dict[str, Baseline] = {COPY: partial(copy_of, size), "ours": lambda found: partial(entry.call, found)}
+        ways |= baselines(entry) if entry in self.with_baselines else {}
+        makers = {way: partial(lambda make: [make(x) for x in sets], make) for way, make in ways.items()}
+        row = run.compare(makers, 60)
+        ours = row["times"]["ours"]
+        if "us" in ours:
+            row["facts"] |= {"GB/s": size / ours["us"] / 1e3, "call, us": ours["host_us"]}
+        return row
+
+
+def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
+    """The name and the maker of each, the quick and safe ones first."""
+    computed = partial(kernel_cases.run, reference, workload.function)
+    if workload.function != "masks.count_flips":  # it takes a table from the host, which no CUDA graph can capture
+        yield "eager PyTorch", lambda found: partial(computed, found)
+    if workload.name in ("transposable mask bits", "prune mask: packed+packed-transposed"):
+        # In half precision only, so an fp32 weight is cast first.
+        name = "torch _sparse_semi_structured_tile (greedy; solves for the mask and packs both ways)"
+        yield name, lambda found: lambda: torch._sparse_semi_structured_tile(found[0].to(BF16))
+    if workload.name == "prune magnitude: compressed":
+        name = "cuSPARSELt compresses the pruned matrix"
+        yield name, lambda found: lambda: kernels.prune_forms(found[0], ["compressed"], dtype=BF16)
+    if COMPILED.match(workload.name):
+        torch._dynamo.reset()  # it counts how often one piece of code was compiled, and stops at eight
+        compiled = torch.compile(computed, dynamic=False)  # the sizes are constants: what it can do at best
+        yield "torch.compile", lambda found: partial(compiled, found)
+
+
+def copy_of(size: int, arguments: tuple) -> Call:
+    """A copy that reads and writes `size` bytes in all, on the device of the arguments."""
+    source = torch.randint(256, (size // 2,), dtype=torch.uint8, device=tensors(arguments)[0].device)
+    result = torch.empty_like(source)
+    return lambda: result.copy_(source)

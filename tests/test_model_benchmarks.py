@@ -1,0 +1,130 @@
+"""`make gpu` on layers, blocks, training and inference without a GPU: tiny sizes, made-up times."""
+
+# ruff: noqa: F811 (tests take the fixtures that are imported)
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks import gate, gemms
+from benchmarks import run as run_module
+from cslt import StandIn, counting_stand_in, stand_in  # noqa: F401 (fixtures)
+from gpu_run import CPU, LAYERS, SHAPES, FakeMachine, run, times, tiny, tuned  # noqa: F401 (fixtures)
+
+from hf_sparse24.weight import SparseWeight
+from recipes.benchmarks import models, modules
+
+TINY_LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+TINY_LLAMA |= {"num_hidden_layers": 2, "vocab_size": 64}
+TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+
+
+def test_the_gate_of_layers_passes_what_is_right_and_catches_what_is_not(stand_in, monkeypatch):
+    found = modules.checks(CPU, SHAPES, "aot_eager")
+    assert len({name for name, _ in found}) == len(found) == 2 * 2 * 2 * 3 + 2
+    for _, check in found:
+        check()
+    assert stand_in.gemms
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", StandIn(wrong_ids=(3,)).matmul)
+    for _, check in found:
+        with pytest.raises(AssertionError, match="is allowed"):
+            check()
+
+
+def test_a_red_gate_reports_no_speed(tiny, tuned, times, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", StandIn(wrong_ids=(0, 3)).matmul)
+    code, result, page = run(tmp_path, "mlps")
+    assert code == 1 and result["unfinished"] == "gate of the GEMMs" and not result["sections"]
+    assert "no speed is reported" in page and "is allowed" in page
+    monkeypatch.setattr(gemms, "checks", lambda _: [("a", lambda: None)])
+    assert run(tmp_path, "mlps")[1]["unfinished"] == "gate of the layers"
+
+
+def test_layers(tiny, tuned, times, tmp_path):
+    times |= {"t-sr-ste, made": 600.0, "s-ste, auto": 1100.0}
+    code, result, page = run(tmp_path, "layers")
+    assert code == 0, result["errors"]
+    row = result["sections"]["layers"]["rows"][str(LAYERS[1])]
+    assert list(row["times"]) == ["dense", *(f"{m}, {w}" for m in modules.METHODS for w in ("kept", "made", "auto"))]
+    assert "600.0 (1.67, meets 1.45)" in page and "1100 (0.91, **misses** 0.98)" in page
+    assert "t-sr-ste, made" not in result["sections"]["layers"]["rows"][str(LAYERS[0])]["goals"]  # too few tokens
+
+
+def test_kept_operands_are_made_once_though_the_library_keeps_nothing(counting_stand_in, monkeypatch):
+    """As while a CUDA graph is captured, when no encoding is valid. MVUE's are made in every call."""
+    encode, encoded = SparseWeight._encode, []
+    monkeypatch.setattr(SparseWeight, "_encode", lambda self, *args: encoded.append(args) or encode(self, *args))
+    monkeypatch.setattr("hf_sparse24.weight.validity", lambda *_: None)
+    build = partial(modules.linear, 32, 48, True, CPU)
+    x, grad = (torch.randn(16, n, dtype=torch.bfloat16) for n in (32, 48))
+    results = {}
+    for operands, each_time in (("kept", 0), ("made", 2)):
+        module = modules.patched(build, "t-sr-ste", "cusparselt", operands)
+        modules.train(module, x.requires_grad_(), grad)  # the warm-up
+        encoded.clear()
+        counting_stand_in.compressed = 0
+        for _ in range(3):
+            results[operands] = modules.train(module, x, grad)
+        assert bool(encoded) == (operands == "made") and counting_stand_in.compressed == 3 * (each_time + 1)
+    for kept, made in zip(results["kept"], results["made"], strict=True):
+        assert torch.equal(kept, made)
+
+
+def test_blocks(tiny, tuned, times, tmp_path):
+    times |= {"t-sr-ste": 600.0, "s-ste, auto": 1000.0, "dense, fused activation": 900.0}
+    code, result, page = run(tmp_path, "mlps")
+    assert code == 0, result["errors"]
+    gated, plain, forward = result["sections"]["MLP blocks"]["rows"].values()
+    assert "No module named 'torchao'" in gated["times"]["torchao SemiSparseLinear"]["error"]
+    assert "error" in forward["times"]["torch to_sparse_semi_structured"] and "us" in forward["times"]["s-ste"]
+    assert "dense, fused activation" in gated["times"] and "dense, fused activation" not in plain["times"]
+    assert "600.0 (1.67)" in page and "1000 (1.00, meets 0.98)" in page
+
+
+def test_inference(tiny, tuned, times, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "SIZES", TINY_LLAMA)
+    monkeypatch.setattr(models, "CONTEXT", 8)
+    workloads = [models.Layer(name, 32, 32, n, training=False) for name, n in (("prefill", 32), ("decode", 3))]
+    monkeypatch.setattr(models.Inference, "entries", lambda self: workloads)
+    times |= {"sparse": 500.0}
+    code, result, page = run(tmp_path, "inference")
+    assert code == 0, result["errors"]
+    assert all(f"| {entry} | 1000 | 500.0 (2.00) | 1000 (1.00, meets 0.98) |" in page for entry in workloads)
+    step = models.Decoder(workloads[1], CPU)
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        first, second = step(x), step(x)
+    assert torch.equal(first, second) and first.shape == (3, 1, 32)  # the cache is as it was
+
+
+@pytest.fixture
+def tiny_models(monkeypatch):
+    runs = {"Llama 1B": (2, 16, "LlamaConfig", TINY_LLAMA), "GPT-2 774M": (2, 16, "GPT2Config", TINY_GPT2)}
+    monkeypatch.setattr(models, "RUNS", runs)
+    monkeypatch.setattr(models, "WARM_UP", 1)
+    monkeypatch.setattr(models, "STEPS", 2)
+
+
+@pytest.mark.parametrize("entry", ["Llama 1B", "GPT-2 774M"])
+@pytest.mark.parametrize("method", ["dense", "s-ste", "t-sr-ste"])
+def test_a_training_run(tiny_models, stand_in, entry, method):
+    found = models.train(entry, method)
+    assert found["tokens per s"] == pytest.approx(32e6 / found["step_us"]) and found["loss"] > 0
+    assert (found["mask refresh, ms"] > 0) == (method == "t-sr-ste") and bool(stand_in.gemms) == (method != "dense")
+
+
+def test_training_runs_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
+    def call(child, function, entry, method, seconds):
+        assert function == "recipes.benchmarks.models:train" and seconds <= 180
+        if method == "s-ste" and "compile" in entry:
+            return None, "it died of SIGKILL"
+        return {"step_us": {"dense": 1e6, "s-ste": 9e5, "t-sr-ste": 5e5}[method], "loss": 10.0}, ""
+
+    monkeypatch.setattr(models, "gate", SimpleNamespace(call=call, Child=gate.Child, WORKER=gate.WORKER))
+    code, result, page = run(tmp_path, "trainer", "--minutes", "60")
+    assert code == 0 and "| 500000 (2.00, meets 1.25) | 900000 (1.11, **misses** 1.25) |" in page and "SIGKILL" in page
+    rows = result["sections"]["training runs"]["rows"]
+    assert "us" in rows["Llama 1B, torch.compile"]["times"]["t-sr-ste"]
+    monkeypatch.setattr(run_module, "NEEDED", 60)
+    code, result, page = run(tmp_path, "trainer", "--minutes", "1")
+    assert all(row == {"error": "not run: out of time"} for row in result["sections"]["training runs"]["rows"].values())
