@@ -82,6 +82,8 @@ def test_json_round_trip(method):
         ({"method": "step", "dense_start": 5}, "dense_start=5: method 'step' has no dense_start"),
         ({"method": "ste", "switch_rule": "geometric"}, "switch_rule='geometric': method 'ste' has no switch_rule"),
         ({"fp8": 1.5}, "fp8=1.5: must be one of"),
+        ({"fp8": 1}, r"fp8=1: must be one of \[True, False\]"),
+        ({"scale_frozen": 0}, r"scale_frozen=0: must be one of \[True, False\]"),
         ({"activations": "1:4"}, r"activations='1:4': must be one of \['dense', '2:4'\]"),
         ({"input_grad": "sparse"}, "input_grad='sparse': must be one of"),
         ({"masked_decay": 1e-4}, "masked_decay=0.0001: method 's-ste' has no masked_decay"),
