@@ -123,7 +123,7 @@ def oneshot(
             `"existing"` its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
             can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
-            layer's output (AdaPrune). Where the mask has room, weights that were zero may become non-zero.
+            layer's output (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
         damping: pulls towards the dense weights, as a share of the mean squared input; what SparseGPT and the
             reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it where the matrix is not
             positive definite, with a warning.
