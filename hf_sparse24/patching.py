@@ -146,13 +146,13 @@ def set_phase(model: nn.Module, phase: str) -> None:
         ValueError: the method has no such phase.
     """
     config = patched_config(model)
-    if config is not None and phase not in config.bound_method.phases:
+    if config is None or config.run_state.phase == phase:
+        return
+    if phase not in config.bound_method.phases:
         raise ValueError(f"phase={phase!r}: must be one of {list(config.bound_method.phases)}")
     for weight in sparse_weights(model).values():
-        if weight.run_state.phase != phase:
-            weight.clear_encodings()  # the dense phase needs none
-    for weight in sparse_weights(model).values():
-        weight.run_state.phase = phase
+        weight.clear_encodings()  # the dense phase needs none
+    config.run_state.phase = phase
 
 
 def _own_config(model: nn.Module) -> Any:
