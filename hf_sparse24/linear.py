@@ -208,7 +208,7 @@ class Sparse24Layer(nn.Module):
         sparse = self.sparse24["weight"]
         sparse.check_master()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        names = [prefix + sparse.attribute(name) for name in (*sparse.state_names, *sparse.parameter_names)]
+        names = list(sparse.beside(prefix + "weight"))
         if not names or prefix + "weight" not in state_dict:
             return
         if any(name in state_dict for name in names):

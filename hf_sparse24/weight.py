@@ -158,6 +158,11 @@ class SparseWeight:
         """The method's own trainable tensors beside this weight, by name."""
         return {name: getattr(self.module, self.attribute(name)) for name in self.parameter_names}
 
+    def beside(self, name: str) -> dict[str, Tensor]:
+        """The method's buffers and Parameters of this weight by their names in a model, where the weight is `name`."""
+        prefix = name.removesuffix(self.name)
+        return {prefix + self.attribute(key): tensor for key, tensor in (self.state | self.parameters).items()}
+
     @property
     def sizes(self) -> tuple[int, int]:
         """(out, in) of the matrix in `view`, however it is stored."""

@@ -35,8 +35,8 @@ def export_model(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     for name, weight in weights.items():
         if weight.run_state.phase != "dense":
             state_dict[name] = weight.method.merged(weight)
-        for kept in (*weight.state_names, *weight.parameter_names):
-            del state_dict[f"{name.removesuffix(weight.name)}{weight.attribute(kept)}"]
+        for kept in weight.beside(name):
+            del state_dict[kept]
     directory = os.path.abspath(directory)
     os.makedirs(directory, exist_ok=True)
     # Beside the target, so that moving is a rename. The config goes last: a model without one is not yet a model.

@@ -86,12 +86,11 @@ def _check_files(files: list[str]) -> None:
 
 
 def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers and Parameters of the method by their names in a checkpoint."""
-    return {
-        f"{name.removesuffix(weight.name)}{weight.attribute(kept)}": tensor
-        for name, weight in sparse_weights(model).items()
-        for kept, tensor in (weight.state | weight.parameters).items()
-    }
+    """The method's buffers and Parameters by their names in a checkpoint."""
+    found: dict[str, Tensor] = {}
+    for name, weight in sparse_weights(model).items():
+        found |= weight.beside(name)
+    return found
 
 
 def _was_loaded(tensor: Tensor) -> bool:
