@@ -1,22 +1,29 @@
 """Encodings: a pruned weight in the forms that GEMMs take, kept by one rule.
 
-Making an encoding costs a pass over the weight, and micro-batches and recomputation under gradient checkpointing need
-the same one. So **an encoding is valid while the step stays open in which it was made, for the versions of the weight
-and its state that it was made from.**
+Making an encoding costs a pass over the weight. Micro-batches, recomputation under gradient checkpointing, and every
+token that is generated need the same one. So **an encoding is valid for the versions of the weight and its state that
+it was made from, while the step stays open in which it was made, or while samples of them have not changed.**
 
 The controller opens a step when an optimizer step has ended, and closes it right before the next. A training loop
-without a controller has no open step, and prunes in every forward pass and every recomputation. So does everything
-without gradients: averaged weights and merged adapters are written through `.data`, which no version counter sees.
+without a controller has no open step, and prunes in every forward pass and every recomputation.
+
+The samples are for evaluation: averaged weights and merged adapters are written through `.data`, which no version
+counter sees. A sample has elements of every row and every column, so it notices a write to a whole one, and costs a
+thousandth of the weight. What it may miss is a write through `.data` to single elements.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from sparse24_kernels import Compression
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 Forms = Mapping[str, Compression | None]
 """Forms of a matrix by the names that `sparse24_kernels.prune_forms` knows; for compressed ones, how to compress."""
@@ -30,17 +37,26 @@ class Wanted(NamedTuple):
     compression: Compression | None
 
 
+class Controller(Protocol):
+    """What runs a training, as far as weights need to know."""
+
+    def end(self) -> None: ...
+
+
 class RunState:
     """What changes while a model trains, one object for all its sparse weights; `phase` is saved beside the settings.
 
     Attributes:
         phase: `"sparse"`, `"dense"`, or another phase of the method: what the weights are used as.
         step: an object that stands for the open step, None where none is open.
+        controller: what runs the training, None where nothing does.
     """
 
     def __init__(self, phase: str = "sparse"):
         self.phase = phase
         self.step: object | None = None
+        self.controller: Controller | None = None
+        self._has_warned = False
 
     @contextmanager
     def open_step(self) -> Iterator[None]:
@@ -51,6 +67,17 @@ class RunState:
         finally:
             self.end_step()
 
+    def expect_controller(self) -> None:
+        """Say once that a model trains and nothing runs its sparsity."""
+        if self.controller is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "this sparse model trains without a Sparse24Controller: its phases, masks and scales stay as they are, "
+                "there is no masked decay, and weights are pruned in every forward pass. In a Trainer, call "
+                "Sparse24Callback.add_to(trainer) before train(); in a loop of your own, make a "
+                "Sparse24Controller(model, optimizer, total_steps)"
+            )
+
     def begin_step(self) -> None:
         self.step = object()
 
@@ -58,63 +85,109 @@ class RunState:
         self.step = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"phase": self.phase, "step": None}  # a copy has no controller
+        return RunState(self.phase).__dict__  # a copy has no controller
+
+
+class _Kept(NamedTuple):
+    """Encodings and what they were made from.
+
+    Attributes:
+        version: of the tensors they were made from, and the dtype they are in.
+        storages: of those tensors. Holding them keeps other tensors from coming to lie at the same addresses.
+        samples: of those tensors.
+        step: the open step in which they are known to be valid, None where only the samples can say.
+        tensors: the encodings by operand and form.
+    """
+
+    version: tuple[Any, ...] = ()
+    storages: Sequence[torch.UntypedStorage] = ()
+    samples: Sequence[Tensor] = ()
+    step: object | None = None
+    tensors: Mapping[tuple[str, str], Tensor] = {}
 
 
 class Encodings:
     """Those of one weight. A copy starts empty: they are derived."""
 
     def __init__(self) -> None:
-        # Key and tensors are one tuple, replaced whole: threads that share a model never see half of it.
-        self._kept: tuple[tuple[Any, ...], dict[tuple[str, str], Tensor]] = ((), {})
+        # Replaced whole: threads that share a model never see half of it.
+        self._kept = _Kept()
 
     def get(
-        self, wanted: Sequence[Wanted], key: tuple[Any, ...] | None, make: Callable[[str, Forms], Sequence[Tensor]]
+        self,
+        wanted: Sequence[Wanted],
+        dtype: torch.dtype,
+        tensors: Sequence[Tensor],
+        run_state: RunState,
+        make: Callable[[str, Forms], Sequence[Tensor]],
     ) -> list[Tensor]:
-        """The wanted encodings, from memory where they are valid.
+        """The wanted encodings in `dtype`, from memory where they are valid.
 
         Args:
-            key: of `validity`; None keeps nothing.
+            tensors: what they are made from.
             make: makes all forms of one operand in one pass.
         """
-        kept_key, tensors = self._kept
-        if key is None or key != kept_key:
-            tensors = {}
+        keep = _may_be_kept(run_state, tensors)
+        kept = _still_valid(self._kept, dtype, tensors, run_state) if keep else _Kept()
         missing: dict[str, dict[str, Compression | None]] = {}
         for operand, form, compression in wanted:
-            if (operand, form) not in tensors:
+            if (operand, form) not in kept.tensors:
                 missing.setdefault(operand, {})[form] = compression
-        for operand, forms in missing.items():
-            made = zip(forms, make(operand, forms))
-            tensors = tensors | {(operand, form): tensor for form, tensor in made}
-        if key is not None and missing:
-            self._kept = key, tensors
-        return [tensors[operand, form] for operand, form, _ in wanted]
+        if missing:
+            # What is made in inference mode could not be used in training.
+            with torch.inference_mode(False) if keep else nullcontext():
+                made = {
+                    (operand, form): tensor
+                    for operand, forms in missing.items()
+                    for form, tensor in zip(forms, make(operand, forms))
+                }
+            kept = kept._replace(tensors={**kept.tensors, **made})
+        if keep:
+            self._kept = kept
+        return [kept.tensors[operand, form] for operand, form, _ in wanted]
 
     def clear(self) -> None:
         """Drop what is kept, and free its memory."""
-        self._kept = ((), {})
+        self._kept = _Kept()
 
     def __reduce__(self):
         return Encodings, ()
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A tensor as it is now. Holding its storage keeps every other tensor from coming to lie at the same address."""
+def _may_be_kept(run_state: RunState, tensors: Sequence[Tensor]) -> bool:
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and run_state.step is None):
+        return False
+    # Tensors of inference mode have no version; those of subclasses, such as fake ones, may have no values.
+    if any(tensor.is_inference() or type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        return False
+    # A CUDA graph runs again without looking.
+    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
-    address: int
-    version: int
-    storage: torch.UntypedStorage = field(compare=False)
+
+def _still_valid(kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], run_state: RunState) -> _Kept:
+    """`kept` where it is valid, otherwise an empty one for what is to be made from `tensors` as they are."""
+    # With gradients, weights change between steps alone. Without, somebody may have swapped them in between.
+    step = run_state.step if torch.is_grad_enabled() else None
+    version = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
+    if kept.version == version:
+        if step is not None and kept.step is step:
+            return kept
+        if all(torch.equal(sample(tensor), before) for tensor, before in zip(tensors, kept.samples)):
+            return kept if kept.step is step else kept._replace(step=step)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return _Kept(version, storages, [sample(tensor).clone() for tensor in tensors], step)
 
 
-def validity(run_state: RunState, dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
-    """What encodings made from `tensors` are kept by; None where they must not be kept."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or run_state.step is None:
-        return None
-    if any(tensor.is_inference() for tensor in tensors):  # they have no version
-        return None
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return None  # a graph runs again without looking
-    sources = (_Source(tensor.data_ptr(), tensor._version, tensor.untyped_storage()) for tensor in tensors)
-    return (run_state.step, dtype, *sources)
+def sample(tensor: Tensor) -> Tensor:
+    """A flat view of some elements, at least one of every row and of every column of the matrix that `tensor` is."""
+    return tensor.detach().flatten()[:: _stride(tensor.shape)]
+
+
+@cache
+def _stride(shape: torch.Size) -> int:
+    """No longer than a row, it reaches every row; coprime to a row's length, it reaches every column."""
+    columns = shape[-1] if shape else 1
+    stride = max(1, min(columns, shape.numel() // max(columns, 1)))
+    while math.gcd(stride, columns) > 1:
+        stride -= 1
+    return stride

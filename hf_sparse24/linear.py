@@ -56,8 +56,7 @@ class _SparseLinearFunction(torch.autograd.Function):
         x = gemm.prune(x, -1, None)
         ctx.save_for_backward(x, output_weight if input_weight is None else input_weight, rng_key)
         ctx.gemms, ctx.input_plan, ctx.backend, ctx.weight_dtype = gemms, input_plan, backend, weight.dtype
-        x, output_weight = _rounded(gemm, "e4m3", x, output_weight)
-        return kernels.sparse_linear(x, output_weight, bias, algorithm=output_plan.algorithm)
+        return _output(gemm, output_plan, x, output_weight, bias)
 
     @staticmethod
     @once_differentiable  # a second derivative would be another function's, and must not pass for this one's
@@ -75,6 +74,12 @@ class _SparseLinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0)  # from the whole gradient: it costs no GEMM, so nothing is pruned
         return grad_x, grad_weight, None, None, grad_bias, None, None, None, None, None
+
+
+def _output(gemm: Gemm, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Z = X W^T from a pruned X `[..., in]`."""
+    x, weight = _rounded(gemm, "e4m3", x, weight)
+    return kernels.sparse_linear(x, weight, bias, algorithm=plan.algorithm)
 
 
 def _grad_input(gemm: Gemm, plan: GemmPlan, grad: Tensor, weight: Tensor, key: Tensor | None) -> Tensor:
@@ -165,8 +170,15 @@ class Sparse24Layer(nn.Module):
                 f"and its master weight was dropped; load the model again, or use another number of tokens"
             )
         wanted, input_plan = [_operand(gemms.output, output_plan)], None
+        if not torch.is_grad_enabled():
+            (output_weight,) = sparse.encoded(wanted, dtype)
+            output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
+            return sparse.method.adapt_output(sparse, x, output)
+        is_compiling = torch.compiler.is_compiling()
+        if self.training and weight.requires_grad and not is_compiling:
+            sparse.run_state.expect_controller()
         # A graph that is traced asks for every gradient, needed or not.
-        if torch.is_grad_enabled() and (x.requires_grad or torch.compiler.is_compiling()):
+        if x.requires_grad or is_compiling:
             input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
             wanted.append(_operand(gemms.grad_input, input_plan))
         operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype)
@@ -208,13 +220,13 @@ class Sparse24Layer(nn.Module):
         sparse = self.sparse24["weight"]
         sparse.check_master()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        if sparse.state_is_ready or prefix + "weight" not in state_dict:
+            return  # what is missing is missing: averaged weights must not choose other masks and scales
         names = list(sparse.beside(prefix + "weight"))
-        if not names or prefix + "weight" not in state_dict:
-            return
         if any(name in state_dict for name in names):
             sparse.state_is_ready = True
         else:
-            # Weights of a dense model: the rest starts from them, as it would when patching.
+            # Dense weights for a model that was patched without any: the rest starts from them.
             missing[:] = [name for name in missing if name not in names]
             sparse.init_state()
             sparse.init_parameters()

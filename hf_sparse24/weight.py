@@ -12,7 +12,7 @@ import torch
 from sparse24_kernels import Pattern
 from torch import Tensor, nn
 
-from .encodings import Encodings, Forms, RunState, Wanted, validity
+from .encodings import Encodings, Forms, RunState, Wanted
 from .gemms import MASTER, PRUNED, Gemms
 
 _OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
@@ -227,17 +227,20 @@ class SparseWeight:
         return self._shaped(dense)
 
     def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype) -> list[Tensor]:
-        """Weight operands `[out, in]` in forms that GEMMs take, kept while a step is open (see `encodings.py`)."""
+        """Weight operands `[out, in]` in forms that GEMMs take, kept as long as `encodings.py` says."""
         if self.compressed is not None:
             if [form for _, form, _ in wanted] != ["compressed"]:
                 self.check_master()
             return [self.compressed]
-        key = validity(self.run_state, dtype, [self.parameter, *self.state.values()])
-        return self.encodings.get(wanted, key, lambda operand, forms: self._encode(operand, forms, dtype))
+        made_from = [self.parameter, *self.state.values()]
+        return self.encodings.get(
+            wanted, dtype, made_from, self.run_state, lambda operand, forms: self._encode(operand, forms, dtype)
+        )
 
     @torch.no_grad()
     def _encode(self, operand: str, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
         self.check_state()
+        check_whole(self.name, self.parameter)
         view = self.view()
         if operand == MASTER:
             return [(view.matrix if view.dim == 1 else view.matrix.t()).to(dtype)]
@@ -302,6 +305,19 @@ class SparseWeight:
         """A matrix, or bits of one, in the shape of the Parameter."""
         shape = self.parameter.shape
         return matrix if len(shape) == 2 else matrix.unflatten(0, shape[:-1])
+
+
+def check_whole(name: str, parameter: Tensor) -> None:
+    """Raise ValueError where a process holds only a part of the weight `name`, with what has split it."""
+    if hasattr(parameter, "ds_id"):
+        found = "partitioned by DeepSpeed ZeRO-3"
+    elif any(cls.__name__ == "DTensor" for cls in type(parameter.data).__mro__):
+        found = "a DTensor, sharded by FSDP2 or tensor parallelism"
+    elif parameter.dim() < 2:
+        found = f"of shape {tuple(parameter.shape)}, flattened by FSDP1"
+    else:
+        return
+    raise ValueError(f"{name} is {found}; this version prunes and trains whole weights: use DDP, or one process")
 
 
 def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:

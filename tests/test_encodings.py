@@ -1,4 +1,4 @@
-"""Encodings of weights: kept within one open step with gradients, dropped by every change, and never kept elsewhere."""
+"""Encodings of weights: kept within an open step, and without gradients while samples of the weight stay the same."""
 
 import copy
 import pickle
@@ -7,14 +7,19 @@ import pytest
 import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_gemms import model_of
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from hf_sparse24 import Sparse24Controller
+from hf_sparse24.encodings import sample
 from hf_sparse24.patching import patched_config, set_phase
 from hf_sparse24.weight import SparseWeight, sparse_weights
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+EVALUATIONS = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "dense"])
 
 
@@ -55,22 +60,31 @@ def test_not_kept_without_an_open_step(stand_in, prunings):  # noqa: F811
         assert len(prunings) == 2 * (i + 1) and kept(model) == 0
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_not_kept_and_not_used_without_gradients(stand_in, prunings, mode):  # noqa: F811
+@EVALUATIONS
+def test_kept_across_evaluations(stand_in, prunings, mode):  # noqa: F811
+    """As every token that is generated needs the same encodings."""
     model = model_of("ste")
+    with mode():
+        for _ in range(3):
+            model(X)
+    assert len(prunings) == 2 and kept(model) > 0
+
+
+@EVALUATIONS
+def test_training_and_evaluation_use_each_others(prunings, mode):
+    model = model_of("ste", "dense")
     with patched_config(model).run_state.open_step():
         with mode():
-            model(X)
-            assert kept(model) == 0
-        model(X)
-        assert kept(model) > 0
+            expected = model(X)
+        for _ in range(2):
+            trained = model(X)
+            trained.float().sum().backward()  # what was made in inference mode could not be saved for backward
         with mode():
-            for _ in range(2):
-                model(X)
-        assert len(prunings) == 2 + 2 + 4
+            assert torch.equal(model(X), expected) and torch.equal(trained, expected)
+    assert len(prunings) == 2
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@EVALUATIONS
 def test_writes_through_data_around_evaluations(stand_in, mode):  # noqa: F811
     """As averaged weights are swapped in, or adapters merged; no version counter sees them."""
     model = model_of("ste")
@@ -85,6 +99,37 @@ def test_writes_through_data_around_evaluations(stand_in, mode):  # noqa: F811
                 parameter.data.mul_(0.5)
             assert torch.equal(model(X), before)
         assert torch.equal(model(X), trained)
+
+
+@pytest.mark.parametrize("line", [(slice(None), 5), (7, slice(None)), (slice(None), -1), (-1, slice(None))])
+def test_writes_through_data_to_one_line(stand_in, line):  # noqa: F811
+    model = model_of("ste")
+    with torch.no_grad():
+        before = model(X)
+        model.layers[0].weight.data[line] += 8
+        assert not torch.equal(model(X), before)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_sample_has_elements_of_every_row_and_column(rows, columns):
+    numbers = sample(torch.arange(rows * columns).view(rows, columns))
+    assert len((numbers // columns).unique()) == rows and len((numbers % columns).unique()) == columns
+    assert len(numbers) <= 2 * max(rows, columns) + 8
+
+
+def test_a_sample_of_state_that_is_no_matrix():
+    assert sample(torch.tensor(3.0)).tolist() == [3.0] and len(sample(torch.zeros(0, 4))) == 0
+    assert len(sample(torch.arange(7))) == 7
+
+
+def test_fake_tensors_keep_none():
+    model, mode = model_of("ste", "dense"), FakeTensorMode()
+    fakes = {name: mode.from_tensor(parameter) for name, parameter in model.named_parameters()}
+    with mode, torch.no_grad():
+        for _ in range(2):
+            torch.func.functional_call(model, fakes, mode.from_tensor(X))
+    assert kept(model) == 0
 
 
 def test_weights_of_inference_mode():
@@ -168,25 +213,23 @@ class WritesThroughData(torch.optim.Optimizer):
     """An optimizer whose writes no version counter sees: `.data` has one of its own."""
 
     def step(self):
+        self.kept = kept(self.model)
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data.mul_(2)
 
 
-def test_a_controller_keeps_them_from_after_step_to_before_step(stand_in, prunings):  # noqa: F811
+def test_a_controller_keeps_them_between_two_steps(stand_in, prunings):  # noqa: F811
     model = model_of("t-sr-ste")
     optimizer = WritesThroughData(model.parameters(), {})
-    controller = Sparse24Controller(model, optimizer, total_steps=100)
+    optimizer.model = model
+    Sparse24Controller(model, optimizer, total_steps=100)
     before = model(X)
     assert kept(model) > 0  # since the controller was made
     model(X).float().sum().backward()
     held = kept(model)
-    controller.before_step()
-    assert kept(model) == 0  # the optimizer has the memory
-    model(X)
-    assert kept(model) == 0  # between the two nothing is kept
     optimizer.step()
-    controller.after_step()
+    assert optimizer.kept == 0  # the optimizer had the memory
     after = model(X)
     assert torch.equal(after, copy.deepcopy(model)(X)) and not torch.equal(after, before)
     model(X).float().sum().backward()
@@ -196,14 +239,16 @@ def test_a_controller_keeps_them_from_after_step_to_before_step(stand_in, prunin
     assert kept(model) == 0
 
 
-def test_a_new_step_prunes_anew_though_nothing_changed(stand_in, prunings):  # noqa: F811
+def test_a_new_step_looks_again(stand_in, prunings):  # noqa: F811
     model = model_of("ste")
     run_state = patched_config(model).run_state
-    for i in range(3):
+    for scale, passes in ((1, 2), (1, 2), (2, 4)):
+        for parameter in model.parameters():
+            parameter.data.mul_(scale)
         with run_state.open_step():
             model(X)
             model(X)
-        assert len(prunings) == 2 * (i + 1)
+        assert len(prunings) == passes
 
 
 def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
@@ -228,5 +273,5 @@ def test_a_copy_and_a_pickle_carry_none(stand_in):  # noqa: F811
         assert kept(twin) == 0  # nor has it an open step
         layer = model.layers[0]
         assert zoo.kept_bytes(layer._replicate_for_data_parallel().sparse24["weight"]) == 0
-        assert pickle.loads(pickle.dumps(layer.sparse24["weight"].encodings))._kept == ((), {})
+        assert pickle.loads(pickle.dumps(layer.sparse24["weight"].encodings))._kept.tensors == {}
         assert pickle.loads(pickle.dumps(run_state)).step is None

@@ -54,7 +54,7 @@ def test_kept_operands_are_made_once_though_the_library_keeps_nothing(counting_s
     """As while a CUDA graph is captured, when no encoding is valid. MVUE's are made in every call."""
     encode, encoded = SparseWeight._encode, []
     monkeypatch.setattr(SparseWeight, "_encode", lambda self, *args: encoded.append(args) or encode(self, *args))
-    monkeypatch.setattr("hf_sparse24.weight.validity", lambda *_: None)
+    monkeypatch.setattr("hf_sparse24.encodings._may_be_kept", lambda *_: False)
     build = partial(modules.linear, 32, 48, True, CPU)
     x, grad = (torch.randn(16, n, dtype=torch.bfloat16) for n in (32, 48))
     results = {}

@@ -91,7 +91,7 @@ def build(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
 
 def kept_bytes(weight) -> int:
     """What the encodings of a sparse weight hold in memory."""
-    return sum(tensor.nbytes for tensor in weight.encodings._kept[1].values())
+    return sum(tensor.nbytes for tensor in weight.encodings._kept.tensors.values())
 
 
 def auto_class(name: str):
