@@ -1,18 +1,20 @@
 """patch_model and unpatch_model: make a model's linear layers 2:4 sparse in place, and back."""
 
 import copy
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .config import Sparse24Config
 from .linear import Sparse24Conv1D, Sparse24Layer, Sparse24Linear
 from .report import PatchReport, make_report
 from .targets import find_candidates
-from .weight import SparseWeight, first_of_each, sparse_weights
+from .weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
 _WRAPPERS = {
@@ -53,6 +55,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
                 f"the model is already patched with another config ({current.difference(config)}); "
                 f"call unpatch_model(model) first"
             )
+        adopt(model)
         return make_report(model, current, find_candidates(model, current))
     _reject_quantized(model)
     # A copy: the model's config follows the phase of training, the caller's object should not.
@@ -70,6 +73,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     reject_non_finite((target.name, target.weight) for target in targets)
     try:
         for target in targets:
+            check_whole(target.name, target.weight)
             layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
             layer_class.from_dense(target.module, config)
         _reject_doubled_parameters(sparse_weights(model))
@@ -77,7 +81,10 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         for weight in sparse_weights(model).values():
             _restore(weight, None)
         raise
-    if hasattr(model, "config"):
+    whole = _whole_of(model)
+    if whole is not None:
+        adopt(whole)
+    if hasattr(model, "config") and getattr(model.config, "quantization_config", None) is not config:
         _own_config(model).quantization_config = config
     return make_report(model, config, candidates)
 
@@ -108,9 +115,11 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     ]
     for weight, result in zip(weights.values(), merged):
         _restore(weight, result)
-    model_config: Any = getattr(model, "config", None)
-    if getattr(model_config, "quantization_config", None) is not None:
-        del model_config.quantization_config
+    for module in (_whole_of(model) or model).modules():
+        module_config: Any = getattr(module, "config", None)
+        is_ours = isinstance(getattr(module_config, "quantization_config", None), Sparse24Config)
+        if is_ours and not sparse_weights(module):
+            del module_config.quantization_config
     return model
 
 
@@ -137,6 +146,68 @@ def patched_config(model: nn.Module) -> Sparse24Config | None:
     """The config `model` was patched with, or None."""
     configs = (weight.config for weight in sparse_weights(model).values())
     return next((config for config in configs if isinstance(config, Sparse24Config)), None)
+
+
+def adopt(model: nn.Module) -> Sparse24Config | None:
+    """Let the Transformers models in `model` say in their configs that parts of them are sparse.
+
+    A part that was patched by itself, such as `model.model` or the language model of a multi-modal one, has the
+    config; the whole is what gets saved.
+
+    Returns:
+        The config of all sparse weights, None where there are none.
+
+    Raises:
+        ValueError: parts have different configs: one controller cannot run them, one file not describe them.
+    """
+    config = patched_config(model)
+    if config is None:
+        return None
+    weights = sparse_weights(model)
+    apart = next((name for name, weight in weights.items() if weight.config is not config), None)
+    if apart is not None:
+        raise ValueError(
+            f"{apart} and {next(iter(weights))} were patched apart, each with a config of its own; call unpatch_model "
+            f"on the parts, then patch_model on the whole model"
+        )
+    for whole in _outermost(model):
+        if getattr(whole.config, "quantization_config", None) is None:
+            names = [layer_name(name) for name in sparse_weights(whole)]
+            if names and names != _selected(whole, config):
+                own = {"target_modules": names, "exclude_modules": None, "layers_to_transform": None}
+                config.__dict__.update(own)
+            if names:
+                _own_config(whole).quantization_config = config
+    return config
+
+
+def _selected(model: nn.Module, config: Sparse24Config) -> list[str] | None:
+    """The layers that `config` names in `model`."""
+    try:
+        return [candidate.name for candidate in find_candidates(model, config) if candidate.skipped is None]
+    except ValueError:  # endings that no layer's name has
+        return None
+
+
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The Transformers models in `module` that are in no other one."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+def _whole_of(part: nn.Module) -> PreTrainedModel | None:
+    """The largest Transformers model that `part` lies in; None where it is one itself, with a head.
+
+    A part does not know of the whole, so this asks the garbage collector.
+    """
+    if isinstance(part, PreTrainedModel) and part.base_model is not part:
+        return None
+    models = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel) and found is not part]
+    wholes = [model for model in models if any(module is part for module in model.modules())]
+    return max(wholes, key=lambda model: len(list(model.modules())), default=None)
 
 
 def set_phase(model: nn.Module, phase: str) -> None:

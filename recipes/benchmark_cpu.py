@@ -1,17 +1,21 @@
-"""What 2:4 simulation costs on a CPU: step time of a patched model over the dense one, per method.
+"""What 2:4 simulation costs on a CPU, as ratios of things that took turns.
 
-    python recipes/benchmark_cpu.py [--rounds 5] [--output recipes/results/cpu_step_time.json]
+    python recipes/benchmark_cpu.py training     # a step of a patched model over a dense one's, per method
+    python recipes/benchmark_cpu.py inference    # generating and evaluating, over the same model's export
+    python recipes/benchmark_cpu.py oneshot      # oneshot's cost per layer, over that of a model of 4 layers
 
-A step is forward, backward, optimizer, and everything the controller does around it. Dense and patched models take
-turns within each round, so that a slow moment of the machine hits all of them; a ratio is taken within its round.
-There is no speed to gain on a CPU: this number says what developing and testing there costs.
+A training step is forward, backward, optimizer, and everything the controller does around it. What is compared takes
+turns within each round, so that a slow moment of the machine hits all of it; a ratio is taken within its round. There
+is no speed to gain on a CPU: these numbers say what developing and testing there costs.
 """
 
 import argparse
 import json
 import platform
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,91 +29,137 @@ from hf_sparse24 import (
     Sparse24Controller,
     StepAdamW,
     __version__,
+    export_model,
+    oneshot,
     patch_model,
     step_param_groups,
 )
 
-WORKLOADS = {
-    "gpt2-124m": {"config": GPT2Config(), "batch": (1, 1024)},
-    "llama-quickstart": {
-        "config": LlamaConfig(
-            vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
-        ),
-        "batch": (8, 256),
-    },
-}
+QUICKSTART = LlamaConfig(
+    vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
+)
+TRAINING = {"gpt2-124m": (GPT2Config(), (1, 1024)), "llama-quickstart": (QUICKSTART, (8, 256))}
+GENERATING = LlamaConfig(
+    vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=12
+)
+LENGTH = {"min_new_tokens": 64, "max_new_tokens": 64}
+DEPTHS = (4, 8, 16, 24, 32)
+RESULTS = Path(__file__).parent / "results"
 
 
-class Run:
-    """A model in training; `step()` takes one optimizer step and returns its seconds."""
-
-    def __init__(self, model: PreTrainedModel, batch: tuple[int, int], method: str):
-        self.model = model
-        self.controller = None
-        if method != "dense":
-            patch_model(model, Sparse24Config(method=method))
-        if method == "step":  # switched after the warm-up: what it costs while it is sparse
-            self.optimizer = StepAdamW(
-                step_param_groups(model), lr=1e-4, total_steps=100_000, switch_after=1, switch_by=1
-            )
-        else:
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        if method != "dense":
-            self.controller = Sparse24Controller(model, self.optimizer, total_steps=100_000, metrics_interval=10)
-        self.ids = torch.randint(0, model.config.vocab_size, batch)
-
-    def step(self) -> float:
-        start = time.perf_counter()
-        self.model(self.ids, labels=self.ids).loss.backward()
-        if self.controller is not None:
-            self.controller.before_step()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.controller is not None:
-            self.controller.after_step()
-        return time.perf_counter() - start
+def build(config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
 
 
-def measure(name: str, rounds: int) -> list[dict]:
-    workload = WORKLOADS[name]
-    runs = {}
-    for method in ("dense", *sorted(METHODS)):
-        torch.manual_seed(0)
-        runs[method] = Run(AutoModelForCausalLM.from_config(workload["config"]).train(), workload["batch"], method)
-        runs[method].step()  # warm up: allocations, and the flip rate of the first step
-    seconds = {method: [] for method in runs}
-    for _ in range(rounds):
-        for method, run in runs.items():
-            seconds[method].append(run.step())
+def random_ids(config, *shape: int) -> torch.Tensor:
+    return torch.randint(3, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def training_step(config, batch: tuple[int, int], method: str) -> Callable[[], object]:
+    model = build(config).train()
+    if method != "dense":
+        patch_model(model, Sparse24Config(method=method))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if method == "step":  # switched after the warm-up: what it costs while it is sparse
+        optimizer = StepAdamW(step_param_groups(model), lr=1e-4, total_steps=100_000, switch_after=1, switch_by=1)
+    if method != "dense":
+        Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=10)
+    ids = random_ids(config, *batch)
+
+    def step() -> None:
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_training(rounds: int) -> list[dict]:
     rows = []
-    for method, times in seconds.items():
-        ratios = [own / dense for own, dense in zip(times, seconds["dense"])]
-        rows.append(
-            {
-                "model": name,
-                "tokens": workload["batch"][0] * workload["batch"][1],
-                "method": method,
-                "seconds": statistics.median(times),
-                "ratio": statistics.median(ratios),
-                "ratio_min": min(ratios),
-                "ratio_max": max(ratios),
-            }
-        )
-        print(
-            "{model:18} {method:9} {seconds:7.3f} s  {ratio:.3f} [{ratio_min:.3f}, {ratio_max:.3f}]".format(**rows[-1])
-        )
+    for name, (config, batch) in TRAINING.items():
+        runs = {method: training_step(config, batch, method) for method in ("dense", *sorted(METHODS))}
+        times = take_turns(runs, rounds)
+        columns = {"model": name, "tokens": batch[0] * batch[1]}
+        rows += [columns | {"method": method} | summary(times[method], times["dense"]) for method in runs]
     return rows
+
+
+@torch.no_grad()
+def measure_inference(rounds: int) -> list[dict]:
+    prompt, text = random_ids(GENERATING, 1, 16), random_ids(GENERATING, 4, 128)
+    rows = []
+    for method in sorted(METHODS):
+        model = build(GENERATING).eval()
+        patch_model(model, Sparse24Config(method=method))
+        with tempfile.TemporaryDirectory() as directory:
+            export_model(model, directory)
+            export = AutoModelForCausalLM.from_pretrained(directory).eval()
+        tasks = {
+            "generate": lambda model: model.generate(prompt, do_sample=False, pad_token_id=0, **LENGTH),
+            "evaluate": lambda model: model(text, labels=text).loss,
+        }
+        for task, run in tasks.items():
+            assert torch.equal(run(model), run(export)), (method, task)
+            times = take_turns({"export": lambda: run(export), "patched": lambda: run(model)}, rounds)  # noqa: B023
+            rows.append({"task": task, "method": method} | summary(times["patched"], times["export"]))
+    return rows
+
+
+def measure_oneshot(rounds: int) -> list[dict]:
+    data = [random_ids(QUICKSTART, 2, 128) for _ in range(4)]
+    rows = []
+    for criterion in ("wanda", "sparsegpt"):
+
+        def prune(depth: int, criterion: str = criterion) -> None:
+            config = LlamaConfig(**(QUICKSTART.to_dict() | {"num_hidden_layers": depth}))
+            oneshot(build(config), data, Sparse24Config(method="fixed-mask"), criterion=criterion)
+
+        times = take_turns({depth: lambda depth=depth: prune(depth) for depth in DEPTHS}, rounds)
+        per_layer = {depth: [seconds / depth for seconds in times[depth]] for depth in DEPTHS}
+        columns = {"criterion": criterion}
+        rows += [columns | {"layers": depth} | summary(per_layer[depth], per_layer[4]) for depth in DEPTHS]
+    return rows
+
+
+def take_turns(runs: dict, rounds: int) -> dict:
+    """Seconds of each run in each round, after one that warms up."""
+    seconds = {name: [] for name in runs}
+    for round_ in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if round_:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def summary(times: list[float], baseline: list[float]) -> dict:
+    ratios = [own / other for own, other in zip(times, baseline)]
+    return {
+        "seconds": statistics.median(times),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+    }
+
+
+MEASURES = {"training": measure_training, "inference": measure_inference, "oneshot": measure_oneshot}
+FILES = {"training": "cpu_step_time.json", "inference": "cpu_inference.json", "oneshot": "cpu_oneshot.json"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=MEASURES, nargs="?", default="training")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu_step_time.json")
+    parser.add_argument("--output", type=Path, help="default: recipes/results/cpu_*.json")
     arguments = parser.parse_args()
-    print("model              method      median    over dense [min, max]")
-    rows = [row for name in WORKLOADS for row in measure(name, arguments.rounds)]
+    transformers.utils.logging.disable_progress_bar()
+    rows = MEASURES[arguments.what](arguments.rounds)
+    for row in rows:
+        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), sep="\t")
     result = {
-        "command": f"python recipes/benchmark_cpu.py --rounds {arguments.rounds}",
+        "command": f"python recipes/benchmark_cpu.py {arguments.what} --rounds {arguments.rounds}",
         "hf_sparse24": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -119,8 +169,9 @@ def main() -> None:
         "rounds": arguments.rounds,
         "rows": rows,
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(arguments.output, json.dumps(result, indent=2) + "\n")
+    output = arguments.output or RESULTS / FILES[arguments.what]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(output, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

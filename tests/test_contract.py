@@ -80,10 +80,8 @@ def run_steps(model: nn.Module, optimizer, controller, steps: int) -> None:
         for micro_step in range(2):
             model(**zoo.batch(micro_step)).loss.backward()
             controller.after_micro_step()
-        controller.before_step()
         optimizer.step()
         optimizer.zero_grad()
-        controller.after_step()
 
 
 def assert_same_state(a: nn.Module, b: nn.Module) -> None:

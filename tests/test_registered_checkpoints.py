@@ -64,9 +64,12 @@ def test_a_checkpoint_without_its_adapters_is_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_dense_weights_start_state_and_adapters_anew():
-    model, dense = patched(), zoo.build("llama", seed=3)
-    give_adapters_a_value(model)
+def test_dense_weights_give_a_model_without_any_its_state_and_adapters():
+    dense = zoo.build("llama", seed=3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(dense.config)
+    patch_model(model, Sparse24Config(method="own"))
+    model.to_empty(device="cpu")
     model.load_state_dict(dense.state_dict())  # strict
     patch_model(dense, Sparse24Config(method="own"))
     ours, theirs = model.state_dict(), dense.state_dict()

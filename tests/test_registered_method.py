@@ -250,13 +250,13 @@ def test_a_method_needs_no_more_than_mask_and_prune(monkeypatch, tmp_path):
 def test_its_loss_is_added_once_to_final_gradients():
     """After clipping, and however many micro-batches there were."""
     model = patched(ridge=0.5)
-    _, controller = loop(model)
+    optimizer, controller = loop(model, lr=0.0)
     for seed in range(3):
         model(**zoo.batch(seed)).loss.backward()
         controller.after_micro_step()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    controller.before_step()
+    optimizer.step()
     for name, parameter in model.named_parameters():
         expected = before.get(name)
         if name in sparse_weights(model):
@@ -270,8 +270,8 @@ def test_its_loss_reaches_weights_without_a_gradient_and_skips_frozen_ones():
     model = patched(ridge=0.5)
     weights = list(sparse_weights(model).values())
     weights[0].parameter.requires_grad_(False)
-    _, controller = loop(model)
-    controller.before_step()
+    optimizer, _ = loop(model, lr=0.0)
+    optimizer.step()
     assert weights[0].parameter.grad is None
     torch.testing.assert_close(weights[1].parameter.grad, 0.5 * weights[1].parameter.detach())
 

@@ -8,12 +8,10 @@ import torch
 import zoo
 from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
 from hf_sparse24.patching import patched_config
-from hf_sparse24.training.callback import _unscale
 from hf_sparse24.weight import sparse_weights
 
 
@@ -267,22 +265,3 @@ def test_training_twice_and_evaluating(tmp_path):
 def test_masked_language_model_with_deberta(tmp_path):
     run = train(tmp_path, model=zoo.build("deberta-v2"), config=Sparse24Config(target_modules="all-linear"))
     assert weights(run).isfinite().all()
-
-
-def test_fp16_gradients_are_unscaled_before_the_decay():
-    """The Trainer unscales where it clips; without clipping the callback has to."""
-    linear = nn.Linear(2, 1, bias=False)
-    inner = torch.optim.SGD(linear.parameters(), lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = types.SimpleNamespace(optimizer=inner, scaler=scaler)
-    scaler.scale(linear(torch.tensor([3.0, 5.0])).sum()).backward()
-    assert linear.weight.grad.tolist() == [[3072.0, 5120.0]]
-    _unscale(optimizer)
-    assert linear.weight.grad.tolist() == [[3.0, 5.0]]
-    _unscale(optimizer)  # clipped by the Trainer, so unscaled already
-    assert linear.weight.grad.tolist() == [[3.0, 5.0]]
-    before = linear.weight.detach().clone()
-    scaler.step(inner)  # does not divide again
-    torch.testing.assert_close(before - linear.weight.detach(), torch.tensor([[3.0, 5.0]]))
-    _unscale(types.SimpleNamespace(optimizer=inner, scaler=None))
-    _unscale(inner)

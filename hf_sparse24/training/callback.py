@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from ..config import Sparse24Config
@@ -14,7 +14,7 @@ from ..patching import patched_config, set_phase
 from .controller import Sparse24Controller
 
 
-class Sparse24Callback(TrainerCallback):
+class Sparse24Callback(TrainerCallback, ExportableState):
     """Trains a patched model's sparsity in any `transformers.Trainer`, TRL's included.
 
     `Sparse24Trainer` has it already. For another trainer, add it with `Sparse24Callback.add_to(trainer)`, which puts
@@ -22,9 +22,9 @@ class Sparse24Callback(TrainerCallback):
     `sparse_phase`; passed as `callbacks=[Sparse24Callback()]` it works too, but then only the console and
     `trainer_state.json` show them.
 
-    It keeps no state of its own in checkpoints: the phase follows from the step, masks and scales are buffers of the
-    model, and MVUE's streams follow from seed, process, step, micro-step and layer. So a resumed run equals an
-    uninterrupted one.
+    A resumed run equals an uninterrupted one: the phase follows from the step, masks and scales are buffers of the
+    model, MVUE's streams follow from seed, process, step, micro-step and layer, and the last flip rate is in
+    `trainer_state.json`.
 
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
@@ -39,7 +39,16 @@ class Sparse24Callback(TrainerCallback):
     def _running(self) -> Sparse24Controller:
         if self.controller is None:
             raise RuntimeError("training has not begun: the Trainer must call on_train_begin of this callback first")
+        if not self.controller.is_running:
+            raise RuntimeError(
+                "another Sparse24Callback or Sparse24Controller has taken this model over; a Trainer needs one callback"
+            )
         return self.controller
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into `trainer_state.json`."""
+        controller = {} if self.controller is None else self.controller.state_dict()
+        return {"args": {}, "attributes": {}, "controller": controller}
 
     @classmethod
     def add_to(cls, trainer: Trainer) -> "Sparse24Callback":
@@ -73,16 +82,17 @@ class Sparse24Callback(TrainerCallback):
             # Logged by the epoch, the last step is not known ahead: measured at every step, the number is never stale.
             metrics_interval=max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1,
         )
+        states: Any = state.stateful_callbacks  # by the names of classes
+        saved = states.setdefault(type(self).__name__, self.state())  # a checkpoint of 0.1 has none
+        flips = saved.get("controller", {}).get("flips", {})
+        self.controller.load_state_dict(self.controller.state_dict() | {"flips": flips})
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._running.after_micro_step()
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        _unscale(kwargs["optimizer"])
-        self._running.before_step()
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._running.after_step()
+        if self._running.step < state.global_step:  # a GradScaler skipped the step, and the Trainer counts it
+            self._running.skip_step()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._running.end()
@@ -108,16 +118,3 @@ def restore_phase(model: nn.Module, checkpoint: str) -> None:
 
 def _simulates_fp8(config: Sparse24Config) -> bool:
     return any(gemm.precision != "native" for gemm in config.bound_method.gemms)
-
-
-def _unscale(optimizer: Any) -> None:
-    """Divide fp16 gradients by the loss scale, if nobody has: the Trainer does so only where it clips them.
-
-    `optimizer` is accelerate's wrapper; a GradScaler notes by itself that an optimizer's gradients are unscaled.
-    """
-    scaler = getattr(optimizer, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
-        return
-    inner = optimizer.optimizer
-    if scaler._per_optimizer_states[id(inner)]["stage"].name == "READY":
-        scaler.unscale_(inner)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..methods import StepContext
-from ..patching import patched_config, set_phase
-from ..weight import SparseWeight, first_of_each, layer_name, sparse_weights
+from ..patching import adopt, set_phase
+from ..weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
 
 
 class Sparse24Controller:
@@ -27,17 +27,19 @@ class Sparse24Controller:
             model(**micro_batch).loss.backward()
             controller.after_micro_step()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        controller.before_step()      # gradients are final: unscaled and clipped
         optimizer.step()
         optimizer.zero_grad()
-        controller.after_step()
     ```
 
-    Pruned weights are kept from `after_step` to the next `before_step`, for all micro-batches in between. Whoever
-    writes weights there through `.data` calls `weight.clear_encodings()` on `sparse_weights(model).values()`.
+    It follows the optimizer: right before each of its steps, when gradients are final, the method adds its own; right
+    after, it counts the step, switches the phase and refreshes state. A call of `optimizer.step()` that takes no step,
+    as accelerate skips it while gradients accumulate, or a GradScaler when they overflow, is none here.
+
+    Pruned weights are kept from one step to the next, for all micro-batches in between. Whoever writes weights there
+    through `.data` calls `weight.clear_encodings()` on `sparse_weights(model).values()`.
 
     To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
-    controller, in this order.
+    controller, in this order. A new controller takes a model over from its earlier one.
 
     Args:
         model: a patched model, plain or wrapped by DDP.
@@ -51,8 +53,8 @@ class Sparse24Controller:
 
     Raises:
         ValueError: the model is not patched, the schedule does not fit `total_steps`, a trainable sparse weight is
-            not in the optimizer, the method needs another optimizer or a setting that is still `"auto"`, or a weight
-            is sharded (a DTensor), which this version does not support.
+            not in the optimizer, the method needs another optimizer or a setting that is still `"auto"`, a weight
+            is sharded, which this version does not support, or a number is out of its range.
     """
 
     def __init__(
@@ -65,44 +67,101 @@ class Sparse24Controller:
         step: int = 0,
         metrics_interval: int = 1,
     ):
+        _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
+        _check_ints(0, total_steps, step=step)
+        _check_ints(0, seed=seed)
         self.weights = sparse_weights(model)
-        config = patched_config(model)
+        config = adopt(model)
         if config is None:
             raise ValueError("the model is not patched; call patch_model(model) first")
         self.model, self.total_steps, self.seed, self.metrics_interval = model, total_steps, seed, metrics_interval
         self.method, self.run_state = config.bound_method, config.run_state
         # accelerate wraps optimizers; a method knows its own by class.
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._groups = _groups_of_weights(self.weights, optimizer)
+        _check_optimizer(self.weights, self.optimizer)
         self.method.check_run(total_steps, self.optimizer)
         self.step = step
         self.micro_step = 0
+        self._takes_step = False
         self._flips: dict[str, Tensor] = {}
         self._masks_before: dict[str, Tensor] = {}
         self._rng_keys = _share_rng_keys(list(self.weights.values()))
+        if self.run_state.controller is not None:
+            self.run_state.controller.end()
         self._enter_phase()
         for weight in self.weights.values():
             if not weight.state_is_ready:
                 weight.init_state()
         self._set_rng_keys()
         self.run_state.begin_step()
+        self.run_state.controller = self
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(self._before_optimizer),
+            self.optimizer.register_step_post_hook(self._after_optimizer),
+        ]
 
     @property
     def phase(self) -> str:
         """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next."""
         return self.method.phase(self.step, self.total_steps, self.optimizer)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it follows the optimizer: it has not ended, and no other controller has taken the model over."""
+        return self.run_state.controller is self
+
     def after_micro_step(self) -> None:
         """Call after the backward pass of each micro-batch, so that the next one draws other MVUE samples.
 
-        The call after an optimizer step's last micro-batch may be left out: `after_step` starts afresh.
+        The call after an optimizer step's last micro-batch may be left out: the next step starts afresh.
         """
         self.micro_step += 1
         self._set_rng_keys()
 
+    def skip_step(self) -> None:
+        """Count a step that the optimizer did not take, where whoever counts the run's steps counts such steps."""
+        self._after_step()
+
+    def end(self) -> None:
+        """Call where training stops before `total_steps`: pruned weights are no longer kept, and the optimizer's steps
+        no longer followed."""
+        self.run_state.end_step()
+        if self.is_running:
+            self.run_state.controller = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self._before_step()
+
+        def final_gradients() -> Any:  # they are made within the step
+            loss = closure()
+            self._before_step()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], final_gradients, *args[2:]), kwargs
+        return args, kwargs | {"closure": final_gradients}
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._takes_step:
+            self._takes_step = False
+            self._after_step()
+
     @torch.no_grad()
-    def before_step(self) -> None:
-        """Call right before `optimizer.step()`, once gradients are unscaled and clipped: the method adds its own."""
+    def _before_step(self) -> None:
+        """Right before the optimizer uses the gradients."""
+        if self.step >= self.total_steps:
+            raise RuntimeError(
+                f"total_steps={self.total_steps} are done, and the optimizer takes another; make the controller with "
+                f"the steps of the whole run, or call controller.end() to go on without it"
+            )
+        self._takes_step = _unscale(self.optimizer)
+        if not self._takes_step:
+            return
         measures = (self.step + 1) % self.metrics_interval == 0 or self.step == 0
         # Where masks change at refreshes alone, `_refresh` measures their flips.
         keeps_masks = measures and not self.method.flips_at_refresh
@@ -118,8 +177,8 @@ class Sparse24Controller:
             weight.clear_encodings()  # the optimizer can use the memory
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """Call right after `optimizer.step()`: counts the step, switches the phase, refreshes state."""
+    def _after_step(self) -> None:
+        """Right after an optimizer step: counts it, switches the phase, refreshes state."""
         self.step += 1
         self.micro_step = 0
         if self._masks_before:
@@ -134,10 +193,8 @@ class Sparse24Controller:
         self._set_rng_keys()
         if self.step < self.total_steps:
             self.run_state.begin_step()
-
-    def end(self) -> None:
-        """Call where training stops before `total_steps`: pruned weights are not kept any longer."""
-        self.run_state.end_step()
+        else:
+            self.run_state.end_step()
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -167,17 +224,34 @@ class Sparse24Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`."""
-        return {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
+        flips = {name: int(count) for name, count in self._flips.items()}
+        return {"step": self.step, "micro_step": self.micro_step, "seed": self.seed, "flips": flips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; load the model's own `state_dict` first."""
+        """Go on from `state_dict()`; load the model's own `state_dict` first.
+
+        Raises:
+            ValueError: not what `state_dict` gives, or of another model or a longer run. Nothing is changed then.
+        """
+        state = {"flips": {}} | state  # 0.1 saved none
+        flips, missing = state["flips"], sorted(set(self.state_dict()) - set(state))
+        if missing:
+            raise ValueError(f"state={state!r}: lacks {missing}; load what controller.state_dict() gave")
+        _check_ints(0, self.total_steps, step=state["step"])
+        _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
+        unknown = sorted(set(flips) - set(self.weights))
+        if unknown:
+            raise ValueError(f"flips of {unknown[:5]}: the state is of another model, this one has no such weights")
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
+        self._flips = {name: torch.tensor(count) for name, count in flips.items()}
         set_phase(self.model, self.phase)
         self._set_rng_keys()
 
     def _context(self, packed_masks: bool = False) -> StepContext:
+        # Asked for anew: loading an optimizer's state gives it other group objects.
+        groups = _groups_of_weights(self.weights, self.optimizer)
         phase = self.run_state.phase
-        return StepContext(self.step, self.total_steps, phase, self.optimizer, self._groups, packed_masks)
+        return StepContext(self.step, self.total_steps, phase, self.optimizer, groups, packed_masks)
 
     def _add_gradient_of_loss(self, context: StepContext) -> None:
         """The method's term of the loss, by its gradient: it does not matter who computes the loss itself."""
@@ -217,25 +291,54 @@ class Sparse24Controller:
             keys.copy_(torch.tensor(values, dtype=torch.int64))
 
 
-def _groups_of_weights(weights: dict[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's param group of each weight; frozen weights have none."""
-    owners = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    groups = {}
+def _check_ints(low: int, high: int | None = None, **values: Any) -> None:
+    for name, value in values.items():
+        if type(value) is not int or value < low or (high is not None and value > high):
+            allowed = f">= {low}" if high is None else f"in {low}..{high}"
+            raise ValueError(f"{name}={value!r}: must be an int {allowed}")
+
+
+def _check_optimizer(weights: dict[str, SparseWeight], optimizer: Any) -> None:
+    """It is one that can be followed, and holds all that is trainable of whole weights."""
+    if type(optimizer).__module__.startswith("deepspeed"):
+        raise ValueError("DeepSpeed trains shards of the weights, which this version does not support; use DDP")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, weight in weights.items():
-        parameter = weight.parameter
-        if type(parameter.data) is not Tensor:
-            kind = type(parameter.data).__name__
-            raise ValueError(f"{name} is a {kind}: this version trains plain tensors (no FSDP2, no TP)")
-        if id(parameter) in owners:
-            groups[name] = owners[id(parameter)]
+        check_whole(name, weight.parameter)
         own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
-        for trained, tensor in {name: parameter, **own}.items():
-            if tensor.requires_grad and id(tensor) not in owners:
+        for trained, tensor in {name: weight.parameter, **own}.items():
+            if tensor.requires_grad and id(tensor) not in held:
                 raise ValueError(
                     f"the optimizer does not hold {trained}, which is trainable; make the optimizer from this model's "
                     f"parameters after patch_model, or freeze it"
                 )
-    return groups
+
+
+def _groups_of_weights(weights: dict[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's param group of each weight; frozen weights have none."""
+    owners = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    ids = {name: id(weight.parameter) for name, weight in weights.items()}
+    return {name: owners[key] for name, key in ids.items() if key in owners}
+
+
+def _unscale(optimizer: Any) -> bool:
+    """Let gradients be final where a GradScaler leaves that to the optimizer, as it does to torch's fused ones.
+
+    Returns:
+        False where such an optimizer is going to skip the step, because gradients have overflowed.
+    """
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and found_inf.item():
+        return False
+    if scale is not None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+        optimizer.grad_scale = None
+    return True
 
 
 def _share_rng_keys(weights: list[SparseWeight]) -> list[tuple[list[int], Tensor]]:

@@ -1,0 +1,299 @@
+"""The controller follows its optimizer: what counts is a step that the optimizer takes, whoever asks for it."""
+
+import gc
+
+import pytest
+import torch
+import zoo
+from accelerate import Accelerator
+from torch import nn
+
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
+from hf_sparse24.patching import patched_config
+from hf_sparse24.weight import sparse_weights
+
+
+def mlp(method: str = "sr-ste", **settings) -> nn.ModuleList:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", **settings))
+    return model
+
+
+def gradients(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def pruned_part(model: nn.ModuleList) -> torch.Tensor:
+    return (model[0].weight * ~model[0].sparse24["weight"].mask()).detach()
+
+
+def test_accumulated_micro_batches_are_no_steps():
+    """accelerate's optimizer does nothing when `step` is called while gradients accumulate."""
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="t-sr-ste", mask_interval=2))
+    accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    controller = Sparse24Controller(model, optimizer, total_steps=12)
+    phases = []
+    for batch in range(48):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**zoo.batch(batch)).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.after_micro_step()
+        phases.append(controller.phase)
+    assert controller.step == 12
+    assert phases.index("dense") == 4 * 10 - 1  # the last sixth, not the last sixth of micro-batches
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("decay_on", ["gradient", "weight"])
+def test_under_a_grad_scaler(fused, unscales, decay_on):
+    """Decay goes to unscaled gradients; a step with overflowed ones changes nothing and is not counted."""
+    model = mlp(masked_decay=0.5, decay_on=decay_on)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    scaler.scale(torch.zeros(()))  # makes the scale
+    for value, steps in ((float("inf"), 0), (512.0, 1)):
+        before, decayed = model[0].weight.detach().clone(), 0.5 * pruned_part(model)
+        gradients(model, value)
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update(1024.0)
+        expected = before - 0.1 * (0.5 + decayed) if steps else before
+        torch.testing.assert_close(model[0].weight.detach(), expected)
+        assert controller.step == steps
+
+
+def test_a_closure_that_makes_the_gradients():
+    """As Lightning steps: forward and backward run within `step`."""
+    results = {}
+    for arguments in ("none", "args", "kwargs"):
+        model = mlp(masked_decay=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        controller = Sparse24Controller(model, optimizer, total_steps=4)
+
+        def closure(model=model):
+            gradients(model, 2.0)
+            return torch.tensor(7.0)
+
+        for _ in range(2):
+            if arguments == "none":
+                closure()
+                optimizer.step()
+            else:
+                loss = optimizer.step(closure) if arguments == "args" else optimizer.step(closure=closure)
+                assert loss == 7.0
+        assert controller.step == 2
+        results[arguments] = model[0].weight.detach()
+    assert torch.equal(results["none"], results["args"]) and torch.equal(results["none"], results["kwargs"])
+
+
+def test_the_learning_rate_is_that_of_loaded_groups():
+    """An optimizer that loads its state makes new group objects."""
+    model = mlp(masked_decay=0.5, decay_on="weight")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    Sparse24Controller(model, optimizer, total_steps=4)
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+    before, decayed = model[0].weight.detach().clone(), 0.5 * pruned_part(model)
+    gradients(model, 0.0)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before - 0.1 * decayed)
+
+
+def test_a_step_too_many_raises_and_changes_nothing():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = Sparse24Controller(model, optimizer, total_steps=2)
+    gradients(model, 1.0)
+    for _ in range(2):
+        optimizer.step()
+    before = model[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"total_steps=2 are done.*call controller.end\(\)"):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    controller.end()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_a_new_controller_takes_over():
+    """As when a notebook's cell runs again: the decay is added once."""
+    model = mlp(masked_decay=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first = Sparse24Controller(model, optimizer, total_steps=4)
+    second = Sparse24Controller(model, optimizer, total_steps=4)
+    assert second.is_running and not first.is_running
+    before, decayed = model[0].weight.detach().clone(), 0.5 * pruned_part(model)
+    gradients(model, 0.0)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before - decayed)
+    assert (first.step, second.step) == (0, 1)
+    first.end()  # says nothing about the second
+    assert second.is_running
+
+
+def test_it_follows_though_nobody_holds_it():
+    model = mlp(masked_decay=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    Sparse24Controller(model, optimizer, total_steps=4)
+    gc.collect()
+    before, decayed = model[0].weight.detach().clone(), 0.5 * pruned_part(model)
+    gradients(model, 0.0)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before - decayed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("total_steps", value) for value in (0, -1, 5.5, 1.5, float("inf"), True, "10", None)),
+        *(("step", value) for value in (-1, 11, 2.0, True)),
+        *(("metrics_interval", value) for value in (0, -3, 1.0)),
+        *(("seed", value) for value in (-1, 0.5)),
+    ],
+)
+def test_numbers_out_of_range(name, value):
+    model = mlp()
+    arguments = {"total_steps": 10} | {name: value}
+    with pytest.raises(ValueError, match=f"{name}={value!r}: must be an int"):
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), **arguments)
+    assert patched_config(model).run_state.controller is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: {}, r"lacks \['micro_step', 'seed', 'step'\]"),
+        (lambda state: state | {"step": 11}, r"step=11: must be an int in 0..10"),
+        (lambda state: state | {"step": 2.0}, r"step=2.0: must be an int"),
+        (lambda state: state | {"flips": {"other.weight": 3}}, r"flips of \['other.weight'\]: the state is of another"),
+    ],
+)
+def test_state_that_is_not_a_controllers(change, message):
+    model = mlp()
+    controller = Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=10, step=3)
+    before = controller.state_dict()
+    with pytest.raises(ValueError, match=message):
+        controller.load_state_dict(change(before))
+    assert controller.state_dict() == before
+    controller.load_state_dict({"step": 2, "micro_step": 0, "seed": 0})  # as version 0.1 saved it
+    assert controller.step == 2
+
+
+def test_the_last_flip_rate_is_there_after_resuming():
+    model = mlp("t-sr-ste", mask_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    controller = Sparse24Controller(model, optimizer, total_steps=12)
+    for _ in range(3):
+        model[0](torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    flips = controller.metrics()["flip_rate"]
+    saved = controller.state_dict()
+    resumed = Sparse24Controller(model, optimizer, total_steps=12)
+    assert "flip_rate" not in resumed.metrics()
+    resumed.load_state_dict(saved)
+    assert resumed.metrics()["flip_rate"] == flips > 0
+    assert resumed.layer_flip_rates() == controller.layer_flip_rates()
+
+
+def test_training_without_a_controller_says_so_once(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("hf_sparse24.encodings.logger.warning", said.append)
+    model, x = mlp(), torch.randn(4, 8)
+    model.eval()
+    model[0](x)
+    model.train()
+    with torch.no_grad():
+        model[0](x)
+    assert not said
+    for _ in range(3):
+        model[0](x)
+    assert len(said) == 1 and "Sparse24Callback.add_to(trainer)" in said[0]
+    controlled = mlp()
+    Sparse24Controller(controlled, torch.optim.SGD(controlled.parameters()), total_steps=3)
+    controlled[0](x)
+    frozen = mlp().requires_grad_(False)  # as under adapters
+    frozen[0](x.requires_grad_())
+    assert len(said) == 1
+
+
+def test_dtensors_are_refused():
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        dense = nn.ModuleList([nn.Linear(8, 8)])
+        for model in (dense, mlp()):
+            model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+        message = r"0(.weight)? is a DTensor, sharded by FSDP2 or tensor parallelism; this version .* use DDP"
+        with pytest.raises(ValueError, match=message):
+            patch_model(dense, Sparse24Config(target_modules="all-linear"))
+        assert type(dense[0]) is nn.Linear
+        with pytest.raises(ValueError, match=message):
+            Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
+        with pytest.raises(ValueError, match="weight is a DTensor"):
+            model[0](torch.randn(4, 8))
+    finally:
+        destroy_process_group()
+
+
+def test_flattened_weights_are_refused():
+    model = mlp()
+    model[0].weight = nn.Parameter(torch.randn(32))
+    with pytest.raises(ValueError, match=r"0.weight is of shape \(32,\), flattened by FSDP1; .* use DDP"):
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
+
+
+def test_partitioned_weights_are_refused():
+    model = mlp()
+    model[0].weight.ds_id = 0
+    with pytest.raises(ValueError, match=r"0.weight is partitioned by DeepSpeed ZeRO-3"):
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
+
+
+def test_optimizers_of_deepspeed_are_refused():
+    class Zero:
+        __module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+    class Wrapper:  # accelerate's
+        optimizer = Zero()
+
+    with pytest.raises(ValueError, match="DeepSpeed trains shards of the weights"):
+        Sparse24Controller(mlp(), Wrapper(), total_steps=3)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer=list: must be a torch.optim.Optimizer"):
+        Sparse24Controller(mlp(), [], total_steps=3)
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
+def test_averaged_weights_keep_scales_and_masks(method):
+    """Weights alone are loaded around an evaluation, and the trained ones again."""
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=method))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    Sparse24Controller(model, optimizer, total_steps=12)
+    model(**zoo.batch()).loss.backward()
+    optimizer.step()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    averaged = {name: 0.5 * tensor + 0.01 for name, tensor in trained.items()}
+    for weights in (averaged, trained):
+        model.load_state_dict(weights, strict=False)
+        state = {name for weight in sparse_weights(model).values() for name in weight.state}
+        for name, tensor in model.state_dict().items():
+            if name.rpartition(".")[2] in state:
+                assert torch.equal(tensor, before[name]), name
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=f"Missing key.*{state.pop()}"):
+        model.load_state_dict(trained)

@@ -1,0 +1,123 @@
+"""A model that was patched through a part of it says so in its own config, which is what gets saved."""
+
+import pytest
+import torch
+import zoo
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
+
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, patch_model, unpatch_model
+from hf_sparse24.patching import patched_config
+from hf_sparse24.weight import sparse_weights
+
+LLAVA = {
+    "text_config": {"model_type": "llama", "vocab_size": zoo.VOCAB, **zoo.CAUSAL["llama"]},
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+    "image_token_index": 3,
+}
+
+
+def llava():
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(AutoConfig.for_model("llava", **LLAVA))
+
+
+def assert_reloads_the_same(model, directory) -> None:
+    model.eval().save_pretrained(directory)
+    auto = (
+        AutoModelForImageTextToText if model.config.model_type == "llava" else zoo.auto_class(model.config.model_type)
+    )
+    loaded = auto.from_pretrained(directory)
+    assert list(sparse_weights(loaded)) == list(sparse_weights(model)) != []
+    ids = zoo.batch()["input_ids"] + 1  # without image tokens
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("targets", ["mlp", "all-linear", ["down_proj", "output.dense", "c_proj"], "all-but-first"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_base_model(name, targets, tmp_path):
+    model = zoo.build(name)
+    layers = [1] if targets == "all-but-first" else None
+    targets = "mlp" if layers else targets
+    if isinstance(targets, list):
+        targets = [ending for ending in targets if any(n.endswith(ending) for n, _ in model.named_modules())]
+    report = patch_model(model.base_model, Sparse24Config(target_modules=targets, layers_to_transform=layers))
+    assert report.patched
+    assert model.config.quantization_config is patched_config(model) is model.base_model.config.quantization_config
+    assert_reloads_the_same(model, tmp_path)
+
+
+def test_the_language_model_of_a_multi_modal_one(tmp_path):
+    model = llava()
+    other = llava()
+    patch_model(model.model.language_model, Sparse24Config(method="t-sr-ste", target_modules="all-linear"))
+    assert all("language_model" in name for name in sparse_weights(model))
+    assert getattr(other.config, "quantization_config", None) is None
+    assert_reloads_the_same(model, tmp_path)
+
+
+def test_a_part_that_was_sparse_before_it_became_one(tmp_path):
+    base = zoo.build("llama").model
+    patch_model(base, Sparse24Config(method="s-ste"))
+    model = zoo.build("llama", seed=1)
+    model.model = base
+    assert getattr(model.config, "quantization_config", None) is None
+    Sparse24Controller(model, torch.optim.AdamW(model.parameters()), total_steps=3)
+    assert_reloads_the_same(model, tmp_path / "trained")
+    del model.config.quantization_config
+    patch_model(model)
+    assert_reloads_the_same(model, tmp_path / "patched")
+
+
+def test_a_trainer_whose_model_has_a_sparse_part(tmp_path):
+    from test_trainer import arguments, dataset
+
+    base = zoo.build("llama").model
+    patch_model(base, Sparse24Config(method="t-sr-ste"))
+    model = zoo.build("llama", seed=1)
+    model.model = base
+    trainer = Trainer(model, arguments(tmp_path, max_steps=12), train_dataset=dataset())
+    Sparse24Callback.add_to(trainer)
+    trainer.train()
+    assert model.config.quantization_config.phase == "dense"  # the tail, which the whole model's config follows
+    assert_reloads_the_same(model, tmp_path / "saved")
+
+
+def test_parts_with_configs_of_their_own_are_refused():
+    first, second = zoo.build("llama"), zoo.build("llama")
+    patch_model(first, Sparse24Config(method="ste"))
+    patch_model(second, Sparse24Config(method="t-sr-ste"))
+    both = torch.nn.ModuleList([first, second])
+    with pytest.raises(ValueError, match=r"1\.model\..*patched apart, each with a config of its own"):
+        Sparse24Controller(both, torch.optim.AdamW(both.parameters()), total_steps=12)
+    with pytest.raises(ValueError, match="patched apart"):
+        patch_model(both)
+
+
+@pytest.mark.parametrize("unpatched", ["part", "whole"])
+@pytest.mark.parametrize("name", ["llama", "llava"])
+def test_unpatching_the_whole_or_the_part(name, unpatched):
+    model = llava() if name == "llava" else zoo.build(name)
+    part = model.model.language_model if name == "llava" else model.model
+    patch_model(part, Sparse24Config())
+    unpatch_model(part if unpatched == "part" else model)
+    assert not sparse_weights(model)
+    assert "quantization_config" not in str(model.config)
+    patch_model(model, Sparse24Config(method="ste", target_modules="attention"))  # as if nothing had been
+    assert patched_config(model).method == "ste"
+
+
+def test_another_model_from_the_same_config_stays_dense():
+    config = zoo.build("llama").config
+    model, other = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)
+    patch_model(model.model, Sparse24Config())
+    assert getattr(other.config, "quantization_config", None) is None
+    assert model.model.config is model.config
