@@ -213,6 +213,9 @@ class Sparse24Layer(nn.Module):
             return
         if any(name in state_dict for name in names):
             sparse.state_is_ready = True
+            wrong = sparse.wrong_state()
+            if wrong:
+                errors.append(f"{prefix}weight: {wrong}; the checkpoint is damaged, load another one")
         else:
             # Weights of a dense model: the rest starts from them, as it would when patching.
             missing[:] = [name for name in missing if name not in names]

@@ -201,8 +201,24 @@ def test_a_checkpoint_without_its_state(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.scale"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.scale'\]; it is damaged"):
+    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.scale'\]"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_that_was_saved_again_without_the_library(tmp_path):
+    """It has the config, and the dense weights alone; the message has the code that goes on from these."""
+    model = patched()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    dense = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
+    save_file(dense, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="saved again without `import hf_sparse24`") as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    _, _, code = str(error.value).partition("\n\n")
+    names: dict = {}
+    exec(code, names)
+    assert patched_config(names["model"]) == patched_config(model)
+    assert torch.equal(logits(names["model"]), logits(model))  # the scale of the same weights
 
 
 def test_nan_in_a_checkpoint(tmp_path):
