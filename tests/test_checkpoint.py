@@ -133,35 +133,6 @@ def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
         export_model(zoo.build("gpt2"), tmp_path)
 
 
-def test_export_over_a_sharded_checkpoint_leaves_none_of_it(tmp_path):
-    model = patched()
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    (tmp_path / "notes.txt").write_text("mine")
-    export_model(model, tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
-    with pytest.raises(ValueError, match="LlamaForCausalLM is no model that patch_model got"):
-        del model.config.quantization_config
-        export_model(model, tmp_path)
-
-
-def test_an_interrupted_export_leaves_the_old_one(tmp_path, monkeypatch):
-    model = patched()
-    export_model(model, tmp_path / "export")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(model), "save_pretrained", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        export_model(model, tmp_path / "export")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-    assert model.config.quantization_config is not None
-
-
 def edit_config(directory, **changes) -> None:
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] |= changes
