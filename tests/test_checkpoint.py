@@ -214,8 +214,29 @@ def test_missing_and_truncated_shards(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_another_quantization_config_is_refused(tmp_path):
+def test_settings_of_another_quantization_config_are_taken(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="sr-ste", masked_decay=1e-3, decay_on="weight"))
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"will be overwritten with the one you passed"):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=Sparse24Config(method="sr-ste", masked_decay=0.5, backend="dense")
+        )
+    config = patched_config(loaded)
+    assert (config.masked_decay, config.backend, config.decay_on) == (0.5, "dense", "weight")
+    assert config.bound_method.settings.masked_decay == 0.5
+
+
+@pytest.mark.parametrize(
+    ("passed", "difference"),
+    [({"method": "ste"}, "method='s-ste', not 'ste'"), ({"pattern": "1:4"}, "pattern='2:4', not '1:4'")],
+)
+def test_another_method_in_quantization_config_is_refused(passed, difference, tmp_path):
     patched().save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="The `quantization_config` from the model will be used"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Sparse24Config(method="ste"))
-    assert patched_config(loaded).method == "s-ste"
+    config = Sparse24Config(**{"target_modules": "all-linear"} | passed)
+    with pytest.raises(ValueError, match=f"{difference}: load it without quantization_config, then call unpatch_model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)  # as the message says
+    unpatch_model(model, sparse=False)
+    patch_model(model, config)
+    assert patched_config(model) == config

@@ -8,13 +8,16 @@ import, Transformers warns of an unknown quantization type and loads the dense m
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import Sparse24Config
 from ..patching import patch_model, patched_config, reject_non_finite
 from ..weight import sparse_weights
 
 register_quantization_config("sparse24")(Sparse24Config)
+# `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`; but with configs of these classes, it
+# sets `other.get_loading_attributes()` on the checkpoint's config.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (Sparse24Config,)  # type: ignore[assignment]  # a constant of fixed length
 
 
 @register_quantizer("sparse24")
