@@ -96,6 +96,8 @@ class Sparse24Config(QuantizationConfigMixin):
         return getattr(settings, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "settings" and isinstance(value, Sparse24Config):
+            return self._take_settings(value)
         if hasattr(type(self), name):
             raise AttributeError(f"{name}={value!r}: {name} of a Sparse24Config cannot be assigned to")
         if name not in SHARED and not hasattr(self.settings, name):
@@ -109,6 +111,21 @@ class Sparse24Config(QuantizationConfigMixin):
         self.__dict__.update(changed.__dict__ | {"run_state": self.run_state, "_bound": self._bound})
         if self._bound is not None:
             self._bound.use_settings(self.settings)
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What Transformers sets on a checkpoint's config where `from_pretrained` gets this one as well."""
+        return {"settings": self}
+
+    def _take_settings(self, passed: "Sparse24Config") -> None:
+        """Take what was given to `passed`, unless it asks for other sparse weights than a checkpoint has."""
+        names = [name for name in SHARED if name != "backend" and getattr(passed, name) != getattr(self, name)]
+        if names:
+            differences = ", ".join(f"{name}={getattr(self, name)!r}, not {getattr(passed, name)!r}" for name in names)
+            raise ValueError(
+                f"the checkpoint was saved with {differences}: load it without quantization_config, then call "
+                f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
+            )
+        self.__dict__.update(self.replace(**passed._given, backend=passed.backend).__dict__)
 
     def replace(self, **changes: Any) -> "Sparse24Config":
         """A config with some fields changed, that no model is patched with; checked like a new one."""

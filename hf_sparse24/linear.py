@@ -225,6 +225,9 @@ class Sparse24Layer(nn.Module):
         names = list(sparse.beside(prefix + "weight"))
         if any(name in state_dict for name in names):
             sparse.state_is_ready = True
+            wrong = sparse.wrong_state()
+            if wrong:
+                errors.append(f"{prefix}weight: {wrong}; the checkpoint is damaged, load another one")
         else:
             # Dense weights for a model that was patched without any: the rest starts from them.
             missing[:] = [name for name in missing if name not in names]

@@ -47,6 +47,7 @@ class WeightMethod(Protocol):
     def init_state(self, view: WeightView) -> dict[str, Tensor]: ...
     def init_parameters(self, view: WeightView) -> dict[str, Tensor]: ...
     def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]: ...
+    def check_state(self, view: WeightView) -> str | None: ...
     def mask(self, view: WeightView, packed: bool) -> Tensor: ...
     def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]: ...
     def merged(self, weight: "SparseWeight") -> Tensor: ...
@@ -201,6 +202,19 @@ class SparseWeight:
             raise ValueError(f"method {self.method.name!r} has no state {unknown}; it has {list(self.state_names)}")
         for name, tensor in state.items():
             self.module._buffers[self.attribute(name)] = tensor
+
+    @torch.no_grad()
+    def wrong_state(self) -> str | None:
+        """What is wrong with the state, where the method cannot have made it; None too while there is no data."""
+        view = self.view()
+        if view.matrix.is_meta or not self.state_is_ready:
+            return None
+        for name, made in self.method.init_state(view._replace(matrix=view.matrix.to("meta"))).items():
+            found = view.state[name]
+            both_float = made.is_floating_point() and found.is_floating_point()  # in files, of any precision
+            if found.shape != made.shape or not (both_float or found.dtype == made.dtype):
+                return f"{name} is {found.dtype} {tuple(found.shape)}, not {made.dtype} {tuple(made.shape)}"
+        return self.method.check_state(view)
 
     @torch.no_grad()
     def mask(self, packed: bool = False) -> Tensor:

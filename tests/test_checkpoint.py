@@ -133,35 +133,6 @@ def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
         export_model(zoo.build("gpt2"), tmp_path)
 
 
-def test_export_over_a_sharded_checkpoint_leaves_none_of_it(tmp_path):
-    model = patched()
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    (tmp_path / "notes.txt").write_text("mine")
-    export_model(model, tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
-    with pytest.raises(ValueError, match="LlamaForCausalLM is no model that patch_model got"):
-        del model.config.quantization_config
-        export_model(model, tmp_path)
-
-
-def test_an_interrupted_export_leaves_the_old_one(tmp_path, monkeypatch):
-    model = patched()
-    export_model(model, tmp_path / "export")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(model), "save_pretrained", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        export_model(model, tmp_path / "export")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-    assert model.config.quantization_config is not None
-
-
 def edit_config(directory, **changes) -> None:
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] |= changes
@@ -201,8 +172,24 @@ def test_a_checkpoint_without_its_state(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.scale"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.scale'\]; it is damaged"):
+    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.scale'\]"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_that_was_saved_again_without_the_library(tmp_path):
+    """It has the config, and the dense weights alone; the message has the code that goes on from these."""
+    model = patched()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    dense = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
+    save_file(dense, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="saved again without `import hf_sparse24`") as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    _, _, code = str(error.value).partition("\n\n")
+    names: dict = {}
+    exec(code, names)
+    assert patched_config(names["model"]) == patched_config(model)
+    assert torch.equal(logits(names["model"]), logits(model))  # the scale of the same weights
 
 
 def test_nan_in_a_checkpoint(tmp_path):
@@ -227,8 +214,29 @@ def test_missing_and_truncated_shards(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_another_quantization_config_is_refused(tmp_path):
+def test_settings_of_another_quantization_config_are_taken(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="sr-ste", masked_decay=1e-3, decay_on="weight"))
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"will be overwritten with the one you passed"):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=Sparse24Config(method="sr-ste", masked_decay=0.5, backend="dense")
+        )
+    config = patched_config(loaded)
+    assert (config.masked_decay, config.backend, config.decay_on) == (0.5, "dense", "weight")
+    assert config.bound_method.settings.masked_decay == 0.5
+
+
+@pytest.mark.parametrize(
+    ("passed", "difference"),
+    [({"method": "ste"}, "method='s-ste', not 'ste'"), ({"pattern": "1:4"}, "pattern='2:4', not '1:4'")],
+)
+def test_another_method_in_quantization_config_is_refused(passed, difference, tmp_path):
     patched().save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="The `quantization_config` from the model will be used"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Sparse24Config(method="ste"))
-    assert patched_config(loaded).method == "s-ste"
+    config = Sparse24Config(**{"target_modules": "all-linear"} | passed)
+    with pytest.raises(ValueError, match=f"{difference}: load it without quantization_config, then call unpatch_model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)  # as the message says
+    unpatch_model(model, sparse=False)
+    patch_model(model, config)
+    assert patched_config(model) == config

@@ -60,7 +60,7 @@ def test_a_checkpoint_without_its_adapters_is_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.left"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.left'\]; it is damaged"):
+    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.left'\]"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -8,13 +8,16 @@ import, Transformers warns of an unknown quantization type and loads the dense m
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import Sparse24Config
 from ..patching import patch_model, patched_config, reject_non_finite
 from ..weight import sparse_weights
 
 register_quantization_config("sparse24")(Sparse24Config)
+# `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`; but with configs of these classes, it
+# sets `other.get_loading_attributes()` on the checkpoint's config.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (Sparse24Config,)  # type: ignore[assignment]  # a constant of fixed length
 
 
 @register_quantizer("sparse24")
@@ -42,16 +45,14 @@ class Sparse24Quantizer(HfQuantizer):
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
             missing = [name for name, tensor in _kept_beside(model).items() if not _was_loaded(tensor)]
             if missing:
-                raise ValueError(
-                    f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}"
-                    f"{' and more' if len(missing) > 5 else ''}; it is damaged, or its quantization_config was edited. "
-                    f"To start sparse training from its weights, remove quantization_config from its config.json and "
-                    f"pass quantization_config=Sparse24Config(...) to from_pretrained"
-                )
-        for weight in weights.values():
-            if self.pre_quantized:
+                raise ValueError(self._lacks(missing, model))
+            for weight in weights.values():
                 weight.state_is_ready = True
-            else:
+            wrong = [f"{name}: {reason}" for name, weight in weights.items() if (reason := weight.wrong_state())]
+            if wrong:
+                raise ValueError(f"the checkpoint is damaged, copy or download it again: {'; '.join(wrong[:5])}")
+        else:
+            for weight in weights.values():
                 weight.init_state()
                 weight.init_parameters()
         # Transformers has put its own config object there; the model's is the one that follows the phase of training.
@@ -63,6 +64,22 @@ class Sparse24Quantizer(HfQuantizer):
             if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
                 del module.config._is_quantized
         return model
+
+    def _lacks(self, missing: list[str], model: PreTrainedModel) -> str:
+        name, path = type(model).__name__, model.config.name_or_path
+        return (
+            f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}"
+            f"{' and more' if len(missing) > 5 else ''}. Most likely it was loaded and saved again without `import "
+            f"hf_sparse24`, which keeps the dense master weights and drops the rest; or it is damaged, or its "
+            f"quantization_config was edited. What the model computed cannot be restored from it; load an earlier "
+            f"checkpoint, or start sparse training anew from these dense weights:\n\n"
+            f"from transformers import AutoConfig, {name}\n"
+            f"from hf_sparse24 import Sparse24Config\n\n"
+            f"config = AutoConfig.from_pretrained({path!r})\n"
+            f"saved = Sparse24Config.from_dict(config.quantization_config)\n"
+            f"del config.quantization_config\n"
+            f"model = {name}.from_pretrained({path!r}, config=config, quantization_config=saved)\n"
+        )
 
     def is_serializable(self) -> bool:
         return True

@@ -171,8 +171,15 @@ class SparseMethod(ABC):
         return {}
 
     def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
-        """The state for a mask `[rows, columns]` that was chosen elsewhere, such as by `oneshot`."""
+        """The state for a mask `[rows, columns]` that was chosen elsewhere, such as by `oneshot`: N of every M."""
         raise ValueError(f"method {self.name!r} chooses its own masks")
+
+    def check_state(self, view: WeightView) -> str | None:
+        """What is wrong with state that this method cannot have made, None where it can have.
+
+        Runs on what was read from a file, and before an export: `view.state` may hold any values, in the right shapes.
+        """
+        return None
 
     def adapt_output(self, weight: SparseWeight, x: Tensor, output: Tensor) -> Tensor:
         """What a layer returns, given its input and the result of its GEMM. Default: that result."""

@@ -27,12 +27,28 @@ from .settings import GemmSettings, PhaseSettings
 class KeptMaskMethod(SparseMethod):
     """A method whose mask is state: the buffer `mask_bits`, packed along the last dimension."""
 
+    @property
+    def keeps_fewer(self) -> bool:
+        """Whether a mask may keep fewer than N of every M."""
+        return False
+
     def mask(self, view: WeightView, packed: bool) -> Tensor:
         bits = view.state["mask_bits"]
         return bits if packed else kernels.unpack_bits(bits, view.matrix.shape[1])
 
     def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
         return self.prune_by(view, forms, dtype, "mask", mask=view.state["mask_bits"])
+
+    def check_state(self, view: WeightView) -> str | None:
+        mask, (n, m) = self.mask(view, packed=False), self.pattern
+        for dim in (0, 1) if self.transposable else (view.dim,):
+            kept = mask.unflatten(dim, (-1, m)).sum(dim + 1)
+            bad = int(((kept > n) if self.keeps_fewer else (kept != n)).sum())
+            if bad:
+                allowed = f"at most {n}" if self.keeps_fewer else f"exactly {n}"
+                along = "input" if dim == view.dim else "output"
+                return f"mask_bits does not keep {allowed} of every {m} along the {along} dimension in {bad} groups"
+        return None
 
 
 @register_method("fixed-mask")

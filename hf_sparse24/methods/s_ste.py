@@ -45,6 +45,15 @@ class SSTE(SparseMethod):
     def init_state(self, view: WeightView) -> dict[str, Tensor]:
         return {"scale": kernels.s_ste_scale(view.matrix, *self.pattern, view.dim, self.settings.scale_rule)}
 
+    def check_state(self, view: WeightView) -> str | None:
+        # |w| = |s| + t wherever s = S(w) is not zero, so beta - 1 is an average of t / |s|, or more with the L1 norms.
+        # In fp32 two numbers differ by 2^-24 of the larger at least: t / |s| < 2^24. Sums round, by far less than 2x.
+        scale, rule = float(view.state["scale"]), self.settings.scale_rule
+        largest, allowed = (3.4e38, "a finite number >= 1") if rule == "l1" else (2.0**25, "1 to 2^25")
+        if 0.999 <= scale <= largest:
+            return None
+        return f"scale is {scale:g}, and scale_rule={rule!r} gives {allowed}"
+
     def mask(self, view: WeightView, packed: bool) -> Tensor:
         return kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed)
 

@@ -55,6 +55,10 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
             1 / 6, is_length, "length of dense training at the end: 50k of 300k steps (section 4.4)"
         )
 
+    @property
+    def keeps_fewer(self) -> bool:
+        return self.settings.mask_solver in ("greedy", "two-approx")
+
     def init_state(self, view: WeightView) -> dict[str, Tensor]:
         solver = self.settings.mask_solver
         return {"mask_bits": kernels.transposable_mask(view.matrix, *self.pattern, solver, packed=True)}

@@ -1,1 +1,1 @@
-"""Training: what happens between steps (controller), in any Trainer (callback), and in one line (trainer)."""
+"""Training: what happens between steps (controller), in any Trainer (callback, resume), in one line (trainer)."""

@@ -1,17 +1,16 @@
 """Sparse24Callback: the controller in any Trainer. The only file that knows Trainer's events."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from ..config import Sparse24Config
-from ..patching import patched_config, set_phase
+from ..patching import patched_config
 from .controller import Sparse24Controller
+from .resume import check_resumed, restore_phase
 
 
 class Sparse24Callback(TrainerCallback, ExportableState):
@@ -71,7 +70,9 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             )
         if state.global_step and not self.phase_is_restored:
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
-            restore_phase(kwargs["model"], str(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"))
+            checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            check_resumed(kwargs["model"], checkpoint)
+            restore_phase(kwargs["model"], checkpoint)
         self.phase_is_restored = False
         self.controller = Sparse24Controller(
             kwargs["model"],
@@ -105,15 +106,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         metrics = self.controller.metrics()
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
-
-
-def restore_phase(model: nn.Module, checkpoint: str) -> None:
-    """Let `model` compute as the one saved in `checkpoint` did; the Trainer loads its weights, not its config."""
-    config = Path(checkpoint) / "config.json"
-    if config.is_file():  # an adapter's checkpoint has none
-        saved = json.loads(config.read_text(encoding="utf-8")).get("quantization_config", {})
-        if "phase" in saved:
-            set_phase(model, saved["phase"])
 
 
 def _simulates_fp8(config: Sparse24Config) -> bool:

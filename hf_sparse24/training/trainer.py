@@ -1,18 +1,19 @@
 """Sparse24Trainer: a Trainer that patches its model and runs its sparsity."""
 
-import json
 from pathlib import Path
 
 from torch import nn, optim
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
 from ..patching import patch_model, patched_config
 from ..report import PatchReport
-from .callback import Sparse24Callback, restore_phase
+from .callback import Sparse24Callback
 from .decay_search import CANDIDATES, FEASIBLE, DecayTuning, model_of, needs_decay, set_decay, tune_masked_decay
+from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore_phase, save_config, saved_config
 
 
 class Sparse24Trainer(Trainer):
@@ -47,9 +48,21 @@ class Sparse24Trainer(Trainer):
         return model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As `Trainer.train`; `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole.
+
+        Raises:
+            ValueError: the checkpoint is cut short, or is of another method, pattern or choice of layers.
+        """
+        checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        if resume_from_checkpoint is True:
+            checkpoint = last_whole_checkpoint(str(self.args.output_dir))
+        elif checkpoint is not None and (damage := checkpoint_damage(checkpoint)):
+            raise ValueError(f"cannot resume from {checkpoint}: {damage}; name a whole checkpoint")
+        if checkpoint is not None:
+            check_resumed(model_of(self), checkpoint)
         if needs_decay(model_of(self)):
-            self._determine_masked_decay(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+            self._determine_masked_decay(checkpoint)
+        return super().train(checkpoint, *args, **kwargs)
 
     def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int = 100) -> DecayTuning:
         """Find the masked decay for this model, data and learning rate by short probes of the run's first steps.
@@ -96,19 +109,32 @@ class Sparse24Trainer(Trainer):
         restore_phase(model_of(self) if model is None else model, resume_from_checkpoint)
         self.sparse24_callback.phase_is_restored = True
 
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        if self.args.should_save:
+            # Written last, it says that a checkpoint is whole: one that is written over is not, until then.
+            directory = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            (directory / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            save_config(model_of(self), str(self.args.output_dir if output_dir is None else output_dir))
+
     def _patch(self, model: nn.Module) -> None:
         config = self.sparse24_config
         if config is None and patched_config(model) is None:
             config = Sparse24Config()
         self.patch_report = patch_model(model, config)
 
-    def _determine_masked_decay(self, resume_from_checkpoint: str | bool | None) -> None:
+    def _determine_masked_decay(self, checkpoint: str | None) -> None:
         """Put a number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
-        if resume_from_checkpoint:
-            saved = json.loads((Path(str(resume_from_checkpoint)) / "config.json").read_text())
-            decay = Sparse24Config.from_dict(saved["quantization_config"]).masked_decay
+        if checkpoint is not None:
+            decay = getattr(saved_config(checkpoint), "masked_decay", None)
+            if not isinstance(decay, int | float):
+                raise ValueError(
+                    f"masked_decay='auto': {checkpoint} does not say which decay it was trained with; set that number"
+                )
         else:
             tuning = self.tune_masked_decay()
             if self.is_world_process_zero():

@@ -1,0 +1,142 @@
+"""Replace the model in a directory, which holds the old model or the new one at every instant.
+
+A model is several files, and a directory that is a mount point, or lies in a read-only parent, cannot be swapped as a
+whole. One link can: in a folder of ours within the directory,
+
+    1. the caller writes the new files to `new`;
+    2. `old` gets the old files by hard links, and `current` becomes a link to `old`;
+    3. every name of either model becomes a link to `current/<name>`, and still reads as the old model, or not at all;
+    4. `current` becomes a link to `new`: all names read as the new model, from one instant to the next;
+    5. every name becomes the file that it leads to, or is removed where it leads nowhere; our folder goes last.
+
+Each step replaces one name by one call of the file system, so a process that is killed leaves one of the two models.
+The next export does step 5 before it begins. A directory without a model needs no links: `config.json` comes last, and
+without it nothing loads. A reader in another process that opens some files before step 4 and some after it gets both.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from re import Pattern
+
+try:
+    import fcntl
+except ImportError:  # Windows: two exports into one directory at once are not told apart
+    fcntl = None  # type: ignore[assignment]
+
+STAGING = ".hf_sparse24-export"
+CONFIG = "config.json"
+
+
+@contextmanager
+def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iterator[Path]:
+    """Yield an empty folder to write a model to; when the block ends, these files replace the model in `directory`.
+
+    Where the block raises, the old model stays.
+
+    Args:
+        directory: made if absent; a link to one stays a link. Files that the new model does not have are kept.
+        outdated: names of files that belong to the old model even where the new one does not have them.
+
+    Raises:
+        RuntimeError: another process is writing a model to the directory.
+        OSError: the directory holds a model, and its file system has no symbolic links.
+    """
+    root = Path(os.path.realpath(directory))
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root):
+        _settle(root)  # what a process that was killed has left
+        new = root / STAGING / "new"
+        new.mkdir(parents=True)
+        try:
+            yield new
+            _switch(root, outdated)
+        finally:
+            _settle(root)
+
+
+def _switch(root: Path, outdated: Pattern[str]) -> None:
+    staging = root / STAGING
+    new = {path.name for path in (staging / "new").iterdir()}
+    old = {path.name for path in root.iterdir() if path.name in new or outdated.fullmatch(path.name)}
+    for name in new:
+        _flush(staging / "new" / name)
+    if CONFIG not in old:
+        for name in old:
+            os.remove(root / name)
+        for name in sorted(new, key=lambda name: name == CONFIG):
+            os.replace(staging / "new" / name, root / name)
+        return
+    (staging / "old").mkdir()
+    for name in old:
+        _keep(root / name, staging / "old" / name)
+    try:
+        _link("old", staging / "current")
+    except OSError as error:
+        raise OSError(
+            f"{root} holds a model, and its file system has no symbolic links to replace it by ({error}); export into "
+            f"a new directory"
+        ) from error
+    for name in old | new:
+        _link(f"{STAGING}/current/{name}", root / name)
+    _link("new", staging / "current")
+
+
+def _settle(root: Path) -> None:
+    """Make every link into our folder the file that it leads to, and remove the folder."""
+    if not (root / STAGING).exists():
+        return
+    for path in list(root.iterdir()):
+        if path.is_symlink() and os.readlink(path).startswith(STAGING):
+            source = root / os.readlink(path)
+            if os.path.lexists(source):
+                os.replace(source, path)
+            else:
+                os.remove(path)
+    shutil.rmtree(root / STAGING)
+
+
+def _link(target: str, path: Path) -> None:
+    """Make `path` a link, in one call where there is something already."""
+    root = path.parent if path.parent.name == STAGING else path.parent / STAGING
+    temporary = root / "link"
+    os.symlink(target, temporary)
+    os.replace(temporary, path)
+
+
+def _keep(path: Path, second: Path) -> None:
+    """Give a file a second name."""
+    if path.is_symlink():  # such as into the Hub's cache: relative to where it is
+        os.symlink(os.path.realpath(path), second)
+        return
+    try:
+        os.link(path, second)
+    except OSError:  # a file system without hard links
+        shutil.copy2(path, second)
+
+
+def _flush(path: Path) -> None:
+    """Have a file on disk before it is referred to, for a machine that loses power."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Exclude other processes; the lock ends with the process that holds it."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"another process is exporting into {root}; let one process export") from None
+        except OSError:
+            pass  # some network file systems cannot lock a directory
+        yield
+    finally:
+        os.close(handle)

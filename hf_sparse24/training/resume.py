@@ -1,0 +1,159 @@
+"""Resuming a Trainer's run: which checkpoint is whole, whether it is of this run, and the phase that it was saved in.
+
+The Trainer writes a checkpoint in place, file by file: the model, optimizer and scheduler, random states, and
+`trainer_state.json` last (Transformers 5.11 to 5.23). So a checkpoint without that file was not finished, and one that
+lacks another was being deleted. Files that end too early are told by their own format.
+"""
+
+import json
+import re
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..config import Sparse24Config
+from ..methods.masked_decay import AUTO
+from ..methods.settings import SHARED
+from ..patching import patched_config, set_phase
+
+logger = logging.get_logger(__name__)
+
+CONFIG = "config.json"
+ADAPTER_CONFIG = "sparse24_config.json"
+"""The `Sparse24Config` beside an adapter, whose checkpoint has no `config.json`."""
+
+_WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
+_ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")
+_TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
+_NOT_COMPUTED = ("quant_method", "phase", "hf_sparse24_version", "backend")
+
+
+def last_whole_checkpoint(output_dir: str | Path) -> str:
+    """The path of the newest checkpoint in a Trainer's output directory that is whole; damaged ones cost a warning.
+
+    Raises:
+        ValueError: there is none.
+    """
+    numbered = {
+        int(path.name.rpartition("-")[2]): path
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.is_dir() and path.name.rpartition("-")[2].isdecimal()
+    }
+    damaged: list[str] = []
+    for _, path in sorted(numbered.items(), reverse=True):
+        damage = checkpoint_damage(path)
+        if damage is None:
+            if damaged:
+                logger.warning(f"resuming from {path}, the newest whole checkpoint: {'; '.join(damaged)}")
+            return str(path)
+        damaged.append(f"{path.name}: {damage}")
+    raise ValueError(
+        f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} ({'; '.join(damaged) or 'none at all'}); "
+        f"start without it"
+    )
+
+
+def checkpoint_damage(checkpoint: str | Path) -> str | None:
+    """Why a run cannot go on from a Trainer's checkpoint: a file that is missing or ends too early. None if whole."""
+    root = Path(checkpoint)
+    for name in (TRAINER_STATE_NAME, CONFIG, ADAPTER_CONFIG):
+        if (root / name).is_file() or name == TRAINER_STATE_NAME:
+            try:
+                json.loads((root / name).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                return f"{name}, which is written last, is missing"
+            except ValueError:
+                return f"{name} is cut short or damaged"
+    weights = [path for path in root.rglob("*") if _WEIGHTS.fullmatch(path.name)]
+    for index in root.glob("*model*.index.json"):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError):
+            return f"{index.name} is cut short or damaged"
+        missing = sorted(named - {path.name for path in weights})
+        if missing:
+            return f"{missing[0]} is missing"
+    if not weights:
+        return "it has no weights"
+    for path in weights:
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, "pt"):  # compares the length of the file with its header
+                    pass
+            except SafetensorError as error:
+                return f"{path.name} is cut short or damaged ({error})"
+    for path in (path for pattern in _ZIPPED for path in root.glob(pattern)):
+        if not zipfile.is_zipfile(path):  # its directory stands at the end
+            return f"{path.name} is cut short or damaged"
+    # None of these with save_only_model; DeepSpeed has its own.
+    absent = [pattern for pattern in _TOGETHER if not any(root.glob(pattern))]
+    if 0 < len(absent) < len(_TOGETHER) and not any(root.glob("global_step*")):
+        return f"{absent[0].replace('*', '')} is missing"
+    return None
+
+
+def saved_config(checkpoint: str | Path) -> Sparse24Config | None:
+    """The config of the patched model, or the model below an adapter, that a Trainer saved; None where there is none.
+
+    Raises:
+        ValueError: a config that this version cannot read.
+    """
+    model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / ADAPTER_CONFIG
+    saved = None
+    if model_config.is_file():
+        saved = json.loads(model_config.read_text(encoding="utf-8")).get("quantization_config")
+    elif own.is_file():
+        saved = json.loads(own.read_text(encoding="utf-8"))
+    if not isinstance(saved, dict) or saved.get("quant_method") != Sparse24Config.quant_method:
+        return None
+    return Sparse24Config.from_dict(saved)
+
+
+def save_config(model: nn.Module, checkpoint: str | Path) -> None:
+    """Write the config of a patched model where what was saved of the model, an adapter, has none."""
+    config = patched_config(model)
+    if config is not None and not (Path(checkpoint) / CONFIG).exists():
+        text = json.dumps(config.to_dict(), indent=2) + "\n"
+        (Path(checkpoint) / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+
+
+def check_resumed(model: nn.Module, checkpoint: str | Path) -> None:
+    """Compare the config in a checkpoint with the model's that goes on from it; warn where settings differ.
+
+    Raises:
+        ValueError: another method, pattern or choice of layers.
+    """
+    config, saved = patched_config(model), saved_config(checkpoint)
+    if config is None:
+        return
+    if saved is None:
+        if (Path(checkpoint) / CONFIG).is_file():
+            logger.warning(f"{checkpoint} is of a model that was not patched: sparsity starts from its dense weights")
+        return
+    ours, theirs = config.to_dict(), saved.to_dict()
+    differences = {
+        name: f"{name}={theirs.get(name)!r}, now {ours.get(name)!r}"
+        for name in ours | theirs
+        if ours.get(name) not in (theirs.get(name), AUTO) and name not in _NOT_COMPUTED
+    }
+    refused = [text for name, text in differences.items() if name in SHARED]
+    if refused:
+        raise ValueError(
+            f"cannot resume from {checkpoint}, which was saved with {'; '.join(refused)}: patch the model with the "
+            f"config of that run. To train its weights in another way, load them by from_pretrained, then call "
+            f"unpatch_model(model, sparse=False) and patch_model(model, config), and start a new run"
+        )
+    if differences:
+        logger.warning(f"resuming from {checkpoint}, which was saved with {'; '.join(differences.values())}")
+
+
+def restore_phase(model: nn.Module, checkpoint: str | Path) -> None:
+    """Let `model` compute as the one saved in `checkpoint` did; the Trainer loads its weights, not its config."""
+    saved = saved_config(checkpoint)
+    if saved is not None:
+        set_phase(model, saved.phase)

@@ -1,0 +1,188 @@
+"""Damaged checkpoints: a clear error, or the same model; never state that the method cannot have made."""
+
+import json
+import random
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from test_checkpoint import edit_config, logits, patched
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching import patched_config
+from hf_sparse24.weight import sparse_weights
+
+LAYER = "model.layers.0.mlp.up_proj"
+SCALES = {
+    "nan": (float("nan"), "scale is nan, and scale_rule='mse' gives 1 to 2"),
+    "inf": (float("inf"), "scale is inf"),
+    "zero": (0.0, "scale is 0"),
+    "negative": (-1.5, "scale is -1.5"),
+    "below 1": (0.9, "scale is 0.9"),
+    "huge": (1e30, r"scale is 1e\+30"),
+    "integer": (torch.tensor(2), r"scale is torch.int64 \(\), not torch.float32"),
+}
+ROWS, COLUMNS = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[1], [1], [0], [0]])
+MASKS = {
+    "all": (torch.ones(4, 4), "does not keep exactly 2 of every 4 along the {} dimension in 512 groups"),
+    "none": (torch.zeros(4, 4), "does not keep exactly 2 of every 4 along the {} dimension in 512 groups"),
+    "3 of 4": (torch.ones(4, 4).triu(-1), "does not keep exactly 2"),
+}
+
+
+def damage(directory, key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    tensors = load_file(directory / "model.safetensors")
+    tensors[key] = value
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def bits(tile: torch.Tensor) -> torch.Tensor:
+    """A mask of a 64 x 32 weight that repeats a 4 x 4 tile, as the files have it."""
+    mask = tile.bool().repeat(16, 8)
+    return (mask.unflatten(1, (-1, 8)) * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
+
+
+def assert_refused_everywhere(method: str, name: str, value: torch.Tensor, message: str, directory) -> None:
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=method))
+    model.save_pretrained(directory)
+    tensors = damage(directory, f"{LAYER}.{name}", value)
+    with pytest.raises(ValueError, match=rf"the checkpoint is damaged.*{LAYER}.weight: {message}"):
+        AutoModelForCausalLM.from_pretrained(directory)
+    if value.dtype == model.state_dict()[f"{LAYER}.{name}"].dtype:  # load_state_dict casts
+        with pytest.raises(RuntimeError, match=rf"{LAYER}.weight: {message}.*the checkpoint is damaged"):
+            model.load_state_dict(tensors, strict=False)
+        with pytest.raises(ValueError, match=rf"the model is damaged.*{LAYER}.weight: {message}"):
+            export_model(model, directory / "export")
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_scales_that_no_weight_has(case, tmp_path):
+    value, message = SCALES[case]
+    assert_refused_everywhere("s-ste", "scale", torch.as_tensor(value), message, tmp_path)
+
+
+@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("method", ["t-sr-ste", "fixed-mask"])
+def test_masks_that_are_not_2_of_4(method, case, tmp_path):
+    tile, message = MASKS[case]
+    along = "output" if method == "t-sr-ste" else "input"
+    assert_refused_everywhere(method, "mask_bits", bits(tile), f"mask_bits {message.format(along)}", tmp_path)
+
+
+def test_masks_of_another_dtype(tmp_path):
+    value = bits(torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]]).repeat(2, 1)).to(torch.int8)
+    assert_refused_everywhere("t-sr-ste", "mask_bits", value, r"mask_bits is torch.int8 \(64, 4\), not", tmp_path)
+
+
+def test_a_mask_by_rows_alone_is_not_transposable(tmp_path):
+    tile = torch.tensor([[1, 1, 0, 0]]).repeat(4, 1)
+    message = "mask_bits does not keep exactly 2 of every 4 along the output dimension"
+    assert_refused_everywhere("t-sr-ste", "mask_bits", bits(tile), message, tmp_path / "t-sr-ste")
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="fixed-mask"))
+    model.save_pretrained(tmp_path)
+    damage(tmp_path, f"{LAYER}.mask_bits", bits(tile))  # which is another mask, and a possible one
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"mask_solver": "greedy"}, {"mask_solver": "two-approx"}, {"pattern": "1:4"}])
+def test_masks_of_every_solver_and_pattern_load(settings, tmp_path):
+    model = zoo.build("gpt2").eval()
+    patch_model(model, Sparse24Config(method="t-sr-ste", **settings))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("criterion", ["magnitude", "wanda", "sparsegpt"])
+def test_masks_of_oneshot_load(criterion, tmp_path):
+    model = zoo.build("gpt2").eval()
+    oneshot(model, [zoo.batch(rows=8)["input_ids"]], criterion=criterion)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("rule", ["mse", "l1", "none"])
+def test_scales_of_every_weight_load(rule, tmp_path):
+    """Sizes that make the scale as large as fp32 can: magnitudes one rounding apart, in most groups none."""
+    model = zoo.build("llama").eval()
+    near = torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-23])
+    with torch.no_grad():
+        model.get_parameter(f"{LAYER}.weight").copy_(near.repeat(64, 8))
+        model.get_parameter("model.layers.1.mlp.up_proj.weight").fill_(3.0)
+    patch_model(model, Sparse24Config(scale_rule=rule))
+    scale = float(sparse_weights(model)[f"{LAYER}.weight"].state["scale"])
+    assert scale > 2**22 or rule == "none"
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"phase": 5}, "phase=5: must be one of"),
+        ({"phase": ["sparse"]}, "phase="),
+        ({"method": ["s-ste"]}, "method="),
+        ({"method": "ste"}, "method 'ste' has no scale_"),
+        ({"pattern": 24}, "pattern=24: must be 'N:M'"),
+        ({"target_modules": 3}, "target_modules=3"),
+        ({"layers_to_transform": "0"}, "layers_to_transform='0'"),
+        ({"backend": []}, "backend="),
+        ({"hf_sparse24_version": 1}, "hf_sparse24_version=1: not a version number"),
+        ({"scale_frozen": 1}, "scale_frozen=1"),
+    ],
+)
+def test_values_in_config_json(changes, message, tmp_path):
+    patched().save_pretrained(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_cut_or_missing_config_json(tmp_path):
+    patched().save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    for length in (0, 1, len(text) // 2, len(text) - 3):
+        (tmp_path / "config.json").write_text(text[:length])
+        with pytest.raises(OSError, match="not a valid JSON file"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises((OSError, ValueError), match=r"config\.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
+def test_random_damage(method, tmp_path):
+    """Cut or with a wrong byte: an error, or a report of keys, or 2:4 weights with state that the method can have."""
+    model = patched(method=method)
+    model.save_pretrained(tmp_path)
+    draw, outcomes = random.Random(method), {"refused": 0, "reported": 0, "loaded": 0}
+    whole = {name: (tmp_path / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    header = 8 + int.from_bytes(whole["model.safetensors"][:8], "little")
+    for _ in range(60):
+        name = draw.choice(sorted(whole))
+        data = bytearray(whole[name])
+        if draw.random() < 0.4:
+            data = data[: draw.randrange(len(data))]
+        else:
+            end = header if name == "model.safetensors" and draw.random() < 0.7 else len(data)
+            data[draw.randrange(end)] = draw.randrange(256)
+        (tmp_path / name).write_bytes(data)
+        try:
+            loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        except Exception as error:
+            assert str(error), type(error)
+            outcomes["refused"] += 1
+        else:
+            outcomes["reported" if any(report.values()) else "loaded"] += 1
+            for weight in sparse_weights(loaded).values():
+                assert weight.wrong_state() is None
+                assert is_nm_sparse(weight.pruned(), *patched_config(loaded).bound_method.pattern)
+        (tmp_path / name).write_bytes(whole[name])
+    assert outcomes["refused"] > 30, outcomes
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert json.loads((tmp_path / "config.json").read_text())

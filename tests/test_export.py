@@ -1,0 +1,244 @@
+"""export_model over what is there already: the old model or the new one at every instant, and nothing else lost."""
+
+import copy
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from accelerate import Accelerator
+from test_checkpoint import logits, patched
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import export_model, unpatch_model
+from hf_sparse24.checkpoints import replacing
+from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
+
+OUTDATED = re.compile(r"model.*\.safetensors(\.index\.json)?")
+CHANGES = ("link", "mkdir", "remove", "replace", "rmdir", "symlink", "unlink")
+"""The functions of `os` that change a directory; pathlib and shutil call them too."""
+
+SINGLE = {"config.json": "A", "model.safetensors": "A"}
+SHARDED = dict.fromkeys(("config.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors"), "B")
+MODELS = {"none": {}, "single": SINGLE, "sharded": SHARDED, "other": dict.fromkeys(SINGLE, "C")}
+
+
+def write(directory: Path, files: dict[str, str]) -> None:
+    with replaced_model(directory, OUTDATED) as new:
+        for name, text in files.items():
+            (new / name).write_text(text)
+
+
+def read(directory: Path) -> dict[str, str]:
+    """The files as a reader sees them, through links or not."""
+    return {path.name: path.read_text() for path in directory.iterdir() if path.is_file()}
+
+
+class Killed(BaseException):
+    pass
+
+
+def write_until(directory: Path, files: dict[str, str], changes: int) -> bool:
+    """Write a model in a process that can make so many changes to directories, and then none; whether it got through.
+
+    Not a single one after the first that fails: a process that is killed does not clean up.
+    """
+    left = changes
+
+    def limited(function):
+        def call(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(os, name, limited(getattr(os, name)))
+        try:
+            write(directory, files)
+        except Killed:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hard_links"),
+    [
+        ("none", "single", True),
+        ("other", "single", True),
+        ("single", "sharded", True),
+        ("sharded", "single", True),
+        ("sharded", "sharded", False),
+    ],
+)
+def test_cut_at_any_moment_it_is_the_old_model_or_the_new_one(old, new, hard_links, tmp_path, monkeypatch):
+    if not hard_links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    before, after = MODELS[old] | {"notes.txt": "mine"}, MODELS[new] | {"notes.txt": "mine"}
+    outcomes = []
+    done = False
+    while not done:
+        directory = tmp_path / str(len(outcomes))
+        directory.mkdir()
+        for name, text in before.items():
+            (directory / name).write_text(text)
+        done = write_until(directory, MODELS[new], len(outcomes))
+        found = read(directory)
+        outcomes.append(found == after)
+        if "config.json" in before or outcomes[-1]:
+            assert found in (before, after)
+        else:  # what is there already does not load
+            assert "config.json" not in found
+        write(directory, MODELS["other"])  # the next one finds its way, and cleans up
+        assert read(directory) == MODELS["other"] | {"notes.txt": "mine"}
+        assert not any(path.is_symlink() or path.name == STAGING for path in directory.iterdir())
+    assert len(outcomes) > 5 and outcomes[-1] and (old == new or not outcomes[0])
+
+
+def test_cut_again_and_again(tmp_path):
+    """What one interrupted export has left is no obstacle to the next interrupted export."""
+    write(tmp_path, SINGLE)
+    found = read(tmp_path)
+    for changes in range(60):
+        new = (MODELS["sharded"], MODELS["other"], SINGLE)[changes % 3]
+        write_until(tmp_path, new, changes)
+        assert read(tmp_path) in (found, new)
+        found = read(tmp_path)
+    write(tmp_path, SHARDED)
+    assert {path.name for path in tmp_path.iterdir()} == set(SHARDED)
+
+
+def test_an_error_while_writing_keeps_the_old_model(tmp_path):
+    write(tmp_path, SINGLE)
+    with pytest.raises(KeyboardInterrupt), replaced_model(tmp_path, OUTDATED) as new:
+        (new / "config.json").write_text("half")
+        raise KeyboardInterrupt
+    assert read(tmp_path) == SINGLE and not (tmp_path / STAGING).exists()
+
+
+def test_nothing_is_written_beside_the_directory(tmp_path):
+    """So the parent may be read-only, or another file system."""
+    directory = tmp_path / "mount"
+    write(directory, SINGLE)
+    with replaced_model(directory, OUTDATED) as new:
+        (new / "config.json").write_text("B")
+        assert [path.name for path in tmp_path.iterdir()] == ["mount"]
+        assert new.stat().st_dev == directory.stat().st_dev
+
+
+def test_links_stay_links(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "blob").write_text("A")
+    (tmp_path / "real" / "model.safetensors").symlink_to("../blob")  # as in the Hub's cache
+    (tmp_path / "real" / "config.json").write_text("A")
+    assert not write_until(tmp_path / "link", MODELS["other"], 12)
+    assert read(tmp_path / "real") == SINGLE
+    write(tmp_path / "link", MODELS["other"])
+    assert (tmp_path / "link").is_symlink() and read(tmp_path / "real") == MODELS["other"]
+    assert (tmp_path / "blob").read_text() == "A"
+
+
+def test_two_at_once_and_file_systems_without_links(tmp_path, monkeypatch):
+    with replaced_model(tmp_path, OUTDATED) as new:
+        (new / "config.json").write_text("A")
+        with pytest.raises(RuntimeError, match="another process is exporting into"):
+            write(tmp_path, SINGLE)
+    monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(PermissionError("no links")))
+    with pytest.raises(OSError, match=r"no symbolic links to replace it by \(no links\); export into a new directory"):
+        write(tmp_path, SINGLE)
+    assert read(tmp_path) == {"config.json": "A"}
+    write(tmp_path / "new", SINGLE)
+    assert read(tmp_path / "new") == SINGLE
+    monkeypatch.setattr(replacing, "fcntl", None)
+    write(tmp_path / "newer", SINGLE)
+    assert read(tmp_path / "newer") == SINGLE
+
+
+def test_a_model_replaces_another_of_other_sizes(tmp_path):
+    export_model(patched(intermediate_size=96), tmp_path)
+    (tmp_path / "README.md").write_text("mine")
+    model = patched()
+    export_model(model, tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    names = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_export_over_a_sharded_model_leaves_none_of_it(tmp_path):
+    zoo.build("llama", seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
+    model = patched()
+    export_model(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "scheduler.pt", None])
+def test_a_training_checkpoint_is_not_written_over(name, tmp_path):
+    """It has the dense master weights, and an export does not."""
+    model = patched()
+    if name is None:
+        model.save_pretrained(tmp_path)
+    else:
+        zoo.build("llama").save_pretrained(tmp_path)
+        (tmp_path / name).write_text("{}")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    what = name or "config.json with quantization_config"
+    with pytest.raises(ValueError, match=rf"is a training checkpoint \({what}\).*; export into another directory"):
+        export_model(model, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "config.json").write_text("{")
+    if name is None:
+        with pytest.raises(ValueError, match=r"config.json is no JSON"):
+            export_model(model, tmp_path)
+
+
+def test_a_model_that_was_not_patched(tmp_path):
+    model = patched()
+    with pytest.raises(ValueError, match="LlamaForCausalLM is no model that patch_model got"):
+        del model.config.quantization_config
+        export_model(model, tmp_path)
+
+
+def test_wrapped_models_are_looked_through(tmp_path):
+    model = patched()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    expected = logits(model)
+    wrapped = [nn.DataParallel(model), torch.compile(model), torch.compile(nn.DataParallel(model))]
+    for number, wrapper in enumerate([*wrapped, accelerator.prepare(model)]):
+        export_model(wrapper, tmp_path / str(number))
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / str(number))), expected)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    with pytest.raises(ValueError, match="parts of the model are compiled"):
+        export_model(model, tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_adapters_are_refused_with_both_ways_out(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
+    attached = patched()
+    attached.add_adapter(copy.copy(config))
+    model = get_peft_model(patched(), copy.copy(config)).eval()
+    for refused in (model, model.base_model.model, attached):
+        with pytest.raises(ValueError, match=r"PEFT adapters.*unpatch_model\(model\), then model.merge_and_unload"):
+            export_model(refused, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    expected = logits(model)
+    sparse = get_peft_model(patched(), config)
+    sparse.load_state_dict(model.state_dict())
+    export_model(sparse.merge_and_unload(), tmp_path / "sparse")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
+    assert exported.get_parameter("model.layers.0.mlp.up_proj.weight").count_nonzero() <= 64 * 32 / 2
+    unpatch_model(model)
+    model.merge_and_unload().save_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), expected)

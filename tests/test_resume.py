@@ -1,0 +1,178 @@
+"""Resuming: from the newest checkpoint that is whole, into the run that it is of."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from test_decay_search import make_trainer
+from test_trainer import arguments, dataset, train, weights
+from transformers import Trainer
+
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
+from hf_sparse24.patching import patched_config
+from hf_sparse24.training.decay_search import DecayTuning
+from hf_sparse24.training.resume import checkpoint_damage, last_whole_checkpoint
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+CONFIG = Sparse24Config(method="t-sr-ste", mask_interval=1)
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+
+
+def resume(directory, checkpoint: bool | str = True, config: Sparse24Config = CONFIG, **overrides) -> Sparse24Trainer:
+    model = zoo.build("llama", seed=9)
+    args = arguments(directory, **SAVING | overrides)
+    run = Sparse24Trainer(model, args, train_dataset=dataset(), sparse24_config=config)
+    run.train(resume_from_checkpoint=checkpoint)
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 4 steps with checkpoints 2 and 4, and its weights; copy it to change it."""
+    directory = tmp_path_factory.mktemp("finished")
+    return directory, weights(train(directory, config=CONFIG, **SAVING))
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path) -> Path:
+    shutil.copytree(finished[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("name", [*FILES, "config.json", "training_args.bin"])
+def test_files_that_are_cut_short_or_missing_are_noticed(name, run_dir):
+    checkpoint = run_dir / "checkpoint-4"
+    assert checkpoint_damage(checkpoint) is None
+    for length in (0, 1, 100, (checkpoint / name).stat().st_size - 2):
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[:length])
+        assert checkpoint_damage(checkpoint).startswith(f"{name} is cut short or damaged")
+        (checkpoint / name).write_bytes(whole)
+    if name in FILES:
+        (checkpoint / name).unlink()
+        kind = name.removesuffix(".pth").removesuffix(".pt")
+        assert kind in checkpoint_damage(checkpoint) or checkpoint_damage(checkpoint) == "it has no weights"
+        assert last_whole_checkpoint(run_dir) == str(run_dir / "checkpoint-2")
+
+
+def test_a_missing_shard_is_noticed(run_dir):
+    checkpoint = run_dir / "checkpoint-4"
+    (checkpoint / "model.safetensors").unlink()
+    zoo.build("llama").save_pretrained(checkpoint, max_shard_size="20KB")
+    assert checkpoint_damage(checkpoint) is None
+    shard = sorted(checkpoint.glob("model-*.safetensors"))[1]
+    cut(shard)
+    assert checkpoint_damage(checkpoint).startswith(f"{shard.name} is cut short or damaged")
+    shard.unlink()
+    assert checkpoint_damage(checkpoint) == f"{shard.name} is missing"
+    cut(checkpoint / "model.safetensors.index.json")
+    assert checkpoint_damage(checkpoint) == "model.safetensors.index.json is cut short or damaged"
+
+
+def test_a_half_written_checkpoint_is_skipped(finished, run_dir, caplog):
+    cut(run_dir / "checkpoint-4" / "optimizer.pt")
+    (run_dir / "checkpoint-6").mkdir()
+    (run_dir / "checkpoint-best").mkdir()
+    run = resume(run_dir)
+    assert torch.equal(weights(run), finished[1])
+    (warning,) = [record.getMessage() for record in caplog.records if "newest whole" in record.getMessage()]
+    assert "checkpoint-6: trainer_state.json, which is written last, is missing" in warning
+    assert "checkpoint-4: optimizer.pt is cut short or damaged" in warning and "from" in warning
+    assert last_whole_checkpoint(run_dir) == str(run_dir / "checkpoint-4")  # written over
+
+
+def test_without_a_whole_checkpoint_it_is_said(run_dir, tmp_path):
+    for checkpoint in run_dir.glob("checkpoint-*"):
+        (checkpoint / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"no whole checkpoint in .*checkpoint-4: trainer_state.json.*; start without"):
+        resume(run_dir)
+    with pytest.raises(ValueError, match=r"no whole checkpoint in .*\(none at all\)"):
+        resume(tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"cannot resume from .*checkpoint-2: trainer_state.json.*is missing"):
+        resume(run_dir, str(run_dir / "checkpoint-2"))
+
+
+def test_a_checkpoint_that_is_being_written_over_is_not_whole(run_dir, monkeypatch):
+    """Its old files are whole each, and of another moment than the new ones."""
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sparse24Trainer, "_save_rng_state", killed)
+    with pytest.raises(KeyboardInterrupt):
+        resume(run_dir, str(run_dir / "checkpoint-2"), learning_rate=0.1)
+    assert last_whole_checkpoint(run_dir) == str(run_dir / "checkpoint-2")
+
+
+def test_a_checkpoint_of_the_model_only_is_whole(tmp_path):
+    train(tmp_path, config=CONFIG, save_only_model=True, **SAVING)
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        (Sparse24Config(method="fixed-mask"), "method='t-sr-ste', now 'fixed-mask'"),
+        (CONFIG.replace(pattern="1:4"), "pattern='2:4', now '1:4'"),
+        (CONFIG.replace(target_modules="all-linear"), "target_modules='mlp', now 'all-linear'"),
+        (CONFIG.replace(layers_to_transform=[0]), r"layers_to_transform=None, now \[0\]"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(config, difference, run_dir):
+    with pytest.raises(ValueError, match=f"cannot resume from .*{difference}.*patch the model with the config of"):
+        resume(run_dir, str(run_dir / "checkpoint-2"), config)
+    model = zoo.build("llama")
+    patch_model(model, config)
+    other = Trainer(model, arguments(run_dir), train_dataset=dataset(), callbacks=[Sparse24Callback()])
+    with pytest.raises((ValueError, RuntimeError), match=f"{difference}|mask_bits"):  # the weights are loaded before
+        other.train(resume_from_checkpoint=str(run_dir / "checkpoint-2"))
+
+
+def test_other_settings_cost_a_warning(run_dir, caplog):
+    for config in (CONFIG.replace(backend="dense"), CONFIG.replace(masked_decay=0.5, dense_tail=0)):
+        resume(run_dir, str(run_dir / "checkpoint-2"), config)
+    (warning,) = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
+    assert "masked_decay=6e-05, now 0.5" in warning and "dense_tail=0.1666" in warning and "backend" not in warning
+
+
+def test_a_dense_run_can_go_on_sparse_with_a_warning(tmp_path, caplog):
+    dense = Trainer(zoo.build("llama"), arguments(tmp_path, **SAVING), train_dataset=dataset())
+    dense.train()
+    resume(tmp_path, str(tmp_path / "checkpoint-2"), max_steps=8)
+    assert "a model that was not patched: sparsity starts from its dense weights" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, monkeypatch):
+    """Their checkpoints have no config.json."""
+    from peft import LoraConfig, get_peft_model
+
+    def run(decay, **overrides) -> Sparse24Trainer:
+        made = make_trainer(tmp_path, decay=decay, method="t-sr-ste", **overrides)
+        model = get_peft_model(made.model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        return Sparse24Trainer(model, made.args, train_dataset=made.train_dataset)
+
+    monkeypatch.setattr(
+        "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 0.8}, 3e-5)
+    )
+    first = run("auto", save_strategy="steps", save_steps=6)
+    first.train()
+    saved = json.loads((tmp_path / "checkpoint-12" / "sparse24_config.json").read_text())
+    assert saved["masked_decay"] == 3e-5 and saved["phase"] == "dense"
+    assert not (tmp_path / "checkpoint-12" / "config.json").exists()
+    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
+    for checkpoint in (True, str(tmp_path / "checkpoint-6")):
+        resumed = run("auto", save_strategy="no")
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert patched_config(resumed.model).masked_decay == 3e-5
+        assert torch.equal(weights(resumed), weights(first))
+    (tmp_path / "checkpoint-6" / "sparse24_config.json").unlink()
+    with pytest.raises(ValueError, match=r"masked_decay=.auto.: .*checkpoint-6 does not say which decay"):
+        run("auto").train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
