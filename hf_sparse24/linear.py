@@ -220,19 +220,18 @@ class Sparse24Layer(nn.Module):
         sparse = self.sparse24["weight"]
         sparse.check_master()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        if sparse.state_is_ready or prefix + "weight" not in state_dict:
-            return  # what is missing is missing: averaged weights must not choose other masks and scales
         names = list(sparse.beside(prefix + "weight"))
         if any(name in state_dict for name in names):
             sparse.state_is_ready = True
             wrong = sparse.wrong_state()
             if wrong:
                 errors.append(f"{prefix}weight: {wrong}; the checkpoint is damaged, load another one")
-        else:
+        elif not sparse.state_is_ready and prefix + "weight" in state_dict:
             # Dense weights for a model that was patched without any: the rest starts from them.
             missing[:] = [name for name in missing if name not in names]
             sparse.init_state()
             sparse.init_parameters()
+        # Otherwise what is missing is missing: averaged weights must not choose other masks and scales.
 
 
 def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:

@@ -10,7 +10,7 @@ from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
 from hf_sparse24.patching import patched_config
 from hf_sparse24.weight import sparse_weights
 
@@ -265,3 +265,35 @@ def test_training_twice_and_evaluating(tmp_path):
 def test_masked_language_model_with_deberta(tmp_path):
     run = train(tmp_path, model=zoo.build("deberta-v2"), config=Sparse24Config(target_modules="all-linear"))
     assert weights(run).isfinite().all()
+
+
+def test_two_callbacks_are_refused(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="sr-ste"))
+    callbacks = [Sparse24Callback(), Sparse24Callback()]
+    run = Trainer(model, arguments(tmp_path), train_dataset=dataset(), callbacks=callbacks)
+    with pytest.raises(ValueError, match="two callbacks of class Sparse24Callback; it needs one"):
+        run.train()
+
+
+def test_a_controller_made_during_training_is_not_overlooked(tmp_path):
+    class Intruder(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+            Sparse24Controller(model, optimizer, total_steps=4)
+
+    run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Intruder()])
+    with pytest.raises(RuntimeError, match="another Sparse24Controller has taken this model over"):
+        run.train()
+
+
+def test_the_last_flip_rate_is_logged_after_resuming(tmp_path):
+    config = Sparse24Config(method="t-sr-ste", mask_interval=4)
+    overrides = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "learning_rate": 0.1}
+    logs = [train(tmp_path, config=config, **overrides).state.log_history]
+    run = Sparse24Trainer(
+        zoo.build("llama"), arguments(tmp_path, **overrides), train_dataset=dataset(), sparse24_config=config
+    )
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    logs.append(run.state.log_history)
+    rates = [{entry["step"]: entry["flip_rate"] for entry in log if "flip_rate" in entry} for log in logs]
+    assert rates[0] == rates[1] and set(rates[0]) == set(range(4, 13)) and rates[0][7] > 0

@@ -15,9 +15,10 @@ from ..patching import patch_model, patched_config, reject_non_finite
 from ..weight import sparse_weights
 
 register_quantization_config("sparse24")(Sparse24Config)
-# `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`; but with configs of these classes, it
-# sets `other.get_loading_attributes()` on the checkpoint's config.
-auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (Sparse24Config,)  # type: ignore[assignment]  # a constant of fixed length
+# `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
+# these classes, it sets `other.get_loading_attributes()` on the checkpoint's config.
+if hasattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES"):
+    auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (Sparse24Config,)  # type: ignore[assignment]  # a constant of fixed length
 
 
 @register_quantizer("sparse24")

@@ -39,9 +39,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self.controller is None:
             raise RuntimeError("training has not begun: the Trainer must call on_train_begin of this callback first")
         if not self.controller.is_running:
-            raise RuntimeError(
-                "another Sparse24Callback or Sparse24Controller has taken this model over; a Trainer needs one callback"
-            )
+            raise RuntimeError("another Sparse24Controller has taken this model over, or called end() on this one")
         return self.controller
 
     def state(self) -> dict[str, Any]:
@@ -85,6 +83,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         )
         states: Any = state.stateful_callbacks  # by the names of classes
         saved = states.setdefault(type(self).__name__, self.state())  # a checkpoint of 0.1 has none
+        if isinstance(saved, list):
+            raise ValueError("this Trainer has two callbacks of class Sparse24Callback; it needs one")
         flips = saved.get("controller", {}).get("flips", {})
         self.controller.load_state_dict(self.controller.state_dict() | {"flips": flips})
 
