@@ -87,16 +87,20 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             raise ValueError("this Trainer has two callbacks of class Sparse24Callback; it needs one")
         flips = saved.get("controller", {}).get("flips", {})
         self.controller.load_state_dict(self.controller.state_dict() | {"flips": flips})
+        if state.global_step >= state.max_steps:
+            self.controller.end()  # a Trainer that resumes a run which is done takes one more step, its last rate being 0
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._running.after_micro_step()
+        if state.global_step < state.max_steps:
+            self._running.after_micro_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self._running.step < state.global_step:  # a GradScaler skipped the step, and the Trainer counts it
-            self._running.skip_step()
+        if state.global_step <= state.max_steps and self._running.step < state.global_step:
+            self._running.skip_step()  # a GradScaler skipped it, and the Trainer counts it
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._running.end()
+        if self.controller is not None:
+            self.controller.end()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             restore_phase(kwargs["model"], state.best_model_checkpoint)
 
