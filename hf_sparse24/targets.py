@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .config import TARGET_GROUPS, Sparse24Config
+from .config import Sparse24Config
 from .linear import Sparse24Layer
+from .module_names import TARGET_GROUPS
 
 # What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)

@@ -20,6 +20,7 @@ LAYERS = [
     ["encodings", "gemms", "gated", "metrics"],
     ["weight"],
     ["methods"],
+    ["module_names"],
     ["config"],
     ["linear"],
     ["targets"],
