@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
+from sparse24_kernels.checks import INPUTS as PRUNABLE
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -36,9 +37,14 @@ class Candidate(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The layer's weight; for stacked experts their first 3-D parameter."""
+        return self.weights[0]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The layer's weight; for stacked experts all their 3-D parameters."""
         if "weight" in self.module._parameters:
-            return cast(Tensor, self.module.weight)
-        return next(parameter for parameter in self.module.parameters(recurse=False) if parameter.dim() == 3)
+            return [cast(Tensor, self.module.weight)]
+        return [parameter for parameter in self.module.parameters(recurse=False) if parameter.dim() == 3]
 
 
 class Place(NamedTuple):
@@ -71,7 +77,7 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
         name: _place(model, name)
         for name, module in model.named_modules()
         # A parametrized layer (weight_norm and the like) has no weight of its own to keep.
-        if isinstance(module, nn.Linear | Conv1D) and "weight" in module._parameters
+        if isinstance(module, nn.Linear | Conv1D) and module._parameters.get("weight") is not None
     }
     targets = _picked("target_modules", config.target_modules, places)
     excluded = _picked("exclude_modules", config.exclude_modules, places)
@@ -166,7 +172,18 @@ def _towers(model: nn.Module) -> dict[int, str]:
 
 
 def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
-    """A weight that a dense module uses as well stays dense: it cannot be both when the model is unpatched."""
+    """A weight that a dense module uses as well stays dense: it cannot be both when the model is unpatched.
+
+    So does one whose memory another Parameter sees as well, as another one's slice or transpose: it would be pruned
+    twice, in groups that differ.
+    """
+    views = _overlapping(model)
+    found = [
+        candidate._replace(skipped=f"its weight shares memory with {views[id(candidate.weight)]}, another Parameter")
+        if candidate.skipped is None and id(candidate.weight) in views
+        else candidate
+        for candidate in found
+    ]
     chosen = {id(candidate.module) for candidate in found if candidate.skipped is None}
     dense = {id(p) for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
     return [
@@ -175,6 +192,24 @@ def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candi
         else candidate
         for candidate in found
     ]
+
+
+def _overlapping(model: nn.Module) -> dict[int, str]:
+    """Parameters and buffers that lie in another one's memory, by id, with the name of that other."""
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + extent * tensor.element_size(), id(tensor), name))
+    spans.sort()
+    found = {}
+    for i, (device, _, end, key, name) in enumerate(spans):
+        for other_device, other_start, _, other_key, other_name in spans[i + 1 :]:
+            if other_device != device or other_start >= end:
+                break
+            found[key], found[other_key] = other_name, name
+    return found
 
 
 def _aliases(model: nn.Module, name: str) -> list[str]:
@@ -234,7 +269,20 @@ def _cannot_be_sparse(path: list[tuple[str, nn.Module]], config: Sparse24Config)
         return f"{parent_class.__name__} uses its weight without calling it"
     weight = cast(Tensor, module.weight)
     inputs, outputs = weight.shape if isinstance(module, Conv1D) else weight.shape[::-1]
-    return config.bound_method.unsupported(outputs, inputs)
+    return _unsupported_weight(weight) or config.bound_method.unsupported(outputs, inputs)
+
+
+def _unsupported_weight(weight: Tensor) -> str | None:
+    """Why no method can prune a weight, whatever its sizes."""
+    if weight.dtype not in PRUNABLE:
+        return f"its weight is {weight.dtype}; fp64, fp32, bf16 and fp16 can be pruned"
+    if weight.layout != torch.strided:
+        return f"the layout of its weight is {weight.layout}, not dense"
+    if not weight.numel():
+        return "its weight is empty"
+    if 0 in weight.stride():
+        return "its weight is expanded: elements share memory"
+    return None
 
 
 def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
