@@ -57,7 +57,9 @@ class _SparseLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, output_weight if input_weight is None else input_weight, rng_key)
         ctx.gemms, ctx.input_plan, ctx.backend, ctx.weight_dtype = gemms, input_plan, backend, weight.dtype
         x, output_weight = _rounded(gemm, "e4m3", x, output_weight)
-        return kernels.sparse_linear(x, output_weight, bias, algorithm=output_plan.algorithm)
+        output = kernels.sparse_linear(x, output_weight, bias, algorithm=output_plan.algorithm)
+        # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     @once_differentiable  # a second derivative would be another function's, and must not pass for this one's
