@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from .adapters import bypasses_layer, is_adapter
 from .config import Sparse24Config
 from .linear import Sparse24Layer
 from .module_names import TARGET_GROUPS, ModuleNames, ends_with
@@ -261,6 +262,8 @@ def _cannot_be_sparse(path: list[tuple[str, nn.Module]], config: Sparse24Config)
         return "an adapter"
     if isinstance(module, Sparse24Layer):
         return None
+    if is_adapter(path[-2][1]) and bypasses_layer(path[-2][1]):
+        return f"its adapter ({type(path[-2][1]).__name__}) computes with its weight without calling it"
     layer_class: type = type(module)
     parent_class: type = type(path[-2][1])
     if not _is_plain_linear(layer_class):
@@ -287,10 +290,7 @@ def _unsupported_weight(weight: Tensor) -> str | None:
 
 def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
     """Whether a layer is one that PEFT has added beside a `base_layer`."""
-    return any(
-        part != "base_layer" and any(cls.__name__ == "BaseTunerLayer" for cls in type(parent).__mro__)
-        for (_, parent), (part, _) in pairwise(path)
-    )
+    return any(part != "base_layer" and is_adapter(parent) for (_, parent), (part, _) in pairwise(path))
 
 
 @cache

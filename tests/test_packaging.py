@@ -19,6 +19,7 @@ LAYERS = [
     ["version"],
     ["encodings", "gemms", "gated", "metrics"],
     ["weight"],
+    ["adapters"],
     ["methods"],
     ["module_names"],
     ["config"],
