@@ -2,21 +2,20 @@
 
 import copy
 import dataclasses
-import re
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from sparse24_kernels import BACKENDS, Pattern
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .encodings import RunState
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
-from .methods.settings import SHARED, MethodSettings
+from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
+from .module_names import check_module_names
 from .version import __version__
-
-TARGET_GROUPS = ("mlp", "attention", "all-linear")
 
 
 class Sparse24Config(QuantizationConfigMixin):
@@ -30,17 +29,23 @@ class Sparse24Config(QuantizationConfigMixin):
         method: the name of a registered method; see `hf_sparse24.methods`.
         pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Only `"2:4"` has
             hardware.
-        target_modules: `"mlp"`, `"attention"`, `"all-linear"`; or a regular expression that must match a module's
-            whole name; or a list of name endings, each of which must match at least one module. Output embeddings,
-            heads, poolers, routers and embeddings are never touched.
-        exclude_modules: a regular expression or a list of name endings to leave dense.
-        layers_to_transform: block indices (an int or a list) to restrict the change to; None for all.
+        target_modules: `"mlp"`, `"attention"` or `"all-linear"`; the end of a module's name, such as `"up_proj"` or
+            `"mlp.up_proj"`, or a list of these; or a regular expression of Python's `re` that must match a module's
+            whole name, which is what every string is taken for that could not be a name. What matches no linear layer
+            is an error. Output embeddings, heads, poolers, routers and embeddings are never touched. The three groups
+            mean the text model alone: vision and audio towers become sparse where names or an expression match them.
+        exclude_modules: what to leave dense, in the same words.
+        layers_to_transform: block indices (an int or a list) to restrict the change to; None for all. What no block
+            has is an error.
         backend: `"auto"`, or one of `sparse24_kernels.BACKENDS` for the GEMMs.
         dense_start: length of dense training before sparsity starts: an int counts optimizer steps, a float below 1 is
             a fraction of training. None for what the method says.
         dense_tail: length of dense training after it ends.
         settings: of the method, such as `masked_decay` and `mask_interval` of `"t-sr-ste"`; `describe_settings(name)`
             says what they mean.
+
+    All values are those of JSON. Scalars of NumPy and torch are taken as the number that they hold; numbers in strings
+    are refused.
 
     Attributes:
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
@@ -65,23 +70,21 @@ class Sparse24Config(QuantizationConfigMixin):
         dense_tail: int | float | None = None,
         **settings: Any,
     ):
-        cls = method_class(method)
-        Pattern.parse(pattern)
-        for name, value in (("target_modules", target_modules), ("exclude_modules", exclude_modules)):
-            _check_module_names(name, value)
-        _check_layers(layers_to_transform)
-        if backend not in ("auto", *BACKENDS):
-            raise ValueError(f"backend={backend!r}: must be one of {['auto', *BACKENDS]}")
+        shared = {
+            "method": plain(method),
+            "pattern": plain(pattern),
+            "target_modules": plain(target_modules),
+            "exclude_modules": plain(exclude_modules),
+            "layers_to_transform": plain(layers_to_transform),
+            "backend": plain(backend),
+        }
         settings |= {"dense_start": dense_start, "dense_tail": dense_tail}
-        given = {name: value for name, value in settings.items() if value is not None}
+        given = {name: plain(value) for name, value in settings.items() if value is not None}
+        cls = method_class(shared["method"])
+        _check_shared(**shared)
         _check_names(cls, settings, given)
         self.__dict__.update(
-            method=method,
-            pattern=pattern,
-            target_modules=copy.copy(target_modules),
-            exclude_modules=copy.copy(exclude_modules),
-            layers_to_transform=copy.copy(layers_to_transform),
-            backend=backend,
+            **shared,
             settings=cls.Settings(**given),
             run_state=RunState(),
             _given=given,
@@ -99,13 +102,13 @@ class Sparse24Config(QuantizationConfigMixin):
         if name == "settings" and isinstance(value, Sparse24Config):
             return self._take_settings(value)
         if hasattr(type(self), name):
-            raise AttributeError(f"{name}={value!r}: {name} of a Sparse24Config cannot be assigned to")
+            raise AttributeError(f"{name}={shown(value)}: {name} of a Sparse24Config cannot be assigned to")
         if name not in SHARED and not hasattr(self.settings, name):
-            raise AttributeError(f"{name}={value!r}: method {self.method!r} has no {name}")
+            raise AttributeError(f"{name}={shown(value)}: method {self.method!r} has no {name}")
         if name in SHARED and self._bound is not None:
             raise ValueError(
-                f"{name}={value!r}: a model is patched with this config; call unpatch_model(model), then patch_model "
-                f"with another config"
+                f"{name}={shown(value)}: a model is patched with this config; call unpatch_model(model), then "
+                f"patch_model with another config"
             )
         changed = self.replace(**{name: value})
         self.__dict__.update(changed.__dict__ | {"run_state": self.run_state, "_bound": self._bound})
@@ -192,12 +195,14 @@ class Sparse24Config(QuantizationConfigMixin):
         Raises:
             ValueError: a key this version does not know, or a value it does not allow.
         """
+        if not isinstance(config_dict, dict) or not all(isinstance(key, str) for key in config_dict):
+            raise ValueError(f"a Sparse24Config is read from a dict whose keys are strings, got {shown(config_dict)}")
         values = dict(config_dict)
         saved_by = values.pop("hf_sparse24_version", __version__)
         is_newer = _is_newer(saved_by)
         quant_method = values.pop("quant_method", cls.quant_method)
         if quant_method != cls.quant_method:
-            raise ValueError(f"quant_method={quant_method!r}: a Sparse24Config has {cls.quant_method!r}")
+            raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
         phase = values.pop("phase", "sparse")
         if values.get("backend") == "reference":  # what version 0.1 called dense math
             values["backend"] = "dense"
@@ -214,7 +219,7 @@ class Sparse24Config(QuantizationConfigMixin):
             )
         config = cls(**values)
         if phase not in method.phases:
-            raise ValueError(f"phase={phase!r}: must be one of {list(method.phases)}")
+            raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
         config.run_state.phase = phase
         return (config, kwargs) if return_unused_kwargs else config
 
@@ -244,33 +249,34 @@ def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[
             raise TypeError(f"Sparse24Config has no argument {name!r}; {known}")
     for name, value in given.items():
         if name not in own:
-            raise ValueError(f"{name}={value!r}: method {method.name!r} has no {name}; leave it None")
+            raise ValueError(f"{name}={shown(value)}: method {method.name!r} has no {name}; leave it None")
 
 
-def _check_module_names(name: str, value: Any) -> None:
-    if value is None and name == "exclude_modules":
-        return
-    if isinstance(value, str) and value:
-        if value not in TARGET_GROUPS:
-            try:
-                re.compile(value)
-            except re.error as error:
-                raise ValueError(f"{name}={value!r}: not a valid regular expression ({error})") from error
-        return
-    if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
-        return
-    groups = f"one of {list(TARGET_GROUPS)}, " if name == "target_modules" else ""
-    raise ValueError(f"{name}={value!r}: must be {groups}a regular expression, or a non-empty list of name endings")
+def _check_shared(
+    method: str, pattern: Any, target_modules: Any, exclude_modules: Any, layers_to_transform: Any, backend: Any
+) -> None:
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern={shown(pattern)}: must be 'N:M' with 0 < N < M, such as '2:4'")
+    Pattern.parse(pattern)
+    check_module_names("target_modules", target_modules)
+    if exclude_modules is not None:
+        check_module_names("exclude_modules", exclude_modules)
+    layers = layers_to_transform if isinstance(layers_to_transform, list) else [layers_to_transform]
+    if layers_to_transform is not None and not (layers and all(_is_index(layer) for layer in layers)):
+        raise ValueError(
+            f"layers_to_transform={shown(layers_to_transform)}: must be a block index >= 0 or a non-empty list of them"
+        )
+    wrong = one_of("auto", *BACKENDS)(backend)
+    if wrong:
+        raise ValueError(f"backend={shown(backend)}: {wrong}")
 
 
-def _check_layers(value: Any) -> None:
-    indices = value if isinstance(value, list) else [value]
-    if value is not None and not (indices and all(type(i) is int and i >= 0 for i in indices)):
-        raise ValueError(f"layers_to_transform={value!r}: must be a block index >= 0 or a non-empty list of them")
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= sys.maxsize
 
 
 def _is_newer(saved: Any) -> bool:
     try:
         return Version(saved) > Version(__version__)
-    except (InvalidVersion, TypeError) as error:
-        raise ValueError(f"hf_sparse24_version={saved!r}: not a version number") from error
+    except (ValueError, TypeError) as error:  # InvalidVersion is a ValueError
+        raise ValueError(f"hf_sparse24_version={shown(saved)}: not a version number") from error

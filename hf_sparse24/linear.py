@@ -56,7 +56,9 @@ class _SparseLinearFunction(torch.autograd.Function):
         x = gemm.prune(x, -1, None)
         ctx.save_for_backward(x, output_weight if input_weight is None else input_weight, rng_key)
         ctx.gemms, ctx.input_plan, ctx.backend, ctx.weight_dtype = gemms, input_plan, backend, weight.dtype
-        return _output(gemm, output_plan, x, output_weight, bias)
+        output = _output(gemm, output_plan, x, output_weight, bias)
+        # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     @once_differentiable  # a second derivative would be another function's, and must not pass for this one's

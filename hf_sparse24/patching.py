@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.parameter import is_lazy
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .config import Sparse24Config
@@ -35,15 +36,16 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
 
     Args:
         model: any causal or masked language model of Transformers, or a module whose layers stand in `nn.ModuleList`s.
-            May be on the meta device.
+            May be on the meta device. Its own config says from then on that it is sparse, where that is one of
+            Transformers.
         config: `None` for `Sparse24Config()`, or for the config the model already has.
 
     Returns:
         A `PatchReport`; print it. Patching again with an equal config changes nothing and returns the report.
 
     Raises:
-        ValueError: the model is compiled or wrapped, quantized, already patched with another config, has no layer that
-            the config names, or has NaN or inf in a weight that would be patched.
+        ValueError: the model is compiled or wrapped, quantized, already patched with another config, has lazy
+            Parameters or no layer that the config names, or has NaN or inf in a weight that would be patched.
     """
     if not isinstance(config, Sparse24Config | None):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
@@ -58,6 +60,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         adopt(model)
         return make_report(model, current, find_candidates(model, current))
     _reject_quantized(model)
+    _reject_lazy(model)
     # A copy: the model's config follows the phase of training, the caller's object should not.
     config = (config or Sparse24Config()).replace()
     config.bind()
@@ -77,16 +80,16 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
             layer_class.from_dense(target.module, config)
         _reject_doubled_parameters(sparse_weights(model))
+        report = make_report(model, config, candidates)
+        whole = _whole_of(model)
+        if whole is not None:
+            adopt(whole)
+        _write_config(model, config)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
             _restore(weight, None)
         raise
-    whole = _whole_of(model)
-    if whole is not None:
-        adopt(whole)
-    if hasattr(model, "config") and getattr(model.config, "quantization_config", None) is not config:
-        _own_config(model).quantization_config = config
-    return make_report(model, config, candidates)
+    return report
 
 
 @torch.no_grad()
@@ -177,7 +180,7 @@ def adopt(model: nn.Module) -> Sparse24Config | None:
                 own = {"target_modules": names, "exclude_modules": None, "layers_to_transform": None}
                 config.__dict__.update(own)
             if names:
-                _own_config(whole).quantization_config = config
+                _write_config(whole, config)
     return config
 
 
@@ -226,13 +229,19 @@ def set_phase(model: nn.Module, phase: str) -> None:
     config.run_state.phase = phase
 
 
-def _own_config(model: nn.Module) -> Any:
-    """Give the model a config of its own: other models made from the same config object are not sparse."""
-    shared, own = model.config, copy.deepcopy(model.config)
+def _write_config(model: nn.Module, config: Sparse24Config) -> None:
+    """Let the model's config say what the model is, where it has one of Transformers, which are saved.
+
+    A config of the model's own: other models made from the same config object are not sparse.
+    """
+    shared: Any = getattr(model, "config", None)
+    if not isinstance(shared, PreTrainedConfig) or getattr(shared, "quantization_config", None) is config:
+        return
+    own: Any = copy.deepcopy(shared)
+    own.quantization_config = config
     for module in model.modules():
-        if getattr(module, "config", None) is shared:
+        if module.__dict__.get("config") is shared:  # not one that a wrapper passes on
             module.config = own
-    return own
 
 
 def _reject_wrapped(model: nn.Module) -> None:
@@ -248,9 +257,16 @@ def _reject_quantized(model: nn.Module) -> None:
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    is_dict = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
     if method != "sparse24":
         raise ValueError(f"the model is quantized with {method}; load it without quantization to make it 2:4 sparse")
+
+
+def _reject_lazy(model: nn.Module) -> None:
+    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} has no size before the first forward pass (nn.LazyLinear): run one, then patch")
 
 
 def reject_non_finite(weights: Iterable[tuple[str, Tensor]]) -> None:

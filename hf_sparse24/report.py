@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from html import escape
 
 from torch import nn
 
@@ -11,17 +12,21 @@ from .targets import Candidate
 
 @dataclass(frozen=True)
 class ReportRow:
-    """Layers that differ only in their numbers: `model.layers.*.mlp.up_proj`."""
+    """Layers that differ only in their numbers: `model.layers.*.mlp.up_proj`.
+
+    `weights` counts the elements of their weight matrices, shared ones once: no biases, and nothing that a method or
+    an adapter keeps beside them.
+    """
 
     group: str
     layers: int
-    parameters: int
+    weights: int
     skipped: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PatchReport:
-    """What `patch_model` did. Print it, or read its fields.
+    """What `patch_model` did. Print it, show it in a notebook, or read its fields.
 
     Attributes:
         config: the config that is in force.
@@ -44,35 +49,50 @@ class PatchReport:
         """Share of the model's parameters that are zero while it is sparse."""
         return self.patched_parameters * (1 - self.config.n / self.config.m) / self.total_parameters
 
+    def __repr__(self) -> str:
+        return f"<PatchReport: {self._summary()}>"
+
     def __str__(self) -> str:
+        table = [_COLUMNS, *map(_cells, self.rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(3)]
+        lines = [f"{g:<{widths[0]}}  {n:>{widths[1]}}  {w:>{widths[2]}}  {why}" for g, n, w, why in table]
+        return "\n".join([self._summary(), *lines])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
+        rows = ["".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) for row in self.rows]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{escape(self._summary())}</p><table><tr>{head}</tr>{body}</table>"
+
+    def _summary(self) -> str:
         layers = len(self.patched) + len(self.skipped)
-        head = (
+        return (
             f"{self.config.pattern} sparse by {self.config.method}: {len(self.patched)} of {layers} linear layers, "
             f"{_count(self.patched_parameters)} of {_count(self.total_parameters)} parameters; "
             f"{self.sparse_share:.1%} of all parameters are zero"
         )
-        table = [("module group", "layers", "parameters", "sparse")]
-        for row in self.rows:
-            table.append((row.group, str(row.layers), _count(row.parameters), row.skipped or "yes"))
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = [f"{g:<{widths[0]}}  {n:>{widths[1]}}  {p:>{widths[2]}}  {why}" for g, n, p, why in table]
-        return "\n".join([head, *lines])
+
+
+_COLUMNS = ("module group", "layers", "weights", "sparse")
+
+
+def _cells(row: ReportRow) -> tuple[str, str, str, str]:
+    return row.group, str(row.layers), _count(row.weights), row.skipped or "yes"
 
 
 def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candidate]) -> PatchReport:
     groups: dict[tuple[str, str | None], list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault((group_name(candidate.name), candidate.skipped), []).append(candidate)
-    rows = [ReportRow(name, len(group), _parameters(group), why) for (name, why), group in groups.items()]
+    rows = [ReportRow(name, len(group), _weights(group), why) for (name, why), group in groups.items()]
     # With shared parameters once, as `parameters()` counts the total.
     patched = [candidate for candidate in candidates if candidate.skipped is None]
-    weights = {id(candidate.weight): candidate.weight.numel() for candidate in patched}
     return PatchReport(
         config=config,
         patched=tuple(candidate.name for candidate in patched),
         skipped={candidate.name: candidate.skipped for candidate in candidates if candidate.skipped is not None},
         rows=tuple(rows),
-        patched_parameters=sum(weights.values()),
+        patched_parameters=_weights(patched),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
@@ -82,8 +102,9 @@ def group_name(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def _parameters(group: list[Candidate]) -> int:
-    return sum(p.numel() for candidate in group for p in candidate.module.parameters(recurse=False))
+def _weights(candidates: list[Candidate]) -> int:
+    sizes = {id(weight): weight.numel() for candidate in candidates for weight in candidate.weights}
+    return sum(sizes.values())
 
 
 def _count(count: int) -> str:

@@ -7,17 +7,23 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
+from sparse24_kernels.checks import INPUTS as PRUNABLE
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from .config import TARGET_GROUPS, Sparse24Config
+from .adapters import bypasses_layer, is_adapter
+from .config import Sparse24Config
 from .linear import Sparse24Layer
+from .module_names import TARGET_GROUPS, ModuleNames, ends_with
 
 # What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
     r"mlp|ffn|feed_?forward|^ff(_|$)|^fc_?\d|^lin\d|intermediate|^output$|dense_?relu|layerff|experts?$", re.IGNORECASE
 )
+# What Transformers calls the sub-configs of towers: `vision_config`, `audio_config`, `audio_encoder` and the like.
+_TOWER = re.compile(r"vision|image|video|audio|speech")
 # What picks experts or tokens; a wrong pick costs more than its few weights save.
 _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
@@ -32,9 +38,31 @@ class Candidate(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The layer's weight; for stacked experts their first 3-D parameter."""
+        return self.weights[0]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The layer's weight; for stacked experts all their 3-D parameters."""
         if "weight" in self.module._parameters:
-            return cast(Tensor, self.module.weight)
-        return next(parameter for parameter in self.module.parameters(recurse=False) if parameter.dim() == 3)
+            return [cast(Tensor, self.module.weight)]
+        return [parameter for parameter in self.module.parameters(recurse=False) if parameter.dim() == 3]
+
+
+class Place(NamedTuple):
+    """Where a linear layer stands, and what it can be called.
+
+    Attributes:
+        path: the modules from the model down to the layer, each with its own component of the name.
+        names: the layer's name in this model, and in the model with or without its head (`model.layers.0...`,
+            `layers.0...`).
+        block: the index of its repeated block, None outside any.
+        sublayer: `"attention"`, `"mlp"` or None.
+    """
+
+    path: list[tuple[str, nn.Module]]
+    names: list[str]
+    block: int | None
+    sublayer: str | None
 
 
 def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]:
@@ -44,41 +72,119 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
     as skipped.
 
     Raises:
-        ValueError: an ending in a list of `target_modules` that no linear layer's name has.
+        ValueError: a name, an expression or a block index in `config` that no linear layer has.
     """
-    linears = {
-        name: module
+    places = {
+        name: _place(model, name)
         for name, module in model.named_modules()
         # A parametrized layer (weight_norm and the like) has no weight of its own to keep.
-        if isinstance(module, nn.Linear | Conv1D) and "weight" in module._parameters
+        if isinstance(module, nn.Linear | Conv1D) and module._parameters.get("weight") is not None
     }
-    aliases = {name: _aliases(model, name) for name in linears}
-    for field in ("target_modules", "exclude_modules"):
-        _check_endings(field, getattr(config, field), [alias for names in aliases.values() for alias in names])
+    targets = _picked("target_modules", config.target_modules, places)
+    excluded = _picked("exclude_modules", config.exclude_modules, places)
+    blocks = _chosen_blocks(config.layers_to_transform, places)
+    towers = _towers(model) if config.target_modules in TARGET_GROUPS else {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
     output = get_output()
+
+    def reason(name: str, module: nn.Module) -> str | None:
+        place = places[name]
+        if module is output or id(module.weight) in embeddings:
+            return "output embedding"
+        if place.block is None:
+            return "outside the repeated blocks (nn.ModuleList): a head, a pooler or an embedding projection"
+        if any(_ROUTER.search(text) for text in _names_in_block(place.path)):
+            return "router"
+        if name not in targets:
+            return f"not in target_modules={config.target_modules!r}"
+        if name in excluded:
+            return f"in exclude_modules={config.exclude_modules!r}"
+        if place.block not in blocks:
+            return f"block not in layers_to_transform={config.layers_to_transform!r}"
+        tower = next((towers[id(around)] for _, around in place.path if id(around) in towers), None)
+        if tower is not None:
+            return f"in {tower}, which does not read text; only names and expressions in target_modules reach it"
+        return _cannot_be_sparse(place.path, config)
+
     found = []
     for name, module in model.named_modules():
-        if name in linears:
-            path = _path(model, name)
-            reason: str | None
-            if module is output or id(module.weight) in embeddings:
-                reason = "output embedding"
-            elif _block_index(path) is None:
-                reason = "outside the repeated blocks (nn.ModuleList): a head, a pooler or an embedding projection"
-            elif any(_ROUTER.search(text) for text in _names_in_block(path)):
-                reason = "router"
-            else:
-                reason = _not_wanted(aliases[name], path, config) or _cannot_be_sparse(path, config)
-            found.append(Candidate(name, module, reason))
+        if name in places:
+            found.append(Candidate(name, module, reason(name, module)))
         elif _is_stacked_experts(name, module):
             found.append(Candidate(name, module, "stacked experts (3-D parameters) are not supported yet"))
     return _without_half_shared(model, found)
 
 
+def _place(model: nn.Module, name: str) -> Place:
+    path = _path(model, name)
+    block = _block_index(path)
+    return Place(path, _aliases(model, name), block, None if block is None else _sublayer(path))
+
+
+def _picked(field: str, value: str | list[str] | None, places: dict[str, Place]) -> set[str]:
+    """The layers that a field of the config means. What it means must exist: a typo would go unnoticed."""
+    if value is None:
+        return set()
+    selector = ModuleNames(field, value)
+    picked = {name for name, place in places.items() if selector.picks(place.names, place.sublayer)}
+    every_name = [name for place in places.values() for name in place.names]
+    unmatched = [end for end in selector.endings if not any(ends_with(name, end) for name in every_name)]
+    if places and (unmatched or not picked):
+        if unmatched:
+            what = f"no linear layer's name ends in {unmatched}"
+        elif selector.group:
+            what = "no linear layer is part of one"
+        else:
+            what = "no linear layer's whole name matches this regular expression (begin it with '.*' to match endings)"
+        endings = sorted({name.rpartition(".")[2] for name in places})
+        raise ValueError(f"{field}={value!r}: {what}; the model has {endings}, such as {next(iter(places))!r}")
+    return picked
+
+
+def _chosen_blocks(layers: int | list[int] | None, places: dict[str, Place]) -> set[int]:
+    blocks = {place.block for place in places.values() if place.block is not None}
+    if layers is None:
+        return blocks
+    chosen = set(layers if isinstance(layers, list) else [layers])
+    if blocks and not chosen <= blocks:
+        raise ValueError(f"layers_to_transform={layers!r}: the blocks with linear layers are {sorted(blocks)}")
+    return chosen
+
+
+def _towers(model: nn.Module) -> dict[int, str]:
+    """The parts of a multi-modal language model that read images or sound, by id, with their class.
+
+    They are built from a sub-config that is called so. A model without a vocabulary is no language model, and whole.
+    """
+    kinds: set[type] = set()
+    towers = {}
+    for module in model.modules():  # from the outside in
+        config = getattr(module, "config", None)
+        if not isinstance(config, PreTrainedConfig):
+            continue
+        if type(config) in kinds:
+            towers[id(module)] = type(module).__name__
+        parts = {key: getattr(config, key, None) for key in config.sub_configs}
+        texts = [config, *(part for key, part in parts.items() if not _TOWER.search(key))]
+        if any(getattr(text, "vocab_size", None) for text in texts):
+            kinds |= {type(part) for key, part in parts.items() if _TOWER.search(key) and part is not None}
+    return towers
+
+
 def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
-    """A weight that a dense module uses as well stays dense: it cannot be both when the model is unpatched."""
+    """A weight that a dense module uses as well stays dense: it cannot be both when the model is unpatched.
+
+    So does one whose memory another Parameter sees as well, as another one's slice or transpose: it would be pruned
+    twice, in groups that differ.
+    """
+    views = _overlapping(model)
+    found = [
+        candidate._replace(skipped=f"its weight shares memory with {views[id(candidate.weight)]}, another Parameter")
+        if candidate.skipped is None and id(candidate.weight) in views
+        else candidate
+        for candidate in found
+    ]
     chosen = {id(candidate.module) for candidate in found if candidate.skipped is None}
     dense = {id(p) for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
     return [
@@ -89,8 +195,25 @@ def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candi
     ]
 
 
+def _overlapping(model: nn.Module) -> dict[int, str]:
+    """Parameters and buffers that lie in another one's memory, by id, with the name of that other."""
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + extent * tensor.element_size(), id(tensor), name))
+    spans.sort()
+    found = {}
+    for i, (device, _, end, key, name) in enumerate(spans):
+        for other_device, other_start, _, other_key, other_name in spans[i + 1 :]:
+            if other_device != device or other_start >= end:
+                break
+            found[key], found[other_key] = other_name, name
+    return found
+
+
 def _aliases(model: nn.Module, name: str) -> list[str]:
-    """A layer's name in this model, and in the model with or without its head (`model.layers.0...`, `layers.0...`)."""
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix:
         return [name]
@@ -100,15 +223,6 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
 def _is_stacked_experts(name: str, module: nn.Module) -> bool:
     named_so = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
     return named_so and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-
-
-def _check_endings(field: str, selector: str | list[str] | None, names: list[str]) -> None:
-    if not isinstance(selector, list):
-        return
-    unmatched = [ending for ending in selector if not any(_ends_with(name, [ending]) for name in names)]
-    if unmatched:
-        endings = sorted({name.rpartition(".")[2] for name in names})
-        raise ValueError(f"{field}={selector!r}: no linear layer's name ends in {unmatched}; the model has {endings}")
 
 
 def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
@@ -142,52 +256,41 @@ def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
     return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None
 
 
-def _matches(aliases: list[str], path: list[tuple[str, nn.Module]], selector: str | list[str]) -> bool:
-    if isinstance(selector, str) and selector in TARGET_GROUPS:
-        return selector == "all-linear" or _sublayer(path) == selector
-    if isinstance(selector, list):
-        return any(_ends_with(name, selector) for name in aliases)
-    return any(re.fullmatch(selector, name) for name in aliases)
-
-
-def _ends_with(name: str, endings: list[str]) -> bool:
-    return any(name == ending or name.endswith("." + ending) for ending in endings)
-
-
-def _not_wanted(aliases: list[str], path: list[tuple[str, nn.Module]], config: Sparse24Config) -> str | None:
-    if not _matches(aliases, path, config.target_modules):
-        return f"not in target_modules={config.target_modules!r}"
-    if config.exclude_modules is not None and _matches(aliases, path, config.exclude_modules):
-        return f"in exclude_modules={config.exclude_modules!r}"
-    layers = config.layers_to_transform
-    if layers is not None and _block_index(path) not in (layers if isinstance(layers, list) else [layers]):
-        return f"block not in layers_to_transform={layers!r}"
-    return None
-
-
 def _cannot_be_sparse(path: list[tuple[str, nn.Module]], config: Sparse24Config) -> str | None:
     module = path[-1][1]
     if _is_adapter(path):
         return "an adapter"
     if isinstance(module, Sparse24Layer):
         return None
+    if is_adapter(path[-2][1]) and bypasses_layer(path[-2][1]):
+        return f"its adapter ({type(path[-2][1]).__name__}) computes with its weight without calling it"
     layer_class: type = type(module)
     parent_class: type = type(path[-2][1])
     if not _is_plain_linear(layer_class):
         return f"its class {layer_class.__name__} is not a plain linear layer"
     if _reads_weight(parent_class, path[-1][0]):
         return f"{parent_class.__name__} uses its weight without calling it"
-    sizes = cast(Tensor, module.weight).shape
-    inputs, outputs = sizes if isinstance(module, Conv1D) else sizes[::-1]
-    return config.bound_method.unsupported(outputs, inputs)
+    weight = cast(Tensor, module.weight)
+    inputs, outputs = weight.shape if isinstance(module, Conv1D) else weight.shape[::-1]
+    return _unsupported_weight(weight) or config.bound_method.unsupported(outputs, inputs)
+
+
+def _unsupported_weight(weight: Tensor) -> str | None:
+    """Why no method can prune a weight, whatever its sizes."""
+    if weight.dtype not in PRUNABLE:
+        return f"its weight is {weight.dtype}; fp64, fp32, bf16 and fp16 can be pruned"
+    if weight.layout != torch.strided:
+        return f"the layout of its weight is {weight.layout}, not dense"
+    if not weight.numel():
+        return "its weight is empty"
+    if 0 in weight.stride():
+        return "its weight is expanded: elements share memory"
+    return None
 
 
 def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
     """Whether a layer is one that PEFT has added beside a `base_layer`."""
-    return any(
-        part != "base_layer" and any(cls.__name__ == "BaseTunerLayer" for cls in type(parent).__mro__)
-        for (_, parent), (part, _) in pairwise(path)
-    )
+    return any(part != "base_layer" and is_adapter(parent) for (_, parent), (part, _) in pairwise(path))
 
 
 @cache

@@ -141,7 +141,7 @@ def test_tune_stopped(directory, capsys, monkeypatch, stand_in):  # noqa: F811
     [
         (["tune", "{}"], "nothing to tune here: cuSPARSELt needs a CUDA device, not cpu"),
         (["doctor", "/no/such/model"], "hf-sparse24: "),
-        (["doctor", "{}", "--target-modules", "mpl"], "nothing to patch"),
+        (["doctor", "{}", "--target-modules", "mpl"], "no linear layer's name ends in ['mpl']"),
         (["doctor", "{}", "--method", "best"], "method='best': must be one of"),
         (["doctor", "{}", "--import", "no_such_module"], "No module named 'no_such_module'"),
     ],

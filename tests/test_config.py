@@ -2,15 +2,23 @@
 
 import copy
 import dataclasses
+import enum
 import json
 import pickle
 import warnings
 
+import numpy as np
 import pytest
+import torch
 import zoo
 
 from hf_sparse24 import METHODS, Sparse24Config, __version__, describe_settings, patch_model, unpatch_model
 from hf_sparse24.patching import patched_config, set_phase
+
+
+class Name(enum.StrEnum):
+    STE = "ste"
+    UP = "up_proj"
 
 
 def test_every_method_has_a_card_and_says_what_its_settings_mean():
@@ -98,11 +106,51 @@ def test_json_round_trip(method):
         ),
         ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'dense', 'cusparselt'\]"),
         ({"backend": "reference"}, "backend='reference': must be one of"),
+        ({"backend": ["auto"]}, r"backend=\['auto'\]: must be one of"),
+        ({"pattern": 10**5000}, "pattern=<int, which cannot be printed: .*>: must be"),
+        ({"pattern": "2:" + "4" * 5000}, "pattern='2:4.*': must be"),
+        ({"layers_to_transform": 2**80}, "layers_to_transform=1208925819614629174706176: must be"),
+        ({"target_modules": b"mlp"}, "target_modules=b'mlp': must be"),
+        ({"scale_frozen": torch.tensor(1)}, r"scale_frozen=1: must be one of \[True, False\]"),
+        ({"fp8": np.array([True])}, r"fp8=array\(\[ True\]\): must be one of"),
+        ({"method": "sr-ste", "masked_decay": 10**400}, "masked_decay=1000.*: must be a finite number >= 0"),
+        ({"method": "sr-ste", "masked_decay": 10**5000}, "masked_decay=<int, .*>: must be a finite number >= 0"),
+        ({"method": "sr-ste", "masked_decay": torch.tensor([1e-4, 1e-3])}, r"masked_decay=tensor\(.*\): must be"),
+        ({"method": "sr-ste", "masked_decay": torch.tensor(1.0, device="meta")}, "masked_decay=tensor.*: must be"),
+        ({"method": "sr-ste", "masked_decay": np.complex64(1)}, r"masked_decay=\(1\+0j\): must be"),
+        (
+            {"method": "sr-ste", "masked_decay": "1e-5"},
+            r"masked_decay='1e-5': must be a finite number >= 0; this is a string, the number is 1\.0e-05 \(1e-4 is",
+        ),
+        ({"method": "t-sr-ste", "mask_interval": "40"}, "mask_interval='40': must be .* the number is 40 "),
+        ({"dense_start": "5e-2"}, "dense_start='5e-2': must be .* the number is 0.05 "),
+        ({"dense_start": 2**70}, "dense_start=1180591620717411303424: must be"),
     ],
 )
 def test_wrong_values_name_the_field_the_value_and_what_is_allowed(arguments, message):
     with pytest.raises(ValueError, match=message):
         Sparse24Config(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        ({"scale_frozen": np.bool_(False), "fp8": torch.tensor(True)}, {"scale_frozen": False, "fp8": True}),
+        ({"dense_start": np.int64(5)}, {"dense_start": 5}),
+        ({"dense_tail": np.float32(0.5)}, {"dense_tail": 0.5}),
+        ({"method": "sr-ste", "masked_decay": np.float64(1e-4)}, {"method": "sr-ste", "masked_decay": 1e-4}),
+        ({"method": "sr-ste", "masked_decay": torch.tensor(0.5)}, {"method": "sr-ste", "masked_decay": 0.5}),
+        ({"method": np.str_("ste"), "pattern": np.array("1:4")}, {"method": "ste", "pattern": "1:4"}),
+        ({"method": Name.STE, "target_modules": [Name.UP]}, {"method": "ste", "target_modules": ["up_proj"]}),
+        ({"layers_to_transform": [np.int32(1), torch.tensor(0)]}, {"layers_to_transform": [1, 0]}),
+    ],
+)
+def test_scalars_of_numpy_and_torch_are_the_numbers_that_they_hold(arguments, same):
+    config = Sparse24Config(**arguments)
+    assert config == Sparse24Config(**same)
+    for name, value in same.items():
+        assert type(getattr(config, name)) is type(value)
+    assert Sparse24Config.from_dict(json.loads(config.to_json_string())) == config
 
 
 def test_names_that_no_method_has():
@@ -188,6 +236,10 @@ def test_unknown_keys_and_malformed_versions_are_errors():
         Sparse24Config.from_dict({"method": "ste", "tile": 4, "sparsity": 0.5})
     with pytest.raises(ValueError, match="hf_sparse24_version='soon': not a version number"):
         Sparse24Config.from_dict({"hf_sparse24_version": "soon"})
+    with pytest.raises(ValueError, match=r"hf_sparse24_version='999.*: not a version number"):
+        Sparse24Config.from_dict({"hf_sparse24_version": "9" * 5000})
+    with pytest.raises(ValueError, match=r"is read from a dict whose keys are strings, got \['ste'\]"):
+        Sparse24Config.from_dict(["ste"])
     with pytest.raises(ValueError, match="quant_method='gptq'"):
         Sparse24Config.from_dict({"quant_method": "gptq"})
     with pytest.raises(ValueError, match="method 'ste' has no mask_interval; leave it None"):

@@ -15,7 +15,7 @@ from ..encodings import Forms
 from ..gemms import Gemms, standard_gemms
 from ..weight import SparseWeight, WeightView
 from .schedule import Schedule
-from .settings import RESERVED, GemmSettings, MethodSettings, PhaseSettings
+from .settings import RESERVED, GemmSettings, MethodSettings, PhaseSettings, shown
 
 METHODS: dict[str, type["SparseMethod"]] = {}
 """The registered methods by name."""
@@ -301,7 +301,7 @@ def method_class(name: Any) -> type[SparseMethod]:
     """
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(
-            f"method={name!r}: must be one of {sorted(METHODS)}; import the module of a method of your own first, so "
-            f"that register_method makes it known"
+            f"method={shown(name)}: must be one of {sorted(METHODS)}; import the module of a method of your own first, "
+            f"so that register_method makes it known"
         )
     return METHODS[name]

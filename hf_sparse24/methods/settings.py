@@ -8,6 +8,7 @@ A method's `Settings` combines the groups it needs and adds its own fields:
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,18 +41,61 @@ def one_of(*allowed: Any) -> Check:
 
 def is_non_negative(value: Any) -> str | None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if number and 0 <= value < float("inf") else "must be a finite number >= 0"
+    # Not `< inf`: an int may be larger than any float.
+    return None if number and 0 <= value <= sys.float_info.max else "must be a finite number >= 0"
 
 
 def is_length(value: Any) -> str | None:
     """A length of training, as Transformers writes them: an int is optimizer steps, a float below 1 a fraction."""
-    steps = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    steps = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize
     fraction = isinstance(value, float) and 0 <= value < 1
     return None if steps or fraction else "must be an int >= 0 (optimizer steps) or a float in [0, 1) (a fraction)"
 
 
 def is_positive_length(value: Any) -> str | None:
     return is_length(value) or (None if value > 0 else "must be at least 1 step or a fraction above 0")
+
+
+def plain(value: Any) -> Any:
+    """A value of a config as JSON has it: NumPy's and torch's scalars become the number that they hold, also in a list,
+    and subclasses of str, int and float become those. Everything else stays what it is, for the checks to refuse."""
+    return [_plain_scalar(item) for item in value] if isinstance(value, list) else _plain_scalar(value)
+
+
+def _plain_scalar(value: Any) -> Any:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except RuntimeError:  # a tensor on the meta device
+            return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, float) else value
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception as error:  # such as an int of more than 4300 digits
+        text = f"<{type(value).__name__}, which cannot be printed: {error}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _hint(check: Check, value: Any) -> str:
+    """For a string that would be right as a number."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        try:
+            number = kind(value)
+        except ValueError:
+            continue
+        if check(number) is None:
+            # With a dot: YAML 1.1 reads 1e-4 as a string, too.
+            text = repr(number) if "." in repr(number) else repr(number).replace("e", ".0e")
+            return f"; this is a string, the number is {text} (1e-4 is a string in YAML, 1.0e-4 is a number)"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +109,10 @@ class MethodSettings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            wrong = field.metadata["check"](value) if "check" in field.metadata else None
+            check = field.metadata.get("check", lambda value: None)
+            wrong = check(value)
             if wrong:
-                raise ValueError(f"{field.name}={value!r}: {wrong}")
+                raise ValueError(f"{field.name}={shown(value)}: {wrong}{_hint(check, value)}")
 
 
 @dataclass(frozen=True, kw_only=True)

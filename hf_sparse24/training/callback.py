@@ -88,7 +88,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         flips = saved.get("controller", {}).get("flips", {})
         self.controller.load_state_dict(self.controller.state_dict() | {"flips": flips})
         if state.global_step >= state.max_steps:
-            self.controller.end()  # a Trainer that resumes a run which is done takes one more step, its last rate being 0
+            self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if state.global_step < state.max_steps:

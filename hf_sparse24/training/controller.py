@@ -10,6 +10,7 @@ import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
 
+from ..adapters import check_adapters
 from ..methods import StepContext
 from ..patching import adopt, set_phase
 from ..weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
@@ -74,6 +75,7 @@ class Sparse24Controller:
         config = adopt(model)
         if config is None:
             raise ValueError("the model is not patched; call patch_model(model) first")
+        check_adapters(model)
         self.model, self.total_steps, self.seed, self.metrics_interval = model, total_steps, seed, metrics_interval
         self.method, self.run_state = config.bound_method, config.run_state
         # accelerate wraps optimizers; a method knows its own by class.

@@ -23,7 +23,7 @@ class Pattern(NamedTuple):
         Raises:
             ValueError: `pattern` is not `"N:M"` with 0 < N < M.
         """
-        match = re.fullmatch(r"([0-9]+):([0-9]+)", pattern) if isinstance(pattern, str) else None
+        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", pattern) if isinstance(pattern, str) else None
         if match is None or not 0 < int(match[1]) < int(match[2]):
             raise ValueError(f"pattern={pattern!r}: must be 'N:M' with 0 < N < M, such as '2:4'")
         return cls(int(match[1]), int(match[2]))

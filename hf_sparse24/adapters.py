@@ -1,0 +1,70 @@
+"""PEFT: whether the adapter around a sparse layer lets it compute, or computes with its dense master weight itself.
+
+Most adapters add to what a layer returns, or change what it is given. Some read `base_layer.weight`, which is the dense
+master: HRA, SHiRA and SuperTuning replace the layer's GEMM by one of their own, so that nothing is sparse; HiRA, PEANuT
+and DoRA compute their term from it, so that outputs change when the model is unpatched.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .weight import layer_name, sparse_weights
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is one that PEFT puts around a `base_layer`."""
+    return any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise ValueError where an adapter computes with the dense weight of a sparse layer."""
+    names = {layer_name(name) for name in sparse_weights(model)}
+    kinds = set()
+    for name, module in model.named_modules():
+        if f"{name}.base_layer" not in names or not is_adapter(module):
+            continue
+        kind = type(module), *getattr(module, "active_adapters", ())  # one of each: all layers are adapted alike
+        if kind not in kinds and bypasses_layer(module):
+            raise ValueError(
+                f"{name}: this adapter ({type(module).__module__}.{type(module).__name__}) computes with the layer's "
+                f"dense weight, not with its sparse one; call unpatch_model(model) before you add the adapter, which "
+                f"keeps the sparse weights, or use another one, such as LoRA"
+            )
+        kinds.add(kind)
+
+
+@torch.no_grad()
+def bypasses_layer(adapter: nn.Module) -> bool:
+    """Whether what an adapter returns depends on the weight of its `base_layer`, or never calls that layer.
+
+    Found out with a layer in its place whose weight is NaN and whose output is zero.
+    """
+    layer: Any = adapter.base_layer
+    if layer.weight.is_meta:
+        return False
+    probe = _Probe(layer)
+    try:
+        x = layer.weight.new_zeros(1, 1, probe.in_features)
+        output = copy.deepcopy(adapter, {id(layer): probe})(x)
+    except Exception:  # such as one that must be told a task: nothing is known
+        return False
+    return not probe.was_called or bool(output.isnan().any())
+
+
+class _Probe(nn.Module):
+    def __init__(self, layer: Any):
+        super().__init__()
+        weight = layer.weight
+        sizes = weight.shape if isinstance(layer, Conv1D) else weight.shape[::-1]
+        self.in_features, self.out_features = sizes
+        self.weight = nn.Parameter(weight.new_tensor(torch.nan).expand(weight.shape), requires_grad=False)
+        self.bias = None if layer.bias is None else nn.Parameter(torch.zeros_like(layer.bias), requires_grad=False)
+        self.was_called = False
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.was_called = True
+        return x.new_zeros(*x.shape[:-1], self.out_features)

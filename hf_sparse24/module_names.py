@@ -1,0 +1,106 @@
+"""How `target_modules` and `exclude_modules` name layers: by a group, by names, or by a regular expression.
+
+One rule for strings: a group's name is the group; letters, digits, `_` and `-`, joined by dots, are a name, matched as
+in a list of names; anything else is a regular expression, which must match a layer's whole name.
+
+A `config.json` from somebody else may hold any expression, and `re` backtracks without end on some. They are therefore
+matched by `regex`, which has a timeout, and which Transformers depends on.
+"""
+
+import math
+import re
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import regex
+
+from .methods.settings import shown
+
+TARGET_GROUPS = ("mlp", "attention", "all-linear")
+
+MATCH_SECONDS = 5.0
+"""How long all matches of one expression against the names of a model may take; ordinary ones take milliseconds."""
+
+_MAX_SIZE = 100_000
+"""Of an expression, with `{n}` written out: `regex` writes it out, in about 300 bytes for each character."""
+
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+
+
+def check_module_names(field: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a group, a name, a regular expression, or a non-empty list of names."""
+    if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
+        return
+    if not isinstance(value, str) or not value:
+        raise ValueError(
+            f"{field}={shown(value)}: must be one of {list(TARGET_GROUPS)}, the end of a module's name, a regular "
+            f"expression, or a non-empty list of name endings"
+        )
+    if not _NAME.fullmatch(value):
+        _compile(field, value)
+
+
+class ModuleNames:
+    """A value of `target_modules` or `exclude_modules`, ready to be matched against the layers of one model."""
+
+    def __init__(self, field: str, value: str | list[str]):
+        self.field, self.value = field, value
+        self.group = value if isinstance(value, str) and value in TARGET_GROUPS else None
+        self.endings: list[str] = []
+        if isinstance(value, list):
+            self.endings = value
+        elif self.group is None and _NAME.fullmatch(value):
+            self.endings = [value]
+        self._expression = None if self.group or self.endings else _compile(field, str(value))
+        self._seconds_left = MATCH_SECONDS
+
+    def picks(self, names: Sequence[str], sublayer: str | None) -> bool:
+        """Whether a layer is meant that has one of `names`, in a sublayer `"mlp"`, `"attention"` or neither.
+
+        Raises:
+            ValueError: matching takes too long.
+        """
+        if self.group is not None:
+            return self.group in ("all-linear", sublayer)
+        if self._expression is None:
+            return any(ends_with(name, ending) for name in names for ending in self.endings)
+        return any(self._matches(name) for name in names)
+
+    def _matches(self, name: str) -> bool:
+        assert self._expression is not None
+        started = time.monotonic()
+        try:
+            found = self._expression.fullmatch(name, timeout=max(self._seconds_left, 1e-3))
+        except TimeoutError as error:
+            raise ValueError(
+                f"{self.field}={shown(self.value)}: matching this regular expression against the names of the model's "
+                f"layers takes more than {MATCH_SECONDS:g} s; write it without repetitions inside of repetitions, or "
+                f"list names"
+            ) from error
+        self._seconds_left -= time.monotonic() - started
+        return found is not None
+
+
+def ends_with(name: str, ending: str) -> bool:
+    """Whether `ending` is the whole name or its last components."""
+    return name == ending or name.endswith(f".{ending}")
+
+
+def _compile(field: str, value: str) -> Any:
+    """The expression, if `re` takes it too: what `regex` has beyond that (recursion) is not covered by its timeout."""
+    counts = [int(count) for count in re.findall(r"\{([0-9]{1,9})", value)]
+    size = len(value) * math.prod(max(count, 1) for count in counts)
+    if size > _MAX_SIZE or re.search(r"\(\?[a-zA-Z]*x", value):  # (?x) would hide counts from the line above
+        raise ValueError(
+            f"{field}={shown(value)}: a regular expression of more than {_MAX_SIZE} characters, with its {{n}} "
+            f"written out, or with the flag x; write a simpler one, or list names"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `re` announces another meaning of "[["; `regex` keeps this one
+            re.compile(value)
+            return regex.compile(value)
+    except Exception as error:  # besides re.error, OverflowError and RecursionError
+        raise ValueError(f"{field}={shown(value)}: not a valid regular expression ({error})") from error

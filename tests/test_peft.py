@@ -1,0 +1,169 @@
+"""PEFT on patched layers: every tuner in PEFT's registry that takes a dense model takes a patched one."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
+from hf_sparse24.weight import sparse_weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # PEFT's own, of every tuner
+    pytest.mark.usefixtures("quiet_peft"),
+]
+peft = pytest.importorskip("peft")
+CONFIGS = peft.PEFT_TYPE_TO_CONFIG_MAPPING
+
+TARGETS = {"llama": ["up_proj", "down_proj"], "gpt2": ["c_fc", "mlp.c_proj"]}
+# What tuners need for layers this small, besides `target_modules`.
+ARGUMENTS = {
+    "ADALORA": {"total_step": 10},
+    "C3A": {"block_size": 8},
+    "IA3": {"feedforward_modules": []},
+    "MISS": {"r": 4},
+    "ROAD": {"group_size": 8},
+    "SHIRA": {"r": 2},
+    "VBLORA": {"vector_length": 8, "num_vectors": 8},
+    "WAVEFT": {"n_frequency": 16},
+}
+VARIANTS = {"LORA": [{}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}]}
+# They compute with `base_layer.weight`; LN_TUNING trains a copy of the layer.
+BYPASS = {"HIRA", "HRA", "LN_TUNING", "PEANUT", "SHIRA", "SUPERTUNING"}
+EXACT_CLASS = {"GLORA"}  # refuses every subclass of nn.Linear
+CASES = [(name, extra) for name in sorted(t.value for t in CONFIGS) for extra in VARIANTS.get(name, [{}])]
+
+
+@pytest.fixture
+def quiet_peft(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+
+
+def dense(base: str) -> nn.Module:
+    """A model whose weights are the pruned ones of `patched(base)`."""
+    return unpatch_model(patched(base))
+
+
+def patched(base: str) -> nn.Module:
+    model = zoo.build(base, **({"n_layer": 1} if base == "gpt2" else {"num_hidden_layers": 1}))
+    patch_model(model, Sparse24Config(method="ste", weight_grad="dense"))
+    return model
+
+
+def adapted(model: nn.Module, base: str, name: str, extra: dict) -> nn.Module:
+    cls = CONFIGS[peft.PeftType(name)]
+    fields = {field.name for field in dataclasses.fields(cls)}
+    if "target_modules" not in fields:
+        pytest.skip("adapts no layers")
+    arguments = {"target_modules": TARGETS[base], "task_type": "CAUSAL_LM", **ARGUMENTS.get(name, {}), **extra}
+    if base == "gpt2" and "fan_in_fan_out" in fields:
+        arguments["fan_in_fan_out"] = True
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, cls(**arguments)).eval()  # without dropout and sampled adapters
+
+
+def reference(base: str, name: str, extra: dict) -> nn.Module:
+    """The tuner on a dense model; what does not work there is not ours to test."""
+    try:
+        model = adapted(dense(base), base, name, extra)
+        model(**zoo.batch()).loss.backward()
+    except Exception as error:
+        pytest.skip(f"not on a dense {base}: {str(error)[:80]}")
+    model.zero_grad()
+    return model
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("base", TARGETS)
+@pytest.mark.parametrize(("name", "extra"), CASES)
+def test_a_tuner_does_on_a_patched_model_what_it_does_on_the_pruned_one(base, name, extra, tmp_path):
+    expected = reference(base, name, extra)
+    if name in EXACT_CLASS:
+        with pytest.raises(ValueError, match=r"not a plain torch\.nn\.Linear"):
+            adapted(patched(base), base, name, extra)
+        return
+    model = adapted(patched(base), base, name, extra)
+    assert trained(model).keys() == trained(expected).keys()
+    if name in BYPASS:
+        with pytest.raises(ValueError, match=r"computes with the layer's dense weight, .* call unpatch_model\(model\)"):
+            Sparse24Controller(model, torch.optim.SGD(trained(model).values(), lr=0.1), 10)
+        return
+    assert all(weight.module.weight.grad is None for weight in sparse_weights(model).values())
+    # The same adapter, whatever it was initialised with, and not one that does nothing yet.
+    with torch.no_grad():
+        for key, parameter in trained(expected).items():
+            parameter += 0.05 * torch.randn_like(parameter)
+            trained(model)[key].copy_(parameter)
+        buffers = dict(model.named_buffers())
+        for key, buffer in expected.named_buffers():
+            buffers[key].copy_(buffer)
+    logits = {}
+    for each in (expected, model):
+        output = each(**zoo.batch())
+        output.loss.backward()
+        logits[each] = output.logits.detach()
+    torch.testing.assert_close(logits[model], logits[expected])
+    for key, parameter in trained(model).items():
+        torch.testing.assert_close(parameter.grad, trained(expected)[key].grad, atol=1e-5, rtol=1e-4)
+
+    keys = peft.get_peft_model_state_dict(model).keys()
+    assert keys == peft.get_peft_model_state_dict(expected).keys()
+    model.save_pretrained(tmp_path)
+    unpatch_model(model)  # the pruned weights: a merge has nothing to prune
+    with torch.no_grad():
+        torch.testing.assert_close(model(**zoo.batch()).logits, logits[model])
+        try:
+            merged = copy.deepcopy(expected).merge_and_unload()
+        except (NotImplementedError, ValueError, AttributeError):
+            return  # PEFT cannot merge this one
+        torch.testing.assert_close(model.merge_and_unload()(**zoo.batch()).logits, merged(**zoo.batch()).logits)
+
+
+def test_the_tuners_that_the_walk_covers():
+    """Those that PEFT has had for long; the walk takes new ones from its registry."""
+    names = {"LORA", "ADALORA", "IA3", "VERA", "LOHA", "LOKR", "OFT", "BOFT", "FOURIERFT", "MISS", "RANDLORA", "HRA"}
+    assert names <= {name for name, _ in CASES}
+
+
+@pytest.mark.parametrize("base", TARGETS)
+def test_dora_is_refused_and_works_on_the_unpatched_model(base):
+    model = adapted(patched(base), base, "LORA", {"use_dora": True})
+    optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
+    with pytest.raises(ValueError, match=r"mlp.\w+: this adapter \(peft.tuners.lora.layer.Linear\) computes with the"):
+        Sparse24Controller(model, optimizer, 10)
+    assert adapted(dense(base), base, "LORA", {"use_dora": True})(**zoo.batch()).loss.isfinite()
+
+
+def test_a_layer_that_an_adapter_bypasses_stays_dense():
+    model = adapted(zoo.build("llama"), "llama", "HRA", {})
+    report = patch_model(model)
+    skipped = {why for name, why in report.skipped.items() if name.endswith("up_proj.base_layer")}
+    assert skipped == {"its adapter (HRALinear) computes with its weight without calling it"}
+    assert report.patched and not any("base_layer" in name for name in report.patched)
+
+
+def test_a_merge_into_a_patched_model_adds_to_the_master_which_is_pruned_after():
+    model = adapted(patched("llama"), "llama", "LORA", {"init_lora_weights": False})
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    master, delta = layer.base_layer.weight.detach().clone(), layer.get_delta_weight("default").detach()
+    merged = model.merge_and_unload().model.layers[0].mlp.up_proj
+    torch.testing.assert_close(merged.weight.detach(), master + delta)
+    assert (merged.sparse_weight() != 0).sum() == merged.weight.numel() // 2
+
+
+@pytest.mark.parametrize("base", TARGETS)
+def test_what_a_layer_returns_can_be_changed_in_place(base):
+    model = patched(base)
+    (layer, *_) = (weight.module for weight in sparse_weights(model).values())
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    output = layer(x)
+    expected = torch.autograd.grad((output * 2).square().sum(), [x, layer.weight], retain_graph=True)
+    changed = layer(x)
+    changed *= 2
+    torch.testing.assert_close(torch.autograd.grad(changed.square().sum(), [x, layer.weight]), expected)

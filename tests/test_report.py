@@ -1,0 +1,41 @@
+"""PatchReport: what it counts, and how it is shown."""
+
+from xml.etree import ElementTree
+
+import pytest
+import zoo
+
+from hf_sparse24 import Sparse24Config, patch_model
+
+
+def test_report():
+    report = patch_model(zoo.build("llama"))
+    assert (len(report.patched), len(report.skipped)) == (6, 9)
+    assert report.patched_parameters == 6 * 32 * 64
+    assert report.sparse_share == pytest.approx(6 * 32 * 32 / report.total_parameters)
+    text = str(report)
+    assert text.startswith("2:4 sparse by s-ste: 6 of 15 linear layers")
+    assert "model.layers.*.mlp.up_proj" in text and "not in target_modules='mlp'" in text
+    rows = {row.group: row for row in report.rows}
+    assert rows["model.layers.*.mlp.up_proj"].layers == 2 and rows["lm_head"].skipped == "output embedding"
+
+
+def test_the_reports_short_repr_and_its_table_for_notebooks():
+    report = patch_model(zoo.build("llama"), Sparse24Config(exclude_modules=r".*0.*<b>|.*\.0\..*up_proj"))
+    assert repr(report) == f"<PatchReport: {str(report).splitlines()[0]}>" and len(repr(report)) < 200
+    page = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")  # well-formed, so escaped
+    assert page.find("p").text == str(report).splitlines()[0]
+    rows = [[cell.text for cell in row] for row in page.find("table")]
+    assert rows[0] == ["module group", "layers", "weights", "sparse"]
+    assert ["model.layers.*.mlp.up_proj", "1", "2,048", f"in exclude_modules={report.config.exclude_modules!r}"] in rows
+    assert len(rows) == 1 + len(report.rows)
+
+
+def test_the_report_counts_weights_and_nothing_else():
+    model = zoo.build("bert")  # whose layers have biases
+    report = patch_model(model, Sparse24Config(method="own"))
+    rows = {row.group: row.weights for row in report.rows}
+    assert rows["bert.encoder.layer.*.intermediate.dense"] == 2 * 32 * 64
+    assert sum(row.weights for row in report.rows if row.skipped is None) == report.patched_parameters
+    tied = patch_model(zoo.build("llama", tie_word_embeddings=True))
+    assert tied.total_parameters >= sum(row.weights for row in tied.rows)

@@ -1,0 +1,141 @@
+"""Which layers `target_modules` and `exclude_modules` mean: names, expressions, towers of multi-modal models."""
+
+import re
+import time
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+from hf_sparse24 import Sparse24Config, module_names, patch_model
+
+UP = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
+
+
+def patched(**arguments) -> tuple[str, ...]:
+    return patch_model(zoo.build("llama"), Sparse24Config(**arguments)).patched
+
+
+@pytest.mark.parametrize("name", ["up_proj", "mlp.up_proj"])
+def test_a_name_means_what_a_list_of_it_means(name):
+    assert patched(target_modules=name) == patched(target_modules=[name]) == UP
+    assert patched(exclude_modules=name) == patched(exclude_modules=[name])
+    assert set(patched()) - set(patched(exclude_modules=name)) == set(UP)
+    assert patched(target_modules="layers.1.mlp.up_proj") == UP[1:]
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("up_porj", r"no linear layer's name ends in \['up_porj'\]; the model has \[.*'up_proj'"),
+        ("proj", r"no linear layer's name ends in \['proj'\]"),
+        (["up_proj", "mpl"], r"no linear layer's name ends in \['mpl'\]"),
+        ("(up|down)_proj", r"no linear layer's whole name matches this regular expression \(begin it with '\.\*'"),
+    ],
+)
+def test_what_matches_nothing_is_an_error(field, value, message):
+    with pytest.raises(ValueError, match=rf"{field}={re.escape(repr(value))}: {message}"):
+        patched(**{field: value})
+
+
+def test_an_excluded_group_that_the_model_lacks_is_an_error():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(8, 8)})])
+    with pytest.raises(ValueError, match=r"exclude_modules='attention': no linear layer is part of one; .*\['mlp'\]"):
+        patch_model(model, Sparse24Config(exclude_modules="attention"))
+    assert patch_model(model).patched == ("layers.0.mlp",)
+
+
+def test_a_block_index_that_the_model_lacks_is_an_error():
+    with pytest.raises(ValueError, match=r"layers_to_transform=\[0, 2\]: the blocks with linear layers are \[0, 1\]"):
+        patched(layers_to_transform=[0, 2])
+
+
+@pytest.mark.parametrize("expression", [r"(?:(?:.|.)(?:.|.))*(?!.)(?<=!)", r"(\w|\.|(?=\w).)*(?<!\w)"])
+def test_an_expression_that_backtracks_without_end_is_an_error(expression, monkeypatch):
+    monkeypatch.setattr(module_names, "MATCH_SECONDS", 0.2)
+    config = Sparse24Config(target_modules=expression)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"target_modules=.*: matching this regular expression .* more than 0.2 s"):
+        patch_model(zoo.build("llama"), config)
+    assert time.monotonic() - started < 20
+
+
+def test_the_time_is_that_of_all_names_together(monkeypatch):
+    monkeypatch.setattr(module_names, "MATCH_SECONDS", 0.3)
+    names = module_names.ModuleNames("target_modules", ".*x")
+    clock = iter(range(100))
+    monkeypatch.setattr(module_names.time, "monotonic", lambda: next(clock) * 0.1)
+    for _ in range(3):
+        assert names.picks(["x"], None)
+    assert names._seconds_left == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["a{999999999}", "(.{1000}){1000}", "(?x)a{ 9 }", "(a|b)" * 10**5, "(" * 3000, "(?:" * 450 + ")" * 450, "(?R)"],
+)
+def test_expressions_that_cannot_be_compiled_are_errors(expression):
+    with pytest.raises(ValueError, match=r"^target_modules=.*regular expression") as error:
+        Sparse24Config(target_modules=expression)
+    assert len(str(error.value)) < 600
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+LLAVA_VISION = VISION | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+TEXT = zoo._LLAMA | {"num_hidden_layers": 1, "vocab_size": zoo.VOCAB}
+MULTI_MODAL = {
+    "llava": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": LLAVA_VISION},
+    "gemma3": {"text_config": TEXT, "vision_config": VISION | {"image_size": 16, "patch_size": 8}},
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        "vision_config": VISION | {"depth": 1, "num_heads": 4, "out_hidden_size": 32},
+    },
+    "idefics": TEXT  # its text part has no config of its own
+    | {"vision_config": {"embed_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}},
+    "qwen2_audio": {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "audio_config": {"d_model": 32, "encoder_ffn_dim": 64, "encoder_layers": 1, "encoder_attention_heads": 4},
+    },
+}
+
+
+def multi_modal(name: str) -> nn.Module:
+    config = AutoConfig.for_model(name, **MULTI_MODAL[name])
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
+
+
+@pytest.mark.parametrize("name", MULTI_MODAL)
+@pytest.mark.parametrize("group", ["mlp", "attention", "all-linear"])
+def test_groups_mean_the_text_model_of_a_multi_modal_one(name, group):
+    report = patch_model(multi_modal(name), Sparse24Config(target_modules=group))
+    towers = [layer for layer, why in report.skipped.items() if "which does not read text" in why]
+    assert report.patched and towers
+    assert not any(re.search(r"vision|visual|audio", layer) for layer in report.patched)
+    assert all(re.search(r"vision|visual|audio", layer) for layer in towers)
+
+
+def test_names_and_expressions_reach_towers():
+    for targets in (["fc1"], "fc1", r".*vision.*fc1"):
+        report = patch_model(multi_modal("llava"), Sparse24Config(target_modules=targets))
+        assert report.patched == ("vision_tower.encoder.layers.0.mlp.fc1",)
+
+
+WHISPER = {
+    "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
+    "vocab_size": zoo.VOCAB, "decoder_start_token_id": 1, **zoo._IDS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("vit", VISION), ("whisper", WHISPER)])
+def test_a_model_without_a_text_part_of_its_own_is_taken_whole(name, arguments):
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(name, **arguments))
+    report = patch_model(model, Sparse24Config(target_modules="all-linear"))
+    assert not any("does not read text" in why for why in report.skipped.values())
+    assert all(model.get_submodule(layer).sparse24 for layer in report.patched)
