@@ -29,25 +29,7 @@ def edited(**changes):
     return lambda text: json.dumps(json.loads(text) | changes)
 
 
-def edited_entry(**changes):
-    def edit(text):
-        data = json.loads(text)
-        data["entries"][0] |= changes
-        return json.dumps(data)
-
-    return edit
-
-
-def edited_candidate(**changes):
-    def edit(text):
-        data = json.loads(text)
-        data["entries"][0]["candidates"][0] |= changes
-        return json.dumps(data)
-
-    return edit
-
-
-NONSENSE = {
+NO_TABLE = {
     "empty": lambda text: "",
     "truncated": lambda text: text[: len(text) // 2],
     "no JSON": lambda text: "hello",
@@ -55,48 +37,123 @@ NONSENSE = {
     "a list": lambda text: "[]",
     "nested": lambda text: "[" * 100_000,
     "a number of 10000 digits": lambda text: text.replace("50.0", "9" * 10000),
-    "a time beyond floats": lambda text: text.replace("50.0", "9" * 1000),
-    "other format": edited(format=1),
+    "older format": edited(format=1),
+    "newer format": edited(format=3),
     "format 2.0": edited(format=2.0),
     "format true": edited(format=True),
     "no entries": edited(entries=None),
-    "entries of numbers": edited(entries=[1]),
-    "failures of strings": edited(failures=["x"]),
     "another environment": edited(environment=HERE._replace(cusparselt="701")._asdict()),
-    "text for m": edited_entry(m="64"),
-    "negative n": edited_entry(n=-1),
-    "unknown dtype": edited_entry(dtype="float7"),
-    "dtype of no string": edited_entry(dtype=["bfloat16"]),
-    "0 for false": edited_entry(transposed=0),
-    "candidates of text": edited_entry(candidates="ab"),
-    "zero time": edited_candidate(sparse_us=0.0),
-    "negative time": edited_candidate(dense_us=-5.0),
-    "infinite time": edited_candidate(dense_us=float("inf")),
-    "nan": edited_candidate(sparse_us=float("nan")),
-    "id of text": edited_candidate(id="1"),
-    "id true": edited_candidate(id=True),
-    "negative id": edited_candidate(id=-3),
-    "split_k 10^9": edited_candidate(split_k=10**9),
 }
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE)
-def test_nonsense_is_ignored_with_one_warning_and_overwritten(nonsense):
+@pytest.mark.parametrize("nonsense", NO_TABLE)
+def test_a_file_that_is_no_table_is_kept_aside_with_one_warning(nonsense):
     path = remember(PROBLEM, measured(1, 50.0))
-    path.write_bytes(NONSENSE[nonsense](path.read_text()).encode(errors="surrogateescape"))
-    with pytest.warns(UserWarning, match="is ignored") as caught:
+    original = NO_TABLE[nonsense](path.read_text()).encode(errors="surrogateescape")
+    path.write_bytes(original)
+    with pytest.warns(UserWarning, match="is not read: .*; it is kept as") as caught:
         assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+        assert path.read_bytes() == original  # reading changes nothing
         table = autotune._table(HERE)
         table.add(PROBLEM, (measured(2, 50.0),))
         table.save()
-    assert len(caught) == 1 and str(path) in str(caught[0].message)
+    (aside,) = path.parent.glob("*.unreadable-*")
+    assert len(caught) == 1 and str(path) in str(caught[0].message) and aside.name in str(caught[0].message)
+    assert aside.read_bytes() == original
     reset()
     assert choose(PROBLEM, CPU).algorithm.id == 2
 
 
+BAD_ENTRIES = {
+    "a number": lambda entry: 1,
+    "text for m": lambda entry: entry | {"m": "64"},
+    "negative n": lambda entry: entry | {"n": -1},
+    "unknown dtype": lambda entry: entry | {"dtype": "float7"},
+    "dtype of no string": lambda entry: entry | {"dtype": ["bfloat16"]},
+    "0 for false": lambda entry: entry | {"transposed": 0},
+    "candidates of text": lambda entry: entry | {"candidates": "ab"},
+    "lists in lists": lambda entry: entry | {"candidates": json.loads("[" * 300 + "]" * 300)},
+}
+BAD_CANDIDATES = {
+    "zero time": {"sparse_us": 0.0},
+    "negative time": {"dense_us": -5.0},
+    "infinite time": {"dense_us": float("inf")},
+    "nan": {"sparse_us": float("nan")},
+    "a time beyond floats": {"sparse_us": 10**1000},
+    "id of text": {"id": "1"},
+    "id true": {"id": True},
+    "negative id": {"id": -3},
+    "split_k 10^9": {"split_k": 10**9},
+}
+BAD_ENTRIES |= {
+    name: lambda entry, change=change: entry | {"candidates": [entry["candidates"][0] | change]}
+    for name, change in BAD_CANDIDATES.items()
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ENTRIES)
+def test_a_bad_record_costs_no_other(bad):
+    other, third = PROBLEM._replace(m=128), PROBLEM._replace(m=256)
+    table = Table(HERE)
+    table.add(PROBLEM, (measured(1, 50.0),))
+    table.add(other, (measured(2, 50.0),))
+    table.fail(PROBLEM, Algorithm(5), "hung")
+    table.save()
+    data = json.loads(user_file().read_text())
+    data["entries"][0] = BAD_ENTRIES[bad](data["entries"][0])
+    bad_failure = data["failures"][0] | {"dtype": "float4"}  # a later version's
+    data["failures"].insert(0, bad_failure)
+    user_file().write_text(json.dumps(data | {"comment": "by hand"}))
+    with pytest.warns(UserWarning, match="records that cannot be read are left as they are, 2 of them") as caught:
+        assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+        assert choose(other, CPU).algorithm == Algorithm(2)
+        remember(third, measured(3, 50.0), measured(5, 10.0))
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="2 of them"):
+        assert [choose(problem, CPU).algorithm for problem in (other, third)] == [Algorithm(2), Algorithm(3)]
+    kept = json.loads(user_file().read_text())
+    assert str(data["entries"][0]) in str(kept["entries"]) and kept["comment"] == "by hand"
+    assert kept["failures"] == data["failures"] and not list(user_file().parent.glob("*.unreadable-*"))
+
+
+def test_what_can_be_read_and_is_nested_too_deeply_to_be_written_is_kept_aside():
+    path = remember(PROBLEM, measured(1, 50.0))
+    original = path.read_text().replace("50.0", "[" * 980 + "]" * 980)
+    path.write_text(original)
+    with pytest.warns(UserWarning, match="is not read: maximum recursion depth"):
+        remember(PROBLEM, measured(2, 50.0))
+    assert [aside.read_text() for aside in path.parent.glob("*.unreadable-*")] == [original]
+    assert choose(PROBLEM, CPU).algorithm.id == 2
+
+
+@pytest.mark.parametrize("change", [{"format": 3}, {"entries": "ab"}, {"entries": [1]}])
+def test_a_failure_is_remembered_whatever_else_is_in_its_file(change):
+    table = Table(HERE)
+    table.fail(PROBLEM, Algorithm(5), "hung")
+    table.save()
+    data = json.loads(user_file().read_text()) | change
+    data["failures"].append({"algorithm": "of a later version"})
+    user_file().write_text(json.dumps(data))
+    with pytest.warns(UserWarning):
+        assert Table(HERE).unusable(PROBLEM, Algorithm(5)) == "hung"
+        remember(PROBLEM, measured(5, 10.0), measured(2, 50.0))
+        assert choose(PROBLEM, CPU).algorithm == Algorithm(2)
+    assert json.loads(user_file().read_text())["failures"] == data["failures"]
+
+
+def test_a_file_that_must_not_be_read_is_not_replaced(monkeypatch):
+    path = remember(PROBLEM, measured(1, 50.0))
+    before, read_bytes = path.read_bytes(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(PermissionError("not yours")))
+    with pytest.warns(UserWarning) as caught:
+        remember(PROBLEM, measured(2, 50.0))
+    assert ["not yours" in str(warning.message) for warning in caught] == [True, True]
+    assert read_bytes(path) == before
+
+
 def test_a_directory_in_the_files_place_and_a_folder_that_cannot_be_made(stand_in, monkeypatch, tmp_path):
     user_file().mkdir(parents=True)
-    with pytest.warns(UserWarning, match="is ignored"):
+    with pytest.warns(UserWarning, match="cannot be read .*all counts as not tuned"):
         assert choose(PROBLEM, CPU).backend == "dense"
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "file" / "cache"))  # unwritable, even for root
@@ -112,7 +169,7 @@ def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
     path = remember(PROBLEM, measured(1, 50.0))
     before = path.read_text()
     monkeypatch.setattr(autotune_table.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.warns(UserWarning, match=r"cannot be written \(disk full\)"):
+    with pytest.warns(UserWarning, match=r"cannot be saved \(disk full\): they are lost when"):
         remember(PROBLEM, measured(2, 50.0))
     assert path.read_text() == before
     assert {file.name for file in path.parent.iterdir()} == {path.name, path.with_suffix(".lock").name}
