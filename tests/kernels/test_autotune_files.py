@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 import textwrap
@@ -151,6 +152,24 @@ def test_a_file_that_must_not_be_read_is_not_replaced(monkeypatch):
     assert read_bytes(path) == before
 
 
+def test_links_in_the_places_of_lock_and_file_keep_their_targets(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    user_file().parent.mkdir()
+    user_file().with_suffix(".lock").symlink_to(target)
+    with pytest.warns(UserWarning, match=r"\.lock cannot be locked \(.*of two processes that save at once"):
+        path = remember(PROBLEM, measured(1, 50.0))
+    assert target.read_text() == "precious"
+    path.with_suffix(".lock").unlink()
+    path.with_suffix(".lock").hardlink_to(target)
+    path.rename(tmp_path / "elsewhere.json")
+    path.symlink_to(tmp_path / "elsewhere.json")
+    before = path.read_text()
+    remember(PROBLEM, measured(2, 50.0))
+    assert target.read_text() == "precious" and (tmp_path / "elsewhere.json").read_text() == before
+    assert choose(PROBLEM, CPU).algorithm.id == 2
+
+
 def test_a_directory_in_the_files_place_and_a_folder_that_cannot_be_made(stand_in, monkeypatch, tmp_path):
     user_file().mkdir(parents=True)
     with pytest.warns(UserWarning, match="cannot be read .*all counts as not tuned"):
@@ -176,12 +195,36 @@ def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
 
 
 def test_cache_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/somebody")
+    monkeypatch.setenv("SPARSE24_CACHE", "~/own")
+    assert autotune_table.user_directory() == Path("/somebody/own")
     monkeypatch.delenv("SPARSE24_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert autotune_table.user_directory() == Path("/xdg/sparse24")
+    for unset in ("relative", "~/cache", ""):  # by the XDG specification
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert autotune_table.user_directory() == Path("/somebody/.cache/sparse24")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/somebody")
     assert autotune_table.user_directory() == Path("/somebody/.cache/sparse24")
+
+
+@pytest.mark.parametrize("own", [None, "~/cache", "~no-such-user/cache"])
+def test_without_a_home_directory_measurements_stay_in_memory_and_a_warning_says_so(own, monkeypatch, tmp_path):
+    if own:
+        monkeypatch.setenv("SPARSE24_CACHE", own)
+    else:
+        monkeypatch.delenv("SPARSE24_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: (_ for _ in ()).throw(KeyError()))
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="no home directory for ~.*: set SPARSE24_CACHE to a directory") as caught:
+        table = autotune._table(HERE)
+        table.add(PROBLEM, (measured(2, 50.0),))
+        table.save()
+        table.save()
+    assert len(caught) == 2 and "lost when this process ends" in str(caught[1].message)
+    assert choose(PROBLEM, CPU).algorithm.id == 2 and not list(tmp_path.iterdir())
 
 
 def test_two_processes_that_save_at_once_lose_nothing():

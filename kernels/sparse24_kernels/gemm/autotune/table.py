@@ -96,10 +96,17 @@ class Table:
 
 
 def user_directory() -> Path:
-    """`$SPARSE24_CACHE`, or `sparse24` in `$XDG_CACHE_HOME`, or `~/.cache/sparse24`."""
-    if own := os.environ.get("SPARSE24_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sparse24"
+    """`$SPARSE24_CACHE`, or `sparse24` in `$XDG_CACHE_HOME` (where that is absolute), or `~/.cache/sparse24`.
+
+    Raises:
+        FileNotFoundError: it is in the home directory, and there is none.
+    """
+    own, shared = os.environ.get("SPARSE24_CACHE"), Path(os.environ.get("XDG_CACHE_HOME", ""))
+    path = Path(own) if own else (shared if shared.is_absolute() else Path("~/.cache")) / "sparse24"
+    try:
+        return path.expanduser()
+    except RuntimeError:  # Python would go on with a directory that is called "~"
+        raise FileNotFoundError(f"no home directory for {path}: set SPARSE24_CACHE to a directory") from None
 
 
 def forget_warnings() -> None:
@@ -143,20 +150,26 @@ def _warn_once(what: str) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Exclude other processes that save. Where files cannot be locked, or the lock stays taken, continue without it."""
+    """Exclude other processes that save. Where that fails, continue without it, with a warning."""
     if fcntl is None:
         yield
         return
-    with open(path, "w") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:
-                break
+    with contextlib.ExitStack() as stack:
+        try:
+            # Neither through a link nor truncated: in a directory that others may write, it could be any file.
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            stack.callback(os.close, handle)
+            deadline = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.02)
+        except OSError as error:
+            _warn_once(f"{path} cannot be locked ({error}): of two processes that save at once, one may lose records")
         yield
 
 
