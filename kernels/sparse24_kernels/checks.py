@@ -8,7 +8,7 @@ from torch import Tensor
 from .formats import mask_bytes
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of inputs. All arithmetic is fp32."""
+"""Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64; FP8 is rounded from fp32."""
 RESULTS = (*INPUTS, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that a pruned weight may be written in."""
 

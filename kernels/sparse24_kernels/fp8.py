@@ -13,7 +13,8 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Round to FP8 with one current scale for the tensor: `s = max / amax`, amax the largest magnitude of `x`.
 
     Args:
-        x: any floating dtype, shape and strides.
+        x: any floating dtype, shape and strides. Computed in fp32, fp64 too: eight bits hold no more, but a magnitude
+            beyond fp32 counts as inf.
         format: `"e4m3"` (`torch.float8_e4m3fn`, max 448, for forward operands) or `"e5m2"` (`torch.float8_e5m2`, max
             57344, for backward operands).
 
@@ -35,7 +36,7 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     """What is left of `x` after a round trip through FP8 with one current scale per tensor.
 
     Simulation: the result has the dtype of `x`, so the GEMMs that follow run as before. Values are multiplied by
-    `s = max / amax`, rounded to nearest even, and divided by s, in fp32.
+    `s = max / amax`, rounded to nearest even, and divided by s, in fp32 (fp64 too).
 
     Args:
         x: any floating dtype, shape and strides; finite. Not differentiable: meant for the inside of an autograd

@@ -45,8 +45,9 @@ def mvue(
 
     Returns:
         Same shape and dtype (except for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
-        Not differentiable. Random numbers have 24 bits, so an element below 2^-24 of its group's sum is kept about as
-        often as one of that size, or never. A value is at most the sum of its group, which may overflow fp16.
+        Not differentiable. Computed in fp32, fp64 in fp64. Random numbers have 24 bits, so an element below 2^-24 of
+        its group's sum is kept about as often as one of that size, or never. A value is at most the sum of its group,
+        which may overflow fp16.
 
     Raises:
         ValueError: another pattern, an estimator the pattern does not have, or a form that `x` cannot take.
