@@ -121,13 +121,41 @@ def test_what_can_be_read_and_is_nested_too_deeply_to_be_written_is_kept_aside()
     path = remember(PROBLEM, measured(1, 50.0))
     original = path.read_text().replace("50.0", "[" * 980 + "]" * 980)
     path.write_text(original)
-    with pytest.warns(UserWarning, match="is not read: maximum recursion depth"):
+    with pytest.warns(UserWarning, match="is not read: RecursionError: maximum recursion depth"):
         remember(PROBLEM, measured(2, 50.0))
     assert [aside.read_text() for aside in path.parent.glob("*.unreadable-*")] == [original]
     assert choose(PROBLEM, CPU).algorithm.id == 2
 
 
-@pytest.mark.parametrize("change", [{"format": 3}, {"entries": "ab"}, {"entries": [1]}])
+DAMAGE = {
+    "truncated": lambda text: text.rstrip()[:-3],
+    "without its beginning": lambda text: text[text.index("entries") :],
+    "a number of 10000 digits": lambda text: text.replace("50.0", "9" * 10000),
+    "nested too deeply to be read": lambda text: text.replace("50.0", "[" * 10_000),
+    "nested too deeply to be written": lambda text: text.replace("50.0", "[" * 980 + "]" * 980),
+    "no text": lambda text: text.replace("50.0", "\udcff"),
+    "no environment": edited(environment="here"),
+    "entries of text": edited(entries="ab"),
+    "failures under another name": lambda text: text.replace("failures", "failure"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_failure_is_remembered_though_its_file_is_damaged(damage):
+    table, reason = Table(HERE), 'wrong: {"a": [1]} }{'
+    table.add(PROBLEM, (measured(1, 50.0),))
+    table.fail(PROBLEM, Algorithm(5), reason)
+    table.save()
+    user_file().write_bytes(DAMAGE[damage](user_file().read_text()).encode(errors="surrogateescape"))
+    autotune.reset()
+    with pytest.warns(UserWarning, match="is not read, apart from 1 failed algorithms: "):
+        assert Table(HERE).unusable(PROBLEM, Algorithm(5)) == reason
+        remember(PROBLEM, measured(5, 10.0), measured(2, 50.0))
+    assert choose(PROBLEM, CPU).algorithm == Algorithm(2)
+    assert Table(HERE).unusable(PROBLEM, Algorithm(5)) == reason
+
+
+@pytest.mark.parametrize("change", [{"format": 3}, {"entries": [1]}])
 def test_a_failure_is_remembered_whatever_else_is_in_its_file(change):
     table = Table(HERE)
     table.fail(PROBLEM, Algorithm(5), "hung")

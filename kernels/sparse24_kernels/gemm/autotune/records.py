@@ -133,26 +133,39 @@ class Contents(NamedTuple):
     lost: str = ""
 
 
+NOTHING = Contents({}, [], {"entries": [], "failures": []}, [])
+
+
 def parse_table(data: Any, environment: Environment) -> Contents:
     """Read a file's JSON, record by record.
 
     Raises:
-        ValueError: it is no table, or that of another environment.
+        ValueError: it is no table.
     """
     (where,) = _fields(data, {"environment": dict})
     if where != environment._asdict():
-        raise ValueError(f"it is of another environment: {where}")
+        return NOTHING._replace(lost=f"it is of another environment: {where}")
     lost, unread = "", list[str]()
     if type(data.get("format")) is not int or data["format"] != FORMAT:
         lost = f"it has format {data.get('format')!r}, this version reads {FORMAT}"
         data = {"entries": [], "failures": data.get("failures")}
-    for name in ("entries", "failures"):
-        if not isinstance(data.get(name), list):
-            lost = lost or f"{name} is no list"
-            data = data | {name: []}
-    entries = _parse_each(data["entries"], _parse_entry, unread)
-    failures = _parse_each(data["failures"], _parse_failure, unread)
-    return Contents(dict(entries), failures, data, unread, lost)
+    entries, failures = _fields(data, {"entries": list, "failures": list})
+    found = dict(_parse_each(entries, _parse_entry, unread))
+    return Contents(found, _parse_each(failures, _parse_failure, unread), data, unread, lost)
+
+
+def salvage_table(text: str, lost: str) -> Contents:
+    """The failures in the text of a file that is no table, a truncated one for example: nothing else is used of it."""
+    decoder, failures, position = json.JSONDecoder(), list[Failure](), text.find("{")
+    while position >= 0:
+        try:
+            record, end = decoder.raw_decode(text, position)
+            failures.append(_parse_failure(record))
+        except (ValueError, RecursionError):
+            end = position + 1  # there may be one in it
+        position = text.find("{", end)
+    data = NOTHING.data | {"failures": list(map(_failure_record, failures))}
+    return NOTHING._replace(failures=failures, data=data, lost=lost)
 
 
 def dump_table(
@@ -176,8 +189,7 @@ def dump_table(
         "format": FORMAT,
         "environment": environment._asdict(),
         "entries": [record for record in contents.data["entries"] if not is_replaced(record)] + new_entries,
-        "failures": contents.data["failures"]
-        + [problem_record(f.problem) | f.algorithm._asdict() | {"reason": f.reason} for f in new_failures],
+        "failures": contents.data["failures"] + list(map(_failure_record, new_failures)),
     }
     return json.dumps(data, indent=1) + "\n"
 
@@ -199,6 +211,10 @@ def _parse_each(records: list[Any], parse: Callable[[Any], Parsed], unread: list
 def _parse_entry(record: Any) -> tuple[GemmProblem, tuple[Measured, ...]]:
     (candidates,) = _fields(record, {"candidates": list})
     return parse_problem(record), tuple(map(_parse_measured, candidates))
+
+
+def _failure_record(failure: Failure) -> dict[str, Any]:
+    return problem_record(failure.problem) | failure.algorithm._asdict() | {"reason": failure.reason}
 
 
 def _parse_failure(record: Any) -> Failure:

@@ -3,6 +3,7 @@
 One JSON file per environment in the user's cache, because the meaning of an algorithm id, and its speed, depend on the
 device and on the versions of torch and cuSPARSELt. What cannot be read is never an error and never erased: one warning
 says so, records stay in the file as they are, and a file that is no table of ours is kept aside under another name.
+Failures are searched for in any text.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from ..problem import Algorithm, GemmProblem
 from .records import (
+    NOTHING,
     SEGMENT_K,
     SEGMENT_K_FROM,
     Contents,
@@ -28,6 +30,7 @@ from .records import (
     bucket_start,
     dump_table,
     parse_table,
+    salvage_table,
 )
 
 try:
@@ -36,8 +39,6 @@ except ImportError:  # not POSIX: files are still replaced as a whole, but two p
     fcntl = None  # type: ignore[assignment]
 
 LOCK_SECONDS = 10
-
-NOTHING = Contents({}, [], {"entries": [], "failures": []}, [])
 
 _warned: set[str] = set()
 
@@ -125,12 +126,13 @@ def _read(path: Path, environment: Environment) -> tuple[Contents, bytes]:
         return NOTHING, b""
     try:
         contents = parse_table(json.loads(raw), environment)
-        dump_table(environment, contents, {}, [])  # what is nested so deeply that it cannot be written is not kept
+        dump_table(environment, contents, {}, [])  # raises where records are nested too deeply to be written again
     except (ValueError, RecursionError) as error:
-        contents = NOTHING._replace(lost=str(error) or type(error).__name__)
+        contents = salvage_table(raw.decode(errors="replace"), f"{type(error).__name__}: {error}")
     if contents.lost:
-        what = f"is not read: {contents.lost[:200]}; it is kept as {_aside(path, raw).name} when measurements are saved"
-        _warn_once(f"{path} {what}")
+        but = f", apart from {len(contents.failures)} failed algorithms" if contents.failures else ""
+        aside = f"it is kept as {_aside(path, raw).name} when measurements are saved"
+        _warn_once(f"{path} is not read{but}: {contents.lost[:200]}; {aside}")
     elif contents.unread:
         count, first = len(contents.unread), contents.unread[0][:200]
         _warn_once(f"{path}: records that cannot be read are left as they are, {count} of them; the first: {first}")
