@@ -120,7 +120,7 @@ def test_without_an_open_step_every_forward_compresses(counting_stand_in):  # no
 def test_operands_of_different_dtypes_are_refused(stand_in):  # noqa: F811
     model = model_of("ste")
     for x in (torch.randn(16, 32), torch.randn(16, 32).half()):
-        with pytest.raises(RuntimeError, match="operands of one dtype"):
+        with pytest.raises(ValueError, match="operands of one dtype"):
             model.layers[0](x)
 
 

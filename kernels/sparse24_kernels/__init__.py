@@ -1,6 +1,7 @@
 """Tensor functions for 2:4 sparse training: pruning, masks, gradient estimates, GEMMs.
 
-Depends on torch and, on a GPU, Triton. From the bottom up:
+Depends on torch and, on a GPU, Triton. Every function raises ValueError for arguments that it does not take, before
+torch sees them. From the bottom up:
 
     formats.py    what masks and sparse matrices look like in memory, and their sizes
     checks.py     what the public functions check of their arguments

@@ -1,4 +1,7 @@
-"""Checks of arguments that the public functions share. Every message has the value and what is allowed."""
+"""Checks of arguments that the public functions share. Every message has the argument, its value, and what is allowed.
+
+Whatever is wrong with an argument, its type too, raises ValueError before torch sees it.
+"""
 
 from collections.abc import Sequence
 
@@ -8,37 +11,103 @@ from torch import Tensor
 from .formats import mask_bytes
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of inputs. All arithmetic is fp32."""
+"""Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64; FP8 is rounded from fp32."""
 RESULTS = (*INPUTS, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that a pruned weight may be written in."""
 
+_KINDS: dict[type, str] = {
+    Tensor: "a tensor",
+    bool: "True or False",
+    int: "an int",
+    torch.device: "a torch.device",
+    torch.dtype: "a torch.dtype",
+    torch.Generator: "a torch.Generator",
+}
 
-def check_dtype(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in INPUTS:
-        raise ValueError(f"{name} takes fp64, fp32, bf16 and fp16, got {tensor.dtype}")
+
+def check_is(kind: type, name: str, /, **arguments: object) -> None:
+    """Each of `arguments` is a `kind`. A bool is no int."""
+    wanted = (int, torch.SymInt) if kind is int else kind  # sizes are symbolic while a graph is traced
+    for what, value in arguments.items():
+        if not isinstance(value, wanted) or isinstance(value, bool) != (kind is bool):
+            allowed = _KINDS.get(kind, f"of type {kind.__name__}")
+            raise ValueError(f"{name}: {what}={described(value)}: must be {allowed}")
 
 
-def check_pattern(n: int, m: int) -> None:
+def described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor of {value.dtype} {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}... ({type(value).__name__})"
+
+
+def check_size(name: str, /, **arguments: int) -> None:
+    check_is(int, name, **arguments)
+    for what, size in arguments.items():
+        if size < 0:
+            raise ValueError(f"{name}: {what}={size}: must not be negative")
+
+
+def check_one_of(choices: Sequence[str], /, **arguments: object) -> None:
+    for what, value in arguments.items():
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{what}={described(value)}: must be one of {list(choices)}")
+
+
+def check_tensors(name: str, /, **arguments: Sequence[Tensor]) -> None:
+    """Each is a list or tuple of tensors. One tensor is none: its rows would be taken for tensors."""
+    for what, tensors in arguments.items():
+        if not isinstance(tensors, (list, tuple)):
+            raise ValueError(f"{name}: {what}={described(tensors)}: must be a list of tensors")
+        for i, tensor in enumerate(tensors):
+            check_is(Tensor, name, **{f"{what}[{i}]": tensor})
+
+
+def check_floating(name: str, /, **arguments: Tensor) -> None:
+    """Each is a tensor of a dtype that this package computes with."""
+    check_is(Tensor, name, **arguments)
+    for what, tensor in arguments.items():
+        if tensor.dtype not in INPUTS:
+            raise ValueError(f"{name} takes fp64, fp32, bf16 and fp16, got {tensor.dtype} as {what}")
+
+
+def check_result(name: str, dtype: object) -> None:
+    if dtype not in RESULTS:
+        raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in RESULTS]}")
+
+
+def check_matrix(name: str, /, **arguments: Tensor) -> None:
+    for what, tensor in arguments.items():
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} needs a matrix, got shape {tuple(tensor.shape)} as {what}")
+
+
+def check_pattern(name: str, n: int, m: int) -> None:
+    check_is(int, name, n=n, m=m)
     if not 0 < n < m:
-        raise ValueError(f"an n:m pattern keeps n of m with 0 < n < m, got {n}:{m}")
+        raise ValueError(f"{name}: an n:m pattern keeps n of m with 0 < n < m, got {n}:{m}")
 
 
 def check_dim(name: str, tensor: Tensor, dim: int) -> int:
     """`dim`, counted from the front."""
+    check_is(int, name, dim=dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"{name}: dim={dim} of a tensor of shape {tuple(tensor.shape)}")
     return dim % tensor.dim()
 
 
-def check_groups(name: str, tensor: Tensor, m: int, dim: int) -> None:
-    check_dtype(name, tensor)
-    check_dim(name, tensor, dim)
-    if tensor.shape[dim] % m:
-        raise ValueError(f"{name}: dimension {dim} of shape {tuple(tensor.shape)} must be a multiple of {m}")
+def check_groups(name: str, weight: Tensor, m: int, dim: int) -> int:
+    """A floating weight whose `dim` has whole groups of m. Returns `dim`, counted from the front."""
+    check_floating(name, weight=weight)
+    along = check_dim(name, weight, dim)
+    if weight.shape[dim] % m:
+        raise ValueError(f"{name}: dimension {dim} of shape {tuple(weight.shape)} must be a multiple of {m}")
+    return along
 
 
 def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
     """A mask is bool of the weight's shape, or its packed bits."""
+    check_is(Tensor, name, mask=mask)
     bits = (*weight.shape[:-1], mask_bytes(weight.shape[-1])) if weight.dim() else None
     if (mask.dtype, tuple(mask.shape)) not in ((torch.bool, tuple(weight.shape)), (torch.uint8, bits)):
         raise ValueError(
@@ -56,6 +125,7 @@ def check_device(name: str, *tensors: Tensor | None) -> None:
 
 def check_scalar(name: str, what: str, tensor: Tensor, like: Tensor) -> None:
     """A floating 0-d tensor, on the device of `like`."""
+    check_is(Tensor, name, **{what: tensor})
     if tensor.dim() or not tensor.is_floating_point():
         raise ValueError(f"{name}: {what} is a floating 0-d tensor, got {tensor.dtype} {tuple(tensor.shape)}")
     check_device(name, like, tensor)

@@ -1,11 +1,12 @@
 """Masked decay: a term added to the gradient that pulls pruned weights towards zero."""
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .checks import by_device, check_device, check_dtype, check_mask
+from .checks import by_device, check_device, check_floating, check_is, check_mask, check_tensors, described
 from .dispatch import implementation
 
 
@@ -25,6 +26,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
 
     Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10).
     """
+    check_is(Tensor, "masked_decay_", grad=grad, weight=weight, mask=mask)
     foreach_masked_decay_([grad], [weight], [mask], [alpha])
     return grad
 
@@ -33,18 +35,23 @@ def foreach_masked_decay_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
 ) -> None:
     """`masked_decay_` for many weights: where there are kernels, one launch per device for a whole model."""
+    check_tensors("foreach_masked_decay_", grads=grads, weights=weights, masks=masks)
+    if not isinstance(alphas, (list, tuple)):
+        raise ValueError(f"foreach_masked_decay_: alphas={described(alphas)}: must be a list of numbers")
     if not len(grads) == len(weights) == len(masks) == len(alphas):
         raise ValueError(
             f"foreach_masked_decay_ needs as many gradients as weights, masks and alphas, got "
             f"{len(grads)}, {len(weights)}, {len(masks)} and {len(alphas)}"
         )
-    for grad, weight, mask in zip(grads, weights, masks):
+    for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
+        check_floating("masked_decay_", grad=grad, weight=weight)
+        if not isinstance(alpha, (int, float)) or not abs(alpha) <= sys.float_info.max:
+            raise ValueError(f"masked_decay_: alpha={described(alpha)}: must be a finite number")
         if grad.shape != weight.shape:
             raise ValueError(
                 f"masked_decay_ needs gradient and weight of one shape, got {tuple(grad.shape)} and "
                 f"{tuple(weight.shape)}"
             )
-        check_dtype("masked_decay_", weight)
         check_mask("masked_decay_", mask, weight)
         check_device("masked_decay_", grad, weight, mask)
     for indices in by_device(weights):

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_is
+
 OLDEST_TRITON = (3, 6)
 """Oldest Triton that the tests compile with. It came with torch 2.11."""
 
@@ -29,6 +31,9 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8
     Triton runs 2:4 (and MVUE's 1:2) on CUDA devices from Ampere on, and from Hopper on where the result is FP8
     (older devices round FP8 twice, or cannot convert to it). Other patterns run the reference everywhere.
     """
+    check_is(torch.device, "choose_kernels", device=device)
+    check_is(torch.dtype, "choose_kernels", dtype=dtype)
+    check_is(bool, "choose_kernels", fp8=fp8)
     if device.type != "cuda":
         return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
     if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes

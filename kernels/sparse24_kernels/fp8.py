@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_dtype
+from .checks import check_floating, check_one_of
 from .dispatch import implementation
 
 FP8_FORMATS = ("e4m3", "e5m2")
@@ -13,7 +13,8 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Round to FP8 with one current scale for the tensor: `s = max / amax`, amax the largest magnitude of `x`.
 
     Args:
-        x: any floating dtype, shape and strides.
+        x: any floating dtype, shape and strides. Computed in fp32, fp64 too: eight bits hold no more, but a magnitude
+            beyond fp32 counts as inf.
         format: `"e4m3"` (`torch.float8_e4m3fn`, max 448, for forward operands) or `"e5m2"` (`torch.float8_e5m2`, max
             57344, for backward operands).
 
@@ -27,7 +28,8 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
     Reference: S-STE (arXiv 2409.09099), section 5; Micikevicius et al. 2022 (arXiv 2209.05433) for the formats.
     """
-    _check(x, format)
+    check_floating("fp8_quantize", x=x)
+    check_one_of(FP8_FORMATS, format=format)
     return _fp8_quantize(x, format)
 
 
@@ -35,7 +37,7 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     """What is left of `x` after a round trip through FP8 with one current scale per tensor.
 
     Simulation: the result has the dtype of `x`, so the GEMMs that follow run as before. Values are multiplied by
-    `s = max / amax`, rounded to nearest even, and divided by s, in fp32.
+    `s = max / amax`, rounded to nearest even, and divided by s, in fp32 (fp64 too).
 
     Args:
         x: any floating dtype, shape and strides; finite. Not differentiable: meant for the inside of an autograd
@@ -52,14 +54,9 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
     """
-    _check(x, format)
+    check_floating("fp8_simulate", x=x)
+    check_one_of(FP8_FORMATS, format=format)
     return _fp8_simulate(x, format)
-
-
-def _check(x: Tensor, format: str) -> None:
-    check_dtype("fp8", x)
-    if format not in FP8_FORMATS:
-        raise ValueError(f"format={format!r}: must be one of {list(FP8_FORMATS)}")
 
 
 # Custom operators, because torch.compile cannot trace a check of the values.

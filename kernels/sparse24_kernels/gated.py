@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_dtype
+from .checks import check_device, check_floating, check_one_of
 from .dispatch import implementation
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-exact")
@@ -20,7 +20,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
     Returns:
         Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out; an
-        input with gaps (half of a projection) gives a result without gaps. fp16 and bf16 are computed in fp32 and
+        input with gaps (half of a projection) gives a result without gaps. Computed in fp32, fp64 in fp64, and
         rounded once. Each gradient has the layout of its input. Differentiable once, in reverse mode.
 
     Raises:
@@ -29,14 +29,13 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     Reference: Shazeer 2020 (arXiv 2002.05202) for the functions; Hu et al. 2024 (arXiv 2404.01847) for keeping the
     memory layout, which their code does for "geglu" only.
     """
-    if kind not in GATED_ACTIVATIONS:
-        raise ValueError(f"kind={kind!r}: must be one of {list(GATED_ACTIVATIONS)}")
+    check_one_of(GATED_ACTIVATIONS, kind=kind)
+    check_floating("gated_activation", gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"gated_activation needs gate and up of one shape and dtype, got {tuple(gate.shape)} {gate.dtype} and "
             f"{tuple(up.shape)} {up.dtype}"
         )
-    check_dtype("gated_activation", gate)
     check_device("gated_activation", gate, up)
     return _gated_activation(gate, up, kind)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .checks import by_device, check_device, check_dim, check_groups, check_pattern
+from .checks import by_device, check_device, check_groups, check_is, check_pattern, check_size, check_tensors
 from .dispatch import implementation
 from .formats import empty_mask, mask_bytes
 
@@ -31,13 +31,14 @@ def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool 
 
     Reference: SR-STE (arXiv 2102.04010), section 3.
     """
-    check_pattern(n, m)
-    check_groups("nm_mask", weight, m, dim)
-    return _nm_mask(weight, n, m, check_dim("nm_mask", weight, dim), packed)
+    check_pattern("nm_mask", n, m)
+    check_is(bool, "nm_mask", packed=packed)
+    return _nm_mask(weight, n, m, check_groups("nm_mask", weight, m, dim), packed)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
     """bool `[..., K]` -> uint8 `[..., ceil(K/8)]`: bit j of byte i is element 8i + j (little end first)."""
+    check_is(Tensor, "pack_bits", mask=mask)
     if mask.dtype != torch.bool or not mask.dim():
         raise ValueError(f"pack_bits takes a bool mask with a last dimension, got {mask.dtype} {tuple(mask.shape)}")
     return reference.masks.pack_bits(mask)
@@ -45,6 +46,8 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
     """uint8 `[..., ceil(size/8)]` -> bool `[..., size]`, the inverse of `pack_bits`."""
+    check_is(Tensor, "unpack_bits", packed=packed)
+    check_size("unpack_bits", size=size)
     if packed.dtype != torch.uint8 or not packed.dim() or packed.shape[-1] != mask_bytes(size):
         raise ValueError(
             f"unpack_bits takes uint8 `[..., ceil(size / 8)]`, got {packed.dtype} {tuple(packed.shape)} and size={size}"
@@ -64,10 +67,12 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     Raises:
         ValueError: lists of different lengths, a pair of different shapes, dtypes or devices, or another dtype.
     """
+    check_tensors("count_flips", before=before, after=after)
     if len(before) != len(after):
         raise ValueError(f"count_flips needs as many masks before as after, got {len(before)} and {len(after)}")
     for old, new in zip(before, after):
-        if (old.shape, old.dtype) != (new.shape, new.dtype) or old.dtype not in (torch.bool, torch.uint8):
+        fits = (old.shape, old.dtype) == (new.shape, new.dtype) and old.dtype in (torch.bool, torch.uint8)
+        if not fits or not old.dim():
             raise ValueError(
                 f"count_flips needs two masks of one shape, bool or packed bits, got {old.dtype} {tuple(old.shape)} "
                 f"and {new.dtype} {tuple(new.shape)}"

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from .checks import check_device, check_floating, check_is, check_matrix
 from .formats import Compression, unpadded_columns
 from .gemm import cusparselt
 from .gemm.planning import backend_of
@@ -22,9 +23,13 @@ def compress(matrix: Tensor, compression: Compression | None = None) -> Tensor:
         ValueError: a dtype, size or device that sparse GEMMs do not take.
         RuntimeError: the library stores this size in another number of columns.
     """
+    check_is(Tensor, "compress", matrix=matrix)
+    check_matrix("compress", matrix=matrix)
     m, k = matrix.shape
     cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
-    return cusparselt.compress(matrix, unpadded_columns(k) if compression is None else compression.columns)
+    compression = Compression(unpadded_columns(k), -1) if compression is None else compression
+    check_is(Compression, "compress", compression=compression)
+    return cusparselt.compress(matrix, compression.columns)
 
 
 def sparse_linear(
@@ -40,7 +45,23 @@ def sparse_linear(
 
     Returns:
         `[..., out]` in the operands' dtype, row-major.
+
+    Raises:
+        ValueError: shapes, dtypes or devices of the operands that do not fit each other, or, with an algorithm, that
+            sparse GEMMs do not take.
     """
+    check_floating("sparse_linear", x=x, weight=weight)
+    check_matrix("sparse_linear", weight=weight)
+    if not x.dim():
+        raise ValueError("sparse_linear: x must have a last dimension, got shape ()")
+    _check_operands("sparse_linear", weight, x, x.shape[-1], algorithm)
+    if bias is not None:
+        check_floating("sparse_linear", bias=bias)
+        check_device("sparse_linear", x, bias)
+        if bias.shape != weight.shape[:1] or bias.dtype != x.dtype:
+            raise ValueError(
+                f"sparse_linear: bias must be {x.dtype} {tuple(weight.shape[:1])}, got {bias.dtype} {tuple(bias.shape)}"
+            )
     return backend_of(algorithm).run(weight, x, bias=bias, transposed=True, scales=None, algorithm=algorithm)
 
 
@@ -54,5 +75,26 @@ def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = No
 
     Returns:
         `[m, n]` in the operands' dtype, row-major.
+
+    Raises:
+        ValueError: as for `sparse_linear`.
     """
+    check_floating("sparse_mm", sparse=sparse, dense=dense)
+    check_matrix("sparse_mm", sparse=sparse, dense=dense)
+    _check_operands("sparse_mm", sparse, dense, dense.shape[0], algorithm)
     return backend_of(algorithm).run(sparse, dense, bias=None, transposed=False, scales=None, algorithm=algorithm)
+
+
+def _check_operands(name: str, sparse: Tensor, dense: Tensor, k: int, algorithm: Algorithm | None) -> None:
+    """Raise ValueError where a 2:4 operand `[m, k]`, or what it was compressed to, does not fit the dense operand."""
+    if sparse.dtype != dense.dtype:
+        raise ValueError(f"{name} needs operands of one dtype, got {sparse.dtype} (2:4) and {dense.dtype} (dense)")
+    check_device(name, sparse, dense)
+    if algorithm is not None:
+        check_is(Algorithm, name, algorithm=algorithm)
+        cusparselt.check_compressible(name, sparse.shape[0], k, sparse.dtype, sparse.device)
+    elif sparse.shape[1] != k:
+        raise ValueError(
+            f"{name}: a 2:4 operand of shape {tuple(sparse.shape)} does not contract with a dense one of shape "
+            f"{tuple(dense.shape)}: {sparse.shape[1]} and {k}"
+        )

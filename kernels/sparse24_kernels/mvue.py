@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_dim, check_dtype
+from .checks import check_dim, check_floating, check_is, check_one_of, described
 from .dispatch import implementation
 from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
 from .gemm import cusparselt
@@ -45,8 +45,9 @@ def mvue(
 
     Returns:
         Same shape and dtype (except for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
-        Not differentiable. Random numbers have 24 bits, so an element below 2^-24 of its group's sum is kept about as
-        often as one of that size, or never. A value is at most the sum of its group, which may overflow fp16.
+        Not differentiable. Computed in fp32, fp64 in fp64. Random numbers have 24 bits, so an element below 2^-24 of
+        its group's sum is kept about as often as one of that size, or never. A value is at most the sum of its group,
+        which may overflow fp16.
 
     Raises:
         ValueError: another pattern, an estimator the pattern does not have, or a form that `x` cannot take.
@@ -58,33 +59,42 @@ def mvue(
     probabilities and variance are the optimal ones. Relative variance on Gaussian groups: 0.474 (2:4 exact), 0.502
     (approx), 0.636 (1:2).
     """
+    check_floating("mvue", x=x)
+    check_is(int, "mvue", n=n, m=m)
     if (n, m, estimator) not in _ESTIMATORS:
         known = ", ".join(f"{n}:{m} {estimator}" for n, m, estimator in _ESTIMATORS)
         raise ValueError(f"mvue has no {n}:{m} {estimator!r} estimator; it has {known}")
-    check_dtype("mvue", x)
     dim = check_dim("mvue", x, dim)
-    if form not in FORMS:
-        raise ValueError(f"form={form!r}: must be one of {list(FORMS)}")
+    check_one_of(FORMS, form=form)
     if form != "dense" and x.dim() != 2:
-        raise ValueError(f"form={form!r} needs a matrix, got shape {tuple(x.shape)}")
+        raise ValueError(f"mvue: form={form!r} needs a matrix, got shape {tuple(x.shape)}")
     if form in ("packed", "compressed") and ((n, m) != (2, 4) or x.shape[dim] % 8):
-        raise ValueError(f"only 2:4 is {form}, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
+        raise ValueError(f"mvue: only 2:4 is {form}, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
     if form == "compressed":
         rows, size = _rows_along(x, dim)
         cusparselt.check_compressible("mvue", rows, size, x.dtype, x.device)
-        compression = compression or Compression(unpadded_columns(size), -1)
+        compression = Compression(unpadded_columns(size), -1) if compression is None else compression
+        check_is(Compression, "mvue", compression=compression)
     else:
         compression = _NOT_COMPRESSED
-    if key is None:
-        device = generator.device if generator is not None else x.device
-        key = torch.randint(torch.iinfo(torch.int64).max, (), generator=generator, device=device)
-    elif isinstance(key, int):
-        key = torch.tensor(key, dtype=torch.int64, device=x.device)
-    elif key.dtype != torch.int64 or key.dim():
-        raise ValueError(f"mvue: key is an int or an int64 0-d tensor, got {key.dtype} {tuple(key.shape)}")
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
-    results = _mvue(x, key.to(x.device), n, m, dim, estimator, form, *compression)
+    key = _key(key, generator, x.device).to(x.device)
+    results = _mvue(x, key, n, m, dim, estimator, form, *compression)
     return Packed(*results) if form == "packed" else results[0]
+
+
+def _key(key: Tensor | int | None, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    if generator is not None:
+        check_is(torch.Generator, "mvue", generator=generator)
+        device = generator.device
+    largest = torch.iinfo(torch.int64).max
+    if key is None:
+        return torch.randint(largest, (), generator=generator, device=device)
+    if isinstance(key, Tensor) and key.dtype == torch.int64 and not key.dim():
+        return key
+    if isinstance(key, int) and not isinstance(key, bool) and -largest - 1 <= key <= largest:
+        return torch.tensor(key, dtype=torch.int64, device=device)
+    raise ValueError(f"mvue: key={described(key)}: must be an int of 64 bits or an int64 0-d tensor")
 
 
 def _rows_along(x: Tensor, dim: int) -> tuple[int, int]:

@@ -9,11 +9,16 @@ from .checks import (
     RESULTS,
     check_device,
     check_dim,
-    check_dtype,
+    check_floating,
     check_groups,
+    check_is,
     check_mask,
+    check_matrix,
+    check_one_of,
     check_pattern,
+    check_result,
     check_scalar,
+    described,
 )
 from .dispatch import implementation
 from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
@@ -59,7 +64,8 @@ def soft_threshold(
 
     Returns:
         Same shape; at most `n` non-zeros in every `m`, and fewer at ties, which makes it continuous; never -0.0.
-        Computed in fp32. A NaN makes its group NaN. Not differentiable: S-STE's gradient goes straight through.
+        Computed in fp32, an fp64 weight in fp64. A NaN makes its group NaN. Not differentiable: S-STE's gradient goes
+        straight through.
 
     Raises:
         ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
@@ -111,15 +117,18 @@ def prune_forms(
             compressed form where no sparse GEMM can run.
         RuntimeError: a compressed form whose size is not that of its `Compression`.
     """
-    if weight.dim() != 2:
-        raise ValueError(f"prune_forms needs a matrix, got shape {tuple(weight.shape)}")
-    if isinstance(forms, str) or not forms or len(set(forms)) != len(forms):
+    check_floating("prune_forms", weight=weight)
+    check_matrix("prune_forms", weight=weight)
+    check_one_of(RULES, rule=rule)
+    if not isinstance(forms, (list, tuple)) or not forms or any(forms.count(form) > 1 for form in forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
+    if compressions is not None and not isinstance(compressions, Mapping):
+        raise ValueError(f"prune_forms: compressions={compressions!r}: must be a dict from forms to their Compression")
+    dtype = weight.dtype if dtype is None else dtype
     taken: dict[int, str] = {}
     stored: list[int] = []
     for form in forms:
-        if form not in FORMS:
-            raise ValueError(f"form={form!r}: must be one of {list(FORMS)}")
+        check_one_of(FORMS, form=form)
         if form in ("dense", "transposed"):
             continue
         along = 0 if form.endswith("-transposed") else 1
@@ -132,8 +141,11 @@ def prune_forms(
             raise ValueError(f"forms={forms!r}: {taken[along]!r} and {form!r} do not go together")
         if form.startswith("compressed"):
             rows, size = weight.shape if along else weight.shape[::-1]
-            cusparselt.check_compressible("prune_forms", rows, size, dtype or weight.dtype, weight.device)
-            stored += (compressions or {}).get(form) or (unpadded_columns(size), -1)
+            cusparselt.check_compressible("prune_forms", rows, size, dtype, weight.device)
+            compression = (compressions or {}).get(form)
+            compression = Compression(unpadded_columns(size), -1) if compression is None else compression
+            check_is(Compression, "prune_forms", compression=compression)
+            stored += compression
     results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, list(forms), stored))
     return tuple(Packed(next(results), next(results)) if "packed" in form else next(results) for form in forms)
 
@@ -142,7 +154,13 @@ def pack_nm(weight: Tensor) -> Packed:
     """Store a matrix `[R, K]` that is 2:4 along K (K a multiple of 8) without its zeros.
 
     Of a matrix that is not 2:4 the two largest of every four are stored.
+
+    Raises:
+        ValueError: not a matrix of floating numbers, or a K that is no multiple of 8.
     """
+    check_floating("pack_nm", weight=weight)
+    check_matrix("pack_nm", weight=weight)
+    check_groups("pack_nm", weight, 8, 1)
     values, indices = prune_forms(weight, ["packed"])[0]
     return Packed(values, indices)
 
@@ -153,11 +171,15 @@ def unpack_nm(packed: Packed) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or devices of values and indices that do not fit each other.
     """
+    if not isinstance(packed, tuple) or len(packed) != 2:
+        raise ValueError(f"unpack_nm: packed={described(packed)}: must be a Packed, values and indices")
     values, indices = packed
-    if values.dim() != 2 or indices.dtype != torch.uint8 or 4 * indices.shape[-1] != values.shape[1]:
+    check_is(Tensor, "unpack_nm", values=values, indices=indices)
+    fits = values.dtype in RESULTS and indices.dtype == torch.uint8 and values.dim() == indices.dim() == 2
+    if not fits or (indices.shape[0], 4 * indices.shape[1]) != tuple(values.shape):
         raise ValueError(
-            f"unpack_nm takes values [R, K/2] and uint8 indices [R, K/8], got {tuple(values.shape)} and "
-            f"{indices.dtype} {tuple(indices.shape)}"
+            f"unpack_nm takes values [R, K/2] and uint8 indices [R, K/8], got {described(values)} and "
+            f"{described(indices)}"
         )
     check_device("unpack_nm", values, indices)
     return _unpack_nm(*packed)
@@ -172,8 +194,9 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
             `||W||_1 / ||S(W)||_1`; `"none"` is 1.
 
     Returns:
-        fp32 scalar on the weight's device. For Gaussian weights 1.483 (mse) and 2.512 (l1), for uniform ones 1.751
-        (mse). 1 where S(W) is all zeros: every beta gives the same there, and the paper's formula divides by zero.
+        fp32 scalar on the weight's device, computed in fp32, of an fp64 weight in fp64. For Gaussian weights 1.483
+        (mse) and 2.512 (l1), for uniform ones 1.751 (mse). 1 where S(W) is all zeros: every beta gives the same there,
+        and the paper's formula divides by zero.
 
     Raises:
         ValueError: a pattern outside 0 < n < m, a size that `m` does not divide, or an unknown rule.
@@ -181,11 +204,9 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
     Reference: S-STE (arXiv 2409.09099), section 4.2 and Table 2, where "minimise MSE" is chosen. The paper does not say
         which L1 norm is kept; ours is that of the dense weight.
     """
-    check_pattern(n, m)
-    check_groups("s_ste_scale", weight, m, dim)
-    if rule not in SCALE_RULES:
-        raise ValueError(f"rule={rule!r}: must be one of {list(SCALE_RULES)}")
-    return _s_ste_scale(weight, n, m, check_dim("s_ste_scale", weight, dim), rule)
+    check_pattern("s_ste_scale", n, m)
+    check_one_of(SCALE_RULES, rule=rule)
+    return _s_ste_scale(weight, n, m, check_groups("s_ste_scale", weight, m, dim), rule)
 
 
 def _prune_checked(
@@ -201,28 +222,24 @@ def _prune_checked(
     forms: list[str],
     compressions: Sequence[int] = (),
 ) -> list[Tensor]:
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r}: must be one of {list(RULES)}")
     if rule == "mask":
         if mask is None:
             raise ValueError(f"{name}: rule='mask' needs a mask")
-        check_dtype(name, weight)
+        check_floating(name, weight=weight)
         check_mask(name, mask, weight)
         check_device(name, weight, mask)
         dim = max(weight.dim() - 1, 0)  # an elementwise rule has no groups
     else:
         if mask is not None:
             raise ValueError(f"{name}: rule={rule!r} makes its own mask; leave mask out or choose rule='mask'")
-        check_pattern(n, m)
-        check_groups(name, weight, m, dim)
-        dim %= weight.dim()
+        check_pattern(name, n, m)
+        dim = check_groups(name, weight, m, dim)
     if scale is not None:
         if rule != "soft-threshold":
             raise ValueError(f"{name}: rule={rule!r} has no scale")
         check_scalar(name, "scale", scale, weight)
-    dtype = dtype or weight.dtype
-    if dtype not in RESULTS:
-        raise ValueError(f"{name}: dtype={dtype}: must be one of {[str(result) for result in RESULTS]}")
+    dtype = weight.dtype if dtype is None else dtype
+    check_result(name, dtype)
     return _prune(weight, rule, n, m, dim, mask, scale, dtype, ",".join(forms), list(compressions))
 
 

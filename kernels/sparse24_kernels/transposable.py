@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_dtype, check_pattern
+from .checks import check_floating, check_is, check_one_of, check_pattern
 from .dispatch import implementation
 from .formats import empty_mask
 
@@ -32,14 +32,14 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
         ImportError: min-cost-flow without OR-tools.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 3 and Algorithm 1; Hu et al. 2024 (arXiv 2404.01847),
-        Algorithm 1 for the 90 patterns. Ours scores in fp32, where two sums may round to a tie, and uses 2.1e37 for
-        inf, NaN and larger magnitudes; theirs may score in TF32. Their public dynamic code calls a greedy sweep that
-        keeps "2-approximation"; here the two have different names.
+        Algorithm 1 for the 90 patterns. Ours scores in fp32 (an fp64 weight in fp64), where two sums may round to a
+        tie, and uses 2.1e37 for inf, NaN and larger magnitudes; theirs may score in TF32. Their public dynamic code
+        calls a greedy sweep that keeps "2-approximation"; here the two have different names.
     """
-    check_pattern(n, m)
-    check_dtype("transposable_mask", weight)
-    if solver not in SOLVERS:
-        raise ValueError(f"solver={solver!r}: must be one of {list(SOLVERS)}")
+    check_pattern("transposable_mask", n, m)
+    check_floating("transposable_mask", weight=weight)
+    check_is(bool, "transposable_mask", packed=packed)
+    check_one_of(SOLVERS, solver=solver)
     if weight.dim() != 2 or weight.shape[0] % m or weight.shape[1] % m:
         raise ValueError(
             f"transposable_mask needs a matrix with both sizes multiples of {m}, got shape {tuple(weight.shape)}"

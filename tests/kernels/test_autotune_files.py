@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 import textwrap
@@ -29,25 +30,7 @@ def edited(**changes):
     return lambda text: json.dumps(json.loads(text) | changes)
 
 
-def edited_entry(**changes):
-    def edit(text):
-        data = json.loads(text)
-        data["entries"][0] |= changes
-        return json.dumps(data)
-
-    return edit
-
-
-def edited_candidate(**changes):
-    def edit(text):
-        data = json.loads(text)
-        data["entries"][0]["candidates"][0] |= changes
-        return json.dumps(data)
-
-    return edit
-
-
-NONSENSE = {
+NO_TABLE = {
     "empty": lambda text: "",
     "truncated": lambda text: text[: len(text) // 2],
     "no JSON": lambda text: "hello",
@@ -55,48 +38,169 @@ NONSENSE = {
     "a list": lambda text: "[]",
     "nested": lambda text: "[" * 100_000,
     "a number of 10000 digits": lambda text: text.replace("50.0", "9" * 10000),
-    "a time beyond floats": lambda text: text.replace("50.0", "9" * 1000),
-    "other format": edited(format=1),
+    "older format": edited(format=1),
+    "newer format": edited(format=3),
     "format 2.0": edited(format=2.0),
     "format true": edited(format=True),
     "no entries": edited(entries=None),
-    "entries of numbers": edited(entries=[1]),
-    "failures of strings": edited(failures=["x"]),
     "another environment": edited(environment=HERE._replace(cusparselt="701")._asdict()),
-    "text for m": edited_entry(m="64"),
-    "negative n": edited_entry(n=-1),
-    "unknown dtype": edited_entry(dtype="float7"),
-    "dtype of no string": edited_entry(dtype=["bfloat16"]),
-    "0 for false": edited_entry(transposed=0),
-    "candidates of text": edited_entry(candidates="ab"),
-    "zero time": edited_candidate(sparse_us=0.0),
-    "negative time": edited_candidate(dense_us=-5.0),
-    "infinite time": edited_candidate(dense_us=float("inf")),
-    "nan": edited_candidate(sparse_us=float("nan")),
-    "id of text": edited_candidate(id="1"),
-    "id true": edited_candidate(id=True),
-    "negative id": edited_candidate(id=-3),
-    "split_k 10^9": edited_candidate(split_k=10**9),
 }
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE)
-def test_nonsense_is_ignored_with_one_warning_and_overwritten(nonsense):
+@pytest.mark.parametrize("nonsense", NO_TABLE)
+def test_a_file_that_is_no_table_is_kept_aside_with_one_warning(nonsense):
     path = remember(PROBLEM, measured(1, 50.0))
-    path.write_bytes(NONSENSE[nonsense](path.read_text()).encode(errors="surrogateescape"))
-    with pytest.warns(UserWarning, match="is ignored") as caught:
+    original = NO_TABLE[nonsense](path.read_text()).encode(errors="surrogateescape")
+    path.write_bytes(original)
+    with pytest.warns(UserWarning, match="is not read: .*; it is kept as") as caught:
         assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+        assert path.read_bytes() == original  # reading changes nothing
         table = autotune._table(HERE)
         table.add(PROBLEM, (measured(2, 50.0),))
         table.save()
-    assert len(caught) == 1 and str(path) in str(caught[0].message)
+    (aside,) = path.parent.glob("*.unreadable-*")
+    assert len(caught) == 1 and str(path) in str(caught[0].message) and aside.name in str(caught[0].message)
+    assert aside.read_bytes() == original
     reset()
+    assert choose(PROBLEM, CPU).algorithm.id == 2
+
+
+BAD_ENTRIES = {
+    "a number": lambda entry: 1,
+    "text for m": lambda entry: entry | {"m": "64"},
+    "negative n": lambda entry: entry | {"n": -1},
+    "unknown dtype": lambda entry: entry | {"dtype": "float7"},
+    "dtype of no string": lambda entry: entry | {"dtype": ["bfloat16"]},
+    "0 for false": lambda entry: entry | {"transposed": 0},
+    "candidates of text": lambda entry: entry | {"candidates": "ab"},
+    "lists in lists": lambda entry: entry | {"candidates": json.loads("[" * 300 + "]" * 300)},
+}
+BAD_CANDIDATES = {
+    "zero time": {"sparse_us": 0.0},
+    "negative time": {"dense_us": -5.0},
+    "infinite time": {"dense_us": float("inf")},
+    "nan": {"sparse_us": float("nan")},
+    "a time beyond floats": {"sparse_us": 10**1000},
+    "id of text": {"id": "1"},
+    "id true": {"id": True},
+    "negative id": {"id": -3},
+    "split_k 10^9": {"split_k": 10**9},
+}
+BAD_ENTRIES |= {
+    name: lambda entry, change=change: entry | {"candidates": [entry["candidates"][0] | change]}
+    for name, change in BAD_CANDIDATES.items()
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ENTRIES)
+def test_a_bad_record_costs_no_other(bad):
+    other, third = PROBLEM._replace(m=128), PROBLEM._replace(m=256)
+    table = Table(HERE)
+    table.add(PROBLEM, (measured(1, 50.0),))
+    table.add(other, (measured(2, 50.0),))
+    table.fail(PROBLEM, Algorithm(5), "hung")
+    table.save()
+    data = json.loads(user_file().read_text())
+    data["entries"][0] = BAD_ENTRIES[bad](data["entries"][0])
+    bad_failure = data["failures"][0] | {"dtype": "float4"}  # a later version's
+    data["failures"].insert(0, bad_failure)
+    user_file().write_text(json.dumps(data | {"comment": "by hand"}))
+    with pytest.warns(UserWarning, match="records that cannot be read are left as they are, 2 of them") as caught:
+        assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+        assert choose(other, CPU).algorithm == Algorithm(2)
+        remember(third, measured(3, 50.0), measured(5, 10.0))
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="2 of them"):
+        assert [choose(problem, CPU).algorithm for problem in (other, third)] == [Algorithm(2), Algorithm(3)]
+    kept = json.loads(user_file().read_text())
+    assert str(data["entries"][0]) in str(kept["entries"]) and kept["comment"] == "by hand"
+    assert kept["failures"] == data["failures"] and not list(user_file().parent.glob("*.unreadable-*"))
+
+
+def test_what_can_be_read_and_is_nested_too_deeply_to_be_written_is_kept_aside():
+    path = remember(PROBLEM, measured(1, 50.0))
+    original = path.read_text().replace("50.0", "[" * 980 + "]" * 980)
+    path.write_text(original)
+    with pytest.warns(UserWarning, match="is not read: RecursionError: maximum recursion depth"):
+        remember(PROBLEM, measured(2, 50.0))
+    assert [aside.read_text() for aside in path.parent.glob("*.unreadable-*")] == [original]
+    assert choose(PROBLEM, CPU).algorithm.id == 2
+
+
+DAMAGE = {
+    "truncated": lambda text: text.rstrip()[:-3],
+    "without its beginning": lambda text: text[text.index("entries") :],
+    "a number of 10000 digits": lambda text: text.replace("50.0", "9" * 10000),
+    "nested too deeply to be read": lambda text: text.replace("50.0", "[" * 10_000),
+    "nested too deeply to be written": lambda text: text.replace("50.0", "[" * 980 + "]" * 980),
+    "no text": lambda text: text.replace("50.0", "\udcff"),
+    "no environment": edited(environment="here"),
+    "entries of text": edited(entries="ab"),
+    "failures under another name": lambda text: text.replace("failures", "failure"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_failure_is_remembered_though_its_file_is_damaged(damage):
+    table, reason = Table(HERE), 'wrong: {"a": [1]} }{'
+    table.add(PROBLEM, (measured(1, 50.0),))
+    table.fail(PROBLEM, Algorithm(5), reason)
+    table.save()
+    user_file().write_bytes(DAMAGE[damage](user_file().read_text()).encode(errors="surrogateescape"))
+    autotune.reset()
+    with pytest.warns(UserWarning, match="is not read, apart from 1 failed algorithms: "):
+        assert Table(HERE).unusable(PROBLEM, Algorithm(5)) == reason
+        remember(PROBLEM, measured(5, 10.0), measured(2, 50.0))
+    assert choose(PROBLEM, CPU).algorithm == Algorithm(2)
+    assert Table(HERE).unusable(PROBLEM, Algorithm(5)) == reason
+
+
+@pytest.mark.parametrize("change", [{"format": 3}, {"entries": [1]}])
+def test_a_failure_is_remembered_whatever_else_is_in_its_file(change):
+    table = Table(HERE)
+    table.fail(PROBLEM, Algorithm(5), "hung")
+    table.save()
+    data = json.loads(user_file().read_text()) | change
+    data["failures"].append({"algorithm": "of a later version"})
+    user_file().write_text(json.dumps(data))
+    with pytest.warns(UserWarning):
+        assert Table(HERE).unusable(PROBLEM, Algorithm(5)) == "hung"
+        remember(PROBLEM, measured(5, 10.0), measured(2, 50.0))
+        assert choose(PROBLEM, CPU).algorithm == Algorithm(2)
+    assert json.loads(user_file().read_text())["failures"] == data["failures"]
+
+
+def test_a_file_that_must_not_be_read_is_not_replaced(monkeypatch):
+    path = remember(PROBLEM, measured(1, 50.0))
+    before, read_bytes = path.read_bytes(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(PermissionError("not yours")))
+    with pytest.warns(UserWarning) as caught:
+        remember(PROBLEM, measured(2, 50.0))
+    assert ["not yours" in str(warning.message) for warning in caught] == [True, True]
+    assert read_bytes(path) == before
+
+
+def test_links_in_the_places_of_lock_and_file_keep_their_targets(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    user_file().parent.mkdir()
+    user_file().with_suffix(".lock").symlink_to(target)
+    with pytest.warns(UserWarning, match=r"\.lock cannot be locked \(.*of two processes that save at once"):
+        path = remember(PROBLEM, measured(1, 50.0))
+    assert target.read_text() == "precious"
+    path.with_suffix(".lock").unlink()
+    path.with_suffix(".lock").hardlink_to(target)
+    path.rename(tmp_path / "elsewhere.json")
+    path.symlink_to(tmp_path / "elsewhere.json")
+    before = path.read_text()
+    remember(PROBLEM, measured(2, 50.0))
+    assert target.read_text() == "precious" and (tmp_path / "elsewhere.json").read_text() == before
     assert choose(PROBLEM, CPU).algorithm.id == 2
 
 
 def test_a_directory_in_the_files_place_and_a_folder_that_cannot_be_made(stand_in, monkeypatch, tmp_path):
     user_file().mkdir(parents=True)
-    with pytest.warns(UserWarning, match="is ignored"):
+    with pytest.warns(UserWarning, match="cannot be read .*all counts as not tuned"):
         assert choose(PROBLEM, CPU).backend == "dense"
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "file" / "cache"))  # unwritable, even for root
@@ -112,19 +216,43 @@ def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
     path = remember(PROBLEM, measured(1, 50.0))
     before = path.read_text()
     monkeypatch.setattr(autotune_table.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.warns(UserWarning, match=r"cannot be written \(disk full\)"):
+    with pytest.warns(UserWarning, match=r"cannot be saved \(disk full\): they are lost when"):
         remember(PROBLEM, measured(2, 50.0))
     assert path.read_text() == before
     assert {file.name for file in path.parent.iterdir()} == {path.name, path.with_suffix(".lock").name}
 
 
 def test_cache_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/somebody")
+    monkeypatch.setenv("SPARSE24_CACHE", "~/own")
+    assert autotune_table.user_directory() == Path("/somebody/own")
     monkeypatch.delenv("SPARSE24_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert autotune_table.user_directory() == Path("/xdg/sparse24")
+    for unset in ("relative", "~/cache", ""):  # by the XDG specification
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert autotune_table.user_directory() == Path("/somebody/.cache/sparse24")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/somebody")
     assert autotune_table.user_directory() == Path("/somebody/.cache/sparse24")
+
+
+@pytest.mark.parametrize("own", [None, "~/cache", "~no-such-user/cache"])
+def test_without_a_home_directory_measurements_stay_in_memory_and_a_warning_says_so(own, monkeypatch, tmp_path):
+    if own:
+        monkeypatch.setenv("SPARSE24_CACHE", own)
+    else:
+        monkeypatch.delenv("SPARSE24_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: (_ for _ in ()).throw(KeyError()))
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="no home directory for ~.*: set SPARSE24_CACHE to a directory") as caught:
+        table = autotune._table(HERE)
+        table.add(PROBLEM, (measured(2, 50.0),))
+        table.save()
+        table.save()
+    assert len(caught) == 2 and "lost when this process ends" in str(caught[1].message)
+    assert choose(PROBLEM, CPU).algorithm.id == 2 and not list(tmp_path.iterdir())
 
 
 def test_two_processes_that_save_at_once_lose_nothing():

@@ -25,6 +25,45 @@ def test_dense_math():
     torch.testing.assert_close(kernels.sparse_mm(weight, x[0].t()), weight @ x[0].t())
 
 
+A, B = kernels.nm_prune(torch.randn(6, 8)), torch.randn(8, 3)
+CPU_ONLY = "no compressed form: cuSPARSELt needs a CUDA device, not cpu"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kernels.sparse_mm(A, B[:5]), r"shape \(6, 8\) does not contract with a dense one of .*: 8 and 5"),
+        (lambda: kernels.sparse_mm(A, B[:, 0]), r"sparse_mm needs a matrix, got shape \(8,\) as dense"),
+        (
+            lambda: kernels.sparse_mm(A, B.half()),
+            r"sparse_mm needs operands of one dtype, got torch.float32 \(2:4\) and",
+        ),
+        (lambda: kernels.sparse_mm(A, B.to("meta")), "sparse_mm: tensors on different devices: cpu, meta"),
+        (lambda: kernels.sparse_mm(A, B.tolist()), r"sparse_mm: dense=\[\[.*\.\.\. \(list\): must be a tensor"),
+        (lambda: kernels.sparse_mm(A, B, algorithm=3), "sparse_mm: algorithm=3: must be of type Algorithm"),
+        (lambda: kernels.sparse_mm(A, B, algorithm=Algorithm()), f"sparse_mm: {CPU_ONLY}"),
+        (lambda: kernels.sparse_linear(B, A), r"sparse_linear: a 2:4 operand of shape \(6, 8\) does not contract"),
+        (lambda: kernels.sparse_linear(B[0, 0], A), r"sparse_linear: x must have a last dimension, got shape \(\)"),
+        (lambda: kernels.sparse_linear(B.t(), A[0]), r"sparse_linear needs a matrix, got shape \(8,\) as weight"),
+        (lambda: kernels.sparse_linear(B.t(), A, B), r"bias must be torch.float32 \(6,\), got torch.float32 \(8, 3\)"),
+        (
+            lambda: kernels.sparse_linear(B.t(), A, A[:, 0].half()),
+            r"bias must be torch.float32 \(6,\), got torch.float16",
+        ),
+        (lambda: kernels.sparse_linear(B.t().long(), A.long()), "sparse_linear takes fp64, .*, got torch.int64 as x"),
+        (lambda: kernels.compress(A[0]), r"compress needs a matrix, got shape \(8,\) as matrix"),
+        (lambda: kernels.compress(A), f"compress: {CPU_ONLY}"),
+        (lambda: kernels.mvue(A, key="1"), "mvue: key='1': must be an int of 64 bits or an int64 0-d tensor"),
+        (lambda: kernels.mvue(A, key=2**63), "mvue: key=9223372036854775808: must be an int of 64 bits"),
+        (lambda: kernels.mvue(A, key=True), "mvue: key=True: must be an int of 64 bits"),
+        (lambda: kernels.mvue(A, key=torch.ones(())), r"mvue: key=tensor of torch.float32 \(\): must be an int"),
+    ],
+)
+def test_operands_that_do_not_fit_are_told(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def test_every_choice_has_a_reason():
     for requested in ("auto", "dense"):
         choice = kernels.choose_backend(requested, CPU)
@@ -149,7 +188,7 @@ def test_operators(stand_in):  # noqa: F811
         kernels.sparse_linear(torch.randn(20, 64).bfloat16(), compressed, algorithm=algorithm)
     with pytest.raises(ValueError, match="compress: no compressed form: cuSPARSELt needs multiples of 16, not 10 x 16"):
         kernels.compress(torch.randn(10, 16).bfloat16())
-    with pytest.raises(RuntimeError, match="operands of one dtype"):
+    with pytest.raises(ValueError, match=r"needs operands of one dtype, got torch.bfloat16 \(2:4\) and torch.float16"):
         kernels.sparse_linear(x.half(), compressed, algorithm=algorithm)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import check_is
 from ..dispatch import Choice
 from ..formats import Compression
 from . import autotune, cusparselt
@@ -46,6 +47,7 @@ def choose_backend(requested: str, device: torch.device) -> Choice:
         ValueError: `requested` is not `"auto"` or one of `BACKENDS`, or it is `"cusparselt"` where that cannot run.
     """
     check_backend(requested)
+    check_is(torch.device, "choose_backend", device=device)
     if requested == "dense":
         return Choice("dense", "requested")
     reason = cusparselt.unsupported_device(device)
@@ -74,6 +76,7 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
     Raises:
         ValueError: an unknown backend, or `"cusparselt"` where `device` cannot run it.
     """
+    check_is(GemmProblem, "plan_gemm", problem=problem)
     choice = choose_backend(backend, device)
     if choice.backend == "dense":
         return _dense(choice.reason)
@@ -105,6 +108,8 @@ def gemm_unsupported(problem: GemmProblem, device: torch.device, backend: str = 
         ValueError: an unknown backend.
     """
     check_backend(backend)
+    check_is(GemmProblem, "gemm_unsupported", problem=problem)
+    check_is(torch.device, "gemm_unsupported", device=device)
     return "backend='dense'" if backend == "dense" else CUSPARSELT.unsupported(problem, device)
 
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import check_is, check_size
+
 
 class GemmProblem(NamedTuple):
     """A 2:4 operand `[m, k]`, sparse along k, times a dense operand `[k, n]`.
@@ -33,9 +35,13 @@ class Algorithm(NamedTuple):
 
 def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem:
     """`F.linear` of `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`."""
+    check_size("linear_problem", tokens=tokens, out=out, inputs=inputs)
+    check_is(torch.dtype, "linear_problem", dtype=dtype)
     return GemmProblem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
 
 
 def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> GemmProblem:
     """A sparse `[m, k]` times a dense `[k, n]`, both row-major, such as dZ^T X."""
+    check_size("mm_problem", m=m, n=n, k=k)
+    check_is(torch.dtype, "mm_problem", dtype=dtype)
     return GemmProblem(m, n, k, dtype, dense_is_column_major=False, transposed=False)

@@ -1,4 +1,4 @@
-"""The specification: every operation in plain PyTorch, on any device, at fp32 or better.
+"""The specification: every operation in plain PyTorch, on any device, in fp32, or fp64 for fp64.
 
 These functions define what the library computes. They run on CPUs, and the tests compare every kernel with them: the
 package `gpu` has the same modules with the same functions and arguments. A *group* is M consecutive elements along

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .prune import wide
+
 _ops = torch.ops.aten
 # kind -> the activation, and its gradient from (gradient of its output, its input).
 ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -24,17 +26,13 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """act(gate) * up, laid out as `gate`."""
     activation, _ = ACTIVATIONS[kind]
-    return torch.mul(activation(_wide(gate)), _wide(up), out=torch.empty_like(gate))
+    return torch.mul(activation(wide(gate)), wide(up), out=torch.empty_like(gate))
 
 
 def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """The gradients of `gate` and `up`, laid out as they are: grad * up * act'(gate) and grad * act(gate)."""
     activation, activation_backward = ACTIVATIONS[kind]
-    wide_grad, wide_gate = _wide(grad), _wide(gate)
-    grad_gate = torch.empty_like(gate).copy_(activation_backward(wide_grad * _wide(up), wide_gate))
+    wide_grad, wide_gate = wide(grad), wide(gate)
+    grad_gate = torch.empty_like(gate).copy_(activation_backward(wide_grad * wide(up), wide_gate))
     grad_up = torch.mul(wide_grad, activation(wide_gate), out=torch.empty_like(up))
     return grad_gate, grad_up
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -42,8 +42,8 @@ def prune(
 
 
 def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | None) -> Tensor:
-    """sign(w) * max(|w| - t, 0) * scale in fp32, with t the (m-n)-th smallest magnitude of the group."""
-    values, member = groups(weight.float(), m, dim), member_dim(dim)
+    """sign(w) * max(|w| - t, 0) * scale, not rounded, with t the (m-n)-th smallest magnitude of the group."""
+    values, member = groups(wide(weight), m, dim), member_dim(dim)
     if (n, m) == (2, 4):
         a0, a1, a2, a3 = (part.abs() for part in values.unbind(member))
         lows = torch.maximum(torch.minimum(a0, a1), torch.minimum(a2, a3))
@@ -57,6 +57,11 @@ def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | Non
     if scale is not None:
         pruned = pruned.mul_(scale)
     return pruned.reshape(weight.shape)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In the precision that operations compute in: fp64 stays, anything else is fp32."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,7 +116,7 @@ def integer_of(x: Tensor) -> torch.dtype:
 
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
     """The factor that S(W) is multiplied with, as an fp32 scalar; 1.0 where S(W) is all zeros."""
-    weight = weight.float()
+    weight = wide(weight)
     pruned = soft_threshold(weight, n, m, dim, None)
     if rule == "mse":
         wanted, kept = (weight * pruned).sum(), pruned.square().sum()
@@ -119,4 +124,4 @@ def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
         wanted, kept = weight.abs().sum(), pruned.abs().sum()
     else:
         wanted = kept = weight.new_ones(())
-    return torch.where(kept == 0, 1.0, wanted / kept)
+    return torch.where(kept == 0, 1.0, wanted / kept).float()

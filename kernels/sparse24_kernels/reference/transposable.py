@@ -7,9 +7,9 @@ Four ways to choose a mask, best first. Kept share of the L1 norm on Gaussian 4x
     two-approx             0.630   prune the smallest while its row or column still has too many; within 2x of the
                                    optimal loss
 
-Every solver takes the magnitudes of tiles `[T, m, m]` in fp32 and returns bool `[T, m, m]`. Among equal magnitudes the
-two fast solvers keep the lower index (row by row). Among equal patterns the exact solver takes the first in the order
-of its tournament; min-cost-flow finds an optimum, but does not say which.
+Every solver takes the magnitudes of tiles `[T, m, m]` in fp32 or fp64 and returns bool `[T, m, m]`. Among equal
+magnitudes the two fast solvers keep the lower index (row by row). Among equal patterns the exact solver takes the first
+in the order of its tournament; min-cost-flow finds an optimum, but does not say which.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .masks import pack_bits
+from .prune import wide
 
 
 def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
@@ -26,7 +27,7 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
     rows, columns = weight.shape
     # Finite values instead of NaN and inf, because scores multiply by zero and subtract, which inf turns into NaN.
     huge = torch.finfo(torch.float32).max / m**2
-    magnitude = weight.float().abs().nan_to_num(nan=huge, posinf=huge).clamp(max=huge)
+    magnitude = wide(weight).abs().nan_to_num(nan=huge, posinf=huge).clamp(max=huge)
     tiles = magnitude.reshape(rows // m, m, columns // m, m).transpose(1, 2).reshape(-1, m, m)
     if solver == "exact":
         solver = "patterns" if (n, m) == (2, 4) else "min-cost-flow"

@@ -4,8 +4,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,7 +14,8 @@ from ..cusparselt import DTYPES, MULTIPLE
 from ..problem import Algorithm, GemmProblem
 
 FORMAT = 2
-"""Of the files. A file of another format is ignored, with a warning."""
+"""Of the files. Of another format, no entry is used: its numbers may mean something else. Failures are: at worst an
+algorithm is left out that would work."""
 
 SEGMENT_K = -1
 """The `split_k` that asks for segment-k."""
@@ -118,35 +119,106 @@ def _parse_measured(record: Any) -> Measured:
     return Measured(_parse_algorithm(record), *_fields(record, {"sparse_us": float, "dense_us": float}))
 
 
-def parse_table(data: Any, environment: Environment) -> tuple[Entries, list[Failure]]:
-    where, entries, failures = _of_this_format(data, {"environment": dict, "entries": list, "failures": list})
+class Contents(NamedTuple):
+    """What a file holds: what this version can read, and the JSON that a save keeps.
+
+    `unread`: why records could not be read; they are in `data` all the same. `lost`: why `data` is not all of the file,
+    so that the file has to be kept aside before another replaces it.
+    """
+
+    entries: Entries
+    failures: list[Failure]
+    data: dict[str, Any]
+    unread: list[str]
+    lost: str = ""
+
+
+NOTHING = Contents({}, [], {"entries": [], "failures": []}, [])
+
+
+def parse_table(data: Any, environment: Environment) -> Contents:
+    """Read a file's JSON, record by record.
+
+    Raises:
+        ValueError: it is no table.
+    """
+    (where,) = _fields(data, {"environment": dict})
     if where != environment._asdict():
-        raise ValueError(f"it is of another environment: {where}")
-    found = {}
-    for record in entries:
-        (candidates,) = _fields(record, {"candidates": list})
-        found[parse_problem(record)] = tuple(map(_parse_measured, candidates))
-    return found, [Failure(parse_problem(r), _parse_algorithm(r), *_fields(r, {"reason": str})) for r in failures]
+        return NOTHING._replace(lost=f"it is of another environment: {where}")
+    lost, unread = "", list[str]()
+    if type(data.get("format")) is not int or data["format"] != FORMAT:
+        lost = f"it has format {data.get('format')!r}, this version reads {FORMAT}"
+        data = {"entries": [], "failures": data.get("failures")}
+    entries, failures = _fields(data, {"entries": list, "failures": list})
+    found = dict(_parse_each(entries, _parse_entry, unread))
+    return Contents(found, _parse_each(failures, _parse_failure, unread), data, unread, lost)
 
 
-def dump_table(environment: Environment, entries: Entries, failures: list[Failure]) -> str:
+def salvage_table(text: str, lost: str) -> Contents:
+    """The failures in the text of a file that is no table, a truncated one for example: nothing else is used of it."""
+    decoder, failures, position = json.JSONDecoder(), list[Failure](), text.find("{")
+    while position >= 0:
+        try:
+            record, end = decoder.raw_decode(text, position)
+            failures.append(_parse_failure(record))
+        except (ValueError, RecursionError):
+            end = position + 1  # there may be one in it
+        position = text.find("{", end)
+    data = NOTHING.data | {"failures": list(map(_failure_record, failures))}
+    return NOTHING._replace(failures=failures, data=data, lost=lost)
+
+
+def dump_table(
+    environment: Environment,
+    contents: Contents,
+    entries: Mapping[GemmProblem, tuple[Measured, ...]],
+    failures: list[Failure],
+) -> str:
+    """The JSON of a file with records added: an entry replaces that of its problem, a failure stays for good."""
+
+    def is_replaced(record: Any) -> bool:
+        return any(problem in entries for problem in _parse_each([record], parse_problem, []))
+
     def measured(candidate: Measured) -> dict[str, Any]:
         return candidate.algorithm._asdict() | {"sparse_us": candidate.sparse_us, "dense_us": candidate.dense_us}
 
-    data = {
+    new_entries = [problem_record(p) | {"candidates": [measured(c) for c in entries[p]]} for p in entries]
+    known = {failure.key for failure in contents.failures}
+    new_failures = {failure.key: failure for failure in failures if failure.key not in known}.values()
+    data = contents.data | {
         "format": FORMAT,
         "environment": environment._asdict(),
-        "entries": [problem_record(p) | {"candidates": [measured(c) for c in entries[p]]} for p in entries],
-        "failures": [problem_record(f.problem) | f.algorithm._asdict() | {"reason": f.reason} for f in failures],
+        "entries": [record for record in contents.data["entries"] if not is_replaced(record)] + new_entries,
+        "failures": contents.data["failures"] + list(map(_failure_record, new_failures)),
     }
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+    return json.dumps(data, indent=1) + "\n"
 
 
-def _of_this_format(data: Any, kinds: dict[str, Any]) -> list[Any]:
-    (version,) = _fields(data, {"format": int})
-    if version != FORMAT:
-        raise ValueError(f"it has format {version}, this version reads {FORMAT}")
-    return _fields(data, kinds)
+Parsed = TypeVar("Parsed")
+
+
+def _parse_each(records: list[Any], parse: Callable[[Any], Parsed], unread: list[str]) -> list[Parsed]:
+    """The records that can be read; of the others, the reasons go into `unread`."""
+    parsed = []
+    for record in records:
+        try:
+            parsed.append(parse(record))
+        except (ValueError, OverflowError, RecursionError) as error:  # numbers beyond floats, lists within lists
+            unread.append(str(error))
+    return parsed
+
+
+def _parse_entry(record: Any) -> tuple[GemmProblem, tuple[Measured, ...]]:
+    (candidates,) = _fields(record, {"candidates": list})
+    return parse_problem(record), tuple(map(_parse_measured, candidates))
+
+
+def _failure_record(failure: Failure) -> dict[str, Any]:
+    return problem_record(failure.problem) | failure.algorithm._asdict() | {"reason": failure.reason}
+
+
+def _parse_failure(record: Any) -> Failure:
+    return Failure(parse_problem(record), _parse_algorithm(record), *_fields(record, {"reason": str}))
 
 
 def _fields(record: Any, kinds: dict[str, Any]) -> list[Any]:

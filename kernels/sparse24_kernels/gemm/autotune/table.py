@@ -1,11 +1,13 @@
 """What was measured, on disk and in memory: times, and algorithms that failed and are never run again.
 
 One JSON file per environment in the user's cache, because the meaning of an algorithm id, and its speed, depend on the
-device and on the versions of torch and cuSPARSELt. A file that cannot be read counts as empty, with one warning; it is
-never an error.
+device and on the versions of torch and cuSPARSELt. What cannot be read is never an error and never erased: one warning
+says so, records stay in the file as they are, and a file that is no table of ours is kept aside under another name.
+Failures are searched for in any text.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -16,8 +18,10 @@ from pathlib import Path
 
 from ..problem import Algorithm, GemmProblem
 from .records import (
+    NOTHING,
     SEGMENT_K,
     SEGMENT_K_FROM,
+    Contents,
     Entries,
     Environment,
     Failure,
@@ -26,6 +30,7 @@ from .records import (
     bucket_start,
     dump_table,
     parse_table,
+    salvage_table,
 )
 
 try:
@@ -35,7 +40,7 @@ except ImportError:  # not POSIX: files are still replaced as a whole, but two p
 
 LOCK_SECONDS = 10
 
-_warned: set[Path] = set()
+_warned: set[str] = set()
 
 
 class Table:
@@ -43,9 +48,13 @@ class Table:
 
     def __init__(self, environment: Environment):
         self.environment = environment
-        entries, failures = _read(user_directory() / environment.file_name(), environment)
-        self.entries: Entries = entries
-        self.failures: dict[tuple[Hashable, ...], Failure] = {failure.key: failure for failure in failures}
+        contents = NOTHING
+        try:
+            contents, _ = _read(user_directory() / environment.file_name(), environment)
+        except OSError as error:
+            _warn_once(f"the file of earlier measurements cannot be read ({error}): all counts as not tuned")
+        self.entries: Entries = contents.entries.copy()
+        self.failures: dict[tuple[Hashable, ...], Failure] = {failure.key: failure for failure in contents.failures}
         self._added: list[tuple[GemmProblem, tuple[Measured, ...]]] = []
         self._failed: list[Failure] = []
 
@@ -72,74 +81,109 @@ class Table:
         return None if failure is None else failure.reason
 
     def save(self) -> None:
-        """Add what this process measured to the user's file, keeping what other processes wrote in the meantime."""
-        path = user_directory() / self.environment.file_name()
+        """Add what this process measured to the user's file, keeping all else that is in it."""
         if not self._added and not self._failed:
             return
         try:
+            path = user_directory() / self.environment.file_name()
             path.parent.mkdir(parents=True, exist_ok=True)
             with _lock(path.with_suffix(".lock")):
-                entries, failures = _read(path, self.environment)
-                entries |= dict(self._added)
-                by_key = {failure.key: failure for failure in [*failures, *self._failed]}
-                _replace(path, dump_table(self.environment, entries, list(by_key.values())))
+                contents, raw = _read(path, self.environment)
+                if contents.lost:
+                    _replace(_aside(path, raw), raw)
+                _replace(path, dump_table(self.environment, contents, dict(self._added), self._failed).encode())
         except OSError as error:
-            _warn_once(path, f"cannot be written ({error}): the measurements are lost when this process ends")
+            _warn_once(f"measurements cannot be saved ({error}): they are lost when this process ends")
 
 
 def user_directory() -> Path:
-    """`$SPARSE24_CACHE`, or `sparse24` in `$XDG_CACHE_HOME`, or `~/.cache/sparse24`."""
-    if own := os.environ.get("SPARSE24_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sparse24"
+    """`$SPARSE24_CACHE`, or `sparse24` in `$XDG_CACHE_HOME` (where that is absolute), or `~/.cache/sparse24`.
+
+    Raises:
+        FileNotFoundError: it is in the home directory, and there is none.
+    """
+    own, shared = os.environ.get("SPARSE24_CACHE"), Path(os.environ.get("XDG_CACHE_HOME", ""))
+    path = Path(own) if own else (shared if shared.is_absolute() else Path("~/.cache")) / "sparse24"
+    try:
+        return path.expanduser()
+    except RuntimeError:  # Python would go on with a directory that is called "~"
+        raise FileNotFoundError(f"no home directory for {path}: set SPARSE24_CACHE to a directory") from None
 
 
 def forget_warnings() -> None:
     _warned.clear()
 
 
-def _read(path: Path, environment: Environment) -> tuple[Entries, list[Failure]]:
-    """A file's entries and failures: none where there is no file or, with a warning, where it cannot be parsed."""
+def _read(path: Path, environment: Environment) -> tuple[Contents, bytes]:
+    """What a file holds, and its bytes; nothing where there is no file. Warns of what cannot be read.
+
+    Raises:
+        OSError: there is a file, and the system does not let us read it.
+    """
     try:
-        return parse_table(json.loads(path.read_text(encoding="utf-8")), environment)
+        raw = path.read_bytes()
     except FileNotFoundError:
-        pass
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
-        _warn_once(path, f"is ignored: {str(error)[:200]}")
-    return {}, []
+        return NOTHING, b""
+    try:
+        contents = parse_table(json.loads(raw), environment)
+        dump_table(environment, contents, {}, [])  # raises where records are nested too deeply to be written again
+    except (ValueError, RecursionError) as error:
+        contents = salvage_table(raw.decode(errors="replace"), f"{type(error).__name__}: {error}")
+    if contents.lost:
+        but = f", apart from {len(contents.failures)} failed algorithms" if contents.failures else ""
+        aside = f"it is kept as {_aside(path, raw).name} when measurements are saved"
+        _warn_once(f"{path} is not read{but}: {contents.lost[:200]}; {aside}")
+    elif contents.unread:
+        count, first = len(contents.unread), contents.unread[0][:200]
+        _warn_once(f"{path}: records that cannot be read are left as they are, {count} of them; the first: {first}")
+    return contents, raw
 
 
-def _warn_once(path: Path, what: str) -> None:
-    if path not in _warned:
-        _warned.add(path)
-        warnings.warn(f"sparse24 autotune: {path} {what}", stacklevel=2)
+def _aside(path: Path, raw: bytes) -> Path:
+    """Where a file is kept that is replaced: the same for the same contents, so that none replaces another."""
+    return path.with_suffix(f".unreadable-{hashlib.sha256(raw).hexdigest()[:8]}")
+
+
+def _warn_once(what: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(f"sparse24 autotune: {what}", stacklevel=2)
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Exclude other processes that save. Where files cannot be locked, or the lock stays taken, continue without it."""
+    """Exclude other processes that save. Where that fails, continue without it, with a warning."""
     if fcntl is None:
         yield
         return
-    with open(path, "w") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:
-                break
+    with contextlib.ExitStack() as stack:
+        try:
+            # Neither through a link nor truncated: in a directory that others may write, it could be any file.
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            stack.callback(os.close, handle)
+            deadline = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.02)
+        except OSError as error:
+            _warn_once(f"{path} cannot be locked ({error}): of two processes that save at once, one may lose records")
         yield
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file completely or not at all, so no reader sees half of it, even after a crash."""
+def _replace(path: Path, contents: bytes) -> None:
+    """Write a file completely or not at all, so no reader sees half of it, even after a crash.
+
+    A link in its place is replaced, not followed; the temporary file is always a new one.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            file.write(contents)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

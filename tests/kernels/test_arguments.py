@@ -1,0 +1,108 @@
+"""Every argument of every public function: what it does not take is a ValueError of ours, before torch sees it."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from cslt import stand_in  # noqa: F401 (a fixture)
+
+CPU, META, BF16, NAN = torch.device("cpu"), torch.device("meta"), torch.bfloat16, float("nan")
+X = torch.randn(16, 32)
+MASK, PACKED, W = X > 0, kernels.pack_nm(X), kernels.nm_prune(X)
+PROBLEM = kernels.linear_problem(16, 16, 32, BF16)
+PATTERN = {"n": 2, "m": 4, "dim": -1}
+# A call of each that works, with every argument by its name.
+CALLS = {
+    "apply_mask": {"weight": X, "mask": MASK, "dtype": None},
+    "choose_backend": {"requested": "auto", "device": CPU},
+    "choose_kernels": {"device": CPU, "dtype": BF16, "fp8": False},
+    "count_flips": {"before": [MASK], "after": [MASK]},
+    "foreach_masked_decay_": {"grads": [X.clone()], "weights": [X], "masks": [MASK], "alphas": [0.1]},
+    "fp8_quantize": {"x": X, "format": "e4m3"},
+    "fp8_simulate": {"x": X, "format": "e4m3"},
+    "gated_activation": {"gate": X, "up": X, "kind": "swiglu"},
+    "gemm_unsupported": {"problem": PROBLEM, "device": CPU, "backend": "auto"},
+    "linear_problem": {"tokens": 16, "out": 16, "inputs": 32, "dtype": BF16},
+    "masked_decay_": {"grad": X.clone(), "weight": X, "mask": MASK, "alpha": 0.1},
+    "mm_problem": {"m": 16, "n": 16, "k": 32, "dtype": BF16},
+    "mvue": {"x": X, **PATTERN, "estimator": "exact", "generator": None, "key": 3, "form": "dense"},
+    "nm_mask": {"weight": X, **PATTERN, "packed": False},
+    "nm_prune": {"weight": X, **PATTERN, "dtype": None},
+    "pack_bits": {"mask": MASK},
+    "pack_nm": {"weight": X},
+    "plan_gemm": {"problem": PROBLEM, "device": CPU, "backend": "auto"},
+    "prune_forms": {"weight": X, "forms": ["dense"], "rule": "soft-threshold", **PATTERN, "scale": None, "dtype": None},
+    "s_ste_scale": {"weight": X, **PATTERN, "rule": "mse"},
+    "soft_threshold": {"weight": X, **PATTERN, "scale": None, "dtype": None},
+    "sparse_linear": {"x": X, "weight": W, "bias": None, "algorithm": None},
+    "sparse_mm": {"sparse": W, "dense": X.t(), "algorithm": None},
+    "transposable_mask": {"weight": X, "n": 2, "m": 4, "solver": "exact", "packed": False},
+    "unpack_bits": {"packed": kernels.pack_bits(MASK), "size": 32},
+    "unpack_nm": {"packed": PACKED},
+}
+# Sparse tensor cores only: on the stand-in for them.
+COMPRESSED = {
+    "compress": {"matrix": W.bfloat16(), "compression": None},
+    "mvue": CALLS["mvue"] | {"x": X.bfloat16(), "form": "compressed", "compression": None},
+    "prune_forms": {"weight": X, "forms": ["compressed"], "mask": None, "dtype": BF16, "compressions": None},
+}
+ODD = [3, 2.5, "no", b"no", [1], [[1.0]], {}, object(), X, X.long(), X[0], X[0, 0], X.to(META), X.to(torch.complex64)]
+ODD += [None, True, -1, 0, 5, 2**70, NAN, (2, 4), torch.Size([2]), torch.zeros(3, 5), BF16, torch.int8, META, [None]]
+ODD += [[X, X], MASK, [X.to(META)], torch.float8_e4m3fn, X.to(torch.float8_e4m3fn), "dense", "cpu", range(3)]
+OURS = str(Path(kernels.__file__).parent)
+
+
+def raised(function: str, arguments: dict) -> BaseException | None:
+    try:
+        getattr(kernels, function)(**arguments)
+    except BaseException as error:
+        return error
+    return None
+
+
+def is_ours(error: BaseException, function: str, what: str) -> bool:
+    """Raised by a check of ours, in words that name the function or the argument."""
+    if function == "choose_kernels" and "unhashable" in str(error):
+        return True  # it is cached
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    code = frame.tb_frame.f_code
+    in_our_check = code.co_filename.startswith(OURS) and "raise ValueError" in inspect.getsource(code)
+    word = {"requested": "backend", "forms": "form"}.get(what, what)
+    named = re.search(rf"{function.removeprefix('foreach_')}|\b{word}", str(error))
+    return type(error) is ValueError and in_our_check and named is not None
+
+
+def check(calls: dict, function: str) -> None:
+    call = calls[function]
+    assert raised(function, call) is None
+    foreign = {}
+    for what in call:
+        for i, odd in enumerate(ODD):
+            error = raised(function, call | {what: odd})
+            if error is not None and not is_ours(error, function, what):
+                foreign[what, str(odd)[:40], i] = error
+    assert not foreign
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_an_argument_that_does_not_fit_is_told_in_our_words(function):
+    check(CALLS, function)
+
+
+@pytest.mark.parametrize("function", COMPRESSED)
+def test_so_is_one_of_a_compressed_form(function, stand_in):  # noqa: F811
+    check(COMPRESSED, function)
+
+
+def test_every_public_function_and_argument_is_checked():
+    functions = {name: getattr(kernels, name) for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
+    functions["choose_kernels"] = kernels.choose_kernels
+    called = {name: CALLS.get(name, {}) | COMPRESSED.get(name, {}) for name in functions}
+    assert {name: set(inspect.signature(function).parameters) for name, function in functions.items()} == {
+        name: set(call) for name, call in called.items()
+    }
