@@ -67,6 +67,26 @@ def test_model_init(tmp_path):
     assert patched_config(run.model).method == "ste" and "flip_rate" in run.state.log_history[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "passed", "message"),
+    [
+        ({"optim": "adafactor"}, {}, "optim='adafactor': method 'step' makes its own optimizer"),
+        ({"optim_args": "x=1"}, {}, "optim_args='x=1': method 'step'"),
+        ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})}, "optimizer_cls_and_kwargs=.*SGD"),
+    ],
+)
+def test_a_method_with_its_own_optimizer_ignores_no_other(tmp_path, overrides, passed, message):
+    run = Sparse24Trainer(
+        zoo.build("llama"),
+        arguments(tmp_path, **overrides),
+        train_dataset=dataset(),
+        sparse24_config=Sparse24Config(method="step"),
+        **passed,
+    )
+    with pytest.raises(ValueError, match=message):
+        run.train()
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path):
     for method in ("s-ste", "t-sr-ste"):
         config = Sparse24Config(method=method, target_modules="all-linear")

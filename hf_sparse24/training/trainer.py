@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import nn, optim
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.training_args import OptimizerNames
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
@@ -87,6 +88,7 @@ class Sparse24Trainer(Trainer):
                 eps=self.args.adam_epsilon,
             )
             if own is not None:
+                self._reject_another_optimizer(config.method)
                 self.optimizer = own
         return super().create_optimizer(model)
 
@@ -101,6 +103,22 @@ class Sparse24Trainer(Trainer):
         if config is None and patched_config(model) is None:
             config = Sparse24Config()
         self.patch_report = patch_model(model, config)
+
+    def _reject_another_optimizer(self, method: str) -> None:
+        """What asks for an optimizer must not be ignored where the method makes its own."""
+        asked = []
+        # The two that Transformers takes where nobody asks.
+        if self.args.optim not in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
+            asked.append(f"optim={OptimizerNames(self.args.optim).value!r}")
+        if self.args.optim_args:
+            asked.append(f"optim_args={self.args.optim_args!r}")
+        if self.optimizer_cls_and_kwargs is not None:
+            asked.append(f"optimizer_cls_and_kwargs={self.optimizer_cls_and_kwargs!r}")
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)}: method {method!r} makes its own optimizer, from learning_rate, adam_beta1, "
+                f"adam_beta2, adam_epsilon and weight_decay; leave the others at their defaults, or take another method"
+            )
 
     def _determine_masked_decay(self, resume_from_checkpoint: str | bool | None) -> None:
         """Put a number in place of "auto": the one the checkpoint trained with, or a feasible one."""
