@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
 from ..methods.masked_decay import AUTO
-from ..patching import patched_config, unpatch_model
+from ..patching import patched_config, set_phase
 from ..weight import sparse_weights
 from .callback import Sparse24Callback
 
@@ -106,12 +106,15 @@ def _probe(trainer: Trainer, decay: float | None, steps: int) -> float:
         model = copy.deepcopy(model_of(trainer))
         watch = _Watch(model_of(trainer), steps)
         callbacks: list[TrainerCallback] = [DefaultFlowCallback(), watch]
+        set_decay(model, decay or 0.0)
         if decay is None:
-            unpatch_model(model, sparse=False)
+            set_phase(model, "dense")
         else:
-            set_decay(model, decay)
             callbacks.insert(0, Sparse24Callback())
         probe = copy.copy(trainer)
+        vars(probe)["model_init"] = None  # it would make another model
+        if trainer.is_in_train:
+            probe.neftune_noise_alpha = None  # the copied model has its noise already
         probe.model = probe.model_wrapped = model
         probe.optimizer = probe.lr_scheduler = None
         probe.args = _quiet(trainer.args)

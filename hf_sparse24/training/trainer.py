@@ -5,7 +5,6 @@ from pathlib import Path
 
 from torch import nn, optim
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import OptimizerNames
 
 from ..config import Sparse24Config
@@ -13,7 +12,15 @@ from ..methods.step_adamw import step_param_groups
 from ..patching import patch_model, patched_config
 from ..report import PatchReport
 from .callback import Sparse24Callback, restore_phase
-from .decay_search import CANDIDATES, FEASIBLE, DecayTuning, model_of, needs_decay, set_decay, tune_masked_decay
+from .decay_search import (
+    CANDIDATES,
+    FEASIBLE,
+    DecayTuning,
+    model_of,
+    needs_decay,
+    set_decay,
+    tune_masked_decay,
+)
 
 
 class Sparse24Trainer(Trainer):
@@ -47,10 +54,19 @@ class Sparse24Trainer(Trainer):
         self._patch(model)
         return model
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        if needs_decay(model_of(self)):
-            self._determine_masked_decay(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+    def _inner_training_loop(
+        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+    ):
+        # Only here are the model, `model_init`'s too, and the arguments of a hyperparameter trial those of the run.
+        model = model_of(self)
+        if patched_config(model) is None:
+            raise ValueError(
+                "the model was patched when this trainer was made, and is not any more: it went through unpatch_model, "
+                "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
+            )
+        if needs_decay(model):
+            set_decay(model, self._determine_masked_decay(resume_from_checkpoint))
+        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int = 100) -> DecayTuning:
         """Find the masked decay for this model, data and learning rate by short probes of the run's first steps.
@@ -120,24 +136,19 @@ class Sparse24Trainer(Trainer):
                 f"adam_beta2, adam_epsilon and weight_decay; leave the others at their defaults, or take another method"
             )
 
-    def _determine_masked_decay(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Put a number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
+    def _determine_masked_decay(self, resume_from_checkpoint: str | None) -> float:
+        """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
         if resume_from_checkpoint:
-            saved = json.loads((Path(str(resume_from_checkpoint)) / "config.json").read_text())
-            decay = Sparse24Config.from_dict(saved["quantization_config"]).masked_decay
-        else:
-            tuning = self.tune_masked_decay()
-            if self.is_world_process_zero():
-                print(tuning)
-            decay = tuning.chosen
-            if decay is None:
-                low, high = FEASIBLE
-                raise ValueError(
-                    f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
-                    f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
-                )
-        set_decay(model_of(self), decay)
-        if self.sparse24_config is not None:  # for models that `model_init` has yet to make
-            self.sparse24_config = self.sparse24_config.replace(masked_decay=decay)
+            file = Path(resume_from_checkpoint) / "config.json"
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            return Sparse24Config.from_dict(saved["quantization_config"]).masked_decay
+        tuning = self.tune_masked_decay()
+        if self.is_world_process_zero():
+            print(tuning)
+        if tuning.chosen is None:
+            low, high = FEASIBLE
+            raise ValueError(
+                f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
+                f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
+            )
+        return tuning.chosen
