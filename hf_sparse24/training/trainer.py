@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import nn, optim
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
+from transformers.utils import logging
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
@@ -16,11 +17,14 @@ from .decay_search import (
     CANDIDATES,
     FEASIBLE,
     DecayTuning,
+    has_trainable_weights,
     model_of,
     needs_decay,
     set_decay,
     tune_masked_decay,
 )
+
+logger = logging.get_logger(__name__)
 
 
 class Sparse24Trainer(Trainer):
@@ -68,7 +72,7 @@ class Sparse24Trainer(Trainer):
             set_decay(model, self._determine_masked_decay(resume_from_checkpoint))
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int = 100) -> DecayTuning:
+    def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int | None = None) -> DecayTuning:
         """Find the masked decay for this model, data and learning rate by short probes of the run's first steps.
 
         Trains a copy of the model densely, and one with each candidate, from the same start on the same batches, and
@@ -77,14 +81,16 @@ class Sparse24Trainer(Trainer):
 
         Args:
             candidates: decay factors >= 0 to try; by default the grid 2, 6 x 10^-k that the paper's values lie on.
-            steps: optimizer steps of a probe, >= 4. The paper probes up to the end of the warm-up.
+            steps: optimizer steps of a probe, >= 4; None for 100, or for all steps of a shorter run. The paper probes
+                up to the end of the warm-up.
 
         Returns:
             A `DecayTuning`; print it, and take its `chosen`, the feasible candidate (mu in [0.60, 0.95]) nearest to the
             middle.
 
         Raises:
-            ValueError: no candidates, a method without masked decay, or data that ends before a probe does.
+            ValueError: no candidates, a method without masked decay, sparse weights that are all frozen, or data that
+                ends before a probe does.
 
         Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.3. Ours measures flips step by step over the last
         quarter of a probe, with masks as the weights ask for them, where the paper compares single refreshes.
@@ -138,8 +144,18 @@ class Sparse24Trainer(Trainer):
 
     def _determine_masked_decay(self, resume_from_checkpoint: str | None) -> float:
         """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
+        if not has_trainable_weights(model_of(self)):
+            logger.warning(
+                "masked_decay='auto' becomes 0.0: every sparse weight is frozen, so there is nothing that it acts on"
+            )
+            return 0.0
         if resume_from_checkpoint:
             file = Path(resume_from_checkpoint) / "config.json"
+            if not file.is_file():
+                raise ValueError(
+                    f"masked_decay='auto': {resume_from_checkpoint} has no config.json (one of adapters has none), so "
+                    f"it does not say what it trained with; set masked_decay to the number that the first run printed"
+                )
             saved = json.loads(file.read_text(encoding="utf-8"))
             return Sparse24Config.from_dict(saved["quantization_config"]).masked_decay
         tuning = self.tune_masked_decay()
