@@ -7,8 +7,10 @@
 `--method dense` is the control run: the same model, data and steps in a plain Trainer.
 """
 
+import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -84,29 +86,55 @@ class SparseArguments:
         return Sparse24Config.from_dict({"method": self.method, "target_modules": targets, **self.sparse24})
 
 
-ARGUMENTS = (ModelArguments, DataArguments, SparseArguments, TrainingArguments)
+OWN_ARGUMENTS = (ModelArguments, DataArguments, SparseArguments)
+ARGUMENTS = (*OWN_ARGUMENTS, TrainingArguments)
+USAGE = "python recipes/train.py [FILE.yaml] [--flag value ...]"
+
+
+class _HelpOnOwnFlags(argparse.Action):
+    """`--help` without the flags of TrainingArguments, among which one would not find ours."""
+
+    def __call__(self, parser, *args):
+        more = (
+            "--help-all lists every flag of transformers.TrainingArguments as well: --output_dir, --max_steps, "
+            "--learning_rate, --per_device_train_batch_size, --bf16, ..."
+        )
+        HfArgumentParser(OWN_ARGUMENTS, usage=USAGE, epilog=more).print_help()
+        parser.exit()
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple:
     """The four dataclasses from command-line flags, optionally after a YAML file that gives their defaults."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(ARGUMENTS, allow_abbrev=False)
+    parser = HfArgumentParser(ARGUMENTS, allow_abbrev=False, add_help=False, usage=USAGE)
+    own = {"action": _HelpOnOwnFlags, "nargs": 0, "default": argparse.SUPPRESS}
+    parser.add_argument("-h", "--help", **own, help="list the flags of this script")
+    parser.add_argument("--help-all", action="help", help="list those of TrainingArguments as well")
     if argv and argv[0].endswith((".yaml", ".yml")):
         parser.set_defaults(**read_yaml(argv.pop(0)))
     return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as a number, as YAML 1.2 and JSON do; PyYAML's YAML 1.1 asks for 1.0e-4 and makes it a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
 def read_yaml(path: str) -> dict:
-    """Flags from a YAML file, numbers as text: argparse then checks them as on the command line (1e-3 included)."""
+    """Flags from a YAML file, numbers as text: argparse then checks them as on the command line."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: must be a mapping of flags to values")
     known = {f.name for cls in ARGUMENTS for f in fields(cls) if f.init}
     unknown = sorted(str(key) for key in settings.keys() - known)
     if unknown:
-        raise ValueError(f"{path}: unknown keys {unknown}; `python recipes/train.py --help` lists the flags")
+        raise ValueError(f"{path}: unknown keys {unknown}; `python recipes/train.py --help-all` lists the flags")
     return {key: str(value) if isinstance(value, int | float) else value for key, value in settings.items()}
 
 

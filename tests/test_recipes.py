@@ -227,6 +227,25 @@ def test_yaml_and_flags_on_top(tmp_path, tokenizer, text_file):
     assert train.parse_arguments([str(path)])[2].make_config().target_modules == ["up_proj", "down_proj"]
 
 
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "0.1e-3", ".1e-3", "+1e-4", "1.0e-4", "0.0001"])
+def test_numbers_of_a_yaml_file_are_numbers_at_every_depth(tmp_path, number):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"sparse24:\n  masked_decay: {number}\n  list: [{number}, e4, 1e, 3]\n")
+    assert train.read_yaml(str(path)) == {"sparse24": {"masked_decay": 1e-4, "list": [1e-4, "e4", "1e", 3]}}
+
+
+def test_help_shows_the_flags_of_the_script(capsys):
+    shown = {}
+    for flag in ("-h", "--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            train.parse_arguments([flag])
+        assert stopped.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    assert shown["-h"] == shown["--help"] and len(shown["-h"].splitlines()) < 80
+    assert all(flag in shown["-h"] for flag in ("--dataset", "--sparse24", "--objective", "--help-all"))
+    assert "--neftune_noise_alpha" not in shown["-h"] and "--neftune_noise_alpha" in shown["--help-all"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("max_stepz: 3\n", r"unknown keys \['max_stepz'\]"), ("- a\n- b\n", "must be a mapping")],
