@@ -6,13 +6,15 @@ import os
 import sys
 
 import torch
+import transformers
 from sparse24_kernels import GemmProblem
 from sparse24_kernels.gemm import autotune, cusparselt
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..config import Sparse24Config
 from ..methods import DEFAULT_METHOD, METHODS
 from ..patching import patch_model
+from ..version import __version__
 from . import doctor
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-sparse24", description="2:4 sparse training for Transformers")
+    parser.add_argument("--version", action="version", version=f"hf-sparse24 {__version__}")
     commands = parser.add_subparsers(required=True)
     for name, run, text in (
         ("doctor", _doctor, "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"),
@@ -127,11 +130,25 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
         sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
     if options.target_modules:
         sparse = sparse.replace(target_modules=options.target_modules)
-    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
     with torch.device("meta"):
-        model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)
+        model = _model_class(config)._from_config(config)
     patch_model(model, sparse)
     return model
+
+
+def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that a checkpoint was saved from, or the first with a head that Transformers has for its type."""
+    for name in config.architectures or []:
+        saved = getattr(transformers, name, None)
+        if isinstance(saved, type) and issubclass(saved, PreTrainedModel):
+            return saved
+    for head in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageTextToText"):
+        classes = getattr(transformers, f"AutoModelFor{head}")._model_mapping
+        if type(config) in classes:
+            return classes[type(config)]
+    raise ValueError(
+        f"Transformers has no language model for {type(config).__name__} with architectures={config.architectures!r}"
+    )
 
 
 def _print_table(rows: list) -> None:
