@@ -1,5 +1,6 @@
 """hf-sparse24 doctor and tune, on a machine without a GPU and on a pretended one."""
 
+import sys
 from importlib.metadata import version
 
 import cslt
@@ -113,14 +114,14 @@ def test_doctor_on_a_model_that_is_not_loaded(directory, capsys):
     assert "64 x 32   dense: cuSPARSELt needs a CUDA device, not cpu" in printed
 
 
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
         (AutoConfig.for_model("t5", d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=96), 4),
-        (AutoConfig.for_model("llava", text_config=zoo.build("llama").config, vision_config=VISION), 4 + 1),
+        (AutoConfig.for_model("llava", text_config=zoo.build("llama").config, vision_config=VISION), 4),
         (AutoConfig.for_model("bert", **zoo.MASKED["bert"], architectures=["BertForSequenceClassification"]), 2),
         (AutoConfig.for_model("llama", **zoo.CAUSAL["llama"], architectures=["pipeline"]), 4),  # no class of a model
     ],
@@ -131,6 +132,18 @@ def test_doctor_opens_every_kind_of_model(tmp_path, monkeypatch, config, layers,
     config.save_pretrained(tmp_path)
     assert main(["doctor", str(tmp_path), "--tokens", "64"]) == 0
     assert f"  {layers}       64 x 32   dense:" in capsys.readouterr().out
+
+
+def test_only_a_module_that_is_asked_for_comes_from_the_working_directory(tmp_path, monkeypatch, capsys):
+    """And none there stands in for an installed one, which something may import later."""
+    monkeypatch.setattr(doctor, "self_test", lambda device: iter([("nothing", "ok")]))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    (tmp_path / "my_own_method.py").write_text("")
+    assert main(["doctor"]) == 0 and sys.path == before
+    assert main(["doctor", "--import", "my_own_method"]) == 0 and sys.path == [*before, str(tmp_path)]
+    assert sys.modules.pop("my_own_method").__file__ == str(tmp_path / "my_own_method.py")
 
 
 def test_version(capsys):

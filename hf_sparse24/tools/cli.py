@@ -24,7 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 where all is well, 1 where a self-test failed, 2 for a wrong argument."""
     options = _parser().parse_args(arguments)
     try:
-        sys.path.insert(0, os.getcwd())  # where a module of the user's may lie; a console script does not look there
+        if options.modules:  # may lie here, where a console script does not look; behind all that is installed
+            sys.path.append(os.getcwd())
         for module in options.modules:
             importlib.import_module(module)
         return options.run(options)
