@@ -10,6 +10,7 @@ import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
+import lower_bounds
 import pytest
 
 import hf_sparse24
@@ -92,6 +93,11 @@ def test_sdist_has_the_packages_and_no_half_of_the_tests(built):
         names = {name.partition("/")[2] for name in files.getnames()}
     assert {name.removeprefix("kernels/") for name in names if name.endswith(".py")} - {"setup.py"} == modules()
     assert {"pyproject.toml", "setup.cfg", "README.md", "LICENSE"} <= names
+
+
+def test_the_lower_bounds_of_setup_cfg_were_run():
+    """After a change of one, `make lower-bounds` runs them and writes the record that this compares."""
+    assert {name: bound for name, (bound, _) in lower_bounds.recorded().items()} == lower_bounds.bounds()
 
 
 def test_every_package_is_listed():

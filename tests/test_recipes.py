@@ -37,8 +37,8 @@ LLAMA = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    # datasets waits 5 s whenever a shuffled Parquet stream ends.
-    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)
+    # datasets 5 waits 5 s whenever a shuffled Parquet stream ends.
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1, raising=False)
 
 
 @pytest.fixture(scope="module")
