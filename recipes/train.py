@@ -32,6 +32,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from hf_sparse24 import METHODS, Sparse24Config, Sparse24Trainer
 
@@ -198,15 +199,33 @@ def collate_causal(examples: list[dict]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
+def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
+    """What `Trainer.train` goes on from: None to start afresh, True for the last checkpoint in `output_dir`.
+
+    Raises:
+        ValueError: a fresh run whose checkpoints would mix with those of an earlier one. `save_total_limit` would
+            delete the new ones first, and a later resume would take the old run's.
+    """
+    given = args.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(given).lower(), given)
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if resume is None and last is not None and args.save_strategy != SaveStrategy.NO:
+        raise ValueError(
+            f"output_dir={args.output_dir!r}: holds {Path(last).name} of an earlier run; --resume_from_checkpoint true "
+            f"goes on from it; to start afresh, name another directory or delete its checkpoints"
+        )
+    return resume
+
+
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save, as the arguments say; returns the trainer."""
     arguments = parse_arguments(argv)
     training_args = arguments[-1]
+    resume = checkpoint_to_resume(training_args)  # before anything is loaded
     trainer = make_trainer(*arguments)
     if isinstance(trainer, Sparse24Trainer) and trainer.is_world_process_zero():
         print(trainer.patch_report)
-    resume = training_args.resume_from_checkpoint  # "true": the last one in output_dir
-    result = trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
+    result = trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)

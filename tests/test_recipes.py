@@ -209,6 +209,16 @@ def test_resumed_equals_uninterrupted(tmp_path, tokenizer, text_file, method):
             (tmp_path / "out" / "checkpoint-6").rename(tmp_path / "elsewhere-too")
 
 
+def test_a_second_run_does_not_mix_its_checkpoints_with_the_first(tmp_path, tokenizer, text_file):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    train.main(flags(tmp_path, text_file, tokenizer, **saving))
+    with pytest.raises(ValueError, match="holds checkpoint-2 of an earlier run; --resume_from_checkpoint true goes on"):
+        train.main(flags(tmp_path, text_file, tokenizer, **saving))
+    train.main(flags(tmp_path, text_file, tokenizer))  # saves no checkpoints
+    resumed = flags(tmp_path, text_file, tokenizer, **saving | {"max_steps": 4, "resume_from_checkpoint": "true"})
+    assert train.main(resumed).state.global_step == 4
+
+
 # --- arguments ---
 
 
