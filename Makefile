@@ -4,7 +4,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test methods gpu lint clean
+.PHONY: demo test lower-bounds methods gpu lint clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
@@ -12,6 +12,11 @@ demo: .venv/.recipes-installed
 test: .venv/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 	$(BIN)/python -m pytest -q
+
+# The oldest versions that setup.cfg allows, after a change of one: some tests in a venv of their own, and a record that
+# `make test` compares. LOWER_BOUNDS_ARGS='torch==2.13.0+cpu' takes another version of torch.
+lower-bounds: .venv/.test-installed
+	$(BIN)/python tests/lower_bounds.py $(LOWER_BOUNDS_ARGS)
 
 # Every method on two small models, three seeds: what is missing in recipes/results/methods/, then the page.
 methods: .venv/.recipes-installed

@@ -170,8 +170,8 @@ def adopt(model: nn.Module) -> Sparse24Config | None:
     apart = next((name for name, weight in weights.items() if weight.config is not config), None)
     if apart is not None:
         raise ValueError(
-            f"{apart} and {next(iter(weights))} were patched apart, each with a config of its own; call unpatch_model "
-            f"on the parts, then patch_model on the whole model"
+            f"{apart} and {next(iter(weights))} were patched apart, or one was copied, and each has a config of its "
+            f"own; call unpatch_model on the parts, then patch_model on the whole model"
         )
     for whole in _outermost(model):
         if getattr(whole.config, "quantization_config", None) is None:

@@ -7,8 +7,10 @@
 `--method dense` is the control run: the same model, data and steps in a plain Trainer.
 """
 
+import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -30,6 +32,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from hf_sparse24 import METHODS, Sparse24Config, Sparse24Trainer
 
@@ -84,29 +87,55 @@ class SparseArguments:
         return Sparse24Config.from_dict({"method": self.method, "target_modules": targets, **self.sparse24})
 
 
-ARGUMENTS = (ModelArguments, DataArguments, SparseArguments, TrainingArguments)
+OWN_ARGUMENTS = (ModelArguments, DataArguments, SparseArguments)
+ARGUMENTS = (*OWN_ARGUMENTS, TrainingArguments)
+USAGE = "python recipes/train.py [FILE.yaml] [--flag value ...]"
+
+
+class _HelpOnOwnFlags(argparse.Action):
+    """`--help` without the flags of TrainingArguments, among which one would not find ours."""
+
+    def __call__(self, parser, *args):
+        more = (
+            "--help-all lists every flag of transformers.TrainingArguments as well: --output_dir, --max_steps, "
+            "--learning_rate, --per_device_train_batch_size, --bf16, ..."
+        )
+        HfArgumentParser(OWN_ARGUMENTS, usage=USAGE, epilog=more).print_help()
+        parser.exit()
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple:
     """The four dataclasses from command-line flags, optionally after a YAML file that gives their defaults."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(ARGUMENTS, allow_abbrev=False)
+    parser = HfArgumentParser(ARGUMENTS, allow_abbrev=False, add_help=False, usage=USAGE)
+    own = {"action": _HelpOnOwnFlags, "nargs": 0, "default": argparse.SUPPRESS}
+    parser.add_argument("-h", "--help", **own, help="list the flags of this script")
+    parser.add_argument("--help-all", action="help", help="list those of TrainingArguments as well")
     if argv and argv[0].endswith((".yaml", ".yml")):
         parser.set_defaults(**read_yaml(argv.pop(0)))
     return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as a number, as YAML 1.2 and JSON do; PyYAML's YAML 1.1 asks for 1.0e-4 and makes it a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
 def read_yaml(path: str) -> dict:
-    """Flags from a YAML file, numbers as text: argparse then checks them as on the command line (1e-3 included)."""
+    """Flags from a YAML file, numbers as text: argparse then checks them as on the command line."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: must be a mapping of flags to values")
     known = {f.name for cls in ARGUMENTS for f in fields(cls) if f.init}
     unknown = sorted(str(key) for key in settings.keys() - known)
     if unknown:
-        raise ValueError(f"{path}: unknown keys {unknown}; `python recipes/train.py --help` lists the flags")
+        raise ValueError(f"{path}: unknown keys {unknown}; `python recipes/train.py --help-all` lists the flags")
     return {key: str(value) if isinstance(value, int | float) else value for key, value in settings.items()}
 
 
@@ -170,15 +199,33 @@ def collate_causal(examples: list[dict]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
+def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
+    """What `Trainer.train` goes on from: None to start afresh, True for the last checkpoint in `output_dir`.
+
+    Raises:
+        ValueError: a fresh run whose checkpoints would mix with those of an earlier one. `save_total_limit` would
+            delete the new ones first, and a later resume would take the old run's.
+    """
+    given = args.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(given).lower(), given)
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if resume is None and last is not None and args.save_strategy != SaveStrategy.NO:
+        raise ValueError(
+            f"output_dir={args.output_dir!r}: holds {Path(last).name} of an earlier run; --resume_from_checkpoint true "
+            f"goes on from it; to start afresh, name another directory or delete its checkpoints"
+        )
+    return resume
+
+
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save, as the arguments say; returns the trainer."""
     arguments = parse_arguments(argv)
     training_args = arguments[-1]
+    resume = checkpoint_to_resume(training_args)  # before anything is loaded
     trainer = make_trainer(*arguments)
     if isinstance(trainer, Sparse24Trainer) and trainer.is_world_process_zero():
         print(trainer.patch_report)
-    resume = training_args.resume_from_checkpoint  # "true": the last one in output_dir
-    result = trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
+    result = trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)

@@ -1,5 +1,6 @@
 """hf-sparse24 doctor and tune, on a machine without a GPU and on a pretended one."""
 
+import sys
 from importlib.metadata import version
 
 import cslt
@@ -9,8 +10,9 @@ import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
+from transformers import AutoConfig
 
-from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24 import Sparse24Config, __version__, patch_model
 from hf_sparse24.tools import doctor
 from hf_sparse24.tools.cli import main
 
@@ -112,6 +114,44 @@ def test_doctor_on_a_model_that_is_not_loaded(directory, capsys):
     assert "64 x 32   dense: cuSPARSELt needs a CUDA device, not cpu" in printed
 
 
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (AutoConfig.for_model("t5", d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=96), 4),
+        (AutoConfig.for_model("llava", text_config=zoo.build("llama").config, vision_config=VISION), 4),
+        (AutoConfig.for_model("bert", **zoo.MASKED["bert"], architectures=["BertForSequenceClassification"]), 2),
+        (AutoConfig.for_model("llama", **zoo.CAUSAL["llama"], architectures=["pipeline"]), 4),  # no class of a model
+    ],
+    ids=["t5", "llava", "classifier", "unknown class"],
+)
+def test_doctor_opens_every_kind_of_model(tmp_path, monkeypatch, config, layers, capsys):
+    monkeypatch.setattr(doctor, "self_test", lambda device: iter([("nothing", "ok")]))
+    config.save_pretrained(tmp_path)
+    assert main(["doctor", str(tmp_path), "--tokens", "64"]) == 0
+    assert f"  {layers}       64 x 32   dense:" in capsys.readouterr().out
+
+
+def test_only_a_module_that_is_asked_for_comes_from_the_working_directory(tmp_path, monkeypatch, capsys):
+    """And none there stands in for an installed one, which something may import later."""
+    monkeypatch.setattr(doctor, "self_test", lambda device: iter([("nothing", "ok")]))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    (tmp_path / "my_own_method.py").write_text("")
+    assert main(["doctor"]) == 0 and sys.path == before
+    assert main(["doctor", "--import", "my_own_method"]) == 0 and sys.path == [*before, str(tmp_path)]
+    assert sys.modules.pop("my_own_method").__file__ == str(tmp_path / "my_own_method.py")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"hf-sparse24 {__version__}\n"
+
+
 def test_tune(directory, capsys, monkeypatch, stand_in):  # noqa: F811
     asked = []
 
@@ -142,11 +182,13 @@ def test_tune_stopped(directory, capsys, monkeypatch, stand_in):  # noqa: F811
         (["tune", "{}"], "nothing to tune here: cuSPARSELt needs a CUDA device, not cpu"),
         (["doctor", "/no/such/model"], "hf-sparse24: "),
         (["doctor", "{}", "--target-modules", "mpl"], "no linear layer's name ends in ['mpl']"),
+        (["doctor", "{}/vit"], "Transformers has no language model for ViTConfig with architectures=None"),
         (["doctor", "{}", "--method", "best"], "method='best': must be one of"),
         (["doctor", "{}", "--import", "no_such_module"], "No module named 'no_such_module'"),
     ],
 )
 def test_wrong_arguments(directory, arguments, message, capsys):
+    AutoConfig.for_model("vit").save_pretrained(f"{directory}/vit")
     assert main([argument.format(directory) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -7,12 +7,15 @@ import pytest
 import torch
 import zoo
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer
 from hf_sparse24.patching import patched_config
-from hf_sparse24.training.decay_search import DecayTuning
+from hf_sparse24.training import decay_search
+from hf_sparse24.training.decay_search import DecayTuning, _probe
 
+peft_reads_it = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 CANDIDATES = (1e-3, 1.0, 1e3)
 
 
@@ -80,6 +83,67 @@ def test_auto(tmp_path, monkeypatch, capsys):
         resumed = make_trainer(tmp_path, decay="auto", save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint)
         assert patched_config(resumed.model).masked_decay == 6e-5
+
+
+def test_auto_on_a_short_run_probes_all_of_it(tmp_path, monkeypatch):
+    """Its dense tail is left out: no decay acts there, and every candidate would seem to do nothing."""
+    tunings = []
+    tune = Sparse24Trainer.tune_masked_decay
+    monkeypatch.setattr(
+        Sparse24Trainer, "tune_masked_decay", lambda run: tunings.append(tune(run, (1e-3, 1e3))) or tunings[0]
+    )
+    run = make_trainer(tmp_path, decay="auto", method="t-sr-ste", max_steps=8)
+    monkeypatch.setattr("hf_sparse24.training.decay_search.FEASIBLE", (0.0, 2.0))
+    run.train()
+    assert run.state.global_step == 8 and patched_config(run.model).masked_decay in (1e-3, 1e3)
+    assert tunings[0].mu[1e3] < tunings[0].mu[1e-3] - 0.1
+
+
+def test_auto_on_a_run_that_is_too_short_says_what_to_set(tmp_path):
+    with pytest.raises(ValueError, match=r"the run has 3 optimizer steps.* at least 4: set masked_decay to a number"):
+        make_trainer(tmp_path, decay="auto", max_steps=3).train()
+
+
+def test_dense_probes_that_flip_nothing_say_what_to_change(tmp_path):
+    with pytest.raises(ValueError, match=r"no mask flipped .* raise the learning rate, or set masked_decay"):
+        make_trainer(tmp_path, decay="auto", learning_rate=0.0).train()
+
+
+def with_adapters(tmp_path, unfrozen: str | None = None) -> Sparse24Trainer:
+    run = make_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
+    model = get_peft_model(run.model, LoraConfig(r=2, target_modules=["up_proj"]))
+    for name, parameter in model.named_parameters():
+        if unfrozen is not None and unfrozen in name:
+            parameter.requires_grad_(True)
+    return Sparse24Trainer(model, run.args, train_dataset=run.train_dataset)
+
+
+@peft_reads_it
+def test_auto_has_nothing_to_find_under_adapters(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
+    for resume in (None, str(tmp_path / "checkpoint-6")):
+        run = with_adapters(tmp_path)
+        run.train(resume_from_checkpoint=resume)
+        assert run.state.global_step == 12 and patched_config(run.model).masked_decay == 0.0
+    assert "masked_decay='auto' becomes 0.0: every sparse weight is frozen" in caplog.text
+    with pytest.raises(ValueError, match="every sparse weight is frozen"):
+        decay_search.tune_masked_decay(run, (1e-3,), 4)
+
+
+@peft_reads_it
+def test_auto_beside_adapters_with_a_sparse_weight_that_trains(tmp_path, monkeypatch):
+    probed = []
+    monkeypatch.setattr(
+        "hf_sparse24.training.trainer.tune_masked_decay",
+        lambda run, *_: probed.append(_probe(run, 1e-3, 4) / _probe(run, None, 4)) or DecayTuning(1e-3, {}, 6e-5),
+    )
+    run = with_adapters(tmp_path, unfrozen="down_proj")
+    run.train()
+    assert probed[0] > 0 and patched_config(run.model).masked_decay == 6e-5
+    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
+    resumed = with_adapters(tmp_path, unfrozen="down_proj")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert patched_config(resumed.model).masked_decay == 6e-5
 
 
 def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):

@@ -5,10 +5,12 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
+import lower_bounds
 import pytest
 
 import hf_sparse24
@@ -53,25 +55,51 @@ def test_kernels_is_not_a_package():
     assert spec is None or spec.origin is None or not spec.origin.startswith(str(ROOT))
 
 
-def test_wheel(tmp_path):
-    """Exactly our two packages, every module of them, and no tests."""
-    source = tmp_path / "source"  # a copy: building leaves files behind, and a wheel picks stale ones up
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A directory with an sdist of the project, and the wheel that is built from it."""
+    directory = tmp_path_factory.mktemp("built")
+    source = directory / "source"  # a copy: building leaves files behind, and a wheel picks stale ones up
     for name in ("hf_sparse24", "kernels", "tests", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
+    sdist = "from setuptools.build_meta import build_sdist; build_sdist('..')"
+    subprocess.run([sys.executable, "-c", sdist], cwd=source, check=True, capture_output=True)
+    (archive,) = directory.glob("*.tar.gz")
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", directory]
+    subprocess.run([*wheel, archive], check=True, capture_output=True)
+    return directory
+
+
+def modules() -> set[str]:
+    """The files of our two packages, as they are named in a wheel."""
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_sparse24").rglob("*.py")}
+    return ours | {
+        str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels/sparse24_kernels").rglob("*.py")
+    }
+
+
+def test_wheel(built):
+    """Exactly our two packages, every module of them, and no tests."""
+    (wheel,) = built.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"hf_sparse24", "sparse24_kernels"}
-    on_disk = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_sparse24").rglob("*.py")}
-    on_disk |= {str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels/sparse24_kernels").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == on_disk
+    assert {name for name in names if name.endswith(".py")} == modules()
     assert {"hf_sparse24/py.typed", "sparse24_kernels/py.typed"} <= set(names)
+
+
+def test_sdist_has_the_packages_and_no_half_of_the_tests(built):
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    assert {name.removeprefix("kernels/") for name in names if name.endswith(".py")} - {"setup.py"} == modules()
+    assert {"pyproject.toml", "setup.cfg", "README.md", "LICENSE"} <= names
+
+
+def test_the_lower_bounds_of_setup_cfg_were_run():
+    """After a change of one, `make lower-bounds` runs them and writes the record that this compares."""
+    assert {name: bound for name, (bound, _) in lower_bounds.recorded().items()} == lower_bounds.bounds()
 
 
 def test_every_package_is_listed():
@@ -107,6 +135,8 @@ def test_public_names():
         assert name == "__version__" or value.__doc__, f"{name} has no docstring"
 
 
-@pytest.mark.parametrize("path", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", ".ci/run"])
+@pytest.mark.parametrize(
+    "path", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "constraints.txt", ".ci/run"]
+)
 def test_files_of_the_project(path):
     assert (ROOT / path).stat().st_size > 0

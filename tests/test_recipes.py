@@ -37,8 +37,8 @@ LLAMA = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    # datasets waits 5 s whenever a shuffled Parquet stream ends.
-    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)
+    # datasets 5 waits 5 s whenever a shuffled Parquet stream ends.
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +209,16 @@ def test_resumed_equals_uninterrupted(tmp_path, tokenizer, text_file, method):
             (tmp_path / "out" / "checkpoint-6").rename(tmp_path / "elsewhere-too")
 
 
+def test_a_second_run_does_not_mix_its_checkpoints_with_the_first(tmp_path, tokenizer, text_file):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    train.main(flags(tmp_path, text_file, tokenizer, **saving))
+    with pytest.raises(ValueError, match="holds checkpoint-2 of an earlier run; --resume_from_checkpoint true goes on"):
+        train.main(flags(tmp_path, text_file, tokenizer, **saving))
+    train.main(flags(tmp_path, text_file, tokenizer))  # saves no checkpoints
+    resumed = flags(tmp_path, text_file, tokenizer, **saving | {"max_steps": 4, "resume_from_checkpoint": "true"})
+    assert train.main(resumed).state.global_step == 4
+
+
 # --- arguments ---
 
 
@@ -225,6 +235,25 @@ def test_yaml_and_flags_on_top(tmp_path, tokenizer, text_file):
     assert sparse_args.make_config().weight_grad == "dense"
     path.write_text(yaml.safe_dump(settings | {"target_modules": ["up_proj", "down_proj"]}))
     assert train.parse_arguments([str(path)])[2].make_config().target_modules == ["up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "0.1e-3", ".1e-3", "+1e-4", "1.0e-4", "0.0001"])
+def test_numbers_of_a_yaml_file_are_numbers_at_every_depth(tmp_path, number):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"sparse24:\n  masked_decay: {number}\n  list: [{number}, e4, 1e, 3]\n")
+    assert train.read_yaml(str(path)) == {"sparse24": {"masked_decay": 1e-4, "list": [1e-4, "e4", "1e", 3]}}
+
+
+def test_help_shows_the_flags_of_the_script(capsys):
+    shown = {}
+    for flag in ("-h", "--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            train.parse_arguments([flag])
+        assert stopped.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    assert shown["-h"] == shown["--help"] and len(shown["-h"].splitlines()) < 80
+    assert all(flag in shown["-h"] for flag in ("--dataset", "--sparse24", "--objective", "--help-all"))
+    assert "--neftune_noise_alpha" not in shown["-h"] and "--neftune_noise_alpha" in shown["--help-all"]
 
 
 @pytest.mark.parametrize(

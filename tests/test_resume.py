@@ -157,6 +157,7 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
     def run(decay, **overrides) -> Sparse24Trainer:
         made = make_trainer(tmp_path, decay=decay, method="t-sr-ste", **overrides)
         model = get_peft_model(made.model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        model.base_model.model.model.layers[0].mlp.down_proj.weight.requires_grad_(True)  # with none, there is no decay
         return Sparse24Trainer(model, made.args, train_dataset=made.train_dataset)
 
     monkeypatch.setattr(

@@ -6,13 +6,15 @@ import os
 import sys
 
 import torch
+import transformers
 from sparse24_kernels import GemmProblem
 from sparse24_kernels.gemm import autotune, cusparselt
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..config import Sparse24Config
 from ..methods import DEFAULT_METHOD, METHODS
 from ..patching import patch_model
+from ..version import __version__
 from . import doctor
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,7 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 where all is well, 1 where a self-test failed, 2 for a wrong argument."""
     options = _parser().parse_args(arguments)
     try:
-        sys.path.insert(0, os.getcwd())  # where a module of the user's may lie; a console script does not look there
+        if options.modules:  # may lie here, where a console script does not look; behind all that is installed
+            sys.path.append(os.getcwd())
         for module in options.modules:
             importlib.import_module(module)
         return options.run(options)
@@ -36,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-sparse24", description="2:4 sparse training for Transformers")
+    parser.add_argument("--version", action="version", version=f"hf-sparse24 {__version__}")
     commands = parser.add_subparsers(required=True)
     for name, run, text in (
         ("doctor", _doctor, "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"),
@@ -127,11 +131,25 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
         sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
     if options.target_modules:
         sparse = sparse.replace(target_modules=options.target_modules)
-    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
     with torch.device("meta"):
-        model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)
+        model = _model_class(config)._from_config(config)
     patch_model(model, sparse)
     return model
+
+
+def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that a checkpoint was saved from, or the first with a head that Transformers has for its type."""
+    for name in config.architectures or []:
+        saved = getattr(transformers, name, None)
+        if isinstance(saved, type) and issubclass(saved, PreTrainedModel):
+            return saved
+    for head in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageTextToText"):
+        classes = getattr(transformers, f"AutoModelFor{head}")._model_mapping
+        if type(config) in classes:
+            return classes[type(config)]
+    raise ValueError(
+        f"Transformers has no language model for {type(config).__name__} with architectures={config.architectures!r}"
+    )
 
 
 def _print_table(rows: list) -> None:

@@ -72,10 +72,10 @@ class Sparse24Controller:
         _check_ints(0, total_steps, step=step)
         _check_ints(0, seed=seed)
         self.weights = sparse_weights(model)
+        check_adapters(model)
         config = adopt(model)
         if config is None:
             raise ValueError("the model is not patched; call patch_model(model) first")
-        check_adapters(model)
         self.model, self.total_steps, self.seed, self.metrics_interval = model, total_steps, seed, metrics_interval
         self.method, self.run_state = config.bound_method, config.run_state
         # accelerate wraps optimizers; a method knows its own by class.

@@ -20,12 +20,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
 from ..methods.masked_decay import AUTO
-from ..patching import patched_config, unpatch_model
+from ..patching import patched_config, set_phase
 from ..weight import sparse_weights
 from .callback import Sparse24Callback
 
 CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
 FEASIBLE = (0.60, 0.95)
+STEPS, MIN_STEPS = 100, 4
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class DecayTuning:
         return "\n".join(lines)
 
 
-def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int) -> DecayTuning:
+def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int | None) -> DecayTuning:
     """Probe dense training and each candidate for `steps` optimizer steps, all from the trainer's model as it is.
 
     Every probe is the trainer's own `train()` on a copy of the model, with a fresh optimizer, the real run's learning
-    rates and the first batches of its data, stopped after `steps`. The trainer's model, optimizer, random states and
-    data order are left untouched.
+    rates and the first batches of its data, stopped after `steps`; sparse ones leave out the run's dense phases, in
+    which no decay acts. The trainer's model, optimizer, random states and data order are left untouched.
     """
     if not candidates:
         raise ValueError("candidates=(): give at least one decay factor to try")
@@ -67,13 +68,18 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     if config is None or not hasattr(config, "masked_decay"):
         method = None if config is None else config.method
         raise ValueError(f"method {method!r} has no masked_decay to tune")
-    if steps < 4:
-        raise ValueError(f"steps={steps}: a probe needs at least 4 optimizer steps")
+    if steps is not None and steps < MIN_STEPS:
+        raise ValueError(f"steps={steps}: a probe needs at least {MIN_STEPS} optimizer steps")
+    if not has_trainable_weights(model_of(trainer)):
+        raise ValueError("every sparse weight is frozen, as by adapters: no mask flips, and no masked decay acts")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
     dense = _probe(trainer, None, steps)
     if dense == 0:
-        raise ValueError(f"no mask flipped in {steps} dense steps; probe longer, or raise the learning rate")
+        raise ValueError(
+            "no mask flipped at the end of the dense probe, so there is no rate to compare with: probe longer, by "
+            "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
+        )
     mu = {candidate: _probe(trainer, candidate, steps) / dense for candidate in candidates}
     low, high = FEASIBLE
     feasible = [candidate for candidate in mu if low <= mu[candidate] <= high]
@@ -84,6 +90,11 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
 def needs_decay(model: nn.Module) -> bool:
     """Whether the model's config leaves the masked decay to a search."""
     return getattr(patched_config(model), "masked_decay", None) == AUTO
+
+
+def has_trainable_weights(model: nn.Module) -> bool:
+    """Whether training changes any sparse weight; adapters leave all of them as they are."""
+    return any(weight.parameter.requires_grad for weight in sparse_weights(model).values())
 
 
 def set_decay(model: nn.Module, decay: float) -> None:
@@ -100,38 +111,50 @@ def model_of(trainer: Trainer) -> nn.Module:
     return trainer.model
 
 
-def _probe(trainer: Trainer, decay: float | None, steps: int) -> float:
+def _probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
     """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
     with _untouched_randomness():
         model = copy.deepcopy(model_of(trainer))
         watch = _Watch(model_of(trainer), steps)
         callbacks: list[TrainerCallback] = [DefaultFlowCallback(), watch]
+        set_decay(model, decay or 0.0)
         if decay is None:
-            unpatch_model(model, sparse=False)
+            set_phase(model, "dense")
         else:
-            set_decay(model, decay)
+            _leave_out_dense_phases(model)
             callbacks.insert(0, Sparse24Callback())
         probe = copy.copy(trainer)
+        vars(probe)["model_init"] = None  # it would make another model
+        if trainer.is_in_train:
+            probe.neftune_noise_alpha = None  # the copied model has its noise already
         probe.model = probe.model_wrapped = model
         probe.optimizer = probe.lr_scheduler = None
         probe.args = _quiet(trainer.args)
         probe.callback_handler = CallbackHandler(callbacks, model, None, None, None)
         probe.create_accelerator_and_postprocess()  # a loss scale of its own
         probe.train()
-    if watch.done < steps:
-        raise ValueError(f"training ends after {watch.done} steps; probe for fewer than steps={steps}")
+    if watch.done < watch.steps:
+        raise ValueError(f"training ends after {watch.done} steps; probe for fewer than steps={watch.steps}")
     return sum(watch.flips) / len(watch.flips)
 
 
 class _Watch(TrainerCallback):
     """Counts the flips of the masks that the weights ask for, whatever masks the model holds, and ends the probe."""
 
-    def __init__(self, patched: nn.Module, steps: int):
-        self.weights, self.steps = sparse_weights(patched), steps
+    def __init__(self, patched: nn.Module, steps: int | None):
+        self.weights, self.asked, self.steps = sparse_weights(patched), steps, 0
         self.size = sum(weight.parameter.numel() for weight in self.weights.values())
         self.done = 0
         self.flips: list[float] = []
         self.last: list[Tensor] | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if state.max_steps < MIN_STEPS:
+            raise ValueError(
+                f"the run has {state.max_steps} optimizer steps, and finding a masked decay takes probes of at least "
+                f"{MIN_STEPS}: set masked_decay to a number"
+            )
+        self.steps = min(STEPS, state.max_steps) if self.asked is None else self.asked
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.done = state.global_step
@@ -143,6 +166,13 @@ class _Watch(TrainerCallback):
             self.last = masks
         if self.done >= self.steps:
             control.should_training_stop = True
+
+
+def _leave_out_dense_phases(model: nn.Module) -> None:
+    config = patched_config(model)
+    for name in ("dense_start", "dense_tail"):
+        if hasattr(config, name):
+            setattr(config, name, 0)
 
 
 def _quiet(args: TrainingArguments) -> TrainingArguments:

@@ -6,14 +6,27 @@ from torch import nn, optim
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import OptimizerNames
+from transformers.utils import logging
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
 from ..patching import patch_model, patched_config
 from ..report import PatchReport
 from .callback import Sparse24Callback
-from .decay_search import CANDIDATES, FEASIBLE, DecayTuning, model_of, needs_decay, set_decay, tune_masked_decay
+from .decay_search import (
+    CANDIDATES,
+    FEASIBLE,
+    DecayTuning,
+    has_trainable_weights,
+    model_of,
+    needs_decay,
+    set_decay,
+    tune_masked_decay,
+)
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore_phase, save_config, saved_config
+
+logger = logging.get_logger(__name__)
 
 
 class Sparse24Trainer(Trainer):
@@ -58,13 +71,23 @@ class Sparse24Trainer(Trainer):
             checkpoint = last_whole_checkpoint(str(self.args.output_dir))
         elif checkpoint is not None and (damage := checkpoint_damage(checkpoint)):
             raise ValueError(f"cannot resume from {checkpoint}: {damage}; name a whole checkpoint")
-        if checkpoint is not None:
-            check_resumed(model_of(self), checkpoint)
-        if needs_decay(model_of(self)):
-            self._determine_masked_decay(checkpoint)
         return super().train(checkpoint, *args, **kwargs)
 
-    def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int = 100) -> DecayTuning:
+    def _inner_training_loop(
+        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+    ):
+        # Only here are the model, `model_init`'s too, and the arguments of a hyperparameter trial those of the run.
+        model = model_of(self)
+        if patched_config(model) is None:
+            raise ValueError(
+                "the model was patched when this trainer was made, and is not any more: it went through unpatch_model, "
+                "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
+            )
+        if needs_decay(model):
+            set_decay(model, self._determine_masked_decay(resume_from_checkpoint))
+        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int | None = None) -> DecayTuning:
         """Find the masked decay for this model, data and learning rate by short probes of the run's first steps.
 
         Trains a copy of the model densely, and one with each candidate, from the same start on the same batches, and
@@ -73,14 +96,16 @@ class Sparse24Trainer(Trainer):
 
         Args:
             candidates: decay factors >= 0 to try; by default the grid 2, 6 x 10^-k that the paper's values lie on.
-            steps: optimizer steps of a probe, >= 4. The paper probes up to the end of the warm-up.
+            steps: optimizer steps of a probe, >= 4; None for 100, or for all steps of a shorter run. The paper probes
+                up to the end of the warm-up.
 
         Returns:
             A `DecayTuning`; print it, and take its `chosen`, the feasible candidate (mu in [0.60, 0.95]) nearest to the
             middle.
 
         Raises:
-            ValueError: no candidates, a method without masked decay, or data that ends before a probe does.
+            ValueError: no candidates, a method without masked decay, sparse weights that are all frozen, or data that
+                ends before a probe does.
 
         Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.3. Ours measures flips step by step over the last
         quarter of a probe, with masks as the weights ask for them, where the paper compares single refreshes.
@@ -100,10 +125,12 @@ class Sparse24Trainer(Trainer):
                 eps=self.args.adam_epsilon,
             )
             if own is not None:
+                self._reject_another_optimizer(config.method)
                 self.optimizer = own
         return super().create_optimizer(model)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        check_resumed(model_of(self) if model is None else model, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         # The controller then knows when a run goes on in another phase, as with more max_steps than it began with.
         restore_phase(model_of(self) if model is None else model, resume_from_checkpoint)
@@ -127,25 +154,44 @@ class Sparse24Trainer(Trainer):
             config = Sparse24Config()
         self.patch_report = patch_model(model, config)
 
-    def _determine_masked_decay(self, checkpoint: str | None) -> None:
-        """Put a number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-        if checkpoint is not None:
-            decay = getattr(saved_config(checkpoint), "masked_decay", None)
+    def _reject_another_optimizer(self, method: str) -> None:
+        """What asks for an optimizer must not be ignored where the method makes its own."""
+        asked = []
+        # The two that Transformers takes where nobody asks.
+        if self.args.optim not in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
+            asked.append(f"optim={OptimizerNames(self.args.optim).value!r}")
+        if self.args.optim_args:
+            asked.append(f"optim_args={self.args.optim_args!r}")
+        if self.optimizer_cls_and_kwargs is not None:
+            asked.append(f"optimizer_cls_and_kwargs={self.optimizer_cls_and_kwargs!r}")
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)}: method {method!r} makes its own optimizer, from learning_rate, adam_beta1, "
+                f"adam_beta2, adam_epsilon and weight_decay; leave the others at their defaults, or take another method"
+            )
+
+    def _determine_masked_decay(self, resume_from_checkpoint: str | None) -> float:
+        """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
+        if not has_trainable_weights(model_of(self)):
+            logger.warning(
+                "masked_decay='auto' becomes 0.0: every sparse weight is frozen, so there is nothing that it acts on"
+            )
+            return 0.0
+        if resume_from_checkpoint:
+            decay = getattr(saved_config(resume_from_checkpoint), "masked_decay", None)
             if not isinstance(decay, int | float):
                 raise ValueError(
-                    f"masked_decay='auto': {checkpoint} does not say which decay it was trained with; set that number"
+                    f"masked_decay='auto': {resume_from_checkpoint} does not say which decay it was trained with; set "
+                    f"that number"
                 )
-        else:
-            tuning = self.tune_masked_decay()
-            if self.is_world_process_zero():
-                print(tuning)
-            decay = tuning.chosen
-            if decay is None:
-                low, high = FEASIBLE
-                raise ValueError(
-                    f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
-                    f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
-                )
-        set_decay(model_of(self), decay)
-        if self.sparse24_config is not None:  # for models that `model_init` has yet to make
-            self.sparse24_config = self.sparse24_config.replace(masked_decay=decay)
+            return decay
+        tuning = self.tune_masked_decay()
+        if self.is_world_process_zero():
+            print(tuning)
+        if tuning.chosen is None:
+            low, high = FEASIBLE
+            raise ValueError(
+                f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
+                f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
+            )
+        return tuning.chosen
