@@ -13,7 +13,6 @@ from transformers import Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
 from hf_sparse24.patching import patched_config
-from hf_sparse24.training.decay_search import DecayTuning
 from hf_sparse24.training.resume import checkpoint_damage, last_whole_checkpoint
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -154,26 +153,23 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
     """Their checkpoints have no config.json."""
     from peft import LoraConfig, get_peft_model
 
-    def run(decay, **overrides) -> Sparse24Trainer:
-        made = make_trainer(tmp_path, decay=decay, method="t-sr-ste", **overrides)
+    def run(trains_below=False, **overrides) -> Sparse24Trainer:
+        made = make_trainer(tmp_path, decay="auto", method="t-sr-ste", **overrides)
         model = get_peft_model(made.model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
-        model.base_model.model.model.layers[0].mlp.down_proj.weight.requires_grad_(True)  # with none, there is no decay
+        model.base_model.model.model.layers[0].mlp.down_proj.weight.requires_grad_(trains_below)
         return Sparse24Trainer(model, made.args, train_dataset=made.train_dataset)
 
-    monkeypatch.setattr(
-        "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 0.8}, 3e-5)
-    )
-    first = run("auto", save_strategy="steps", save_steps=6)
+    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
+    first = run(save_strategy="steps", save_steps=6)
     first.train()
     saved = json.loads((tmp_path / "checkpoint-12" / "sparse24_config.json").read_text())
-    assert saved["masked_decay"] == 3e-5 and saved["phase"] == "dense"
+    assert saved["masked_decay"] == 0.0 and saved["phase"] == "dense"  # with all sparse weights frozen, there is none
     assert not (tmp_path / "checkpoint-12" / "config.json").exists()
-    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
     for checkpoint in (True, str(tmp_path / "checkpoint-6")):
-        resumed = run("auto", save_strategy="no")
+        resumed = run(save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint)
-        assert patched_config(resumed.model).masked_decay == 3e-5
+        assert patched_config(resumed.model).phase == "dense"
         assert torch.equal(weights(resumed), weights(first))
     (tmp_path / "checkpoint-6" / "sparse24_config.json").unlink()
     with pytest.raises(ValueError, match=r"masked_decay=.auto.: .*checkpoint-6 does not say which decay"):
-        run("auto").train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        run(trains_below=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
