@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching import patched_config, set_phase
 from hf_sparse24.weight import sparse_weights
@@ -240,3 +241,14 @@ def test_another_method_in_quantization_config_is_refused(passed, difference, tm
     unpatch_model(model, sparse=False)
     patch_model(model, config)
     assert patched_config(model) == config
+
+
+@pytest.mark.parametrize("pre_quantized", [True, False])
+def test_weights_that_loading_has_sharded_are_refused(pre_quantized):
+    """As `from_pretrained(..., tp_plan="auto")` does in several processes."""
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    next(iter(sparse_weights(model).values())).parameter.ds_id = 0
+    quantizer = Sparse24Quantizer(patched_config(model), pre_quantized=pre_quantized)
+    with pytest.raises(ValueError, match=r"gate_proj.weight is partitioned by .* use DDP"):
+        quantizer._process_model_after_weight_loading(model)

@@ -12,7 +12,7 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 
 from ..config import Sparse24Config
 from ..patching import patch_model, patched_config, reject_non_finite
-from ..weight import sparse_weights
+from ..weight import check_whole, sparse_weights
 
 register_quantization_config("sparse24")(Sparse24Config)
 # `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
@@ -41,6 +41,8 @@ class Sparse24Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
         weights = sparse_weights(model)
+        for name, weight in weights.items():
+            check_whole(name, weight.parameter)  # `tp_plan` has sharded it by now
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
