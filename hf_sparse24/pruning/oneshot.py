@@ -1,9 +1,9 @@
 """oneshot: prune a pretrained model to N:M in one pass over calibration data, ready for fine-tuning.
 
 Blocks are pruned in the order they run. Each one's inputs come from the blocks before it as they are after pruning, so
-later blocks see, and make up for, what earlier ones lost. Of the activations only the Gram matrices of one block are
-kept; the price is that every block runs the model again from its start, up to that block: (blocks + 3) / 2 forward
-passes over the data in all.
+later blocks see, and make up for, what earlier ones lost. As in the block loops of SparseGPT and Wanda, every block
+computes twice for each batch, once dense and once pruned, so the work is linear in depth. Of the activations only the
+Gram matrices of one block are kept, and for each batch the output of the last finished block; see `replay`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -106,14 +106,15 @@ def oneshot(
     save it, `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. If anything goes wrong,
     an interrupt included, the model is left as it was.
 
-    Needs memory for all batches, for an `[in, in]` matrix of every targeted layer of one block, and, on the CPU, for
-    the dense weights of the targeted layers.
+    Needs memory for all batches, for each the output of one block (and of those that skip blocks, such as an encoder's
+    last one), for an `[in, in]` matrix of every targeted layer of one block, and, on
+    the CPU, for the dense weights of the targeted layers. At first, for one batch, the outputs of all blocks.
 
     Args:
         model: not patched yet, on the device it shall run on. Its mode (train or eval) is kept.
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
             kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
-            full length are usual.
+            full length are usual. All batches with the same names run the same blocks in the same order.
         config: of a method that takes masks from elsewhere; None for the default
             settings of `"fixed-mask"`. Selects the layers as in `patch_model`.
         criterion: what a weight is kept for, in every group of M inputs:
@@ -134,8 +135,9 @@ def oneshot(
     Raises:
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
             another method or with a dense start, which would choose other masks; an unknown `criterion`; a
-            negative `damping`; no data, or batches of something else; targeted layers that no token reaches;
-            activations with NaN or inf; `"existing"` for a model without zeros.
+            negative `damping`; no data, or batches of something else; batches with the same names that run other
+            blocks; targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model
+            without zeros.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction; see `layerwise` for the others.
     Our deviations from their code: one damped least-squares problem for weights and bias, solved to its minimum instead
