@@ -80,7 +80,7 @@ def calibrate(
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():
         blocks.setdefault(_block_of(model, name), {})[name] = weight
-    replay, unpruned = Replay(model), set(weights)
+    unpruned = set(weights)
     effects: list[list[Effect]] = [[] for _ in batches]
     total = len(batches) * len(blocks)
 
@@ -90,7 +90,8 @@ def calibrate(
         if name in grams:
             grams[name].add(args[0] if args else next(iter(kwargs.values())), attention_mask)
 
-    with _evaluating(model), logging.tqdm(total=total, desc="calibration", unit="batch") as progress:
+    progress = logging.tqdm(total=total, desc="calibration", unit="batch")
+    with progress, _evaluating(model), Replay(model) as replay:
         order, courses = _survey(replay, blocks, batches)
         with ExitStack() as hooks:
             for name, weight in weights.items():
@@ -112,13 +113,20 @@ def calibrate(
 
 @contextmanager
 def _evaluating(model: nn.Module):
+    """In eval mode, and without the caches for generation that Transformers then makes."""
     modes = {module: module.training for module in model.modules()}
+    configs = [config for config in (getattr(module, "config", None) for module in modes) if config is not None]
+    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
     model.eval()
+    for config in caching:
+        config.use_cache = False
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+        for config in caching:
+            config.use_cache = True
 
 
 def _block_of(model: nn.Module, name: str) -> str:

@@ -82,7 +82,7 @@ class Course:
 
 
 class Replay:
-    """Runs a model on batches, again and again, while its blocks are being pruned.
+    """Runs a model on batches, again and again, while its blocks are being pruned: within `with Replay(model)`.
 
     Attributes:
         blocks: each block, with the name of the member of an outermost `nn.ModuleList` that it is or is part of; a
@@ -95,6 +95,15 @@ class Replay:
         self.model = model
         self.blocks = dict(_blocks(model))
         self.final = True
+        self._on_call: Callable[[Call], Any] = lambda call: call.compute().output
+        self._intercepted = _intercepted(self.blocks, lambda call: self._on_call(call))
+
+    def __enter__(self) -> "Replay":
+        self._intercepted.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._intercepted.__exit__(*error)
 
     def run(self, batch: Batch, course: Course, effects: list[Effect], stop: int | None) -> Effect | None:
         """Run one pass, up to the call with number `stop`, whose effect it returns; or to the end, for None.
@@ -184,8 +193,9 @@ class Replay:
                 raise _PassDone
             return effect.output
 
+        self._on_call = on_call
         device = next(self.model.parameters()).device
-        with _intercepted(self.blocks, on_call), suppress(_PassDone):
+        with suppress(_PassDone):
             self.model(**{name: value.to(device) for name, value in batch.items()})
         return last
 
