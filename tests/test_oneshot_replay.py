@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_sparse24 import Sparse24Config, oneshot
+from hf_sparse24.pruning import calibration
 from hf_sparse24.pruning.replay import Replay
 
 CONFIG = Sparse24Config(method="fixed-mask", target_modules="all-linear")
@@ -207,6 +208,21 @@ def test_a_block_computes_twice_per_batch_however_deep_the_model_is(depth):
     model = Chain(depth)
     oneshot(model, x_batches(5), CONFIG)
     assert [block.computed for block in model.blocks] == [2 + 2 * 5] * (depth - 1) + [2 + 5]
+
+
+def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
+    sizes = []
+    product = calibration._upper_product
+    monkeypatch.setattr(calibration, "_upper_product", lambda rows: sizes.append(rows.shape[1]) or product(rows))
+    oneshot(zoo.build("llama"), batches(1), CONFIG)
+    assert sizes == [33, 33, 33, 65] * 2  # query, key and value; the attention's output; gate and up; down
+
+
+@pytest.mark.parametrize("columns", [1, 5, 8, 21])
+def test_half_of_a_gram_matrix_is_enough(columns):
+    rows = torch.randn(50, columns, dtype=torch.float64)
+    upper = calibration._upper_product(rows).triu()
+    torch.testing.assert_close(upper + upper.triu(1).T, rows.T @ rows)
 
 
 @pytest.mark.parametrize(

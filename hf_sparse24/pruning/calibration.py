@@ -25,17 +25,42 @@ class Gram:
         self.matrix = torch.zeros(size, size, dtype=dtype, device=values.device)
         self.tokens = 0
 
-    def add(self, x: Tensor, attention_mask: Tensor | None) -> None:
-        """Add inputs `[..., in]`, without those that the mask `[batch, length]` calls padding.
+    def fill_lower(self) -> None:
+        """Mirror the upper triangle, which is all that inputs are added to."""
+        self.matrix.copy_(self.matrix.triu() + self.matrix.triu(1).t())
+
+
+class _LastInput:
+    """The Gram matrix of the input that some layer got last: others often get the same, as query, key and value do."""
+
+    def __init__(self, attention_mask: Tensor | None):
+        self.attention_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        self.x: Tensor | None = None
+        self.version = self.tokens = 0
+        self.product = torch.empty(0)
+
+    def add_to(self, gram: Gram, x: Tensor) -> None:
+        """Add inputs `[..., in]`, without those that the attention mask `[batch, length]` calls padding.
 
         Only where the shapes agree: an expert's share of the tokens, or relative positions, have no padding to skip.
         """
-        rows = x.reshape(-1, x.shape[-1])
-        if attention_mask is not None and x.shape[:-1] in (attention_mask.shape, (attention_mask.numel(),)):
-            rows = rows[attention_mask.flatten().to(rows.device, torch.bool)]
-        rows = nn.functional.pad(rows.to(self.matrix), (0, 1), value=1.0)
-        self.matrix.addmm_(rows.t(), rows)
-        self.tokens += len(rows)
+        if x is not self.x or x._version != self.version or self.product.dtype != gram.matrix.dtype:
+            rows, mask = x.reshape(-1, x.shape[-1]), self.attention_mask
+            if mask is not None and x.shape[:-1] in (mask.shape, (mask.numel(),)):
+                rows = rows[mask.flatten().to(rows.device, torch.bool)]
+            rows = nn.functional.pad(rows.to(gram.matrix), (0, 1), value=1.0)
+            self.x, self.version, self.tokens, self.product = x, x._version, len(rows), _upper_product(rows)
+        gram.matrix += self.product
+        gram.tokens += self.tokens
+
+
+def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
+    """`rows^T rows`, and zeros in most of its lower triangle: in 8 parts that is 9/16 of the work."""
+    product = rows.new_zeros(rows.shape[1], rows.shape[1])
+    for columns in torch.arange(rows.shape[1]).chunk(parts):
+        start, end = int(columns[0]), int(columns[-1]) + 1
+        torch.mm(rows[:, start:end].t(), rows[:, start:], out=product[start:end, start:])
+    return product
 
 
 def matrix(weight: SparseWeight) -> Tensor:
@@ -88,7 +113,7 @@ def calibrate(
         if name in unpruned:
             replay.final = False
         if name in grams:
-            grams[name].add(args[0] if args else next(iter(kwargs.values())), attention_mask)
+            last_input.add_to(grams[name], args[0] if args else next(iter(kwargs.values())))
 
     progress = logging.tqdm(total=total, desc="calibration", unit="batch")
     with progress, _evaluating(model), Replay(model) as replay:
@@ -102,10 +127,11 @@ def calibrate(
                 for batch, kept in zip(batches, effects):
                     course = courses[frozenset(batch)]
                     if course.last_use is None or block in course.ends:
-                        mask = batch.get("attention_mask")
-                        attention_mask = mask if mask is not None and mask.dim() == 2 else None
+                        last_input = _LastInput(batch.get("attention_mask"))
                         replay.run(batch, course, kept, course.ends.get(block))
                     progress.update()
+                for gram in grams.values():
+                    gram.fill_lower()
                 _check(grams)
                 yield grams
                 unpruned -= grams.keys()

@@ -107,7 +107,7 @@ def oneshot(
     an interrupt included, the model is left as it was.
 
     Needs memory for all batches, for each the output of one block (and of those that skip blocks, such as an encoder's
-    last one), for an `[in, in]` matrix of every targeted layer of one block, and, on
+    last one), for an `[in, in]` matrix of every targeted layer of one block and the largest of these twice, and, on
     the CPU, for the dense weights of the targeted layers. At first, for one batch, the outputs of all blocks.
 
     Args:
