@@ -210,6 +210,15 @@ def test_a_block_computes_twice_per_batch_however_deep_the_model_is(depth):
     assert [block.computed for block in model.blocks] == [2 + 2 * 5] * (depth - 1) + [2 + 5]
 
 
+def test_no_cache_for_generation_is_made():
+    model, caches = zoo.build("llama"), []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True
+    )
+    oneshot(model, batches(1), CONFIG)
+    assert set(caches) == {None} and model.config.use_cache
+
+
 def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
     sizes = []
     product = calibration._upper_product
