@@ -53,22 +53,23 @@ def sparsegpt(
     factorization from the last column upwards and one triangular inverse; the paper inverts H and factors the inverse.
     """
     factor, damping = _inverse_factor(gram, damping)
-    scale = factor.diagonal()
-    weight, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
-    columns = weight.shape[1]
+    scale = factor.diagonal()[:, None]
+    weight = weight.t().clone(memory_format=torch.contiguous_format)  # [in, out]: a column of the weight is a row
+    mask = torch.empty_like(weight, dtype=torch.bool)
+    columns = len(weight)
     width = max(width // m, 1) * m
     for start in range(0, columns, width):
         end = min(start + width, columns)
-        errors = weight.new_zeros(weight.shape[0], end - start)
-        for j in range(start, end):
-            if j % m == 0:
-                group = slice(j, j + m)
-                mask[:, group] = kernels.nm_mask(weight[:, group] / scale[group], n, m)
-            error = weight[:, j].masked_fill(mask[:, j], 0) / scale[j]
-            weight[:, j:end] -= torch.outer(error, factor[j, j:end])
-            errors[:, j - start] = error
-        weight[:, end:] -= errors @ factor[start:end, end:]
-    return kernels.apply_mask(weight, mask), mask, damping
+        errors = torch.empty_like(weight[start:end])
+        for left in range(start, end, m):
+            right = left + m
+            mask[left:right] = kernels.nm_mask(weight[left:right] / scale[left:right], n, m, dim=0)
+            for j in range(left, right):
+                errors[j - start] = weight[j].masked_fill(mask[j], 0) / scale[j]
+                weight[j:right] -= factor[j, j:right, None] * errors[j - start]
+            weight[right:end] -= factor[left:right, right:end].t() @ errors[left - start : right - start]
+        weight[end:] -= factor[start:end, end:].t() @ errors
+    return kernels.apply_mask(weight, mask).t(), mask.t(), damping
 
 
 def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
