@@ -121,6 +121,7 @@ def oneshot(
             `"magnitude"` its absolute value;
             `"wanda"` that times the norm of its input;
             `"sparsegpt"` what pruning it costs once the weights to its right have made up for it, which they then do;
+            weights of inputs that are never active become zero;
             `"existing"` its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
             can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
@@ -232,8 +233,9 @@ def _prune_weight(
     result = torch.cat([pruned, bias[:, None]], 1)
     if reconstruct:
         free = nn.functional.pad(mask, (0, 1), value=owned is not None)
-        penalty = torch.full_like(gram.matrix[0], layerwise.ridge(inputs_gram, damping))
-        penalty[-1] = 0  # the bias may move as far as it helps
+        # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
+        penalty = layerwise.ridge(inputs_gram, damping) * (gram.matrix.diagonal() > 0).to(dense)
+        penalty[-1] = 0
         result = layerwise.least_squares(dense_and_bias, free, gram.matrix, penalty, result)
     weight.copy_(kernels.apply_mask(result[:, :-1], mask))
     if owned is not None:
