@@ -84,6 +84,7 @@ def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], mode: bo
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert not sparse_weights(model) and all(module.training == mode for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in module.__dict__ for module in model.modules())
     assert getattr(getattr(model, "config", None), "quantization_config", None) is None
 
 
@@ -96,6 +97,52 @@ def test_wanda_on_literal_numbers():
     expected = torch.tensor([[True, False, True, False, False, True, True, False]])  # scores 5 2 3 2 | 1 2 3 0
     assert torch.equal(wanda_mask(weight, x.T @ x, 2, 4), expected)
     assert wanda_mask(weight, x.T @ x, 1, 8).nonzero().tolist() == [[0, 0]]
+
+
+OFFICIAL_WEIGHT = torch.tensor([[4.0, -3, 2, 1, -2, 5, 1, -4], [1, 2, -4, 3, 3, 3, -2, 1], [-2, 5, 1, -3, 4, -1, 2, 2]])
+OFFICIAL_X = torch.tensor(
+    [
+        [1.0, 2, 0, -1, 3, 0, 1, 2], [0, 1, 1, 2, -1, 1, 0, 1], [2, -1, 3, 0, 1, 1, -2, 0], [1, 0, -2, 1, 0, 2, 1, -1],
+        [-1, 1, 1, 3, 2, 0, 1, 1], [0, 2, 1, -1, 1, -3, 2, 0], [3, 1, 0, 1, -2, 1, 1, 2], [1, -2, 1, 0, 1, 1, 0, 3],
+        [2, 1, -1, 1, 0, -1, 2, -2], [0, 3, 2, 1, 1, 2, -1, 1],
+    ]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dead", "damping", "expected"),
+    [
+        ([], 0.01, [
+            [4.000000, -3.000000, 0, 0, 0, 5.400703, 0, -3.730569],
+            [0, 0, -1.695099, 2.009198, 2.785538, 4.951161, 0, 0],
+            [0, 5.573154, 0, -2.047218, 4.395056, 0, 0, 1.351910],
+        ]),
+        ([4], 0.0, [
+            [4.000000, -3.000000, 0, 0, 0, 4.988992, 0, -3.036478],
+            [0, 0, -1.612774, 1.893511, 0, 5.155490, 1.834702, 0],
+            [0, 5.756978, 0, -2.040148, 0, -2.903130, 0, 2.362982],
+        ]),
+    ],
+)  # fmt: skip
+def test_sparsegpt_gives_the_numbers_of_the_official_code(dead, damping, expected):
+    """What `SparseGPT.fasterprune` in github.com/IST-DASLab/sparsegpt (147d215) gives, dead inputs included."""
+    x = OFFICIAL_X.index_fill(1, torch.tensor(dead, dtype=torch.long), 0)
+    pruned, mask, used = sparsegpt(OFFICIAL_WEIGHT, x.T @ x, 2, 4, damping)
+    torch.testing.assert_close(pruned, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert used == damping and mask.unflatten(1, (-1, 4)).sum(2).eq(2).all() and (pruned[~mask] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("dead", "expected"),
+    [
+        ([], [[4.0, -3, 0, 0, 0, 5, 0, -4], [0, 0, -4, 3, 3, 3, 0, 0], [0, 5, 0, -3, 4, 0, 0, 2]]),
+        ([4], [[4.0, -3, 0, 0, 0, 5, 0, -4], [0, 0, -4, 3, 0, 3, -2, 0], [0, 5, 0, -3, 0, 0, 2, 2]]),
+    ],
+)
+def test_wanda_gives_the_numbers_of_the_official_code(dead, expected):
+    """What `prune_wanda` in github.com/locuslab/wanda (8e8fc87) gives, dead inputs included."""
+    x = OFFICIAL_X.index_fill(1, torch.tensor(dead, dtype=torch.long), 0)
+    assert torch.equal(OFFICIAL_WEIGHT * wanda_mask(OFFICIAL_WEIGHT, x.T @ x, 2, 4), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4)])
@@ -126,8 +173,8 @@ def test_sparsegpt_raises_the_damping_where_it_must():
     singular = torch.ones(8, 8, dtype=torch.float64)
     pruned, mask, damping = sparsegpt(weight, singular, 2, 4, 0.0)
     assert damping == 1e-6 and pruned.isfinite().all() and is_nm_sparse(mask)
-    _, mask, damping = sparsegpt(weight, 0 * singular, 2, 4, 0.01)  # no input at all: magnitudes decide
-    assert damping == 0.01 and torch.equal(mask, nm_mask(weight))
+    pruned, mask, damping = sparsegpt(weight, 0 * singular, 2, 4, 0.0)  # no input at all is no reason to
+    assert damping == 0.0 and not pruned.any() and mask.sum() == weight.numel() // 2
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.3])
@@ -206,6 +253,25 @@ def test_the_bias_absorbs_the_mean_error():
     oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), damping=1e9)
     torch.testing.assert_close(layer.weight, weight * mask_of(layer), rtol=0, atol=1e-6)
     torch.testing.assert_close(layer.bias, bias + (weight * ~mask_of(layer)) @ x.mean(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reconstruct", [True, False])
+@pytest.mark.parametrize("criterion", PRUNING)
+def test_weights_of_inputs_that_are_never_active(criterion, reconstruct):
+    """SparseGPT zeroes them, Wanda drops them first, and nothing moves what is left of them."""
+    x, layer = correlated(300, 16), linear(8, 16)
+    dead = torch.tensor([0, 1, 2, 5, 10])  # three of one group: one of them must be kept
+    x[:, dead] = 0
+    before = layer.weight.clone()
+    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, reconstruct=reconstruct).layers[0]
+    kept = mask_of(layer)[:, dead]
+    if criterion == "sparsegpt":
+        assert not layer.weight[:, dead].any()
+    else:
+        assert torch.equal(layer.weight[:, dead], before[:, dead] * kept)
+    if criterion == "wanda":
+        assert kept.sum() == 8 and kept[:, :3].sum() == 8
+    assert report.damping == 0.01 and is_nm_sparse(layer.weight)
 
 
 @pytest.mark.parametrize("reconstruct", [True, False])
@@ -311,13 +377,13 @@ def test_later_blocks_see_the_pruned_ones_before_them():
 def test_forward_passes_end_with_their_block():
     model, calls = zoo.build("gpt2"), []
     for i, block in enumerate(model.transformer.h):
-        block.register_forward_pre_hook(
+        block.mlp.register_forward_pre_hook(
             lambda module, args, i=i: calls.append(i if not module.training else "training")
         )
     head = []
     model.lm_head.register_forward_pre_hook(lambda module, args: head.append(1))
     oneshot(model, batches(1), fixed_mask())
-    assert calls == [0, 1, 0, 0, 1] and len(head) == 1  # the survey, block 0, block 1
+    assert calls == [0, 1, 0, 1, 0, 0, 1] and len(head) == 1  # the survey, the trial of replay, block 0, block 1
     assert model.training
 
 
@@ -499,7 +565,8 @@ def test_a_patched_model_is_refused_and_stays_patched():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_an_interrupted_run_restores_the_model(name, error):
-    """Whenever it comes: in the survey, before anything is pruned, when one block is."""
+    """Whenever it comes: in the survey, before anything is pruned, when one block is. An error in the trial of replay
+    only means that there is no replay."""
     model = zoo.build(name).eval()
     before, data = snapshot(model), batches(1)
 
@@ -520,10 +587,11 @@ def test_an_interrupted_run_restores_the_model(name, error):
             handle.remove()
         return False
 
-    for call in (1, 2, 3):  # the survey, the first block's pass, the second's, when the first is pruned
+    # The survey, the trial, the first block's pass, the second's, when the first is pruned.
+    for call in (1, 3, 4) if error is RuntimeError else (1, 2, 3, 4):
         assert interrupted_at(call)
         assert_untouched(model, before, mode=False)
-    assert not interrupted_at(4) and sparse_weights(model)
+    assert not interrupted_at(5) and sparse_weights(model)
 
 
 def test_an_interrupt_after_a_layer_was_written(monkeypatch):

@@ -38,7 +38,7 @@ def sparsegpt(
     With `H = gram + ridge` and `F` the columns from j on, pruning weight j of a row costs `w_j^2 / [H_F^-1]_jj` and
     moves the others by `-w_j [H_F^-1]_j: / [H_F^-1]_jj`. All those inverses lie in one triangular factor,
     `H^-1 = U^T U`: `[H_F^-1]_jj = U_jj^2` and `[H_F^-1]_j: = U_jj U_j:`. The mask of a group of `m` is chosen by that
-    cost when its first column is reached.
+    cost when its first column is reached. Weights of an input that is never active become zero, whatever the mask.
 
     Args:
         weight: `[out, in]`, `in` a multiple of `m`. gram: `[in, in]`.
@@ -49,34 +49,38 @@ def sparsegpt(
     Returns:
         The pruned weight, its mask (bool, `n` of every `m`), and the damping that was used.
 
-    Reference: Frantar & Alistarh 2023 (arXiv 2301.00774), Algorithm 1. Our deviation: U comes from one Cholesky
-    factorization from the last column upwards and one triangular inverse; the paper inverts H and factors the inverse.
+    Reference: Frantar & Alistarh 2023 (arXiv 2301.00774), Algorithm 1; for inputs that are never active, their code
+    (github.com/IST-DASLab/sparsegpt, `fasterprune`). Our deviations: U comes from one Cholesky factorization from the
+    last column upwards and one triangular inverse; the paper inverts H and factors the inverse. Inputs that are never
+    active count as 0 in the mean that scales the damping; in their code they count as 1, whatever unit the others have.
     """
     factor, damping = _inverse_factor(gram, damping)
-    scale = factor.diagonal()
-    weight, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
-    columns = weight.shape[1]
+    scale = factor.diagonal()[:, None]
+    weight = weight.masked_fill(gram.diagonal() == 0, 0).t().contiguous()  # [in, out]: a column of the weight is a row
+    mask = torch.empty_like(weight, dtype=torch.bool)
+    columns = len(weight)
     width = max(width // m, 1) * m
     for start in range(0, columns, width):
         end = min(start + width, columns)
-        errors = weight.new_zeros(weight.shape[0], end - start)
-        for j in range(start, end):
-            if j % m == 0:
-                group = slice(j, j + m)
-                mask[:, group] = kernels.nm_mask(weight[:, group] / scale[group], n, m)
-            error = weight[:, j].masked_fill(mask[:, j], 0) / scale[j]
-            weight[:, j:end] -= torch.outer(error, factor[j, j:end])
-            errors[:, j - start] = error
-        weight[:, end:] -= errors @ factor[start:end, end:]
-    return kernels.apply_mask(weight, mask), mask, damping
+        errors = torch.empty_like(weight[start:end])
+        for left in range(start, end, m):
+            right = left + m
+            mask[left:right] = kernels.nm_mask(weight[left:right] / scale[left:right], n, m, dim=0)
+            for j in range(left, right):
+                errors[j - start] = weight[j].masked_fill(mask[j], 0) / scale[j]
+                weight[j:right] -= factor[j, j:right, None] * errors[j - start]
+            weight[right:end] -= factor[left:right, right:end].t() @ errors[left - start : right - start]
+        weight[end:] -= factor[start:end, end:].t() @ errors
+    return kernels.apply_mask(weight, mask).t(), mask.t(), damping
 
 
 def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
     """Upper triangular U with `U^T U` the inverse of the damped Gram matrix, and the damping it took."""
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    regular = gram + (gram.diagonal() == 0).diag()  # an input that is never active is no reason to damp the others more
     while True:
         # Flipped, factored and flipped back, H = R R^T with R upper triangular, so that U = R^-1 is as well.
-        lower, failed = torch.linalg.cholesky_ex((gram + ridge(gram, damping) * identity).flip(0, 1))
+        lower, failed = torch.linalg.cholesky_ex((regular + ridge(gram, damping) * identity).flip(0, 1))
         if not failed:
             return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True), damping
         damping = max(10 * damping, 1e-6)

@@ -1,9 +1,9 @@
 """oneshot: prune a pretrained model to N:M in one pass over calibration data, ready for fine-tuning.
 
 Blocks are pruned in the order they run. Each one's inputs come from the blocks before it as they are after pruning, so
-later blocks see, and make up for, what earlier ones lost. Of the activations only the Gram matrices of one block are
-kept; the price is that every block runs the model again from its start, up to that block: (blocks + 3) / 2 forward
-passes over the data in all.
+later blocks see, and make up for, what earlier ones lost. As in the block loops of SparseGPT and Wanda, every block
+computes twice for each batch, once dense and once pruned, so the work is linear in depth. Of the activations only the
+Gram matrices of one block are kept, and for each batch the output of the last finished block; see `replay`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -106,20 +106,22 @@ def oneshot(
     save it, `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. If anything goes wrong,
     an interrupt included, the model is left as it was.
 
-    Needs memory for all batches, for an `[in, in]` matrix of every targeted layer of one block, and, on the CPU, for
-    the dense weights of the targeted layers.
+    Needs memory for all batches, for each the output of one block (and of those that skip blocks, such as an encoder's
+    last one), for an `[in, in]` matrix of every targeted layer of one block and the largest of these twice, and, on
+    the CPU, for the dense weights of the targeted layers. At first, for one batch, the outputs of all blocks.
 
     Args:
         model: not patched yet, on the device it shall run on. Its mode (train or eval) is kept.
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
             kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
-            full length are usual.
+            full length are usual. All batches with the same names run the same blocks in the same order.
         config: of a method that takes masks from elsewhere; None for the default
             settings of `"fixed-mask"`. Selects the layers as in `patch_model`.
         criterion: what a weight is kept for, in every group of M inputs:
             `"magnitude"` its absolute value;
             `"wanda"` that times the norm of its input;
             `"sparsegpt"` what pruning it costs once the weights to its right have made up for it, which they then do;
+            weights of inputs that are never active become zero;
             `"existing"` its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
             can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
@@ -134,8 +136,9 @@ def oneshot(
     Raises:
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
             another method or with a dense start, which would choose other masks; an unknown `criterion`; a
-            negative `damping`; no data, or batches of something else; targeted layers that no token reaches;
-            activations with NaN or inf; `"existing"` for a model without zeros.
+            negative `damping`; no data, or batches of something else; batches with the same names that run other
+            blocks; targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model
+            without zeros.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction; see `layerwise` for the others.
     Our deviations from their code: one damped least-squares problem for weights and bias, solved to its minimum instead
@@ -230,8 +233,9 @@ def _prune_weight(
     result = torch.cat([pruned, bias[:, None]], 1)
     if reconstruct:
         free = nn.functional.pad(mask, (0, 1), value=owned is not None)
-        penalty = torch.full_like(gram.matrix[0], layerwise.ridge(inputs_gram, damping))
-        penalty[-1] = 0  # the bias may move as far as it helps
+        # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
+        penalty = layerwise.ridge(inputs_gram, damping) * (gram.matrix.diagonal() > 0).to(dense)
+        penalty[-1] = 0
         result = layerwise.least_squares(dense_and_bias, free, gram.matrix, penalty, result)
     weight.copy_(kernels.apply_mask(result[:, :-1], mask))
     if owned is not None:

@@ -1,0 +1,272 @@
+"""Forward passes that compute a block only where its output may have changed, and replay it elsewhere.
+
+Pruning block by block needs the inputs of every block once all blocks before it are pruned. Whole forward passes, one
+for each block, make that quadratic in depth. Here the model still runs its own forward for each block, so whatever it
+does around and between blocks stays right. But a call of a block that has nothing unpruned before it computes only
+once, and is replayed in later passes: it returns a copy of that output, and writes again what it wrote into dicts among
+its arguments (Gemma 3n hands keys and values on in one). So a pass computes two blocks, the one that was pruned last
+and the one to calibrate.
+
+Of a batch's outputs only those stay in memory that something still reads: the last one, and what skips blocks, such as
+an encoder's result. The others become one NaN of the same shape: should something read them after all, it shows.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+Batch = dict[str, Tensor]
+"""Keyword arguments of a model."""
+
+
+class Effect(NamedTuple):
+    """What a call of a block did: its output, and what it wrote into each dict among its arguments."""
+
+    output: Any
+    writes: list[dict[Any, Any]]
+
+
+class Call:
+    """A call of a block: to be computed, or replayed.
+
+    Attributes:
+        block: the one that is called.
+        arguments: positional ones and those by name.
+    """
+
+    def __init__(self, block: nn.Module, arguments: list[Any], forward: Callable[[], Any]):
+        self.block, self.arguments, self._forward = block, arguments, forward
+        self._dicts = [value for value in arguments if isinstance(value, MutableMapping)]
+
+    def compute(self) -> Effect:
+        before = [dict(values) for values in self._dicts]
+        output = self._forward()
+        return Effect(
+            output,
+            [{k: v for k, v in now.items() if v is not old.get(k)} for now, old in zip(self._dicts, before)],
+        )
+
+    def replay(self, effect: Effect) -> Effect:
+        for values, writes in zip(self._dicts, effect.writes):
+            values.update(writes)
+        return effect
+
+    def gets_nan(self) -> bool:
+        given = _tensors([self.arguments, [dict(values) for values in self._dicts]])
+        return any(bool(tensor.isnan().any()) for tensor in given)
+
+
+@dataclass(frozen=True)
+class Course:
+    """How forward passes go through the blocks.
+
+    Attributes:
+        calls: the blocks in the order of their calls; one that runs several times is there several times.
+        ends: by the name in `Replay.blocks`, the number of the last call.
+        last_use: by call, the number of the last call that reads its effect, or something the model makes of it; its
+            own number where none does. None if blocks cannot be replayed.
+    """
+
+    calls: tuple[nn.Module, ...]
+    ends: dict[str, int]
+    last_use: tuple[int, ...] | None
+
+
+class Replay:
+    """Runs a model on batches, again and again, while its blocks are being pruned: within `with Replay(model)`.
+
+    Attributes:
+        blocks: each block, with the name of the member of an outermost `nn.ModuleList` that it is or is part of; a
+            member without a forward of its own (a list or dict of modules) has several.
+        final: whether all that the current pass has computed so far will stay as it is. To be set to False when a
+            layer runs that is not pruned yet; what follows is not kept for replay.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.blocks = dict(_blocks(model))
+        self.final = True
+        self._on_call: Callable[[Call], Any] = lambda call: call.compute().output
+        self._intercepted = _intercepted(self.blocks, lambda call: self._on_call(call))
+
+    def __enter__(self) -> "Replay":
+        self._intercepted.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._intercepted.__exit__(*error)
+
+    def run(self, batch: Batch, course: Course, effects: list[Effect], stop: int | None) -> Effect | None:
+        """Run one pass, up to the call with number `stop`, whose effect it returns; or to the end, for None.
+
+        `effects` are those of the batch's first calls, which are replayed; the following ones are added if final.
+
+        Raises:
+            ValueError: the model calls other blocks than in `course`.
+        """
+        self.final = True
+
+        def make(number: int, call: Call) -> Effect:
+            if course.calls[number : number + 1] != (call.block,):
+                raise ValueError(
+                    f"{self.blocks[call.block]} is number {number} of the blocks that run for one batch and not for "
+                    f"another, both with arguments {sorted(batch)}: oneshot needs batches that run the same blocks"
+                )
+            if number < len(effects):
+                return call.replay(_copy(effects[number]))
+            effect = call.compute()
+            if self.final and course.last_use is not None:
+                effects.append(_copy(effect))
+                for i, last in enumerate(course.last_use[: number + 1]):
+                    if last == number:
+                        effects[i] = _nan(effects[i])
+            return effect
+
+        return self._pass(batch, make, stop)
+
+    def study(self, batch: Batch) -> Course:
+        """Find the course of batches like this one, and try whether it can be replayed.
+
+        That is so if an effect is all that a call leaves behind, and nothing reads the data that is dropped. Then every
+        block computes the same after replays of all blocks before it. Otherwise the course is without replay, with a
+        warning that says why.
+        """
+        calls: list[nn.Module] = []
+        effects: list[Effect] = []
+
+        def record(number: int, call: Call) -> Effect:
+            effect = call.compute()
+            calls.append(call.block)
+            effects.append(_copy(effect))
+            return effect
+
+        self._pass(batch, record, None)
+        last_use = tuple(self._last_use(batch, effects, number) for number in range(len(calls)))
+        course = Course(tuple(calls), {self.blocks[block]: number for number, block in enumerate(calls)}, last_use)
+        replayed: list[Effect] = []
+        for number, expected in enumerate(effects):
+            try:
+                found = self.run(batch, course, replayed, number)
+                torch.testing.assert_close(_tensors(found), _tensors(expected), equal_nan=True)
+            except Exception as error:  # whatever it is, a pass without replay has just succeeded
+                name = self.blocks[calls[number]]
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                warn_of_whole_passes(f"{name} differs when the blocks before it are replayed ({what})")
+                return replace(course, last_use=None)
+        return course
+
+    def _last_use(self, batch: Batch, effects: list[Effect], dropped: int) -> int:
+        """See `Course`. Found by a pass that replays all calls, with NaN for the effect with number `dropped`."""
+        last = dropped
+
+        def make(number: int, call: Call) -> Effect:
+            nonlocal last
+            if call.gets_nan():
+                last = number
+            return call.replay(_nan(effects[number]) if number == dropped else _copy(effects[number]))
+
+        try:
+            self._pass(batch, make, len(effects) - 1)
+        except Exception:  # the model looks at it between blocks, and takes offence
+            last = len(effects)
+        return last
+
+    def _pass(self, batch: Batch, make: Callable[[int, Call], Effect], stop: int | None) -> Effect | None:
+        """A forward pass in which `make` makes the calls, by number; it ends after number `stop`, if not None."""
+        number, last = -1, None
+
+        def on_call(call: Call) -> Any:
+            nonlocal number, last
+            number += 1
+            effect = make(number, call)
+            if number == stop:
+                last = effect
+                raise _PassDone
+            return effect.output
+
+        self._on_call = on_call
+        device = next(self.model.parameters()).device
+        with suppress(_PassDone):
+            self.model(**{name: value.to(device) for name, value in batch.items()})
+        return last
+
+
+def warn_of_whole_passes(reason: str) -> None:
+    logger.warning(f"oneshot runs the model from its start for every block, which is slow in a deep model: {reason}")
+
+
+class _PassDone(Exception):
+    """Ends a forward pass that has gone far enough."""
+
+
+def _blocks(module: nn.Module, name: str = "", member: str | None = None) -> Iterator[tuple[nn.Module, str]]:
+    """The outermost modules with a forward of their own in `nn.ModuleList`s; see `Replay.blocks`."""
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        inner = path if member is None and isinstance(module, nn.ModuleList) else member
+        if inner is not None and type(child).forward is not nn.Module.forward:
+            yield child, inner
+        else:
+            yield from _blocks(child, path, inner)
+
+
+@contextmanager
+def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) -> Iterator[None]:
+    """Let `on_call` return what calls of blocks return. A block that another one calls is part of that one."""
+    inside = False
+
+    def intercept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return forward(*args, **kwargs)
+            inside = True
+            try:
+                return on_call(Call(block, [*args, *kwargs.values()], lambda: forward(*args, **kwargs)))
+            finally:
+                inside = False
+
+        return intercepted
+
+    own = {
+        block: block.__dict__.get("forward") for block in blocks
+    }  # where others have replaced it, as accelerate does
+    try:
+        for block in own:
+            block.__dict__["forward"] = intercept(block, block.forward)
+        yield
+    finally:
+        for block, forward in own.items():
+            block.__dict__.pop("forward", None)
+            if forward is not None:
+                block.__dict__["forward"] = forward
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _copy(effect: Effect) -> Effect:
+    """A copy that nobody else writes into; what `_nan` made is shared, as nobody can."""
+    return tree_map_only(Tensor, lambda tensor: tensor if _is_expanded(tensor) else tensor.clone(), effect)
+
+
+def _nan(effect: Effect) -> Effect:
+    """The same with NaN for every float, which takes no memory. Other tensors are kept."""
+    return tree_map_only(
+        Tensor, lambda x: x.new_full((), torch.nan).expand_as(x) if x.is_floating_point() else x, effect
+    )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
