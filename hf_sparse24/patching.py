@@ -202,11 +202,11 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _whole_of(part: nn.Module) -> PreTrainedModel | None:
-    """The largest Transformers model that `part` lies in; None where it is one itself, with a head.
+    """The largest Transformers model that `part` lies in, where `part` is a base model, such as `model.model`.
 
     A part does not know of the whole, so this asks the garbage collector.
     """
-    if isinstance(part, PreTrainedModel) and part.base_model is not part:
+    if not isinstance(part, PreTrainedModel) or part.base_model is not part:
         return None
     models = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel) and found is not part]
     wholes = [model for model in models if any(module is part for module in model.modules())]

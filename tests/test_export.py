@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from test_checkpoint import logits, patched
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -209,6 +210,7 @@ def test_a_model_that_was_not_patched(tmp_path):
 
 def test_wrapped_models_are_looked_through(tmp_path):
     model = patched()
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's, in this process
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     expected = logits(model)
     wrapped = [nn.DataParallel(model), torch.compile(model), torch.compile(nn.DataParallel(model))]
@@ -218,6 +220,7 @@ def test_wrapped_models_are_looked_through(tmp_path):
     model.model.layers[0] = torch.compile(model.model.layers[0])
     with pytest.raises(ValueError, match="parts of the model are compiled"):
         export_model(model, tmp_path / "part")
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert not (tmp_path / "part").exists()
 
 

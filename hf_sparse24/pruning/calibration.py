@@ -1,15 +1,17 @@
-"""What the layers of a model are fed: the Gram matrices of their inputs, one block of the model after the other."""
+"""What the layers of a model are fed: statistics of their inputs, one block of the model after the other."""
 
 import functools
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..weight import SparseWeight, layer_name
+from . import layerwise
 from .replay import Batch, Course, Effect, Replay, warn_of_whole_passes
 
 
@@ -19,39 +21,89 @@ class Gram:
     fp32, or fp64 for an fp64 weight, on the weight's device.
     """
 
-    def __init__(self, weight: SparseWeight):
-        values = matrix(weight)
-        size, dtype = values.shape[1] + 1, torch.promote_types(values.dtype, torch.float32)
-        self.matrix = torch.zeros(size, size, dtype=dtype, device=values.device)
+    def __init__(self, weight: SparseWeight, batches: int):
+        self.matrix = _zeros(weight, matrix(weight).shape[1] + 1, matrix(weight).shape[1] + 1)
         self.tokens = 0
 
-    def fill_lower(self) -> None:
-        """Mirror the upper triangle, which is all that inputs are added to."""
+    @property
+    def squares(self) -> Tensor:
+        """`[in]`: the sum of squares of each input."""
+        return self.matrix.diagonal()[:-1]
+
+    def summary(self, rows: Tensor) -> Tensor:
+        """What is to be added for rows `[X, 1]`."""
+        return _upper_product(rows)
+
+    def add(self, summary: Any) -> None:
+        self.matrix += summary
+
+    def finish(self) -> None:
+        """Mirror the upper triangle, which is all that was added to."""
         self.matrix.copy_(self.matrix.triu() + self.matrix.triu(1).t())
+
+    def output_norm(self, change: Tensor) -> float:
+        """`||[X, 1] change^T||_F`, for a change of weights and bias `[out, in + 1]`."""
+        return layerwise.output_norm(change, self.matrix)
+
+
+class Sample:
+    """What masks by magnitude or by Wanda need, and some inputs to measure their errors on: much less than a `Gram`,
+    with the same attributes but `matrix`."""
+
+    ROWS = 256
+    """Inputs that are kept, spread evenly over all batches."""
+
+    def __init__(self, weight: SparseWeight, batches: int):
+        self.squares = _zeros(weight, matrix(weight).shape[1])
+        self.tokens = 0
+        self._rows: list[Tensor] = []
+        self._share = max(1, self.ROWS // batches)
+
+    def summary(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        kept = rows[:: max(1, len(rows) // self._share)][: self._share]
+        return torch.linalg.vector_norm(rows[:, :-1], dim=0).square(), kept.clone()
+
+    def add(self, summary: Any) -> None:
+        squares, rows = summary
+        self.squares += squares
+        self._rows.append(rows)
+
+    def finish(self) -> None:
+        self._rows = [torch.cat(self._rows)] if self._rows else []
+
+    def output_norm(self, change: Tensor) -> float:
+        return torch.linalg.norm(self._rows[0] @ change.t()).item()
+
+
+def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
+    values = matrix(weight)
+    return torch.zeros(sizes, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
 
 
 class _LastInput:
-    """The Gram matrix of the input that some layer got last: others often get the same, as query, key and value do."""
+    """The summary of the input that some layer got last: others often get the same, as query, key and value do."""
 
     def __init__(self, attention_mask: Tensor | None):
         self.attention_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         self.x: Tensor | None = None
         self.version = self.tokens = 0
-        self.product = torch.empty(0)
+        self.dtype: torch.dtype | None = None
+        self.summary: Any = None
 
-    def add_to(self, gram: Gram, x: Tensor) -> None:
+    def add_to(self, statistics: Gram | Sample, x: Tensor) -> None:
         """Add inputs `[..., in]`, without those that the attention mask `[batch, length]` calls padding.
 
         Only where the shapes agree: an expert's share of the tokens, or relative positions, have no padding to skip.
         """
-        if x is not self.x or x._version != self.version or self.product.dtype != gram.matrix.dtype:
+        if x is not self.x or x._version != self.version or self.dtype != statistics.squares.dtype:
             rows, mask = x.reshape(-1, x.shape[-1]), self.attention_mask
             if mask is not None and x.shape[:-1] in (mask.shape, (mask.numel(),)):
                 rows = rows[mask.flatten().to(rows.device, torch.bool)]
-            rows = nn.functional.pad(rows.to(gram.matrix), (0, 1), value=1.0)
-            self.x, self.version, self.tokens, self.product = x, x._version, len(rows), _upper_product(rows)
-        gram.matrix += self.product
-        gram.tokens += self.tokens
+            rows = nn.functional.pad(rows.to(statistics.squares), (0, 1), value=1.0)
+            self.x, self.version, self.dtype = x, x._version, rows.dtype
+            self.tokens, self.summary = len(rows), statistics.summary(rows)
+        statistics.add(self.summary)
+        statistics.tokens += self.tokens
 
 
 def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
@@ -86,8 +138,8 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> Batch:
 
 
 def calibrate(
-    model: nn.Module, weights: dict[str, SparseWeight], batches: list[Batch]
-) -> Generator[dict[str, Gram], None, None]:
+    model: nn.Module, weights: dict[str, SparseWeight], batches: list[Batch], kind: type[Gram | Sample]
+) -> Generator[dict[str, Gram | Sample], None, None]:
     """Yield, block by block in the order that blocks run, what the block's `weights` are multiplied with.
 
     The caller may change a block's weights before it asks for the next block, which then gets the outputs of the
@@ -97,7 +149,7 @@ def calibrate(
     Args:
         model: runs on every batch. weights: of linear layers by name, each inside some `nn.ModuleList`; a block is a
             member of the outermost one. batches: keyword arguments, see `check_batch`. All with the same names must
-            run the same blocks in the same order, which a first pass finds from one of them.
+            run the same blocks in the same order, which a first pass finds from one of them. kind: of statistics.
 
     Raises:
         ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run.
@@ -106,14 +158,15 @@ def calibrate(
     for name, weight in weights.items():
         blocks.setdefault(_block_of(model, name), {})[name] = weight
     unpruned = set(weights)
+    found: dict[str, Gram | Sample] = {}
     effects: list[list[Effect]] = [[] for _ in batches]
     total = len(batches) * len(blocks)
 
     def before_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if name in unpruned:
             replay.final = False
-        if name in grams:
-            last_input.add_to(grams[name], args[0] if args else next(iter(kwargs.values())))
+        if name in found:
+            last_input.add_to(found[name], args[0] if args else next(iter(kwargs.values())))
 
     progress = logging.tqdm(total=total, desc="calibration", unit="batch")
     with progress, _evaluating(model), Replay(model) as replay:
@@ -123,18 +176,18 @@ def calibrate(
                 hook = functools.partial(before_layer, name)
                 hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
             for block in order:
-                grams = {name: Gram(weight) for name, weight in blocks[block].items()}
+                found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items()}
                 for batch, kept in zip(batches, effects):
                     course = courses[frozenset(batch)]
                     if course.last_use is None or block in course.ends:
                         last_input = _LastInput(batch.get("attention_mask"))
                         replay.run(batch, course, kept, course.ends.get(block))
                     progress.update()
-                for gram in grams.values():
-                    gram.fill_lower()
-                _check(grams)
-                yield grams
-                unpruned -= grams.keys()
+                _check(found)
+                for statistics in found.values():
+                    statistics.finish()
+                yield found
+                unpruned -= found.keys()
 
 
 @contextmanager
@@ -183,10 +236,10 @@ def _survey(
     return [block for block in reached if block in blocks], courses
 
 
-def _check(grams: dict[str, Gram]) -> None:
-    _check_reached([name for name, gram in grams.items() if gram.tokens == 0])
-    for name, gram in grams.items():
-        if not gram.matrix.isfinite().all():
+def _check(found: Mapping[str, Gram | Sample]) -> None:
+    _check_reached([name for name, statistics in found.items() if statistics.tokens == 0])
+    for name, statistics in found.items():
+        if not statistics.squares.isfinite().all():
             raise ValueError(
                 f"NaN or inf in the inputs of {layer_name(name)}: check the data, or load the model in another dtype"
             )

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 
-def wanda_mask(weight: Tensor, gram: Tensor, n: int, m: int) -> Tensor:
+def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int) -> Tensor:
     """Keep the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`: bool, shape of `weight`.
 
     Args:
-        weight: `[out, in]`. gram: `[in, in]`; the norms are the roots of its diagonal.
+        weight: `[out, in]`. squares: `[in]`, of the norms.
 
     Reference: Sun et al. 2023 (arXiv 2306.11695), eq. (1).
     """
-    return kernels.nm_mask(weight.abs() * gram.diagonal().sqrt(), n, m)
+    return kernels.nm_mask(weight.abs() * squares.sqrt(), n, m)
 
 
 def ridge(gram: Tensor, damping: float) -> float:

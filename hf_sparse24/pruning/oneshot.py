@@ -22,7 +22,7 @@ from ..patching import patch_model, patched_config, set_phase, unpatch_model
 from ..report import PatchReport, group_name
 from ..weight import SparseWeight, layer_name, sparse_weights
 from . import layerwise
-from .calibration import Gram, calibrate, check_batch, matrix
+from .calibration import Gram, Sample, calibrate, check_batch, matrix
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +38,8 @@ class LayerReport:
         tokens: how many inputs it was calibrated on, padding not counted.
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
             error if the mask were applied and nothing else done.
-        error: the same for the weight and bias that the layer has now.
+        error: the same for the weight and bias that the layer has now. Where no Gram matrix is needed (`reconstruct` is
+            False and the criterion not "sparsegpt"), both are measured on 256 of the inputs.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
         damping: what was used, the argument or more (see `oneshot`).
@@ -107,8 +108,9 @@ def oneshot(
     an interrupt included, the model is left as it was.
 
     Needs memory for all batches, for each the output of one block (and of those that skip blocks, such as an encoder's
-    last one), for an `[in, in]` matrix of every targeted layer of one block and the largest of these twice, and, on
-    the CPU, for the dense weights of the targeted layers. At first, for one batch, the outputs of all blocks.
+    last one), and, on the CPU, for the dense weights of the targeted layers; with `reconstruct` or "sparsegpt", for an
+    `[in, in]` matrix of every targeted layer of one block and the largest of these twice. At first, for one batch, the
+    outputs of all blocks.
 
     Args:
         model: not patched yet, on the device it shall run on. Its mode (train or eval) is kept.
@@ -157,13 +159,15 @@ def oneshot(
     try:
         _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
-        with closing(calibrate(model, weights, batches)) as blocks:
-            for name, gram in ((name, gram) for grams in blocks for name, gram in grams.items()):
+        # A Gram matrix costs as much as running the block: only what moves weights needs it.
+        kind = Gram if reconstruct or criterion == "sparsegpt" else Sample
+        with closing(calibrate(model, weights, batches, kind)) as blocks:
+            for name, inputs in ((name, inputs) for block in blocks for name, inputs in block.items()):
                 weight = weights[name]
                 if id(weight.parameter) not in masks:  # a weight that layers share is pruned where it runs first
                     bias = None if weight.bias is None else weight.bias.to("cpu", copy=True)
                     originals[name] = (weight.parameter.to("cpu", copy=True), bias)
-                    reports[name], mask = _prune_weight(name, weight, gram, criterion, reconstruct, damping)
+                    reports[name], mask = _prune_weight(name, weight, inputs, criterion, reconstruct, damping)
                     masks[id(weight.parameter)] = mask
                 weight.set_state(weight.method.adopt_mask(weight.view(), masks[id(weight.parameter)]))
         set_phase(model, "sparse")
@@ -207,46 +211,46 @@ def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
 
 
 def _prune_weight(
-    name: str, target: SparseWeight, gram: Gram, criterion: str, reconstruct: bool, damping: float
+    name: str, target: SparseWeight, inputs: Gram | Sample, criterion: str, reconstruct: bool, damping: float
 ) -> tuple[LayerReport, Tensor]:
     """Choose the mask of a weight, in the layout that it is stored in, and give its layer the new weight and bias."""
     (n, m), owned = target.method.pattern, target.bias
     weight = matrix(target)
     outputs = len(weight)
-    dense = weight.to(gram.matrix.dtype, copy=True)
-    inputs_gram = gram.matrix[:-1, :-1]
-    if criterion == "sparsegpt":
-        pruned, mask, used = layerwise.sparsegpt(dense, inputs_gram, n, m, damping)
+    dense = weight.to(inputs.squares.dtype, copy=True)
+    if isinstance(inputs, Gram) and criterion == "sparsegpt":
+        pruned, mask, used = layerwise.sparsegpt(dense, inputs.matrix[:-1, :-1], n, m, damping)
         if used != damping:
             logger.warning(
                 f"{layer_name(name)}: Gram matrix not positive definite with damping={damping}; used {used:g}"
             )
         damping = used
     else:
-        mask = layerwise.wanda_mask(dense, inputs_gram, n, m) if criterion == "wanda" else kernels.nm_mask(dense, n, m)
+        by_wanda = criterion == "wanda"
+        mask = layerwise.wanda_mask(dense, inputs.squares, n, m) if by_wanda else kernels.nm_mask(dense, n, m)
         pruned = dense * mask
     lost = dense * ~mask
-    masked_error = layerwise.output_norm(lost, inputs_gram)
+    masked_error = inputs.output_norm(nn.functional.pad(lost, (0, 1)))
     # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
     bias = dense.new_zeros(outputs) if owned is None else owned.to(dense)
     dense_and_bias = torch.cat([dense, bias[:, None]], 1)
     result = torch.cat([pruned, bias[:, None]], 1)
-    if reconstruct:
+    if isinstance(inputs, Gram) and reconstruct:
         free = nn.functional.pad(mask, (0, 1), value=owned is not None)
         # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
-        penalty = layerwise.ridge(inputs_gram, damping) * (gram.matrix.diagonal() > 0).to(dense)
+        penalty = layerwise.ridge(inputs.matrix[:-1, :-1], damping) * (inputs.matrix.diagonal() > 0).to(dense)
         penalty[-1] = 0
-        result = layerwise.least_squares(dense_and_bias, free, gram.matrix, penalty, result)
+        result = layerwise.least_squares(dense_and_bias, free, inputs.matrix, penalty, result)
     weight.copy_(kernels.apply_mask(result[:, :-1], mask))
     if owned is not None:
         owned.copy_(result[:, -1])
     # Measured on what the layer holds now, rounded to its dtype.
     stored = torch.cat([weight.to(dense), (bias if owned is None else owned.to(dense))[:, None]], 1)
-    error = layerwise.output_norm(dense_and_bias - stored, gram.matrix)
-    scale = layerwise.output_norm(dense, inputs_gram) or 1.0  # outputs that are all zero stay so
+    error = inputs.output_norm(dense_and_bias - stored)
+    scale = inputs.output_norm(nn.functional.pad(dense, (0, 1))) or 1.0  # outputs that are all zero stay so
     report = LayerReport(
         name=layer_name(name),
-        tokens=gram.tokens,
+        tokens=inputs.tokens,
         masked_error=masked_error / scale,
         error=error / scale,
         kept_magnitude=kept_magnitude(dense, mask),
