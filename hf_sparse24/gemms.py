@@ -95,9 +95,13 @@ class Gemm:
         Raises:
             ValueError: `backend` is unknown, or was asked for by name and cannot run on `device`.
         """
-        problem = self.problem(tokens, out, inputs, dtype)
+        reason = self.unsupported()
+        if reason is None:  # most layers in most processes run where no GEMM is sparse: that is asked first
+            choice = kernels.choose_backend(backend, device)
+            reason = choice.reason if choice.backend == "dense" else None
+        problem = self.problem(tokens, out, inputs, dtype) if reason is None else None
         if problem is None:
-            return GemmPlan("dense", self.unsupported() or "", None, None)
+            return GemmPlan("dense", reason or "", None, None)
         return kernels.plan_gemm(problem, device, backend)
 
     def weight_form(self, plan: GemmPlan) -> str:

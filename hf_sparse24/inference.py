@@ -44,7 +44,7 @@ def drop_master_weights(model: nn.Module) -> int:
             gemm = weight.method.gemms.output
             plan = gemm.plan(1, *weight.sizes, master.dtype, master.device, "cusparselt")
             wanted = Wanted(gemm.weight or PRUNED, "compressed", plan.compression)
-            (compressed,) = weight.encoded([wanted], master.dtype)
+            (compressed,) = weight.encoded([wanted], master.dtype, 1)
             freed += master.nbytes - compressed.nbytes
             empty = nn.Parameter(torch.empty_like(master, device="meta"), requires_grad=False)
             dropped[id(master)] = master, compressed, empty

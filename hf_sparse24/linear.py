@@ -81,7 +81,9 @@ class _SparseLinearFunction(torch.autograd.Function):
 def _output(gemm: Gemm, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Z = X W^T from a pruned X `[..., in]`."""
     x, weight = _rounded(gemm, "e4m3", x, weight)
-    return kernels.sparse_linear(x, weight, bias, algorithm=plan.algorithm)
+    if plan.is_sparse:
+        return kernels.sparse_linear(x, weight, bias, algorithm=plan.algorithm)
+    return nn.functional.linear(x, weight, bias)
 
 
 def _grad_input(gemm: Gemm, plan: GemmPlan, grad: Tensor, weight: Tensor, key: Tensor | None) -> Tensor:
@@ -173,7 +175,7 @@ class Sparse24Layer(nn.Module):
             )
         wanted, input_plan = [_operand(gemms.output, output_plan)], None
         if not torch.is_grad_enabled():
-            (output_weight,) = sparse.encoded(wanted, dtype)
+            (output_weight,) = sparse.encoded(wanted, dtype, tokens)
             output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
             return sparse.method.adapt_output(sparse, x, output)
         is_compiling = torch.compiler.is_compiling()
@@ -183,7 +185,7 @@ class Sparse24Layer(nn.Module):
         if x.requires_grad or is_compiling:
             input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
             wanted.append(_operand(gemms.grad_input, input_plan))
-        operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype)
+        operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype, tokens)
         output_weight, input_weight = operands[0], None if wanted[-1] == wanted[0] else operands[-1]
         output = _SparseLinearFunction.apply(
             x, weight, output_weight, input_weight, bias, sparse.rng_key, gemms, output_plan, input_plan, backend

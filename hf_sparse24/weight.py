@@ -240,15 +240,15 @@ class SparseWeight:
         (dense,) = self.method.prune(self.view(), PRUNED, {"dense": None}, dtype or self.parameter.dtype)
         return self._shaped(dense)
 
-    def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype) -> list[Tensor]:
-        """Weight operands `[out, in]` in forms that GEMMs take, kept as long as `encodings.py` says."""
+    def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype, tokens: int) -> list[Tensor]:
+        """Weight operands `[out, in]` in forms that GEMMs of so many tokens take, kept as `encodings.py` says."""
         if self.compressed is not None:
             if [form for _, form, _ in wanted] != ["compressed"]:
                 self.check_master()
             return [self.compressed]
         made_from = [self.parameter, *self.state.values()]
         return self.encodings.get(
-            wanted, dtype, made_from, self.run_state, lambda operand, forms: self._encode(operand, forms, dtype)
+            wanted, dtype, made_from, tokens, self.run_state, lambda operand, forms: self._encode(operand, forms, dtype)
         )
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from hf_sparse24 import Sparse24Controller
-from hf_sparse24.encodings import sample
+from hf_sparse24.encodings import Sample
 from hf_sparse24.patching import patched_config, set_phase
 from hf_sparse24.weight import SparseWeight, sparse_weights
 
@@ -113,14 +113,30 @@ def test_writes_through_data_to_one_line(stand_in, line):  # noqa: F811
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_a_sample_has_elements_of_every_row_and_column(rows, columns):
-    numbers = sample(torch.arange(rows * columns).view(rows, columns))
+    numbers = Sample(torch.arange(rows * columns).view(rows, columns)).values
     assert len((numbers // columns).unique()) == rows and len((numbers % columns).unique()) == columns
     assert len(numbers) <= 2 * max(rows, columns) + 8
 
 
 def test_a_sample_of_state_that_is_no_matrix():
-    assert sample(torch.tensor(3.0)).tolist() == [3.0] and len(sample(torch.zeros(0, 4))) == 0
-    assert len(sample(torch.arange(7))) == 7
+    assert Sample(torch.tensor(3.0)).values.tolist() == [3.0] and len(Sample(torch.zeros(0, 4)).values) == 0
+    assert len(Sample(torch.arange(7)).values) == 7
+
+
+def test_a_sample_of_a_tensor_that_is_not_contiguous():
+    tensor = torch.zeros(6, 4).t()
+    kept = Sample(tensor)
+    tensor.data[3, 5] = 1
+    assert kept.has_changed(100)
+
+
+def test_few_tokens_look_at_an_eighth_of_a_sample():
+    weight = torch.zeros(512, 64)
+    kept = Sample(weight)
+    weight.data[5] = 1
+    assert kept.has_changed(8) and not kept.has_changed(1)
+    weight.data[::3] = 1
+    assert kept.has_changed(1)
 
 
 def test_fake_tensors_keep_none():

@@ -243,7 +243,7 @@ def test_every_method_gives_every_form(request, method, known_layout, conv1d):
             continue
         assert (plan.compression.layout >= 0) == known_layout
         wanted = [Wanted(gemm.weight, form, plan.compression) for form in ("dense", gemm.weight_form(plan))]
-        dense, compressed = weight.encoded(wanted, torch.bfloat16)
+        dense, compressed = weight.encoded(wanted, torch.bfloat16, 16)
         assert dense.shape == (48, 32) and is_nm_sparse(dense, dim=-1 if gemm.name == "output" else 0)
         matrix = dense if gemm.name == "output" else dense.t()
         x = torch.randn(16, matrix.shape[1]).bfloat16()

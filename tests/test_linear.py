@@ -55,7 +55,7 @@ def test_sparse_weight_of_each_method():
 def input_weight(layer) -> torch.Tensor:
     """What the grad_input GEMM multiplies with, `[out, in]`."""
     weight = layer.sparse24["weight"]
-    (operand,) = weight.encoded([Wanted(weight.method.gemms.grad_input.weight, "dense", None)], layer.weight.dtype)
+    (operand,) = weight.encoded([Wanted(weight.method.gemms.grad_input.weight, "dense", None)], layer.weight.dtype, 16)
     return operand
 
 
