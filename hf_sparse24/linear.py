@@ -157,7 +157,8 @@ class Sparse24Layer(nn.Module):
         if sparse.run_state.phase == "dense":
             sparse.check_master()
             return self.dense_class.forward(self, x)
-        weight, bias, dtype = sparse.parameter, sparse.bias, sparse.parameter.dtype
+        weight, bias = sparse.parameter, sparse.bias
+        dtype = weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             # Pruned from the master's precision, multiplied in autocast's: a mask never depends on rounding.
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -165,7 +166,8 @@ class Sparse24Layer(nn.Module):
             bias = None if bias is None else bias.to(dtype)
         if self.input_dim == -2:
             weight = weight.t()
-        gemms, (out, inputs) = sparse.method.gemms, weight.shape
+        method, (out, inputs) = sparse.method, weight.shape
+        gemms = method.gemms
         tokens, backend = x.numel() // inputs, "cusparselt" if sparse.is_dropped else sparse.config.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
         if sparse.is_dropped and not output_plan.is_sparse:
@@ -177,7 +179,7 @@ class Sparse24Layer(nn.Module):
         if not torch.is_grad_enabled():
             (output_weight,) = sparse.encoded(wanted, dtype, tokens)
             output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
-            return sparse.method.adapt_output(sparse, x, output)
+            return method.adapt_output(sparse, x, output)
         is_compiling = torch.compiler.is_compiling()
         if self.training and weight.requires_grad and not is_compiling:
             sparse.run_state.expect_controller()
@@ -190,7 +192,7 @@ class Sparse24Layer(nn.Module):
         output = _SparseLinearFunction.apply(
             x, weight, output_weight, input_weight, bias, sparse.rng_key, gemms, output_plan, input_plan, backend
         )
-        return sparse.method.adapt_output(sparse, x, output)
+        return method.adapt_output(sparse, x, output)
 
     def extra_repr(self) -> str:
         sparse = self.sparse24["weight"]
