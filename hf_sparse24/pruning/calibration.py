@@ -50,7 +50,7 @@ class Sample:
     """What masks by magnitude or by Wanda need, and some inputs to measure their errors on: much less than a `Gram`,
     with the same attributes but `matrix`."""
 
-    ROWS = 256
+    ROWS = 128
     """Inputs that are kept, spread evenly over all batches."""
 
     def __init__(self, weight: SparseWeight, batches: int):

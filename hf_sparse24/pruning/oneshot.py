@@ -39,7 +39,7 @@ class LayerReport:
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
             error if the mask were applied and nothing else done.
         error: the same for the weight and bias that the layer has now. Where no Gram matrix is needed (`reconstruct` is
-            False and the criterion not "sparsegpt"), both are measured on 256 of the inputs.
+            False and the criterion not "sparsegpt"), both are measured on 128 of the inputs.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
         damping: what was used, the argument or more (see `oneshot`).
@@ -214,10 +214,9 @@ def _prune_weight(
     name: str, target: SparseWeight, inputs: Gram | Sample, criterion: str, reconstruct: bool, damping: float
 ) -> tuple[LayerReport, Tensor]:
     """Choose the mask of a weight, in the layout that it is stored in, and give its layer the new weight and bias."""
-    (n, m), owned = target.method.pattern, target.bias
-    weight = matrix(target)
-    outputs = len(weight)
+    (n, m), weight = target.method.pattern, matrix(target)
     dense = weight.to(inputs.squares.dtype, copy=True)
+    pruned = None
     if isinstance(inputs, Gram) and criterion == "sparsegpt":
         pruned, mask, used = layerwise.sparsegpt(dense, inputs.matrix[:-1, :-1], n, m, damping)
         if used != damping:
@@ -225,36 +224,57 @@ def _prune_weight(
                 f"{layer_name(name)}: Gram matrix not positive definite with damping={damping}; used {used:g}"
             )
         damping = used
+    elif criterion == "wanda":
+        mask = layerwise.wanda_mask(dense, inputs.squares, n, m)
     else:
-        by_wanda = criterion == "wanda"
-        mask = layerwise.wanda_mask(dense, inputs.squares, n, m) if by_wanda else kernels.nm_mask(dense, n, m)
-        pruned = dense * mask
+        mask = kernels.nm_mask(dense, n, m)
     lost = dense * ~mask
-    masked_error = inputs.output_norm(nn.functional.pad(lost, (0, 1)))
-    # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
-    bias = dense.new_zeros(outputs) if owned is None else owned.to(dense)
-    dense_and_bias = torch.cat([dense, bias[:, None]], 1)
-    result = torch.cat([pruned, bias[:, None]], 1)
-    if isinstance(inputs, Gram) and reconstruct:
-        free = nn.functional.pad(mask, (0, 1), value=owned is not None)
-        # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
-        penalty = layerwise.ridge(inputs.matrix[:-1, :-1], damping) * (inputs.matrix.diagonal() > 0).to(dense)
-        penalty[-1] = 0
-        result = layerwise.least_squares(dense_and_bias, free, inputs.matrix, penalty, result)
-    weight.copy_(kernels.apply_mask(result[:, :-1], mask))
-    if owned is not None:
-        owned.copy_(result[:, -1])
-    # Measured on what the layer holds now, rounded to its dtype.
-    stored = torch.cat([weight.to(dense), (bias if owned is None else owned.to(dense))[:, None]], 1)
-    error = inputs.output_norm(dense_and_bias - stored)
-    scale = inputs.output_norm(nn.functional.pad(dense, (0, 1))) or 1.0  # outputs that are all zero stay so
+    scale = inputs.output_norm(_with_bias(dense)) or 1.0  # outputs that are all zero stay so
+    masked_error = error = inputs.output_norm(_with_bias(lost)) / scale
+    if isinstance(inputs, Gram):
+        change = _move_weights(target, dense, mask, pruned, inputs.matrix, damping if reconstruct else None)
+        error = inputs.output_norm(change) / scale
+    else:
+        weight.copy_(kernels.apply_mask(dense, mask))
     report = LayerReport(
         name=layer_name(name),
         tokens=inputs.tokens,
-        masked_error=masked_error / scale,
-        error=error / scale,
+        masked_error=masked_error,
+        error=error,
         kept_magnitude=kept_magnitude(dense, mask),
         dropped=int(lost.count_nonzero()),
         damping=damping,
     )
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
+
+
+def _move_weights(
+    target: SparseWeight, dense: Tensor, mask: Tensor, pruned: Tensor | None, gram: Tensor, damping: float | None
+) -> Tensor:
+    """Give a layer the weights that the mask keeps: those of `pruned`, where there is one, or the dense ones; moved by
+    least squares, unless `damping` is None.
+
+    Returns:
+        `[out, in + 1]`: by how much weight and bias have changed from the dense ones.
+    """
+    weight, owned = matrix(target), target.bias
+    # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
+    bias = None if owned is None else owned.to(dense)
+    before = _with_bias(dense, bias)
+    after = _with_bias(dense * mask if pruned is None else pruned, bias)
+    if damping is not None:
+        free = nn.functional.pad(mask, (0, 1), value=owned is not None)
+        # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
+        penalty = layerwise.ridge(gram[:-1, :-1], damping) * (gram.diagonal() > 0).to(dense)
+        penalty[-1] = 0
+        after = layerwise.least_squares(before, free, gram, penalty, after)
+    weight.copy_(kernels.apply_mask(after[:, :-1], mask))
+    if owned is not None:
+        owned.copy_(after[:, -1])
+    # Measured on what the layer holds now, rounded to its dtype.
+    return before - _with_bias(weight.to(dense), None if owned is None else owned.to(dense))
+
+
+def _with_bias(weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[W, b]`, with zeros for None."""
+    return nn.functional.pad(weight, (0, 1)) if bias is None else torch.cat([weight, bias[:, None]], 1)
