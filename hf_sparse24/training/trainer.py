@@ -53,7 +53,12 @@ class Sparse24Trainer(Trainer):
         if model is not None:
             self._patch(model)
         super().__init__(model, args, *trainer_args, **kwargs)
-        self.sparse24_callback = Sparse24Callback.add_to(self)
+        Sparse24Callback.add_to(self)
+
+    @property
+    def sparse24_callback(self) -> Sparse24Callback:
+        """The callback; `restore_callback_states_from_checkpoint` makes another one in place of the first."""
+        return Sparse24Callback.add_to(self)
 
     def call_model_init(self, trial=None) -> nn.Module:
         model = super().call_model_init(trial)

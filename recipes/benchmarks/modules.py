@@ -48,8 +48,8 @@ def patched(build: Build, method: str, backend: str, operands: str = "made") -> 
 
 def made_once(encode: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     """`SparseWeight.encoded` that makes each operand once."""
-    one = cache(lambda operand, dtype: encode([operand], dtype)[0])
-    return lambda wanted, dtype: [one(operand, dtype) for operand in wanted]
+    one = cache(lambda operand, dtype: encode([operand], dtype, 1)[0])
+    return lambda wanted, dtype, tokens: [one(operand, dtype) for operand in wanted]
 
 
 class Layers(Section):
