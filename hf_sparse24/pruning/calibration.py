@@ -31,8 +31,8 @@ class Gram:
         return self.matrix.diagonal()[:-1]
 
     def summary(self, rows: Tensor) -> Tensor:
-        """What is to be added for rows `[X, 1]`."""
-        return _upper_product(rows)
+        """What is to be added for rows X `[tokens, in]`."""
+        return _upper_product(_with_ones(rows))
 
     def add(self, summary: Any) -> None:
         self.matrix += summary
@@ -61,7 +61,7 @@ class Sample:
 
     def summary(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         kept = rows[:: max(1, len(rows) // self._share)][: self._share]
-        return torch.linalg.vector_norm(rows[:, :-1], dim=0).square(), kept.clone()
+        return torch.linalg.vector_norm(rows, dim=0).square(), _with_ones(kept)
 
     def add(self, summary: Any) -> None:
         squares, rows = summary
@@ -99,11 +99,15 @@ class _LastInput:
             rows, mask = x.reshape(-1, x.shape[-1]), self.attention_mask
             if mask is not None and x.shape[:-1] in (mask.shape, (mask.numel(),)):
                 rows = rows[mask.flatten().to(rows.device, torch.bool)]
-            rows = nn.functional.pad(rows.to(statistics.squares), (0, 1), value=1.0)
+            rows = rows.to(statistics.squares)
             self.x, self.version, self.dtype = x, x._version, rows.dtype
             self.tokens, self.summary = len(rows), statistics.summary(rows)
         statistics.add(self.summary)
         statistics.tokens += self.tokens
+
+
+def _with_ones(rows: Tensor) -> Tensor:
+    return nn.functional.pad(rows, (0, 1), value=1.0)
 
 
 def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:

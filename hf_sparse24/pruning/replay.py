@@ -258,7 +258,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _copy(effect: Effect) -> Effect:
     """A copy that nobody else writes into; what `_nan` made is shared, as nobody can."""
-    return tree_map_only(Tensor, lambda tensor: tensor if _is_expanded(tensor) else tensor.clone(), effect)
+    if isinstance(effect.output, Tensor) and not any(effect.writes):  # most blocks: every replay copies its effect
+        return effect._replace(output=_copy_tensor(effect.output))
+    return tree_map_only(Tensor, _copy_tensor, effect)
+
+
+def _copy_tensor(tensor: Tensor) -> Tensor:
+    return tensor if _is_expanded(tensor) else tensor.clone()
 
 
 def _nan(effect: Effect) -> Effect:
