@@ -9,8 +9,9 @@ without a controller has no open step, and prunes in every forward pass and ever
 
 The samples are for evaluation: averaged weights and merged adapters are written through `.data`, which no version
 counter sees. A sample has elements of every row and every column, so it notices a write to a whole one. Looking at it
-takes a fifth of the time in which a CPU multiplies one token by the weight, so for few tokens an eighth of it must do:
-`generate` looks at the whole one for the prompt. What it may miss is a write through `.data` to single elements.
+takes a fifth of the time in which a CPU multiplies one token by the weight, so for fewer than 8 tokens an eighth of it
+must do: `generate` looks at all of it for a prompt, unless that is shorter. What it may miss, besides what an eighth of
+it misses, is a write through `.data` to single elements.
 """
 
 import math
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from sparse24_kernels import Compression
@@ -51,12 +53,14 @@ class RunState:
         phase: `"sparse"`, `"dense"`, or another phase of the method: what the weights are used as.
         step: an object that stands for the open step, None where none is open.
         controller: what runs the training, None where nothing does.
+        owners: the models whose own configs say that they, or parts of them, are sparse.
     """
 
     def __init__(self, phase: str = "sparse"):
         self.phase = phase
         self.step: object | None = None
         self.controller: Controller | None = None
+        self.owners: WeakSet[nn.Module] = WeakSet()
         self._has_warned = False
 
     @contextmanager
@@ -86,7 +90,11 @@ class RunState:
         self.step = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return RunState(self.phase).__dict__  # a copy has no controller
+        # A copy has neither a controller nor models of its own.
+        return {"phase": self.phase}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
 
 class _Kept(NamedTuple):

@@ -49,6 +49,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     """
     if not isinstance(config, Sparse24Config | None):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
+    _check_module(model)
     _reject_wrapped(model)
     current = patched_config(model)
     if current is not None:
@@ -82,9 +83,10 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         _reject_doubled_parameters(sparse_weights(model))
         report = make_report(model, config, candidates)
         whole = _whole_of(model)
-        if whole is not None:
-            adopt(whole)
-        _write_config(model, config)
+        if whole is None:
+            _write_config(model, config)
+        adopt(whole or model)
+        _write_config(model, config)  # a part's own, where that is not the whole's
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
             _restore(weight, None)
@@ -101,12 +103,15 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         sparse: keep the weights the model computes with, so that its outputs stay the same: the sparse ones in the
             sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights.
 
+    Its controller ends. Where `model` is a part of a sparse model, the rest stays sparse.
+
     Returns:
         The same model.
 
     Raises:
         ValueError: the model is not patched, or compiled or wrapped.
     """
+    _check_module(model)
     _reject_wrapped(model)
     weights = sparse_weights(model)
     if not weights:
@@ -116,13 +121,17 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         weight.method.merged(weight) if sparse and weight.run_state.phase != "dense" else None
         for weight in weights.values()
     ]
+    configs = {id(weight.config): weight.config for weight in weights.values()}
+    for config in configs.values():
+        if config.run_state.controller is not None:
+            config.run_state.controller.end()
     for weight, result in zip(weights.values(), merged):
         _restore(weight, result)
-    for module in (_whole_of(model) or model).modules():
-        module_config: Any = getattr(module, "config", None)
-        is_ours = isinstance(getattr(module_config, "quantization_config", None), Sparse24Config)
-        if is_ours and not sparse_weights(module):
-            del module_config.quantization_config
+    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]  # a copy's are no owners yet
+    for config in configs.values():
+        for owner in {*config.run_state.owners, *inside}:
+            if isinstance(config, Sparse24Config):
+                _update_config(owner, config)
     return model
 
 
@@ -174,14 +183,22 @@ def adopt(model: nn.Module) -> Sparse24Config | None:
             f"own; call unpatch_model on the parts, then patch_model on the whole model"
         )
     for whole in _outermost(model):
-        if getattr(whole.config, "quantization_config", None) is None:
-            names = [layer_name(name) for name in sparse_weights(whole)]
-            if names and names != _selected(whole, config):
-                own = {"target_modules": names, "exclude_modules": None, "layers_to_transform": None}
-                config.__dict__.update(own)
-            if names:
-                _write_config(whole, config)
+        if getattr(whole.config, "quantization_config", None) is None and sparse_weights(whole):
+            _write_config(whole, config)
+            _update_config(whole, config)
     return config
+
+
+def _update_config(owner: nn.Module, config: Sparse24Config) -> None:
+    """Let an owner's config name the layers that are sparse, or say no more that any are."""
+    owner_config: Any = owner.config
+    if getattr(owner_config, "quantization_config", None) is not config:  # it has got another one since
+        return
+    names = [layer_name(name) for name in sparse_weights(owner)]
+    if not names:
+        del owner_config.quantization_config
+    elif names != _selected(owner, config):
+        config.__dict__.update(target_modules=names, exclude_modules=None, layers_to_transform=None)
 
 
 def _selected(model: nn.Module, config: Sparse24Config) -> list[str] | None:
@@ -202,11 +219,15 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _whole_of(part: nn.Module) -> PreTrainedModel | None:
-    """The largest Transformers model that `part` lies in, where `part` is a base model, such as `model.model`.
+    """The largest Transformers model that `part` lies in, where `part` is a base model or layers of one.
 
     A part does not know of the whole, so this asks the garbage collector.
     """
-    if not isinstance(part, PreTrainedModel) or part.base_model is not part:
+    if isinstance(part, PreTrainedModel):
+        may_be_one = part.base_model is part
+    else:
+        may_be_one = any(isinstance(getattr(module, "config", None), PreTrainedConfig) for module in part.modules())
+    if not may_be_one:
         return None
     models = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel) and found is not part]
     wholes = [model for model in models if any(module is part for module in model.modules())]
@@ -235,13 +256,21 @@ def _write_config(model: nn.Module, config: Sparse24Config) -> None:
     A config of the model's own: other models made from the same config object are not sparse.
     """
     shared: Any = getattr(model, "config", None)
-    if not isinstance(shared, PreTrainedConfig) or getattr(shared, "quantization_config", None) is config:
+    if not isinstance(shared, PreTrainedConfig):
+        return
+    config.run_state.owners.add(model)
+    if getattr(shared, "quantization_config", None) is config:
         return
     own: Any = copy.deepcopy(shared)
     own.quantization_config = config
     for module in model.modules():
         if module.__dict__.get("config") is shared:  # not one that a wrapper passes on
             module.config = own
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r}: must be a torch.nn.Module, such as a model of Transformers; load it first")
 
 
 def _reject_wrapped(model: nn.Module) -> None:

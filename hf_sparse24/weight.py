@@ -309,6 +309,7 @@ class SparseWeight:
     def __deepcopy__(self, memo: dict[int, Any]) -> "SparseWeight":
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.rng_key = None  # its controller's
         return copied
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The controller follows its optimizer: what counts is a step that the optimizer takes, whoever asks for it."""
 
+import copy
 import gc
 
 import pytest
@@ -8,7 +9,7 @@ import zoo
 from accelerate import Accelerator
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
 from hf_sparse24.patching import patched_config
 from hf_sparse24.weight import sparse_weights
 
@@ -136,6 +137,37 @@ def test_a_new_controller_takes_over():
     assert (first.step, second.step) == (0, 1)
     first.end()  # says nothing about the second
     assert second.is_running
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_controller_ends_with_its_sparsity(again):
+    """As in a notebook: unpatched, and patched again by another method."""
+    model = mlp("t-sr-ste", masked_decay=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first = Sparse24Controller(model, optimizer, total_steps=12)
+    unpatch_model(model, sparse=False)
+    assert not first.is_running
+    if again:
+        patch_model(model, Sparse24Config(method="ste", target_modules="all-linear"))
+        Sparse24Controller(model, optimizer, total_steps=4)
+    before = model[0].weight.detach().clone()
+    gradients(model, 1.0)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before - 1.0)
+
+
+def test_random_gradients_are_drawn_anew_once_a_controller_has_ended():
+    model, x = mlp("s-ste"), torch.randn(32, 8)
+    controller = Sparse24Controller(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=4)
+    copied = copy.deepcopy(model)
+    controller.end()
+    for trained in (model, copied):
+        draws = []
+        for _ in range(2):
+            trained.zero_grad()
+            trained[0](x).square().sum().backward()
+            draws.append(trained[0].weight.grad.clone())
+        assert not torch.equal(*draws)
 
 
 def test_it_follows_though_nobody_holds_it():

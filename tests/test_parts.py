@@ -1,5 +1,7 @@
 """A model that was patched through a part of it says so in its own config, which is what gets saved."""
 
+import copy
+
 import pytest
 import torch
 import zoo
@@ -121,3 +123,33 @@ def test_another_model_from_the_same_config_stays_dense():
     patch_model(model.model, Sparse24Config())
     assert getattr(other.config, "quantization_config", None) is None
     assert model.model.config is model.config
+
+
+@pytest.mark.parametrize("method", ["ste", "s-ste"])
+def test_unpatching_a_part_leaves_the_rest_sparse(method, tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=method))
+    unpatch_model(model.model.layers[0])
+    unpatch_model(model.model.layers[1].mlp.up_proj)
+    assert len(sparse_weights(model)) == 2
+    assert_reloads_the_same(model, tmp_path)
+    assert patch_model(model).patched == tuple(name.removesuffix(".weight") for name in sparse_weights(model))
+
+
+def test_layers_of_a_model(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model.model.layers, Sparse24Config(method="ste"))
+    assert_reloads_the_same(model, tmp_path)
+
+
+def test_a_module_around_a_model(tmp_path):
+    model = zoo.build("llama")
+    patch_model(torch.nn.ModuleDict({"lm": model}), Sparse24Config(method="ste"))
+    assert_reloads_the_same(model, tmp_path)
+
+
+def test_a_copy_of_a_model_has_a_config_of_its_own(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ste"))
+    unpatch_model(copy.deepcopy(model))
+    assert_reloads_the_same(model, tmp_path)

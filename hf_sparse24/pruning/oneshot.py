@@ -148,6 +148,8 @@ def oneshot(
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
     _check_arguments(model, config, criterion, damping)
+    if isinstance(data, Mapping | Tensor):
+        raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")
     batches = [check_batch(i, batch) for i, batch in enumerate(data)]
     if not batches:
         raise ValueError("data has no batches (a generator that was read before is empty)")

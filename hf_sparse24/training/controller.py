@@ -79,7 +79,8 @@ class Sparse24Controller:
         self.model, self.total_steps, self.seed, self.metrics_interval = model, total_steps, seed, metrics_interval
         self.method, self.run_state = config.bound_method, config.run_state
         # accelerate wraps optimizers; a method knows its own by class.
-        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        is_schedule = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
+        self.optimizer: torch.optim.Optimizer = optimizer if is_schedule else getattr(optimizer, "optimizer", optimizer)
         _check_optimizer(self.weights, self.optimizer)
         self.method.check_run(total_steps, self.optimizer)
         self.step = step
@@ -87,9 +88,9 @@ class Sparse24Controller:
         self._takes_step = False
         self._flips: dict[str, Tensor] = {}
         self._masks_before: dict[str, Tensor] = {}
-        self._rng_keys = _share_rng_keys(list(self.weights.values()))
         if self.run_state.controller is not None:
             self.run_state.controller.end()
+        self._rng_keys = _share_rng_keys(list(self.weights.values()))
         self._enter_phase()
         for weight in self.weights.values():
             if not weight.state_is_ready:
@@ -127,11 +128,14 @@ class Sparse24Controller:
     def end(self) -> None:
         """Call where training stops before `total_steps`: pruned weights are no longer kept, and the optimizer's steps
         no longer followed."""
-        self.run_state.end_step()
-        if self.is_running:
-            self.run_state.controller = None
         for hook in self._hooks:
             hook.remove()
+        if not self.is_running:
+            return
+        self.run_state.end_step()
+        self.run_state.controller = None
+        for weight in self.weights.values():
+            weight.rng_key = None  # who trains on draws anew every time
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
