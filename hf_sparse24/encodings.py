@@ -94,7 +94,7 @@ class RunState:
         return {"phase": self.phase}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]  # of this very class, not of one derived from it
 
 
 class _Kept(NamedTuple):

@@ -129,8 +129,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         _restore(weight, result)
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]  # a copy's are no owners yet
     for config in configs.values():
-        for owner in {*config.run_state.owners, *inside}:
-            if isinstance(config, Sparse24Config):
+        if isinstance(config, Sparse24Config):
+            for owner in {*config.run_state.owners, *inside}:
                 _update_config(owner, config)
     return model
 

@@ -322,6 +322,12 @@ class SparseWeight:
         return matrix if len(shape) == 2 else matrix.unflatten(0, shape[:-1])
 
 
+def wrong_states(weights: Mapping[str, SparseWeight]) -> str | None:
+    """What is wrong with the state of the first few weights where something is; None where nothing is."""
+    wrong = [f"{name}: {reason}" for name, weight in weights.items() if (reason := weight.wrong_state())]
+    return "; ".join(wrong[:5]) or None
+
+
 def check_whole(name: str, parameter: Tensor) -> None:
     """Raise ValueError where a process holds only a part of the weight `name`, with what has split it."""
     if hasattr(parameter, "ds_id"):

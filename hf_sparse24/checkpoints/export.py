@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..weight import sparse_weights
+from ..weight import sparse_weights, wrong_states
 from .replacing import CONFIG, replaced_model
 
 _WEIGHT_FILES = re.compile(r"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?")
@@ -43,9 +43,9 @@ def export_model(model: nn.Module, directory: str | os.PathLike) -> None:
     """
     model = _unwrapped(model)
     weights = sparse_weights(model)
-    wrong = [f"{name}: {reason}" for name, weight in weights.items() if (reason := weight.wrong_state())]
+    wrong = wrong_states(weights)
     if wrong:
-        raise ValueError(f"the model is damaged, load it again: {'; '.join(wrong[:5])}")
+        raise ValueError(f"the model is damaged, load it again: {wrong}")
     state_dict = model.state_dict()
     for name, weight in weights.items():
         if weight.run_state.phase != "dense":
@@ -62,9 +62,9 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
     while True:
         kind = {cls.__name__ for cls in type(model).__mro__}
         if "OptimizedModule" in kind:
-            model = model._orig_mod  # type: ignore[assignment]
+            model = model._orig_mod  # type: ignore[assignment]  # attributes of a Module are Tensor | Module
         elif kind & {"DistributedDataParallel", "DataParallel"}:
-            model = model.module  # type: ignore[assignment]
+            model = model.module  # type: ignore[assignment]  # as above
         else:
             break
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
@@ -82,7 +82,7 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
     if getattr(getattr(model, "config", None), "quantization_config", None) is None:
         raise ValueError(f"{type(model).__name__} is no model that patch_model got: export the one that was patched")
-    return model  # type: ignore[return-value]
+    return model  # type: ignore[return-value]  # patch_model gives only Transformers' models a quantization_config
 
 
 def _refuse_training_checkpoint(directory: Path) -> None:

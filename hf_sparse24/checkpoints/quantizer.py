@@ -12,7 +12,7 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 
 from ..config import Sparse24Config
 from ..patching import patch_model, patched_config, reject_non_finite
-from ..weight import check_whole, sparse_weights
+from ..weight import check_whole, sparse_weights, wrong_states
 
 register_quantization_config("sparse24")(Sparse24Config)
 # `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
@@ -51,9 +51,9 @@ class Sparse24Quantizer(HfQuantizer):
                 raise ValueError(self._lacks(missing, model))
             for weight in weights.values():
                 weight.state_is_ready = True
-            wrong = [f"{name}: {reason}" for name, weight in weights.items() if (reason := weight.wrong_state())]
+            wrong = wrong_states(weights)
             if wrong:
-                raise ValueError(f"the checkpoint is damaged, copy or download it again: {'; '.join(wrong[:5])}")
+                raise ValueError(f"the checkpoint is damaged, copy or download it again: {wrong}")
         else:
             for weight in weights.values():
                 weight.init_state()
@@ -62,7 +62,7 @@ class Sparse24Quantizer(HfQuantizer):
         model.config.quantization_config = patched_config(model)
         # The weights are ordinary: without these marks, .float(), .half() and the Trainer treat the model as usual.
         del model.hf_quantizer
-        model.is_quantized = False  # type: ignore[assignment]
+        model.is_quantized = False  # type: ignore[assignment]  # a bool that Module's types do not know
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
                 del module.config._is_quantized

@@ -24,7 +24,7 @@ from re import Pattern
 try:
     import fcntl
 except ImportError:  # Windows: two exports into one directory at once are not told apart
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # it stands for a module
 
 STAGING = ".hf_sparse24-export"
 CONFIG = "config.json"

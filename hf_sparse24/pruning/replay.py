@@ -238,9 +238,8 @@ def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) ->
 
         return intercepted
 
-    own = {
-        block: block.__dict__.get("forward") for block in blocks
-    }  # where others have replaced it, as accelerate does
+    # A block has one of its own where others have replaced its class's, as accelerate does.
+    own = {block: block.__dict__.get("forward") for block in blocks}
     try:
         for block in own:
             block.__dict__["forward"] = intercept(block, block.forward)

@@ -14,6 +14,7 @@ from ..adapters import check_adapters
 from ..methods import StepContext
 from ..patching import adopt, set_phase
 from ..weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
+from .random_streams import RandomStreams
 
 
 class Sparse24Controller:
@@ -90,12 +91,12 @@ class Sparse24Controller:
         self._masks_before: dict[str, Tensor] = {}
         if self.run_state.controller is not None:
             self.run_state.controller.end()
-        self._rng_keys = _share_rng_keys(list(self.weights.values()))
+        self._streams = RandomStreams(list(self.weights.values()))
         self._enter_phase()
         for weight in self.weights.values():
             if not weight.state_is_ready:
                 weight.init_state()
-        self._set_rng_keys()
+        self._streams.set(self.seed, self.step, self.micro_step)
         self.run_state.begin_step()
         self.run_state.controller = self
         self._hooks = [
@@ -119,7 +120,7 @@ class Sparse24Controller:
         The call after an optimizer step's last micro-batch may be left out: the next step starts afresh.
         """
         self.micro_step += 1
-        self._set_rng_keys()
+        self._streams.set(self.seed, self.step, self.micro_step)
 
     def skip_step(self) -> None:
         """Count a step that the optimizer did not take, where whoever counts the run's steps counts such steps."""
@@ -134,8 +135,7 @@ class Sparse24Controller:
             return
         self.run_state.end_step()
         self.run_state.controller = None
-        for weight in self.weights.values():
-            weight.rng_key = None  # who trains on draws anew every time
+        self._streams.end()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
@@ -196,7 +196,7 @@ class Sparse24Controller:
         elif phase != "dense" and self.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self.method.after_step(self.weights, self._context())
-        self._set_rng_keys()
+        self._streams.set(self.seed, self.step, self.micro_step)
         if self.step < self.total_steps:
             self.run_state.begin_step()
         else:
@@ -251,7 +251,7 @@ class Sparse24Controller:
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips = {name: torch.tensor(count) for name, count in flips.items()}
         set_phase(self.model, self.phase)
-        self._set_rng_keys()
+        self._streams.set(self.seed, self.step, self.micro_step)
 
     def _context(self, packed_masks: bool = False) -> StepContext:
         # Asked for anew: loading an optimizer's state gives it other group objects.
@@ -290,11 +290,6 @@ class Sparse24Controller:
         """By weight, how many of its entries have entered or left the mask since."""
         after = [self.weights[name].mask(packed=True) for name in before]
         return dict(zip(before, kernels.count_flips(list(before.values()), after)))
-
-    def _set_rng_keys(self) -> None:
-        for indices, keys in self._rng_keys:
-            values = [_mix(self.seed, self.step, self.micro_step, index) for index in indices]
-            keys.copy_(torch.tensor(values, dtype=torch.int64))
 
 
 def _check_ints(low: int, high: int | None = None, **values: Any) -> None:
@@ -345,32 +340,3 @@ def _unscale(optimizer: Any) -> bool:
                     parameter.grad.div_(scale)
         optimizer.grad_scale = None
     return True
-
-
-def _share_rng_keys(weights: list[SparseWeight]) -> list[tuple[list[int], Tensor]]:
-    """Give each weight a scalar of one int64 tensor per device, so that a micro-step costs one copy to it.
-
-    Returns:
-        Per device, the indices of its weights and their keys.
-    """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, weight in enumerate(weights):
-        by_device.setdefault(weight.parameter.device, []).append(index)
-    shared = []
-    for device, indices in by_device.items():
-        keys = torch.zeros(len(indices), dtype=torch.int64, device=device)
-        for index, key in zip(indices, keys.unbind()):
-            weights[index].rng_key = key
-        shared.append((indices, keys))
-    return shared
-
-
-def _mix(*numbers: int) -> int:
-    """A 63-bit hash of a few integers (the finaliser of splitmix64), so that nearby numbers give unrelated streams."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
-        state ^= state >> 31
-    return state >> 1
