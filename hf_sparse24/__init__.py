@@ -8,10 +8,11 @@ from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_
 from .checkpoints.export import export_model
 from .config import Sparse24Config, describe_settings
 from .gated import fuse_gated_mlps, unfuse_gated_mlps
-from .inference import drop_master_weights
+from .inference import pack_model, unpack_model
 from .linear import Sparse24Conv1D, Sparse24Linear
 from .methods import METHODS, SparseMethod, StepAdamW, register_method
 from .methods.step_adamw import step_param_groups
+from .packed import PackedConv1D, PackedLinear
 from .patching import patch_model, unpatch_model
 from .pruning.oneshot import OneshotReport, oneshot
 from .report import PatchReport
@@ -23,6 +24,8 @@ from .version import __version__
 __all__ = [
     "METHODS",
     "OneshotReport",
+    "PackedConv1D",
+    "PackedLinear",
     "PatchReport",
     "Sparse24Callback",
     "Sparse24Config",
@@ -34,13 +37,14 @@ __all__ = [
     "StepAdamW",
     "__version__",
     "describe_settings",
-    "drop_master_weights",
     "export_model",
     "fuse_gated_mlps",
     "oneshot",
+    "pack_model",
     "patch_model",
     "register_method",
     "step_param_groups",
     "unfuse_gated_mlps",
+    "unpack_model",
     "unpatch_model",
 ]

@@ -15,6 +15,7 @@ from .encodings import RunState
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
 from .module_names import check_module_names
+from .packed import PackedFormat
 from .version import __version__
 
 
@@ -50,6 +51,8 @@ class Sparse24Config(QuantizationConfigMixin):
     Attributes:
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
         run_state: what changes while the model trains, saved beside the settings (`phase`); not part of a comparison.
+        packed: of a packed model, which weights are packed; None of any other.
+        patch_with: the config that a packed checkpoint is to be unpacked and patched with; None without one.
 
     Raises:
         ValueError: with the field, the value and what is allowed.
@@ -87,6 +90,8 @@ class Sparse24Config(QuantizationConfigMixin):
             **shared,
             settings=cls.Settings(**given),
             run_state=RunState(),
+            packed=None,
+            patch_with=None,
             _given=given,
             _bound=None,
         )
@@ -120,7 +125,13 @@ class Sparse24Config(QuantizationConfigMixin):
         return {"settings": self}
 
     def _take_settings(self, passed: "Sparse24Config") -> None:
-        """Take what was given to `passed`, unless it asks for other sparse weights than a checkpoint has."""
+        """Take what was given to `passed`, unless it asks for other sparse weights than a checkpoint has.
+
+        A packed checkpoint has no master weights and no state to go on with: it is unpacked and patched by `passed`.
+        """
+        if self.packed is not None:
+            self.__dict__["patch_with"] = passed
+            return
         names = [name for name in SHARED if name != "backend" and getattr(passed, name) != getattr(self, name)]
         if names:
             differences = ", ".join(f"{name}={getattr(self, name)!r}, not {getattr(passed, name)!r}" for name in names)
@@ -135,6 +146,12 @@ class Sparse24Config(QuantizationConfigMixin):
         fields = {name: getattr(self, name) for name in SHARED} | self._given
         config = type(self)(**(fields | changes))
         config.run_state.phase = self.run_state.phase
+        return config
+
+    def packed_as(self, packed: PackedFormat) -> "Sparse24Config":
+        """The config of the packed model that a model with this config becomes."""
+        config = self.replace()
+        config.__dict__["packed"] = packed
         return config
 
     def bind(self) -> SparseMethod:
@@ -167,6 +184,7 @@ class Sparse24Config(QuantizationConfigMixin):
             "quant_method": self.quant_method,
             "phase": self.run_state.phase,
             "hf_sparse24_version": __version__,
+            **({} if self.packed is None else {"packed": self.packed.to_dict()}),
         }
 
     def _fields(self) -> dict[str, Any]:
@@ -203,7 +221,7 @@ class Sparse24Config(QuantizationConfigMixin):
         quant_method = values.pop("quant_method", cls.quant_method)
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
-        phase = values.pop("phase", "sparse")
+        phase, packed = values.pop("phase", "sparse"), values.pop("packed", None)
         if values.get("backend") == "reference":  # what version 0.1 called dense math
             values["backend"] = "dense"
         method = method_class(values.get("method", DEFAULT_METHOD))
@@ -221,6 +239,8 @@ class Sparse24Config(QuantizationConfigMixin):
         if phase not in method.phases:
             raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
         config.run_state.phase = phase
+        if packed is not None:
+            config = config.packed_as(PackedFormat.from_dict(packed))
         return (config, kwargs) if return_unused_kwargs else config
 
 

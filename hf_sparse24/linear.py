@@ -155,7 +155,6 @@ class Sparse24Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         sparse = self.sparse24["weight"]
         if sparse.run_state.phase == "dense":
-            sparse.check_master()
             return self.dense_class.forward(self, x)
         weight, bias = sparse.parameter, sparse.bias
         dtype = weight.dtype
@@ -168,13 +167,8 @@ class Sparse24Layer(nn.Module):
             weight = weight.t()
         method, (out, inputs) = sparse.method, weight.shape
         gemms = method.gemms
-        tokens, backend = x.numel() // inputs, "cusparselt" if sparse.is_dropped else sparse.config.backend
+        tokens, backend = x.numel() // inputs, sparse.config.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
-        if sparse.is_dropped and not output_plan.is_sparse:
-            raise RuntimeError(
-                f"{output_plan.reason}: no sparse algorithm computes {tokens} tokens of this {out} x {inputs} layer, "
-                f"and its master weight was dropped; load the model again, or use another number of tokens"
-            )
         wanted, input_plan = [_operand(gemms.output, output_plan)], None
         if not torch.is_grad_enabled():
             (output_weight,) = sparse.encoded(wanted, dtype, tokens)
@@ -203,8 +197,6 @@ class Sparse24Layer(nn.Module):
         # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
         sparse = self.sparse24["weight"]
         before = sparse.state
-        if sparse.compressed is not None and _is_no_change(fn, sparse.compressed):
-            return self  # such as `model.to(device)` where it is already
         sparse.clear_encodings()
         super()._apply(fn, recurse)
         for name, tensor in before.items():
@@ -218,13 +210,8 @@ class Sparse24Layer(nn.Module):
         replica.sparse24 = {name: weight.rebound(replica) for name, weight in self.sparse24.items()}
         return replica
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        self.sparse24["weight"].check_master()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         sparse = self.sparse24["weight"]
-        sparse.check_master()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         names = list(sparse.beside(prefix + "weight"))
         if any(name in state_dict for name in names):
@@ -242,12 +229,6 @@ class Sparse24Layer(nn.Module):
 
 def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:
     return Wanted(gemm.weight or PRUNED, gemm.weight_form(plan), plan.compression)
-
-
-def _is_no_change(fn, tensor: Tensor) -> bool:
-    probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    changed = fn(probe)
-    return (changed.dtype, changed.device) == (probe.dtype, probe.device)
 
 
 class Sparse24Linear(Sparse24Layer, nn.Linear):

@@ -288,6 +288,8 @@ def _reject_quantized(model: nn.Module) -> None:
         return
     is_dict = isinstance(quantization, dict)
     method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
+    if getattr(quantization, "packed", None) is not None:
+        raise ValueError("the model is packed, and has no weights to train; call unpack_model(model) first")
     if method != "sparse24":
         raise ValueError(f"the model is quantized with {method}; load it without quantization to make it 2:4 sparse")
 

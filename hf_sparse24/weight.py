@@ -74,7 +74,6 @@ class SparseWeight:
         state_names, parameter_names: of the method's buffers and Parameters beside this weight.
         state_is_ready: False for a weight that was patched on the meta device, until it has state.
         rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws anew every time.
-        compressed: all there is of a weight whose master was given up (see `drop_master_weights`), None otherwise.
     """
 
     def __init__(self, module: nn.Module, name: str, input_dim: int, config: WeightConfig):
@@ -84,7 +83,6 @@ class SparseWeight:
         self.state_is_ready = True
         self.rng_key: Tensor | None = None
         self.encodings = Encodings()
-        self.compressed: Tensor | None = None
 
     @classmethod
     def attach(cls, module: nn.Module, name: str, input_dim: int, config: WeightConfig) -> "SparseWeight":
@@ -114,7 +112,6 @@ class SparseWeight:
     @torch.no_grad()
     def detach(self, result: Tensor | None = None) -> None:
         """Undo `attach`, with `result` written into the Parameter, or the master weight left as it is."""
-        self.check_master()
         if result is not None:
             self.parameter.copy_(result)
         for name in self.state_names:
@@ -242,10 +239,6 @@ class SparseWeight:
 
     def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype, tokens: int) -> list[Tensor]:
         """Weight operands `[out, in]` in forms that GEMMs of so many tokens take, kept as `encodings.py` says."""
-        if self.compressed is not None:
-            if [form for _, form, _ in wanted] != ["compressed"]:
-                self.check_master()
-            return [self.compressed]
         made_from = [self.parameter, *self.state.values()]
         return self.encodings.get(
             wanted, dtype, made_from, tokens, self.run_state, lambda operand, forms: self._encode(operand, forms, dtype)
@@ -266,32 +259,10 @@ class SparseWeight:
 
     def clear_encodings(self) -> None:
         """Drop what is kept, and free its memory: the next GEMM encodes anew."""
-        self.check_master()
         self.encodings.clear()
-
-    # Its master weight, which inference can do without.
-
-    @property
-    def is_dropped(self) -> bool:
-        return self.compressed is not None
-
-    def drop_master(self, compressed: Tensor, empty: nn.Parameter) -> None:
-        """From now on, `compressed` is all there is, and `empty` stands in the place of the Parameter."""
-        self.encodings.clear()
-        self.compressed = compressed
-        setattr(self.module, self.name, empty)
-
-    def check_master(self) -> None:
-        """Raise RuntimeError where the master weight is needed and gone."""
-        if self.is_dropped:
-            raise RuntimeError(
-                "this layer's master weight was dropped: it computes under torch.no_grad() and cannot be trained, "
-                "saved, exported or moved; load the model again"
-            )
 
     def check_state(self) -> None:
-        """Raise RuntimeError where the weight cannot be pruned yet, or any more."""
-        self.check_master()
+        """Raise RuntimeError where the weight cannot be pruned yet."""
         if not self.state_is_ready:
             raise RuntimeError(
                 "this layer was patched on the meta device and has no state yet; load a checkpoint into the model, or "
@@ -311,10 +282,6 @@ class SparseWeight:
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copied.rng_key = None  # its controller's
         return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.check_master()  # only a copy in this process can hold a vendor's layout
-        return self.__dict__
 
     def _shaped(self, matrix: Tensor) -> Tensor:
         """A matrix, or bits of one, in the shape of the Parameter."""

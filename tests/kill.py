@@ -1,6 +1,6 @@
 """Kill training and exports at random moments, with SIGKILL: nothing is lost, and no two models mix.
 
-    python tests/kill.py 50 50      # kills in training, kills in exports
+    python tests/kill.py 50 50      # kills in training, kills in exports of either format
 
 A run that is killed, and resumed until it ends, has the weights of the run that nobody killed, bit for bit, and no
 checkpoint is lost that had been saved. A directory in which an export is killed loads as the old model or as the new
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArgument
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model
 from hf_sparse24.checkpoints import replacing
+from hf_sparse24.checkpoints.export import FORMATS
 from hf_sparse24.training.resume import last_whole_checkpoint
 
 STEPS = 10
@@ -70,7 +71,7 @@ def newest(directory: Path) -> int:
         return 0
 
 
-def export(model: PreTrainedModel, directory: Path) -> None:
+def export(model: PreTrainedModel, directory: Path, format: str) -> None:
     switch = replacing._switch
 
     def marked(*args) -> None:
@@ -78,7 +79,7 @@ def export(model: PreTrainedModel, directory: Path) -> None:
         switch(*args)
 
     replacing._switch = marked
-    export_model(model, directory)
+    export_model(model, directory, format)
 
 
 def ends(function: Callable[..., None], *args, kill: Callable[[], bool] = lambda: False) -> bool:
@@ -154,16 +155,16 @@ def kill_training(kills: int, root: Path, draw: random.Random) -> str:
     )
 
 
-def kill_exports(kills: int, root: Path, draw: random.Random) -> str:
-    directory = root / "export"
+def kill_exports(kills: int, root: Path, draw: random.Random, format: str) -> str:
+    directory = root / format
     models = [zoo.build("llama", intermediate_size=96), zoo.build("llama", seed=1, rms_norm_eps=0.1)]
     for model in models:
         patch_model(model, Sparse24Config(target_modules="all-linear"))
     expected = [logits(model) for model in models]
-    duration = timed(ends, export, models[0], directory)
+    duration = timed(ends, export, models[0], directory, format)
     old = killed = switching = new = 0
     while killed < kills:
-        done = ends(export, models[1 - old], directory, kill=moment(draw, duration, 0.02))
+        done = ends(export, models[1 - old], directory, format, kill=moment(draw, duration, 0.02))
         found = logits(AutoModelForCausalLM.from_pretrained(directory))
         which = [number for number in (0, 1) if torch.equal(found, expected[number])]
         assert which and (which == [1 - old] or not done), "neither the old model nor the new one"
@@ -172,11 +173,16 @@ def kill_exports(kills: int, root: Path, draw: random.Random) -> str:
             switching += shared[WRITING]
             new += which != [old]
         old = which[0]
-    export_model(models[0], directory)
-    assert {path.name for path in directory.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    export_model(models[0], directory, format)
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "sparse24.json",
+    }
     return (
-        f"exports: {killed} kills, {switching} while files were switched; {killed - new} left the old model, {new} the "
-        f"new one, none a mix"
+        f"{format} exports: {killed} kills, {switching} while files were switched; {killed - new} left the old model, "
+        f"{new} the new one, none a mix"
     )
 
 
@@ -191,7 +197,8 @@ def main(training: int, exports: int, seed: int = 0) -> None:
     utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as root:
         print(kill_training(training, Path(root), random.Random(seed)), flush=True)
-        print(kill_exports(exports, Path(root), random.Random(seed)), flush=True)
+        for format in FORMATS:
+            print(kill_exports(exports, Path(root), random.Random(seed), format), flush=True)
 
 
 if __name__ == "__main__":

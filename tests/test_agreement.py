@@ -12,7 +12,7 @@ from sparse24_kernels import Algorithm
 from sparse24_kernels.gemm import autotune
 from torch import nn
 
-from hf_sparse24 import METHODS, Sparse24Config, drop_master_weights, patch_model
+from hf_sparse24 import METHODS, Sparse24Config, patch_model
 from hf_sparse24.methods.settings import GRADIENT_ESTIMATORS, GemmSettings
 from hf_sparse24.tools import doctor
 from hf_sparse24.weight import SparseWeight, sparse_weights
@@ -155,21 +155,3 @@ def test_they_agree_where_the_autotuner_prefers_dense(stand_in, spy, method, mon
     ran = gemms_that_run(weight.module, 32, stand_in, spy)
     assert {name: plan.is_sparse for name, plan in plans.items()} == {name: ran[name] is not None for name in GEMMS}
     assert (plans["output"].is_sparse, plans["output"].reason) == (False, "dense is faster")
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "4:8"])
-@every_method
-def test_inference_from_compressed_weights_agrees(stand_in, spy, method, pattern):  # noqa: F811
-    """What can drop its master weight is what has a sparse output GEMM, and it then runs that."""
-    model, weight = patched(method, pattern=pattern)
-    reason = weight.method.gemms.output.unsupported()
-    if reason is not None:
-        with pytest.raises(ValueError, match=reason):
-            drop_master_weights(model)
-        return
-    x = torch.randn(32, IN).bfloat16()
-    with torch.no_grad():
-        before = model[0](x)
-        drop_master_weights(model)
-        stand_in.gemms.clear()
-        assert torch.equal(model[0](x), before) and stand_in.gemms[0][:3] == (OUT, 32, IN)

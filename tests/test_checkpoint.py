@@ -18,6 +18,8 @@ from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching import patched_config, set_phase
 from hf_sparse24.weight import sparse_weights
 
+FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
+
 
 def patched(name: str = "llama", method: str = "s-ste", **overrides) -> PreTrainedModel:
     model = zoo.build(name, **overrides)
@@ -129,7 +131,7 @@ def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
         assert not [key for key in file.keys() if "scale" in key]  # noqa: SIM118  not a dict
         for name, weight in sparse_weights(model).items():
             assert is_nm_sparse(file.get_tensor(name), dim=weight.input_dim)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == FILES
     with pytest.raises(ValueError, match=r"not patched; use model.save_pretrained"):
         export_model(zoo.build("gpt2"), tmp_path)
 

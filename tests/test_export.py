@@ -26,6 +26,8 @@ SINGLE = {"config.json": "A", "model.safetensors": "A"}
 SHARDED = dict.fromkeys(("config.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors"), "B")
 MODELS = {"none": {}, "single": SINGLE, "sharded": SHARDED, "other": dict.fromkeys(SINGLE, "C")}
 
+FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
+
 
 def write(directory: Path, files: dict[str, str]) -> None:
     with replaced_model(directory, OUTDATED) as new:
@@ -169,7 +171,7 @@ def test_a_model_replaces_another_of_other_sizes(tmp_path):
     model = patched()
     export_model(model, tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
-    names = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    names = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json", "README.md"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -177,7 +179,7 @@ def test_export_over_a_sharded_model_leaves_none_of_it(tmp_path):
     zoo.build("llama", seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
     model = patched()
     export_model(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == FILES
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 

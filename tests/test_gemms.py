@@ -1,6 +1,5 @@
-"""Sparse GEMMs in models, on a CPU stand-in for the library: right numbers, compressed once, master weights dropped."""
+"""Sparse GEMMs in models, on a CPU stand-in for the library: right numbers, compressed once."""
 
-import copy
 from dataclasses import replace
 
 import cslt
@@ -12,11 +11,11 @@ from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, drop_master_weights, patch_model, unpatch_model
+from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, patch_model
 from hf_sparse24.encodings import Wanted
 from hf_sparse24.gemms import MASTER, Gemm
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.patching import patched_config
 from hf_sparse24.weight import sparse_weights
 
 SOME = ["ste", "s-ste", "t-sr-ste"]  # one, two and three sparse GEMMs
@@ -140,51 +139,6 @@ def test_memory_of_a_layer_whose_gemms_are_all_sparse(stand_in):  # noqa: F811
         weight = sparse_weights(model)["layers.0.weight"]
         # W and its transpose, nothing dense
         assert zoo.kept_bytes(weight) == 2 * 9 / 16 * weight.parameter.numel() * 2
-
-
-def test_dropped_master_weights(stand_in, tmp_path):  # noqa: F811
-    model = zoo.build("llama").bfloat16()
-    patch_model(model, Sparse24Config(method="t-sr-ste"))
-    ids = torch.randint(0, zoo.VOCAB, (2, 8))
-    with torch.no_grad():
-        before, state = model(ids).logits, copy.deepcopy(model.state_dict())
-        sizes = sum(weight.parameter.nbytes for weight in sparse_weights(model).values())
-        assert drop_master_weights(model) == sizes * 7 / 16
-        assert torch.equal(model(ids).logits, before)
-        assert torch.equal(model(ids[:1, :1]).logits.isfinite(), torch.ones(1, 1, zoo.VOCAB, dtype=torch.bool))
-    for forbidden in (
-        lambda: model(ids, labels=ids).loss.backward(),
-        lambda: model.save_pretrained(tmp_path),
-        lambda: model.float(),
-        lambda: unpatch_model(model),
-        lambda: unpatch_model(model, sparse=False),
-        lambda: model.load_state_dict(state),
-        lambda: model.load_state_dict(state, assign=True),
-        lambda: torch.save(model, tmp_path / "model"),
-        lambda: set_phase(model, "dense"),
-        lambda: next(iter(sparse_weights(model).values())).pruned(),
-    ):
-        with pytest.raises(RuntimeError, match="master weight was dropped"):
-            forbidden()
-    with torch.no_grad():
-        assert torch.equal(model.to("cpu")(ids).logits, before)  # where it is already
-        assert torch.equal(copy.deepcopy(model)(ids).logits, before)
-    with pytest.raises(ValueError, match=r"no weight can be dropped: .*: dropped already"):
-        drop_master_weights(model)
-
-
-def test_what_cannot_drop_its_master_weights(stand_in):  # noqa: F811
-    model = Mlp()
-    with pytest.raises(ValueError, match="not patched"):
-        drop_master_weights(model)
-    patch_model(model, Sparse24Config(method="ste", target_modules="all-linear"))
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.weight: the sparse GEMMs run in bf16 and fp16, not torch.float32"
-    ):
-        drop_master_weights(model)
-    set_phase(model, "dense")
-    with pytest.raises(ValueError, match="dense phase"):
-        drop_master_weights(model)
 
 
 def test_compiled_in_one_graph(stand_in):  # noqa: F811

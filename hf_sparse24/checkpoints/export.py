@@ -1,5 +1,9 @@
-"""export_model: a checkpoint that loads in every engine, no import needed."""
+"""export_model: checkpoints to share. `dense` loads in every engine, `packed` has 9/16 of the bytes in bf16.
 
+Tensors are made and written one at a time, so that an export needs little memory beside the model.
+"""
+
+import hashlib
 import json
 import os
 import re
@@ -9,52 +13,138 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
+from ..config import Sparse24Config
+from ..inference import check_packable
+from ..packed import PackedFormat
 from ..weight import sparse_weights, wrong_states
+from .manifest import MANIFEST, Manifest, sparse_dim
+from .parts import Part, dense_parts, packed_parts
 from .replacing import CONFIG, replaced_model
+from .safetensors_file import Hashes, write_safetensors
 
-_WEIGHT_FILES = re.compile(r"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?")
+FORMATS = ("dense", "packed")
+
+_WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
 
 _OF_A_RUN = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of a checkpoint that training resumes from."""
 
 
 @torch.no_grad()
-def export_model(model: nn.Module, directory: str | os.PathLike) -> None:
-    """Save `model` as a plain Transformers checkpoint of the weights it computes with.
+def export_model(
+    model: nn.Module, directory: str | os.PathLike, format: str = "dense", max_shard_size: int | str = "5GB"
+) -> None:
+    """Save the weights that `model` computes with, for others to use.
 
-    Sparse layers are written as ordinary weights with zeros (dense ones after a dense tail), without masks, scales
-    or `quantization_config`, so any engine reads them. The model itself is left as it is. To go on training 2:4,
-    keep a `save_pretrained` checkpoint, which has the dense master weights.
+    The model itself is left as it is. To go on training 2:4, keep a `save_pretrained` checkpoint, which has the dense
+    master weights. Beside the weights goes `sparse24.json`, which lists the sparse ones; `hf-sparse24 verify` reads it.
 
     Args:
         model: a patched model; DDP, DataParallel and torch.compile are looked through. Export in one process of many.
         directory: made if absent. A model that it holds is replaced as a whole: at every instant, also where the
             process is killed, the directory has the old model or the new one (see `replacing.py`). Other files in it,
             such as a tokenizer's, stay.
+        format: `"dense"`, ordinary weights with zeros in them, which any engine reads; after a dense tail, dense ones.
+            `"packed"`, 2:4 weights without their zeros, 9/16 of their bytes in bf16, which `from_pretrained` reads
+            where hf_sparse24 is imported (docs/packed_format.md). Sparse weights whose input size is no multiple of 8
+            are stored with their zeros.
+        max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file of its own.
 
     Raises:
         ValueError: the model is not patched (use `save_pretrained`), is sharded, has adapters, or has masks or scales
-            that its method cannot have made; or the directory is a training checkpoint, whose dense master weights
-            would be lost.
+            that its method cannot have made; a packed export of a model that is dense or sparse by another pattern; or
+            the directory is a training checkpoint, whose dense master weights would be lost.
         RuntimeError: another process is exporting into the directory.
     """
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
     model = _unwrapped(model)
     weights = sparse_weights(model)
     wrong = wrong_states(weights)
     if wrong:
         raise ValueError(f"the model is damaged, load it again: {wrong}")
-    state_dict = model.state_dict()
-    for name, weight in weights.items():
-        if weight.run_state.phase != "dense":
-            state_dict[name] = weight.method.merged(weight)
-        for kept in weight.beside(name):
-            del state_dict[kept]
+    if format == "packed":
+        check_packable(model)
+    parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
     _refuse_training_checkpoint(Path(directory))
-    with replaced_model(directory, outdated=_WEIGHT_FILES) as new, _without_quantization_config(model):
-        model.save_pretrained(new, state_dict=state_dict)
+    with replaced_model(directory, outdated=_WEIGHT_FILES) as new:
+        _write(model, new, parts, format, max_shard_size)
+
+
+def _write(model: PreTrainedModel, new: Path, parts: list[Part], format: str, max_shard_size: int | str) -> None:
+    """Write a whole checkpoint into the empty folder `new`."""
+    config: Sparse24Config = model.config.quantization_config
+    with _quantization_config(model, None):
+        model.save_pretrained(new, state_dict={})  # all but the weights
+        for path in new.glob("*.safetensors"):
+            path.unlink()
+        sparse, files = _write_weights(model, new, parts, max_shard_size)
+    packed = None
+    if format == "packed":
+        names = tuple(part.packed for part in parts if part.packed is not None)
+        packed = config.packed_as(PackedFormat(names, {name: hashes.header for name, hashes in files.items()}))
+    with _quantization_config(model, packed):
+        model.config.save_pretrained(new)
+    manifest = Manifest(format, sparse, {name: hashes.file for name, hashes in files.items()}, config.to_dict())
+    manifest.write(new)
+
+
+def _write_weights(
+    model: PreTrainedModel, new: Path, parts: list[Part], max_shard_size: int | str
+) -> tuple[dict[str, int], dict[str, Hashes]]:
+    """Write the files of the weights, and their index where there are several.
+
+    Returns:
+        The dimension of the groups of each sparse tensor, and the hashes of each file.
+    """
+    shards = split_state_dict_into_shards_factory(
+        {str(i): part for i, part in enumerate(parts)},
+        get_storage_size=lambda part: sum(tensor.nbytes for tensor in part.like.values()),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    metadata = {"format": "pt", "hf_sparse24_export": _fingerprint(model)}
+    files: dict[str, Hashes] = {}
+    sparse: dict[str, int] = {}
+    weight_map: dict[str, str] = {}
+    with logging.tqdm(total=len(parts), desc="Exporting", unit="tensor") as progress:
+        for file, keys in shards.filename_to_tensors.items():
+            chosen = [parts[int(key)] for key in keys]
+            like = {name: tensor for part in chosen for name, tensor in part.like.items()}
+            files[file] = write_safetensors(new / file, like, _made(chosen, sparse, progress), metadata)
+            weight_map |= dict.fromkeys(like, file)
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": weight_map}
+        (new / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return sparse, files
+
+
+def _made(parts: list[Part], sparse: dict[str, int], progress: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the parts one by one, while `sparse` gets the dimension of the groups of those that are sparse."""
+    for part in parts:
+        if part.packed is not None:
+            sparse[part.packed] = -1
+        for name, tensor in part.make().items():
+            if part.weight is not None and part.packed is None:
+                dim = sparse_dim(tensor, part.weight.input_dim, part.weight.method.pattern)
+                sparse |= {} if dim is None else {name: dim}
+            yield name, tensor
+        progress.update()
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """A number that files of one export have in common: the same model gives the same files, another one others."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 256)].contiguous().view(torch.uint8).cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
@@ -94,7 +184,7 @@ def _refuse_training_checkpoint(directory: Path) -> None:
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG} is no JSON ({error}); export into another directory") from error
     saved: Any = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(saved, dict) and saved.get("quant_method") == "sparse24":
+    if isinstance(saved, dict) and saved.get("quant_method") == "sparse24" and "packed" not in saved:
         found.append(f"{CONFIG} with quantization_config")
     if found:
         raise ValueError(
@@ -104,10 +194,14 @@ def _refuse_training_checkpoint(directory: Path) -> None:
 
 
 @contextmanager
-def _without_quantization_config(model: PreTrainedModel) -> Iterator[None]:
-    config = model.config.quantization_config
-    del model.config.quantization_config
+def _quantization_config(model: PreTrainedModel, config: Sparse24Config | None) -> Iterator[None]:
+    """Let the model's config say something else for a while; None for nothing about sparsity."""
+    own = model.config.quantization_config
+    if config is None:
+        del model.config.quantization_config
+    else:
+        model.config.quantization_config = config
     try:
         yield
     finally:
-        model.config.quantization_config = config
+        model.config.quantization_config = own

@@ -11,8 +11,11 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import Sparse24Config
+from ..inference import forget_quantizer, unpack_model
+from ..packed import PackedFormat, packed_weights
 from ..patching import patch_model, patched_config, reject_non_finite
 from ..weight import check_whole, sparse_weights, wrong_states
+from .packed import check_files, check_packed, make_packed, was_loaded
 
 register_quantization_config("sparse24")(Sparse24Config)
 # `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
@@ -29,7 +32,12 @@ class Sparse24Quantizer(HfQuantizer):
     quantization_config: Sparse24Config
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
-        _check_files(checkpoint_files or [])
+        _check_whole_files(checkpoint_files or [])
+        if self.quantization_config.packed is not None:
+            if checkpoint_files:  # not where the user passes a state_dict
+                check_files(self.quantization_config.packed, checkpoint_files)
+            make_packed(model, self.quantization_config.packed)
+            return
         patch_model(model, self.quantization_config)
         # State stays fp32 whatever dtype the weights are loaded in.
         state = {name for name, tensor in _kept_beside(model).items() if not isinstance(tensor, nn.Parameter)}
@@ -40,13 +48,15 @@ class Sparse24Quantizer(HfQuantizer):
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
+        if self.quantization_config.packed is not None:
+            return self._finish_packed(model)
         weights = sparse_weights(model)
         for name, weight in weights.items():
             check_whole(name, weight.parameter)  # `tp_plan` has sharded it by now
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
-            missing = [name for name, tensor in _kept_beside(model).items() if not _was_loaded(tensor)]
+            missing = [name for name, tensor in _kept_beside(model).items() if not was_loaded(tensor)]
             if missing:
                 raise ValueError(self._lacks(missing, model))
             for weight in weights.values():
@@ -60,12 +70,18 @@ class Sparse24Quantizer(HfQuantizer):
                 weight.init_parameters()
         # Transformers has put its own config object there; the model's is the one that follows the phase of training.
         model.config.quantization_config = patched_config(model)
-        # The weights are ordinary: without these marks, .float(), .half() and the Trainer treat the model as usual.
-        del model.hf_quantizer
-        model.is_quantized = False  # type: ignore[assignment]  # a bool that Module's types do not know
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
-                del module.config._is_quantized
+        forget_quantizer(model)  # the weights are ordinary
+        return model
+
+    def _finish_packed(self, model: PreTrainedModel) -> PreTrainedModel:
+        check_packed(model)
+        if self.quantization_config.patch_with is not None:
+            unpack_model(model)
+            patch_model(model, self.quantization_config.patch_with)
+        else:
+            # Without the hashes of the files that were read: saved again, the model has others.
+            own = PackedFormat(tuple(packed_weights(model)), {})
+            model.config.quantization_config = self.quantization_config = self.quantization_config.packed_as(own)
         return model
 
     def _lacks(self, missing: list[str], model: PreTrainedModel) -> str:
@@ -93,10 +109,14 @@ class Sparse24Quantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        return True
+        return self.quantization_config.packed is None  # packed weights do not train, adapters around them do
+
+    def update_weight_conversions(self, weight_conversions, *args):
+        # Packed tensors have the names of the model's own state_dict, however other checkpoints call the weights.
+        return weight_conversions if self.quantization_config.packed is None else []
 
 
-def _check_files(files: list[str]) -> None:
+def _check_whole_files(files: list[str]) -> None:
     for file in (file for file in files if str(file).endswith(".safetensors")):
         try:
             with safe_open(file, "pt"):
@@ -111,7 +131,3 @@ def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, weight in sparse_weights(model).items():
         found |= weight.beside(name)
     return found
-
-
-def _was_loaded(tensor: Tensor) -> bool:
-    return getattr(tensor, "_is_hf_initialized", False)

@@ -1,4 +1,5 @@
-"""The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's GEMMs."""
+"""The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's GEMMs, and `export`,
+`inspect` and `verify` handle checkpoints (checkpoints.py)."""
 
 import argparse
 import importlib
@@ -6,16 +7,17 @@ import os
 import sys
 
 import torch
-import transformers
 from sparse24_kernels import GemmProblem
 from sparse24_kernels.gemm import autotune, cusparselt
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..config import Sparse24Config
 from ..methods import DEFAULT_METHOD, METHODS
 from ..patching import patch_model
 from ..version import __version__
-from . import doctor
+from . import checkpoints, doctor
+from .models import model_class
+from .tables import print_table
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hf-sparse24: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("hf-sparse24: stopped; what was measured is kept", file=sys.stderr)
+        print("hf-sparse24: stopped; what was measured is kept, and what an export was to replace", file=sys.stderr)
         return 130
 
 
@@ -52,13 +54,15 @@ def _parser() -> argparse.ArgumentParser:
             "--method", help=f"{', '.join(sorted(METHODS))}; without it the model's own, or {DEFAULT_METHOD}"
         )
         command.add_argument(
-            "--import", dest="modules", metavar="MODULE", action="append", default=[], help=_IMPORT_HELP
-        )
-        command.add_argument(
             "--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp"
         )
         command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the GEMMs (default bf16)")
         command.set_defaults(run=run)
+    checkpoints.add_commands(commands)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--import", dest="modules", metavar="MODULE", action="append", default=[], help=_IMPORT_HELP
+        )
     return parser
 
 
@@ -74,22 +78,22 @@ def positive_number(text: str) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    _print_table(doctor.versions())
+    print_table(doctor.versions())
     failed = False
     for device in doctor.devices():
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         print(f"\n{device}: {name}")
-        _print_table(doctor.choices(device))
+        print_table(doctor.choices(device))
         results = list(doctor.self_test(device))
         print()
-        _print_table(results)
+        print_table(results)
         failed |= any(result.startswith("FAILED") for _, result in results)
     if options.model:
         model = _patched(options)
         header = ["layers", "out x in", "output", "grad_input", "grad_weight", "gain"]
         rows = doctor.gains(model, options.tokens, _DTYPES[options.dtype], doctor.devices()[0])
         print(f"\n{options.model}, {options.tokens} tokens, {options.dtype}: forward + backward of the patched layers")
-        _print_table([header, *rows])
+        print_table([header, *rows])
     return int(failed)
 
 
@@ -102,7 +106,7 @@ def _tune(options: argparse.Namespace) -> int:
     print(f"{len(found)} GEMMs; Ctrl-C keeps what is done")
     verdicts = autotune.tune(found, device, on_progress=lambda text: print(f"\r{text:<100.100}", end="", flush=True))
     print()
-    _print_table([["m x n x k", "runs", "dense us", "sparse us"], *map(_verdict_row, verdicts.items())])
+    print_table([["m x n x k", "runs", "dense us", "sparse us"], *map(_verdict_row, verdicts.items())])
     return 0
 
 
@@ -132,31 +136,9 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     if options.target_modules:
         sparse = sparse.replace(target_modules=options.target_modules)
     with torch.device("meta"):
-        model = _model_class(config)._from_config(config)
+        model = model_class(config)._from_config(config)
     patch_model(model, sparse)
     return model
-
-
-def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that a checkpoint was saved from, or the first with a head that Transformers has for its type."""
-    for name in config.architectures or []:
-        saved = getattr(transformers, name, None)
-        if isinstance(saved, type) and issubclass(saved, PreTrainedModel):
-            return saved
-    for head in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageTextToText"):
-        classes = getattr(transformers, f"AutoModelFor{head}")._model_mapping
-        if type(config) in classes:
-            return classes[type(config)]
-    raise ValueError(
-        f"Transformers has no language model for {type(config).__name__} with architectures={config.architectures!r}"
-    )
-
-
-def _print_table(rows: list) -> None:
-    rows = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
-    for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Reading packed checkpoints: files are checked first, then modules are made packed, then what was read is checked.
+
+The format: docs/packed_format.md. Nothing here executes what a file says: safetensors and JSON alone are read.
+"""
+
+import os
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from sparse24_kernels import Packed
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..packed import PackedFormat, PackedWeight, buffer_names, packed_weights
+from .safetensors_file import DTYPES, header_hash
+
+
+def check_files(packed: PackedFormat, files: list[str]) -> None:
+    """Raise ValueError where the files are not those that were written together with `config.json`, or do not have the
+    packed weights that it lists, and no others."""
+    for file in files:
+        name = os.path.basename(file)
+        if not name.endswith(".safetensors"):
+            raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
+        if packed.files and name not in packed.files:
+            raise ValueError(f"{file} is not of this checkpoint, which has {sorted(packed.files)}; remove the file")
+        if packed.files and header_hash(file) != packed.files[name]:
+            raise ValueError(
+                f"{file} is not the file that was exported together with config.json: its header differs, as that of "
+                f"another export's does, or of an edited file's; copy or download the whole checkpoint again"
+            )
+    missing = sorted(set(packed.files) - {os.path.basename(file) for file in files})
+    if missing:
+        raise ValueError(f"the checkpoint lacks {missing}; copy or download it again")
+    dtypes = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
+    listed = dict(buffer_names(name) for name in packed.weights)
+    found = dict(buffer_names(name.removesuffix("_indices")) for name in dtypes if name.endswith("_indices"))
+    for values, indices in (listed | found).items():
+        if values not in listed:
+            raise ValueError(f"{values} is in the files, and config.json does not list it in packed.weights")
+        if values not in dtypes or dtypes.get(indices) != DTYPES[torch.uint8]:
+            said = {name: dtypes.get(name, "missing") for name in (values, indices)}
+            raise ValueError(f"the checkpoint is damaged, copy or download it again: it has {said}")
+
+
+def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
+    """Let a model on the meta device have packed weights, without data, where its checkpoint has some.
+
+    Raises:
+        ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
+    """
+    for name in packed.weights:
+        module, attribute = _owner(model, name)
+        if module is None:  # a head that this class of the model does not have
+            continue
+        weight = module._parameters.get(attribute)
+        if not isinstance(module, nn.Linear | Conv1D) or weight is None:
+            raise ValueError(f"packed.weights has {name!r}, which is no weight of a linear layer in this model")
+        out, inputs = weight.shape[::-1] if isinstance(module, Conv1D) else weight.shape
+        if inputs % 8:
+            raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
+        values = torch.empty(out, inputs // 2, dtype=weight.dtype, device="meta")
+        indices = torch.empty(out, inputs // 8, dtype=torch.uint8, device="meta")
+        PackedWeight.attach(module, attribute, Packed(values, indices))
+    if not packed_weights(model):
+        raise ValueError(
+            f"{type(model).__name__} has none of the weights in packed.weights: {list(packed.weights[:5])}"
+        )
+
+
+def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module | None, str]:
+    """The module that has the Parameter `name`, in the model with or without its head; None where there is none."""
+    path, _, attribute = name.rpartition(".")
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (path, path.removeprefix(prefix), prefix + path):
+        try:
+            return model.get_submodule(candidate), attribute
+        except AttributeError:
+            continue
+    return None, attribute
+
+
+def check_packed(model: PreTrainedModel) -> None:
+    """Raise ValueError where a packed weight was not in the checkpoint, or cannot have come from packing."""
+    for name, weight in packed_weights(model).items():
+        missing = [key for key, tensor in zip(weight.buffer_names, weight.packed) if not was_loaded(tensor)]
+        wrong = f"{missing} were not in its files" if missing else weight.wrong()
+        if wrong:
+            raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
+
+
+def was_loaded(tensor: Tensor) -> bool:
+    """Whether Transformers has read it from a file; what it has not read is uninitialised memory."""
+    return cast(bool, getattr(tensor, "_is_hf_initialized", False))

@@ -1,0 +1,220 @@
+"""Packed weights: 2:4 weights without their zeros, in 9/16 of the bytes in bf16, for inference and under adapters.
+
+A packed weight is two buffers of its module, `weight_values` and `weight_indices` (see `sparse24_kernels.Packed`), in
+the place of the Parameter `weight`, which is a property now: it unpacks a dense copy at every read. So a packed layer
+computes, lets gradients through to its input, and does not train. `hf_sparse24.inference` packs and unpacks models.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import Packed
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """What `config.json` says of a packed model; docs/packed_format.md has the format.
+
+    Attributes:
+        weights: names of the packed weights, as in the dense model's `state_dict`.
+        files: sha256 of each file's header by the file's name, empty where nobody wrote them down. A header has the
+            name, dtype, shape and place of every tensor, and a number that all files of one export have in common.
+        version: of the format.
+    """
+
+    weights: tuple[str, ...]
+    files: dict[str, str]
+    version: int = 1
+
+    LATEST: ClassVar[int] = 1
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "PackedFormat":
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: with the key, its value and what is allowed.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"packed={values!r}: must be a dict")
+        version, weights, files = (values.get(key) for key in ("version", "weights", "files"))
+        if type(version) is not int or not 1 <= version <= cls.LATEST:
+            raise ValueError(f"packed.version={version!r}: this version of hf_sparse24 reads 1 to {cls.LATEST}")
+        if not isinstance(weights, list) or not weights or not all(isinstance(name, str) for name in weights):
+            raise ValueError("packed.weights must be a non-empty list of names")
+        if not isinstance(files, dict) or not all(isinstance(text, str) for text in (*files, *files.values())):
+            raise ValueError("packed.files must be a dict from the names of files to the sha256 of their headers")
+        return cls(tuple(weights), files, version)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": self.version, "weights": list(self.weights), "files": self.files}
+
+
+class PackedWeight:
+    """One packed weight. `attach` makes one; `packed_weights(model)` finds them.
+
+    Attributes:
+        module, name: the dense weight is `getattr(module, name)`, unpacked at every read.
+        input_dim: which of its dimensions is the input dimension, -1 or -2.
+        dense_class: the class of the module before.
+    """
+
+    def __init__(self, module: nn.Module, name: str, input_dim: int, dense_class: type[nn.Module]):
+        self.module, self.name, self.input_dim, self.dense_class = module, name, input_dim, dense_class
+
+    @classmethod
+    def attach(cls, module: nn.Module, name: str, packed: Packed) -> None:
+        """Put `packed`, values `[..., out, in / 2]` and indices `[..., out, in / 8]`, in the place of a Parameter."""
+        dense_class = type(module)
+        packed_class = PackedConv1D if isinstance(module, Conv1D) else PackedLinear
+        del module._parameters[name]
+        weight = cls(module, name, packed_class.input_dim, dense_class)
+        for key, tensor in zip(weight.buffer_names, packed):
+            module.register_buffer(key, tensor)
+        module.__dict__.setdefault("packed24", {})[name] = weight
+        module.__class__ = packed_class
+
+    def detach(self) -> None:
+        """Undo `attach`: the Parameter is the dense weight, with its zeros."""
+        module, dense = self.module, nn.Parameter(self.dense().contiguous())
+        for key in self.buffer_names:
+            del module._buffers[key]
+        others = dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update({self.name: dense} | others)  # in the order in which optimizers count
+        del module.__dict__["packed24"]
+        module.__class__ = self.dense_class
+
+    @property
+    def buffer_names(self) -> tuple[str, str]:
+        return buffer_names(self.name)
+
+    @property
+    def packed(self) -> Packed:
+        return Packed(*(getattr(self.module, key) for key in self.buffer_names))
+
+    @torch.no_grad()
+    def dense(self) -> Tensor:
+        """A copy of the weight with its zeros, in the layout that the Parameter had."""
+        weight = kernels.unpack_nm(self.packed)
+        return weight if self.input_dim == -1 else weight.t()
+
+    @torch.no_grad()
+    def write(self, dense: Tensor) -> None:
+        """Store another 2:4 weight of the same shape.
+
+        Raises:
+            ValueError: it is not 2:4 along its input dimension.
+        """
+        packed = pack_exactly(dense if self.input_dim == -1 else dense.t())
+        if packed is None:
+            raise ValueError(f"a packed weight must be 2:4 along its input dimension, and the new {self.name} is not")
+        for key, tensor in zip(self.buffer_names, packed):
+            self.module._buffers[key] = tensor
+
+    def wrong(self) -> str | None:
+        """What is wrong with the two buffers, where packing cannot have made them."""
+        return None if self.packed.values.is_meta else wrong_packed(self.packed)
+
+
+class _PackedLinearFunction(torch.autograd.Function):
+    """`x W^T + b` with gradients for x and b. The weight is unpacked again for the backward pass, not kept."""
+
+    @staticmethod
+    def forward(ctx, x, values, indices, bias):
+        ctx.save_for_backward(values, indices)
+        return _packed_linear(x, Packed(values, indices), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_x = grad @ kernels.unpack_nm(Packed(*ctx.saved_tensors)) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
+        return grad_x, None, None, grad_bias
+
+
+def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(x, kernels.unpack_nm(packed), bias)
+
+
+class PackedLayer(nn.Module):
+    """What `PackedLinear` and `PackedConv1D` share.
+
+    `packed24` has its `PackedWeight` by the weight's name.
+    """
+
+    input_dim: int
+    packed24: dict[str, PackedWeight]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise TypeError(f"{type(self).__name__} is made from a dense layer: use pack_model")
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, with its zeros: a fresh copy at every read. Writes to it are lost."""
+        return self.packed24["weight"].dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        (values, indices), bias = self.packed24["weight"].packed, cast(Tensor | None, self.bias)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, values = x.to(dtype), values.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        if not torch.is_grad_enabled():
+            return _packed_linear(x, Packed(values, indices), bias)
+        return _PackedLinearFunction.apply(x, values, indices, bias)
+
+    def extra_repr(self) -> str:
+        values = self.packed24["weight"].packed.values
+        return f"in={2 * values.shape[1]}, out={values.shape[0]}, bias={self.bias is not None}, dtype={values.dtype}"
+
+
+class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its weight is computed
+    """`nn.Linear` with a packed 2:4 weight."""
+
+    input_dim = -1
+
+
+class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
+    """GPT-2's `Conv1D` with a packed 2:4 weight: the buffers are those of `[out, in]`, `.weight` is `[in, out]`."""
+
+    input_dim = -2
+    __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"
+
+
+def buffer_names(name: str) -> tuple[str, str]:
+    """What a packed weight's values and indices are called, in its module and in a checkpoint."""
+    return f"{name}_values", f"{name}_indices"
+
+
+def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
+    """The packed weights of `model` by the dense weight's name, in module order; shared modules count once."""
+    return {
+        f"{prefix}.{name}" if prefix else name: weight
+        for prefix, module in model.named_modules()
+        for name, weight in module.__dict__.get("packed24", {}).items()
+    }
+
+
+def pack_exactly(weight: Tensor) -> Packed | None:
+    """A matrix `[out, in]` in packed form; None where that would lose something."""
+    packed = kernels.pack_nm(weight)
+    return packed if torch.equal(kernels.unpack_nm(packed), weight) else None
+
+
+def wrong_packed(packed: Packed) -> str | None:
+    """What is wrong with values `[..., out, in / 2]` and indices `[..., out, in / 8]` that were read from a file."""
+    values, indices = packed
+    fits = (*values.shape[:-1], values.shape[-1] // 4) == tuple(indices.shape) and not values.shape[-1] % 4
+    if not (fits and values.is_floating_point() and indices.dtype == torch.uint8):
+        return f"values are {values.dtype} {tuple(values.shape)}, indices {indices.dtype} {tuple(indices.shape)}"
+    # Within four, the lower element comes first: two of them at one place would overwrite each other.
+    if not all(bool(((group & 3) < (group >> 2)).all()) for group in (indices & 15, indices >> 4)):
+        return "its indices are not in ascending order"
+    ends = torch.stack(torch.aminmax(values)) if values.numel() else values
+    return None if bool(ends.isfinite().all()) else "NaN or inf in its values"

@@ -1,0 +1,147 @@
+"""`hf-sparse24 export | inspect | verify`: checkpoints in a directory or on the Hub."""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from ..checkpoints.export import FORMATS, export_model
+from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
+from ..packed import buffer_names
+from ..report import group_name
+from ..weight import sparse_weights
+from .models import model_class
+from .tables import print_table
+
+_OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_OF_A_MODEL = ("config.json", "generation_config.json", "*.index.json", "trainer_state.json", "sparse24*.json")
+
+
+def add_commands(commands) -> None:
+    """Add the three commands to the parser of `hf-sparse24`."""
+    for name, run, text in (
+        ("export", _export, "save what a training checkpoint computes with, for others to use, and its tokenizer"),
+        ("inspect", _inspect, "which weights of a checkpoint are sparse, and how large it is"),
+        ("verify", _verify, "read a checkpoint, and prove that what is said to be sparse is; exit status 1 if not"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory, or a name on the Hub")
+        command.set_defaults(run=run)
+    command = commands.choices["export"]
+    command.add_argument("directory", metavar="DIRECTORY", help="where to; a model that it holds is replaced")
+    command.add_argument("--format", choices=FORMATS, default="dense", help="dense (default): any engine reads it")
+    command.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default 5GB)")
+
+
+def _export(options: argparse.Namespace) -> int:
+    config = AutoConfig.from_pretrained(options.checkpoint)
+    model = model_class(config).from_pretrained(options.checkpoint)
+    if not sparse_weights(model):
+        raise ValueError(f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported")
+    export_model(model, options.directory, options.format, options.max_shard_size)
+    source = _local(options.checkpoint, [*_OF_A_TOKENIZER])
+    for path in (path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)):
+        if not any(path.match(pattern) for pattern in _OF_A_MODEL):
+            shutil.copy2(path, options.directory)
+    return _inspect(argparse.Namespace(checkpoint=options.directory))
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    directory = _local(options.checkpoint)
+    tensors = Tensors(directory)
+    listing = read_listing(directory, tensors)
+    groups: dict[str, list[int]] = {}
+    for name in listing.weights:
+        names = [name] if name in tensors else buffer_names(name)
+        stored = sum(tensors.like(part).nbytes for part in names)
+        first = tensors.like(names[0])
+        elements = first.numel() * len(names)  # half of a packed weight's are values
+        _add(groups, group_name(name), 1, elements, stored, elements * first.itemsize)
+    sparse = {part for name in listing.weights for part in (name, *buffer_names(name))}
+    for name in tensors.names.keys() - sparse:
+        like = tensors.like(name)
+        _add(groups, "everything else", 1, like.numel(), like.nbytes, like.nbytes)
+    total = [sum(column) for column in zip(*groups.values())]
+    print(_heading(listing))
+    print_table(
+        [
+            ["tensors", "number", "weights", "stored", "dense"],
+            *(
+                [group, str(n), _count(weights), _size(stored), _size(dense)]
+                for group, (n, weights, stored, dense) in (groups | {"together": total}).items()
+            ),
+        ]
+    )
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    directory = _local(options.checkpoint)
+    tensors = Tensors(directory)
+    listing = read_listing(directory, tensors)
+    found = list(
+        logging.tqdm(
+            verify(directory, listing, tensors),
+            desc="Verifying",
+            total=len(listing.files) + len(listing.weights),
+            leave=False,
+        )
+    )
+    print(_heading(listing))
+    groups: dict[str, list[int]] = {}
+    for finding in found:
+        if finding.elements:
+            _add(groups, group_name(finding.name), 1, finding.problem is None, finding.zeros, finding.elements)
+    print_table(
+        [
+            ["tensors", "number", str(listing.pattern), "zeros"],
+            *(
+                [group, str(n), f"{sparse} of {n}", f"{zeros / elements:.1%}"]
+                for group, (n, sparse, zeros, elements) in groups.items()
+            ),
+        ]
+    )
+    problems = [finding for finding in found if finding.problem is not None]
+    for finding in problems[:20]:
+        print(f"FAILED {finding.name}: {finding.problem}")
+    if not listing.weights:
+        print("no weight of this checkpoint is sparse")
+    elif not problems:
+        count = len(listing.files)
+        files = (
+            "" if not count else ", and 1 file is as exported" if count == 1 else f", and {count} files are as exported"
+        )
+        print(f"verified: all {len(listing.weights)} weights are {listing.pattern}{files}")
+    return int(bool(problems) or not listing.weights)
+
+
+def _local(checkpoint: str, patterns: list[str] | None = None) -> Path:
+    """The directory of a checkpoint; downloaded, where it is a name on the Hub."""
+    if os.path.isdir(checkpoint):
+        return Path(checkpoint)
+    return Path(snapshot_download(checkpoint, allow_patterns=patterns or ["*.safetensors", "*.json"]))
+
+
+def _heading(listing: Listing) -> str:
+    trained = f", trained by {listing.method}" if listing.method else ""
+    said = {"tensors": "found by looking at every tensor"}.get(listing.source, f"listed in {listing.source}")
+    return f"{listing.format}{trained}: {len(listing.weights)} weights are {listing.pattern}, {said}"
+
+
+def _add(groups: dict[str, list[int]], group: str, *numbers: int) -> None:
+    groups[group] = [a + b for a, b in zip(groups.get(group, [0] * len(numbers)), numbers)]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
+
+
+def _size(number: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number / 1e3:,.2f} kB"

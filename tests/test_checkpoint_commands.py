@@ -1,0 +1,115 @@
+"""hf-sparse24 export, inspect and verify."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from test_checkpoint import logits, patched
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import Sparse24Config, export_model, patch_model
+from hf_sparse24.tools.cli import main
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def trained(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param) / "trained"
+    model = patched(request.param)
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "trainer_state.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_checkpoint_is_exported_inspected_and_verified(format, trained, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["export", str(trained), str(out), "--format", format]) == 0
+    printed = capsys.readouterr().out
+    assert f"{format}, trained by s-ste" in printed and "together" in printed
+    assert (out / "tokenizer.json").exists() and not (out / "trainer_state.json").exists()
+    expected = AutoModelForCausalLM.from_pretrained(trained)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(expected))
+    assert main(["inspect", str(out)]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["verify", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "50.0%" in printed and ", and 1 file is as exported" in printed and "verified: all" in printed
+
+
+def test_sizes(tmp_path, capsys):
+    export_model(patched("llama").bfloat16(), tmp_path, "packed")
+    main(["inspect", str(tmp_path)])
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if "up_proj" in line)
+    assert row == ["model.layers.*.mlp.up_proj.weight", "2", "4,096", "4.61", "kB", "8.19", "kB"]  # 9/16
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_changed_file_is_found(format, tmp_path, capsys):
+    export_model(patched(), tmp_path, format)
+    path = tmp_path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "FAILED model.safetensors: is not the file that was exported" in capsys.readouterr().out
+
+
+def test_a_weight_that_is_not_sparse_is_found(tmp_path, capsys):
+    export_model(patched(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, :3] = 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert main(["verify", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED model.layers.1.mlp.up_proj.weight: is not 2:4 along dimension -1" in printed
+    assert "1 of 2" in printed and "verified" not in printed
+
+
+def test_checkpoints_of_others_are_searched(tmp_path, capsys):
+    export_model(patched("gpt2"), tmp_path)
+    (tmp_path / "sparse24.json").unlink()
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "8 weights are 2:4, found by looking at every tensor" in capsys.readouterr().out
+    zoo.build("llama").save_pretrained(tmp_path / "dense")
+    assert main(["verify", str(tmp_path / "dense")]) == 1
+    assert "no weight of this checkpoint is sparse" in capsys.readouterr().out
+
+
+def test_a_packed_model_that_was_saved_again(tmp_path, capsys):
+    export_model(patched(), tmp_path / "first", "packed")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    assert main(["verify", str(tmp_path / "second")]) == 0
+    assert "listed in config.json" in capsys.readouterr().out
+
+
+def test_other_patterns(tmp_path, capsys):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ste", pattern="1:4"))
+    export_model(model, tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "verified: all 6 weights are 1:4" in printed and "75.0%" in printed
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "export"])
+def test_what_cannot_be_read(command, trained, tmp_path, capsys):
+    end = [str(tmp_path / "out")] if command == "export" else []
+    assert main([command, str(tmp_path / "nothing"), *end]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main([command, str(tmp_path / "empty"), *end]) == 2
+    zoo.build("llama").save_pretrained(tmp_path / "dense")
+    if command == "export":
+        assert main([command, str(tmp_path / "dense"), *end]) == 2
+        assert "is no training checkpoint of hf_sparse24" in capsys.readouterr().err
+        return
+    assert main([command, str(trained)]) == 2
+    assert "is a training checkpoint: it has the dense master weights" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "dense", tmp_path / "odd")
+    for text in ("[", "[]", "{}", json.dumps({"format": "x", "weights": {}, "files": {}, "config": {}})):
+        (tmp_path / "odd" / "sparse24.json").write_text(text)
+        assert main([command, str(tmp_path / "odd")]) == 2
+        assert "sparse24.json" in capsys.readouterr().err

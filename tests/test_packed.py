@@ -1,0 +1,280 @@
+"""Packed models: the same outputs from 9/16 of the bytes, on disk and in memory, and a way back to training."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from test_checkpoint import logits, patched
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from hf_sparse24 import (
+    PackedLinear,
+    Sparse24Config,
+    Sparse24Controller,
+    export_model,
+    pack_model,
+    patch_model,
+    unpack_model,
+)
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.packed import packed_weights
+from hf_sparse24.patching import set_phase
+from hf_sparse24.weight import sparse_weights
+
+HERE = os.path.dirname(__file__)
+
+
+def exported(directory, model: PreTrainedModel, **arguments) -> PreTrainedModel:
+    export_model(model, directory, "packed", **arguments)
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_round_trip_of_every_architecture(name, tmp_path):
+    model = patched(name)
+    export_model(model, tmp_path / "packed", "packed")
+    loaded, report = zoo.auto_class(name).from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(logits(loaded), logits(model))
+    assert packed_weights(loaded).keys() == sparse_weights(model).keys() and not sparse_weights(loaded)
+    for key, weight in packed_weights(loaded).items():
+        assert torch.equal(weight.dense(), sparse_weights(model)[key].pruned())
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(zoo.auto_class(name).from_pretrained(tmp_path / "again")), logits(model))
+
+
+def test_the_model_without_its_head(tmp_path):
+    model = patched()
+    export_model(model, tmp_path, "packed")
+    base = AutoModel.from_pretrained(tmp_path)
+    assert len(packed_weights(base)) == len(sparse_weights(model))
+    ids = zoo.batch()["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(base(ids)[0], model.model(ids)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_size_on_disk(dtype, tmp_path):
+    model = patched("llama").to(dtype)
+    loaded = exported(tmp_path, model)
+    weights = packed_weights(loaded)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(key).nbytes for name in weights for key in (f"{name}_values", f"{name}_indices"))
+    elements = sum(weight.parameter.numel() for weight in sparse_weights(model).values())
+    assert stored == elements * (dtype.itemsize / 2 + 1 / 8)  # 9/16 of bf16
+    assert {weight.packed.values.dtype for weight in weights.values()} == {dtype}
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_shards(format, tmp_path):
+    model = patched()
+    export_model(model, tmp_path, format, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2 and all(path.stat().st_size < 23_000 for path in shards)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    export_model(model, tmp_path, format, max_shard_size="20KB")
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}  # the same model, the same bytes
+    export_model(model, tmp_path, format)
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_a_packed_export_over_a_dense_one_and_back(tmp_path):
+    model = patched()
+    for format in ("dense", "packed", "dense"):
+        export_model(model, tmp_path, format)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert bool(packed_weights(loaded)) == (format == "packed")
+        assert torch.equal(logits(loaded), logits(model))
+
+
+def test_weights_that_cannot_be_packed_are_stored_with_their_zeros(tmp_path):
+    model = patched("llama", intermediate_size=60)  # down_proj has 60 inputs
+    loaded = exported(tmp_path, model)
+    assert len(packed_weights(loaded)) == 2 * 6
+    assert type(loaded.model.layers[0].mlp.down_proj) is nn.Linear
+    assert is_nm_sparse(loaded.model.layers[0].mlp.down_proj.weight)
+    assert torch.equal(logits(loaded), logits(model))
+    pack_model(model)
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear and torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("pattern", ["1:4", "2:8", "1:2"])
+def test_patterns_within_2_4(pattern, tmp_path):
+    model = zoo.build("llama").eval()
+    patch_model(model, Sparse24Config(method="ste", pattern=pattern))
+    assert torch.equal(logits(exported(tmp_path, model)), logits(model))
+
+
+@pytest.mark.parametrize("pack", [pack_model, lambda model: export_model(model, "unused", "packed")])
+def test_what_cannot_be_packed(pack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="not patched"):
+        pack(zoo.build("llama"))
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ste", pattern="4:8"))
+    before = logits(model)
+    with pytest.raises(ValueError, match=r"gate_proj.weight is sparse by a pattern \(4:8\) that is not 2:4"):
+        pack(model)
+    assert torch.equal(logits(model), before) and sparse_weights(model)
+    model = patched(method="t-sr-ste")
+    set_phase(model, "dense")
+    with pytest.raises(ValueError, match="dense phase"):
+        pack(model)
+    with pytest.raises(ValueError, match=r"format='small': must be one of \['dense', 'packed'\]"):
+        export_model(model, "unused", "small")
+    assert not any(path.name == "config.json" for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packing_in_memory(name, method, tmp_path):
+    model = patched(name, method)
+    expected = logits(model)
+    dense = sum(weight.parameter.nbytes for weight in sparse_weights(model).values())
+    footprint = model.get_memory_footprint()
+    state = sum(x.nbytes for weight in sparse_weights(model).values() for x in weight.state.values())
+    freed = pack_model(model)
+    assert freed == dense * 15 / 32 + state and model.get_memory_footprint() == footprint - freed
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(copy.deepcopy(model)), expected)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.equal(logits(torch.load(tmp_path / "model.pt", weights_only=False)), expected)
+    other = patched(name, method)
+    pack_model(other)
+    other.load_state_dict({key: x.clone() for key, x in model.state_dict().items()})
+    assert torch.equal(logits(other), expected)
+
+
+def test_the_report_of_a_layer():
+    model = patched()
+    pack_model(model)
+    layer = model.model.layers[0].mlp.up_proj
+    assert repr(layer) == "PackedLinear(in=32, out=64, bias=False, dtype=torch.float32)"
+    assert (layer.in_features, layer.out_features) == (32, 64) and isinstance(layer, nn.Linear)
+    with pytest.raises(TypeError, match="use pack_model"):
+        PackedLinear(4, 8)
+
+
+def test_generating(tmp_path):
+    model = patched()
+    ids = zoo.batch()["input_ids"]
+    arguments = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **arguments)
+    loaded = exported(tmp_path, model)
+    assert torch.equal(loaded.generate(ids, **arguments), expected)
+    with torch.no_grad():
+        compiled = torch.compile(loaded, fullgraph=True, backend="aot_eager")(**zoo.batch()).logits
+    torch.testing.assert_close(compiled, logits(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradients_pass_through(name):
+    """To the input and the bias, as those of the dense layer; with gradient checkpointing and autocast too."""
+    model = patched(name)
+    layer = next(iter(sparse_weights(model).values())).module
+    dense, packed = nn.ModuleList([copy.deepcopy(layer)]), nn.ModuleList([copy.deepcopy(layer)])
+    pack_model(packed)
+    x = torch.randn(3, 5, 32)
+    results = []
+    for module in (dense, packed):
+        for dtype in (None, torch.bfloat16):
+            leaf = x.clone().requires_grad_()
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                output = module[0](leaf)
+            output.float().square().sum().backward()
+            bias = getattr(module[0], "bias", None)
+            results.append([output.detach(), leaf.grad, None if bias is None else bias.grad])
+            module.zero_grad()
+    for ours, theirs in zip(results[2:], results[:2]):
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b)
+
+
+def test_training_a_packed_model_is_refused(tmp_path):
+    model = patched()
+    pack_model(model)
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        Trainer(model, TrainingArguments(str(tmp_path), report_to="none", use_cpu=True))
+    with pytest.raises(ValueError, match=r"the model is packed.*unpack_model\(model\) first"):
+        patch_model(model, Sparse24Config())
+    with pytest.raises(ValueError, match="not patched"):
+        Sparse24Controller(model, torch.optim.SGD(model.parameters(), lr=0.1), 10)
+
+
+def test_unpacking_and_training_on(tmp_path):
+    model = patched()
+    expected = logits(model)
+    loaded = exported(tmp_path, model)
+    names = [name for name, _ in loaded.named_parameters()]
+    assert unpack_model(loaded) is loaded
+    assert not packed_weights(loaded) and not hasattr(loaded.config, "quantization_config")
+    assert dict(loaded.named_parameters()).keys() == dict(zoo.build("llama").named_parameters()).keys()
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert len(names) < len(list(loaded.parameters()))
+    assert torch.equal(logits(loaded), expected)
+    loaded.float().save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="not packed"):
+        unpack_model(loaded)
+    patch_model(loaded, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
+    assert torch.equal(logits(loaded), expected)
+    wanted = Sparse24Config(method="fixed-mask", target_modules="all-linear")
+    with pytest.warns(UserWarning, match=r"loading attributes \(e.g. \['settings'\]\) will be overwritten"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=wanted)
+    assert torch.equal(logits(again), expected) and again.config.quantization_config.packed is None
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
+    data = [{key: value[0] for key, value in zoo.batch().items()}]
+    Trainer(again, args, train_dataset=data).train()
+    assert not torch.equal(logits(again), expected)
+
+
+def test_dtypes_at_loading(tmp_path):
+    model = patched()
+    export_model(model, tmp_path, "packed")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for weight in packed_weights(loaded).values():
+        assert weight.packed.values.dtype == torch.bfloat16 and weight.packed.indices.dtype == torch.uint8
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, dense.bfloat16())
+
+
+def test_writing_a_packed_weight():
+    model = patched()
+    pack_model(model)
+    weight = packed_weights(model)["model.layers.0.mlp.up_proj.weight"]
+    dense = weight.dense()
+    weight.write(2 * dense)
+    assert torch.equal(weight.dense(), 2 * dense)
+    with pytest.raises(ValueError, match="must be 2:4 along its input dimension"):
+        weight.write(torch.ones_like(dense))
+    assert torch.equal(weight.dense(), 2 * dense)
+
+
+FRESH = """
+import sys; sys.path.insert(0, {here!r})
+import resource, torch, zoo, hf_sparse24
+from transformers import AutoModelForCausalLM
+from hf_sparse24.packed import packed_weights
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained({directory!r})
+with torch.no_grad():
+    assert torch.equal(model(**zoo.batch()).logits, torch.load({directory!r} + "/logits.pt"))
+assert packed_weights(model) and not torch.cuda.is_initialized()
+"""
+
+
+def test_fresh_process(tmp_path):
+    model = patched(method="t-sr-ste")
+    export_model(model, tmp_path, "packed")
+    torch.save(logits(model), tmp_path / "logits.pt")
+    code = FRESH.format(here=HERE, directory=str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr

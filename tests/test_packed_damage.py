@@ -1,0 +1,296 @@
+"""The packed reader against damaged, mixed and hostile files: a clear error, never another tensor, no code run."""
+
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_checkpoint import logits, patched
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import Sparse24Config, export_model
+from hf_sparse24.checkpoints.safetensors_file import header_hash
+from hf_sparse24.packed import PackedFormat
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+VALUES, INDICES = f"{NAME}_values", f"{NAME}_indices"
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory) -> Path:
+    """`one` file, `many` files, and many of `another` model of the same sizes."""
+    root = tmp_path_factory.mktemp("exports")
+    model = patched()
+    export_model(model, root / "one", "packed")
+    export_model(model, root / "many", "packed", max_shard_size="20KB")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    export_model(model, root / "another", "packed", max_shard_size="20KB")
+    torch.save(logits(AutoModelForCausalLM.from_pretrained(root / "one")), root / "logits.pt")
+    return root
+
+
+@pytest.fixture
+def copied(exports, tmp_path):
+    return lambda name: Path(shutil.copytree(exports / name, tmp_path / name))
+
+
+def config_of(directory: Path) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+def write_config(directory: Path, config: dict) -> None:
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def without_hashes(directory: Path) -> Path:
+    """As a model that was saved again, whose files nobody has hashed."""
+    config = config_of(directory)
+    config["quantization_config"]["packed"]["files"] = {}
+    write_config(directory, config)
+    return directory
+
+
+def reject(directory: Path, message: str, error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
+def rewrite(directory: Path, change) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.3, 0.999])
+def test_files_cut_short(share, copied):
+    path = copied("one") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    reject(path.parent, "is damaged or cut short", OSError)
+
+
+def test_a_shard_is_missing(copied):
+    directory = copied("many")
+    (directory / "model-00002-of-00004.safetensors").unlink()
+    reject(directory, "model-00002-of-00004.safetensors", OSError)
+
+
+def test_shards_have_changed_places(copied):
+    directory = copied("many")
+    first, second = sorted(directory.glob("*.safetensors"))[:2]
+    os.rename(first, directory / "third")
+    os.rename(second, first)
+    os.rename(directory / "third", second)
+    reject(directory, "is not the file that was exported together with config.json")
+
+
+def test_a_shard_of_another_export(exports, copied):
+    """Same names, same sizes, other values."""
+    directory = copied("many")
+    name = next(
+        path.name
+        for path in sorted(directory.glob("*.safetensors"))
+        if path.read_bytes() != (exports / "another" / path.name).read_bytes() and VALUES in load_file(path)
+    )
+    shutil.copy(exports / "another" / name, directory / name)
+    reject(directory, "is not the file that was exported together with config.json")
+
+
+def test_the_config_of_another_export(exports, copied):
+    directory = copied("many")
+    shutil.copy(exports / "another" / "config.json", directory)
+    reject(directory, "is not the file that was exported together with config.json")
+
+
+def test_a_file_too_many(copied):
+    directory = copied("many")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    save_file({"extra": torch.ones(2)}, directory / "extra.safetensors", metadata={"format": "pt"})
+    index["weight_map"]["extra"] = "extra.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    reject(directory, "is not of this checkpoint")
+
+
+def test_two_tensors_have_changed_places_in_the_header(copied):
+    """Same dtype and shape: the file is whole, and every tensor looks right."""
+    directory = copied("one")
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    other = VALUES.replace("layers.0", "layers.1")
+    header[VALUES], header[other] = header[other], header[VALUES]
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    path.write_bytes(data[:8] + text + data[8 + length :])
+    load_file(path)
+    reject(directory, "its header differs")
+
+
+@pytest.mark.parametrize("group", [0b0000, 0b0101, 0b0001, 0b0110, 0b1111, 0b0011])
+def test_indices_that_packing_cannot_make(group, copied):
+    """Two elements at one place, or in the wrong order."""
+    directory = without_hashes(copied("one"))
+    rewrite(directory, lambda tensors: tensors[INDICES].view(-1)[3:4].fill_(group << 4 | 0b0100))
+    reject(directory, rf"{re.escape(NAME)}: its indices are not in ascending order")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (VALUES, lambda x: x[:, :-4].clone()),
+        (VALUES, lambda x: x.t().contiguous()),
+        (INDICES, lambda x: x[:-1].clone()),
+        (INDICES, lambda x: x.view(-1)),
+        (VALUES, lambda x: torch.cat([x, x], 1)),
+    ],
+)
+def test_wrong_shapes(name, change, copied):
+    directory = without_hashes(copied("one"))
+    rewrite(directory, lambda tensors: tensors.update({name: change(tensors[name])}))
+    reject(directory, "size mismatch|mismatched", RuntimeError)
+
+
+def test_wrong_dtypes(copied):
+    directory = without_hashes(copied("one"))
+    rewrite(directory, lambda tensors: tensors.update({INDICES: tensors[INDICES].float()}))
+    reject(directory, "it has .*_indices': 'F32'")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_no_numbers(value, copied):
+    directory = without_hashes(copied("one"))
+    rewrite(directory, lambda tensors: tensors[VALUES].view(-1)[5].fill_(value))
+    reject(directory, "NaN or inf in its values")
+
+
+@pytest.mark.parametrize("name", [VALUES, INDICES])
+def test_a_tensor_is_missing(name, copied):
+    directory = without_hashes(copied("one"))
+    rewrite(directory, lambda tensors: tensors.pop(name))
+    reject(directory, f"the checkpoint is damaged.*'{re.escape(name)}': 'missing'")
+
+
+class Explodes:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = copied("one")
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save(tensors, directory / "pytorch_model.bin")
+    reject(directory, "a packed checkpoint has safetensors files alone")
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Explodes()))
+    reject(directory, "a packed checkpoint has safetensors files alone")
+    (directory / "model.safetensors").write_bytes(pickle.dumps(Explodes()))
+    reject(directory, "damaged or cut short", OSError)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("version", 2, r"packed.version=2: this version of hf_sparse24 reads 1 to 1"),
+        ("version", "1", r"packed.version='1'"),
+        ("version", None, r"packed.version=None"),
+        ("weights", [], "packed.weights must be a non-empty list of names"),
+        ("weights", [3], "packed.weights must be a non-empty list of names"),
+        ("weights", "all", "packed.weights must be a non-empty list of names"),
+        ("weights", ["model.norm.weight"], "'model.norm.weight_values': 'missing'"),
+        ("weights", ["model.layers.0.mlp.up_proj"], "up_proj_values': 'missing'"),
+        ("weights", ["a.b.weight"], "a.b.weight_values': 'missing'"),
+        ("files", None, "packed.files must be a dict"),
+        ("files", {"model.safetensors": 1}, "packed.files must be a dict"),
+        ("files", {"model.safetensors": "0" * 64}, "its header differs"),
+        ("files", {"other.safetensors": "0" * 64}, "is not of this checkpoint"),
+    ],
+)
+def test_wrong_entries_of_the_config(key, value, message, copied):
+    directory = copied("one")
+    config = config_of(directory)
+    config["quantization_config"]["packed"][key] = value
+    write_config(directory, config)
+    reject(directory, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.embed_tokens.weight", "which is no weight of a linear layer in this model"),
+        ("model.layers.0.mlp", "which is no weight of a linear layer in this model"),
+        ("a.b.weight", "LlamaForCausalLM has none of the weights in packed.weights"),
+    ],
+)
+def test_packed_tensors_that_the_model_has_no_place_for(name, message, copied):
+    directory = without_hashes(copied("one"))
+    config = config_of(directory)
+    config["quantization_config"]["packed"]["weights"] = [name]
+    write_config(directory, config)
+
+    def change(tensors):
+        values, indices = tensors[VALUES].clone(), tensors[INDICES].clone()
+        for key in [key for key in tensors if key.endswith(("_values", "_indices"))]:
+            del tensors[key]
+        tensors |= {f"{name}_values": values, f"{name}_indices": indices}
+
+    rewrite(directory, change)
+    reject(directory, message)
+
+
+def test_a_weight_that_the_config_does_not_list(copied):
+    directory = copied("one")
+    config = config_of(directory)
+    config["quantization_config"]["packed"]["weights"].remove(NAME)
+    write_config(directory, config)
+    reject(directory, f"{re.escape(VALUES)} is in the files, and config.json does not list it")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_any_json_in_place_of_the_entry(value):
+    try:
+        config = Sparse24Config.from_dict({"packed": value})
+    except ValueError:
+        return
+    assert value is None or config.packed == PackedFormat.from_dict(value)
+
+
+def test_bytes_changed_anywhere(exports, tmp_path):
+    """In the header always an error; in the values, which safetensors cannot check, a model of valid 2:4 weights."""
+    expected = torch.load(exports / "logits.pt")
+    draw = random.Random(0)
+    data = (exports / "one" / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    shutil.copytree(exports / "one", tmp_path / "model")
+    for trial in range(60):
+        changed = bytearray(data)
+        place = draw.randrange(header) if trial % 2 else draw.randrange(header, len(data))
+        changed[place] ^= 1 << draw.randrange(8)
+        (tmp_path / "model" / "model.safetensors").write_bytes(changed)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        except (ValueError, OSError, RuntimeError):
+            continue
+        assert place >= header, f"byte {place} of the header changed, and nobody noticed"
+        assert logits(model).shape == expected.shape
+
+
+def test_a_header_that_is_longer_than_the_file(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(OSError, match="damaged or cut short"):
+        header_hash(tmp_path / "x.safetensors")
