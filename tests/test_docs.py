@@ -1,4 +1,4 @@
-"""The README is true: its code runs, its tables and tree equal the registries and the files."""
+"""README and docs are true: their code runs, their tables and the tree equal the registries and the files."""
 
 import json
 import re
@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import zoo
 from datasets import Dataset
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_sparse24 import METHODS, Sparse24Config, patch_model
+from hf_sparse24 import METHODS, Sparse24Config, export_model, patch_model
+from hf_sparse24.packed import PackedFormat
 from hf_sparse24.weight import sparse_weights
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +69,26 @@ def test_the_method_in_contributing():
         METHODS.pop("balanced-mask", None)
 
 
+def test_the_reader_of_packed_checkpoints(tmp_path, monkeypatch):
+    """What the page says is enough to write a reader."""
+    page = (ROOT / "docs/packed_format.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    model = zoo.build("llama")
+    patch_model(model)
+    export_model(model, tmp_path, "packed")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(code, names)
+    expected = model.model.layers[0].mlp.up_proj.sparse_weight().detach().numpy()
+    assert (names["dense"] == expected).all() and names["dense"].any()
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    shown = json.loads("{" + re.search(r"```json\n(.*?)```", page, re.DOTALL)[1] + "}")["quantization_config"]
+    assert shown.keys() <= config.keys() and shown["packed"].keys() == config["packed"].keys()
+    assert shown["packed"]["version"] == config["packed"]["version"] == PackedFormat.LATEST
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "hf_sparse24_export" in file.metadata()
+
+
 def test_there_are_no_other_code_blocks():
     assert len(CODE) == 3
 
@@ -95,7 +117,7 @@ def test_tree():
     assert here == {name for name in listed if name.startswith("hf_sparse24/") and name.endswith(".py")}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "recipes/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "recipes/README.md", "docs/packed_format.md"])
 def test_links_and_make_targets_exist(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -260,21 +260,56 @@ def test_writing_a_packed_weight():
 
 FRESH = """
 import sys; sys.path.insert(0, {here!r})
-import resource, torch, zoo, hf_sparse24
+import threading, time, torch, zoo, hf_sparse24
 from transformers import AutoModelForCausalLM
+from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.packed import packed_weights
+
 torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained({directory!r})
+directory = {directory!r}
+model = AutoModelForCausalLM.from_pretrained(directory)
 with torch.no_grad():
-    assert torch.equal(model(**zoo.batch()).logits, torch.load({directory!r} + "/logits.pt"))
+    assert torch.equal(model(**zoo.batch()).logits, torch.load(directory + "/logits.pt"))
 assert packed_weights(model) and not torch.cuda.is_initialized()
+
+def resident():
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(status["VmRSS"].split()[0]) * 1024
+
+def peak_of(call):
+    before, peaks, done = resident(), [0], threading.Event()
+    def watch():
+        while not done.wait(0.001):
+            peaks.append(resident() - before)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = call()
+    done.set()
+    watcher.join()
+    return result, max(peaks)
+
+def size_of(model):
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+model = zoo.build("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=8)
+patch_model(model, Sparse24Config(target_modules="all-linear"))
+for format in ("dense", "packed"):
+    _, peak = peak_of(lambda: export_model(model, directory + "/" + format, format))
+    print(format, "export", peak / size_of(model))
+    loaded, peak = peak_of(lambda: AutoModelForCausalLM.from_pretrained(directory + "/" + format))
+    print(format, "load", peak / size_of(loaded))
+    del loaded
 """
 
 
 def test_fresh_process(tmp_path):
+    """Nothing but `import hf_sparse24` and `from_pretrained`; and the memory that exporting and loading need."""
     model = patched(method="t-sr-ste")
     export_model(model, tmp_path, "packed")
     torch.save(logits(model), tmp_path / "logits.pt")
     code = FRESH.format(here=HERE, directory=str(tmp_path))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
+    shares = {tuple(line.split()[:2]): float(line.split()[2]) for line in run.stdout.splitlines()}
+    # Beside the model, an export needs what pruning its largest weight needs: here a weight is 1/30 of the model.
+    assert all(shares[format, "export"] < 0.3 and shares[format, "load"] < 1.2 for format in ("dense", "packed"))

@@ -34,7 +34,7 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
     missing = sorted(set(packed.files) - {os.path.basename(file) for file in files})
     if missing:
         raise ValueError(f"the checkpoint lacks {missing}; copy or download it again")
-    dtypes = {}
+    dtypes: dict[str, str] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
