@@ -1,4 +1,4 @@
-"""Everything once, in a few minutes on a CPU: data, 2:4 training, plot, save, reload, export, a sample.
+"""Everything once, in a few minutes on a CPU: data, 2:4 training, plot, save, reload, exports, a sample.
 
 `python recipes/quickstart.py` pre-trains a small Llama on the source of Python's standard library as
 `quickstart.yaml` says; flags of `train.py` may follow. It fails if the saved model does not come back bit for bit, or
@@ -38,15 +38,21 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     plot(history, output / "training.png")
     sample = check_reload(trainer, output)
     zeros, sparse_zeros = check_export(trainer, output / "export")
+    ended = trainer.model.config.quantization_config.phase
+    if ended == "sparse":
+        check_packed(trainer, output / "packed")
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     print(f"\n--- a sample of the reloaded model ---\n{sample}\n---")
     print(f"validation loss    {losses[0]:.3f} before, {losses[-1]:.3f} after {trainer.state.global_step} steps")
     print(f"zeros              {sparse_zeros:.1%} of the 2:4 weights, {zeros:.1%} of all parameters")
     print(f"plot               {output / 'training.png'}")
     print(f"model              {output}  (import hf_sparse24, then from_pretrained; goes on training 2:4)")
-    print(f"export             {output / 'export'}  (plain weights with zeros, loads anywhere)")
+    print(
+        f"dense export       {output / 'export'}  (plain weights with zeros, loads anywhere), {size(output / 'export')}"
+    )
+    if ended == "sparse":
+        print(f"packed export      {output / 'packed'}  (no zeros; import hf_sparse24), {size(output / 'packed')}")
     print("reload check passed: the same logits, bit for bit, in a fresh process")
-    ended = trainer.model.config.quantization_config.phase
     what = "every exported sparse weight is 2:4" if ended == "sparse" else "the run ended dense, and so is the export"
     print(f"export check passed: {what}")
 
@@ -111,6 +117,21 @@ def check_export(trainer: Trainer, directory: Path) -> tuple[float, float]:
     if difference > 1e-3:  # sums in another order, no more
         raise SystemExit(f"export check FAILED: the logits of {directory} differ by up to {difference:.3g}")
     return _share_of_zeros(exported.parameters()), _share_of_zeros(weights.values())
+
+
+def check_packed(trainer: Trainer, directory: Path) -> None:
+    """Export to `directory` in packed form, and check that it computes the same, bit for bit."""
+    export_model(trainer.model, directory, "packed")
+    trainer.processing_class.save_pretrained(directory)
+    packed = AutoModelForCausalLM.from_pretrained(directory).eval()
+    input_ids = torch.tensor(trainer.eval_dataset[:2]["input_ids"])
+    if not torch.equal(_logits(packed, input_ids), _logits(trainer.model, input_ids)):
+        raise SystemExit(f"packed check FAILED: the logits of {directory} differ")
+
+
+def size(directory: Path) -> str:
+    """What the weights in a directory take."""
+    return f"{sum(path.stat().st_size for path in directory.glob('*.safetensors')) / 1e6:.2f} MB"
 
 
 @torch.no_grad()

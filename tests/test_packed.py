@@ -10,8 +10,19 @@ import torch
 import zoo
 from safetensors import safe_open
 from test_checkpoint import logits, patched
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
 from hf_sparse24 import (
     PackedLinear,
@@ -174,6 +185,23 @@ def test_generating(tmp_path):
     with torch.no_grad():
         compiled = torch.compile(loaded, fullgraph=True, backend="aot_eager")(**zoo.batch()).logits
     torch.testing.assert_close(compiled, logits(model))
+
+
+def test_pipelines(tmp_path):
+    """By the path alone, beside a tokenizer."""
+    words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(zoo.VOCAB - 3))])}
+    fast = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    fast.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+    model = patched()
+    said = []
+    for format in ("dense", "packed"):
+        export_model(model, tmp_path / format, format)
+        tokenizer.save_pretrained(tmp_path / format)
+        generate = pipeline("text-generation", str(tmp_path / format), max_new_tokens=5, do_sample=False)
+        said.append(generate("w3 w4")[0]["generated_text"])
+        assert bool(packed_weights(generate.model)) == (format == "packed")
+    assert said[0] == said[1] and len(said[0].split()) > 2, said
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

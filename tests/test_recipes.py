@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -389,6 +390,8 @@ def test_quickstart_twice_and_its_loud_failures(tmp_path, capsys, monkeypatch):
         out = capsys.readouterr().out
         assert "reload check passed" in out and "export check passed" in out and "\ndef " in out
         assert "50.0% of the 2:4 weights" in out
+        dense, packed = (float(re.search(rf"{kind} export .*, ([\d.]+) MB", out)[1]) for kind in ("dense", "packed"))
+        assert packed < dense
         assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
 
     trainer = train.make_trainer(
@@ -401,7 +404,9 @@ def test_quickstart_twice_and_its_loud_failures(tmp_path, capsys, monkeypatch):
         trainer.model.lm_head.weight[0, 0] += 1
     with pytest.raises(SystemExit, match="reload check FAILED"):
         quickstart.check_reload(trainer, tmp_path / "damaged")
-    monkeypatch.setattr(quickstart, "export_model", lambda model, path: plain_copy(model, path))
+    monkeypatch.setattr(quickstart, "export_model", lambda model, path, *_: plain_copy(model, path))
+    with pytest.raises(SystemExit, match="packed check FAILED"):
+        quickstart.check_packed(trainer, tmp_path / "not-packed")
     with pytest.raises(SystemExit, match=r"export check FAILED: not 2:4 in .*: model.layers.0.mlp.gate_proj"):
         quickstart.check_export(trainer, tmp_path / "not-sparse")
 
