@@ -20,7 +20,7 @@ import transformers
 if find_spec("triton"):
     import triton_interpreter
 
-    triton_interpreter.round_as_hardware()
+    triton_interpreter.compute_as_hardware()
 
 transformers.utils.logging.disable_progress_bar()
 # Tiny tensors gain nothing from threads, and on a busy machine threads that wait for each other cost a factor of 30.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gate, gemms, operations, tilelang_gemm, timing
+from benchmarks import gate, gemms, operations, packed, tilelang_gemm, timing
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
 
@@ -52,6 +52,8 @@ def tiny(monkeypatch):
     for module in (gemms, modules):
         monkeypatch.setattr(module, "layers", lambda: LAYERS)
     monkeypatch.setattr(tilelang_gemm.TileLang, "entries", lambda self: [])
+    monkeypatch.setattr(packed, "SIZES", {"Tiny": (32, 48)})
+    monkeypatch.setattr(packed, "TOKENS", (1, 32))
     monkeypatch.setitem(gemms.MODELS, "Tiny", (32, 48))
     monkeypatch.setitem(gemms.MODELS, "GPT-2 tiny", (32, 48))
     kinds = (("Tiny", True), ("GPT-2 tiny", True), ("Tiny", False))

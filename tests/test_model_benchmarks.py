@@ -76,7 +76,7 @@ def test_blocks(tiny, tuned, times, tmp_path):
     assert code == 0, result["errors"]
     gated, plain, forward = result["sections"]["MLP blocks"]["rows"].values()
     assert "No module named 'torchao'" in gated["times"]["torchao SemiSparseLinear"]["error"]
-    assert "error" in forward["times"]["torch to_sparse_semi_structured"] and "us" in forward["times"]["s-ste"]
+    assert "error" in forward["times"]["torch to_sparse_semi_structured"] and "us" in forward["times"]["packed"]
     assert "dense, fused activation" in gated["times"] and "dense, fused activation" not in plain["times"]
     assert "600.0 (1.67)" in page and "1000 (1.00, meets 0.98)" in page
 
@@ -86,7 +86,8 @@ def test_inference(tiny, tuned, times, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "CONTEXT", 8)
     workloads = [models.Layer(name, 32, 32, n, training=False) for name, n in (("prefill", 32), ("decode", 3))]
     monkeypatch.setattr(models.Inference, "entries", lambda self: workloads)
-    times |= {"sparse": 500.0}
+    monkeypatch.setattr(models.Generation, "entries", lambda self: [])
+    times |= {"packed": 500.0}
     code, result, page = run(tmp_path, "inference")
     assert code == 0, result["errors"]
     assert all(f"| {entry} | 1000 | 500.0 (2.00) | 1000 (1.00, meets 0.98) |" in page for entry in workloads)
@@ -95,6 +96,35 @@ def test_inference(tiny, tuned, times, tmp_path, monkeypatch):
     with torch.no_grad():
         first, second = step(x), step(x)
     assert torch.equal(first, second) and first.shape == (3, 1, 32)  # the cache is as it was
+
+
+@pytest.mark.parametrize("entry", ["2 sequences", "1 sequence, static"])
+def test_generation(tiny_models, monkeypatch, entry):
+    monkeypatch.setattr(models, "PROMPT", 5)
+    monkeypatch.setattr(models, "NEW", 4)
+    found = {way: models.generate(entry, way) for way in models.Generation.ways}
+    for row in found.values():
+        assert row["decode, tokens per s"] == pytest.approx(int(entry[0]) * 1e6 / row["step_us"])
+        assert row["prefill, tokens per s"] > 0 and row["peak GB"] is None
+    sizes = {way: row["weights GB"] for way, row in found.items()}
+    assert sizes["packed"] < sizes["dense"] <= sizes["patched"]
+
+
+def test_generation_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
+    def call(child, function, entry, way, seconds):
+        assert function == "recipes.benchmarks.models:generate"
+        if way == "patched":
+            return None, "it died of SIGKILL"
+        return {"step_us": {"dense": 1000.0, "packed": 700.0}[way], "weights GB": 2.0}, ""
+
+    monkeypatch.setattr(models, "gate", SimpleNamespace(call=call, Child=gate.Child, WORKER=gate.WORKER))
+    monkeypatch.setattr(models.Inference, "entries", lambda self: [])
+    code, result, page = run(tmp_path, "inference", "--minutes", "60")
+    assert (
+        code == 0
+        and "| 1 sequence, static | 1000 | 700.0 (1.43, meets 1.2) | it died of SIGKILL | 2.00 | 2.00 |" in page
+    )
+    assert list(result["sections"]["generation"]["rows"]) == models.Generation().entries()
 
 
 @pytest.fixture

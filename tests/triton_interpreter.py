@@ -2,7 +2,8 @@
 
 As of Triton 3.9 the interpreter converts to bf16 and FP8 by its own bit arithmetic, which rounds halves up, drops the
 carry into the exponent, and loses subnormals. Kernels are compared bit for bit here, so those conversions go through
-torch, which rounds to nearest even as the GPU does.
+torch, which rounds to nearest even as the GPU does. Its `tl.dot` takes the bits of bf16 operands for integers; they are
+made fp32 first, which is exact.
 """
 
 import torch
@@ -18,6 +19,7 @@ _TORCH = {
 }
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _convert_float = interpreter._convert_float
+_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _through_torch(array, source, target, rounding_mode):
@@ -29,6 +31,12 @@ def _through_torch(array, source, target, rounding_mode):
     return converted.view(_BITS[converted.element_size()]).numpy().reshape(array.shape)
 
 
-def round_as_hardware() -> None:
-    """Replace the interpreter's conversions; does nothing to compiled kernels."""
+def _dot_in_fp32(self, a, b, *rest):
+    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _create_dot(self, a, b, *rest)
+
+
+def compute_as_hardware() -> None:
+    """Replace the interpreter's conversions and its `tl.dot`; does nothing to compiled kernels."""
     interpreter._convert_float = _through_torch
+    interpreter.InterpreterBuilder.create_dot = _dot_in_fp32

@@ -2,7 +2,8 @@
 
 Triton compiles every kernel for Hopper, with meta tensors and a stand-in for the driver; its `cuobjdump` disassembles.
 "At most" is the share of copy bandwidth that arithmetic leaves on an H200 if everything else is hidden, by the
-instructions in the code: both sides of a branch, one turn of a loop.
+instructions in the code: both sides of a branch, one turn of a
+loop other than that over K.
 
     python kernels/benchmarks/ahead_of_time.py [TEXT IN THE NAMES OF OPERATIONS] > results/ahead_of_time_sm90.md
 """
@@ -61,9 +62,19 @@ def examine(name: str, programs: int, kernel: Any, elements: int) -> tuple[dict[
         file.flush()
         text = subprocess.check_output([tool, "-sass", "-res-usage", file.name], text=True)
     usage = {unit: int(value) for unit, value in re.findall(r"(REG|STACK):(\d+)", text)}
-    # The opcode of every instruction, without the predicate in front.
-    counts = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]*)[^;]*;", text))
-    memory = {word: n for word, n in sorted(counts.items()) if word.startswith(("LDG", "STG", "RED.", "REDG", "ATOM"))}
+    # The address and the opcode of every instruction, without the predicate in front, and its operands.
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]*)([^;]*);", text)
+    counts = Counter(word for _, word, _ in found)
+    kinds = ("LDG.", "LDGSTS", "STG", "RED.", "REDG", "ATOM")
+    memory = {word: n for word, n in sorted(counts.items()) if word.startswith(kinds)}
+    # A loop over K is the longest jump back. It runs once per block of the weight.
+    sizes = {name: kernel.src.constants.get((i,), 0) for i, name in enumerate(kernel.src.fn.arg_names)}
+    if block := sizes.get("ROWS", 0) * sizes.get("COLS", 0):
+        jumps = [(int(at, 16), int(rest.split("0x")[1], 16)) for at, word, rest in found if word == "BRA"]
+        end, start = max(jumps, key=lambda jump: jump[0] - jump[1])
+        inside = Counter(word for at, word, _ in found if start <= int(at, 16) <= end)
+        for word, n in inside.items():
+            counts[word] += n * (elements // (programs * block) - 1)
     alu = sum(n for word, n in counts.items() if word.split(".")[0] in ALU.split())
     threads = programs * kernel.metadata.num_warps * 32
     seconds = threads * max(counts.total() / ISSUE_LANES, alu / ALU_LANES) / SMS / CLOCK

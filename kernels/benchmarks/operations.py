@@ -15,7 +15,7 @@ import kernel_cases
 import sparse24_kernels as kernels
 import torch
 from kernel_cases import BF16, FP32, Case, cases
-from sparse24_kernels import Compression, Packed, reference
+from sparse24_kernels import Compression, GemmPlan, Packed, reference
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +31,7 @@ WEIGHTS: Shapes = list(product((FP32, BF16), SIZES))
 BF16_TOKENS: Shapes = [(BF16, shape) for shape in ((4096, 3072), (8192, 6400), (8192, 14336), (32768, 8192))]
 TOKENS: Shapes = [*BF16_TOKENS, (FP32, (8192, 6400))]  # tokens x features
 COUNTS = {(1280, 5120): 72, (768, 3072): 24}  # how many such weights the MLPs of GPT-2 774M and 124M have
+LAYERS: Shapes = [(BF16, shape) for shape in ((4096, 4096), (4096, 14336), (14336, 4096))]  # out x in, of Llama 8B
 MODELS: Shapes = list(product((FP32, BF16), COUNTS))
 
 
@@ -91,7 +92,10 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
     yield *bits, ("random", "exact", True), {"target": 0.6}
     scale: tuple = ("prune.s_ste_scale", "s_ste_scale", WEIGHTS, cases.on_weight)
     yield *scale, ("random", 1, "mse"), {"exact": False}
-    yield "prune.unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix, (), {}
+    yield "packed.unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix, (), {}
+    for tokens in (1, 16, 64):  # and in `packed.py` beside cuBLAS
+        fields = {"exact": False, "terms": cases.packed_terms}
+        yield "packed.packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, (tokens,), fields
 
     # MVUE: groups along tokens are those of dW, groups along features those of dX.
     results = ("dense", "transposed", "packed", "compressed")
@@ -141,7 +145,10 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
     "mvue.mvue": _mvue,
     "prune.prune": _prune,
-    "prune.unpack_nm": lambda values, indices: kernels.unpack_nm(Packed(values, indices)),
+    "packed.packed_linear": lambda x, values, indices, bias: kernels.packed_linear(
+        x, Packed(values, indices), bias, plan=GemmPlan("packed", "what is measured", None, None)
+    ),
+    "packed.unpack_nm": lambda values, indices: kernels.unpack_nm(Packed(values, indices)),
 }
 """The public functions that differ in name or arguments from those of `reference`."""
 

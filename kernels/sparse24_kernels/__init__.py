@@ -17,10 +17,10 @@ from .dispatch import Choice, choose_kernels
 from .formats import Compression, Packed, Pattern
 from .fp8 import FP8_FORMATS, fp8_quantize, fp8_simulate
 from .gated import GATED_ACTIVATIONS, gated_activation
-from .gemm.planning import BACKENDS, GemmPlan, choose_backend, gemm_unsupported, plan_gemm
+from .gemm.planning import BACKENDS, GemmPlan, choose_backend, gemm_unsupported, plan_gemm, plan_packed
 from .gemm.problem import Algorithm, GemmProblem, linear_problem, mm_problem
 from .masks import count_flips, nm_mask, pack_bits, unpack_bits
-from .matmul import compress, sparse_linear, sparse_mm
+from .matmul import compress, packed_linear, sparse_linear, sparse_mm
 from .mvue import mvue
 from .prune import SCALE_RULES, apply_mask, nm_prune, pack_nm, prune_forms, s_ste_scale, soft_threshold, unpack_nm
 from .transposable import SOLVERS, transposable_mask
@@ -56,7 +56,9 @@ __all__ = [
     "nm_prune",
     "pack_bits",
     "pack_nm",
+    "packed_linear",
     "plan_gemm",
+    "plan_packed",
     "prune_forms",
     "s_ste_scale",
     "soft_threshold",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import mask_bytes
+from .formats import Packed, mask_bytes
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64; FP8 is rounded from fp32."""
@@ -114,6 +114,21 @@ def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
             f"{name}: a mask for a weight of shape {tuple(weight.shape)} is bool of that shape or uint8 bits of shape "
             f"{bits}, got {mask.dtype} {tuple(mask.shape)}"
         )
+
+
+def check_packed(name: str, packed: Packed) -> None:
+    """Values `[..., R, K/2]` of a dtype that weights have, and their indices."""
+    if not isinstance(packed, tuple) or len(packed) != 2:
+        raise ValueError(f"{name}: packed={described(packed)}: must be a Packed, values and indices")
+    values, indices = packed
+    check_is(Tensor, name, values=values, indices=indices)
+    fits = values.dtype in RESULTS and indices.dtype == torch.uint8 and values.dim() == indices.dim() >= 2
+    if not fits or (*indices.shape[:-1], 4 * indices.shape[-1]) != tuple(values.shape):
+        raise ValueError(
+            f"{name} takes values [..., R, K/2] and uint8 indices [..., R, K/8], got {described(values)} and "
+            f"{described(indices)}"
+        )
+    check_device(name, values, indices)
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:

@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A 2:4 matrix `[R, K]` without its zeros: 9/16 of the bytes in bf16. The same on every device.
+    """A 2:4 matrix `[R, K]`, or a stack of them, without its zeros: 9/16 of the bytes in bf16. Device-independent.
 
     `values` `[R, K/2]`: the two kept elements of every four, in order. `indices` uint8 `[R, K/8]`: their places in the
     four, two bits each, first element lowest; the lower of the two groups in a byte is in the lower four bits.

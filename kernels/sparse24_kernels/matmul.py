@@ -1,12 +1,13 @@
-"""GEMMs with one 2:4 operand, run as `plan_gemm` says: dense math on its zeros, or sparse tensor cores."""
+"""GEMMs with one 2:4 operand, run as its plan says: dense math on its zeros, sparse tensor cores, or packed."""
 
 from torch import Tensor
 
-from .checks import check_device, check_floating, check_is, check_matrix
-from .formats import Compression, unpadded_columns
+from .checks import check_device, check_floating, check_is, check_matrix, check_packed
+from .formats import Compression, Packed, unpadded_columns
 from .gemm import cusparselt
-from .gemm.planning import backend_of
-from .gemm.problem import Algorithm
+from .gemm import packed as packed_gemm
+from .gemm.planning import GemmPlan, backend_of, plan_packed
+from .gemm.problem import Algorithm, linear_problem
 
 
 def compress(matrix: Tensor, compression: Compression | None = None) -> Tensor:
@@ -52,17 +53,51 @@ def sparse_linear(
     """
     check_floating("sparse_linear", x=x, weight=weight)
     check_matrix("sparse_linear", weight=weight)
-    if not x.dim():
-        raise ValueError("sparse_linear: x must have a last dimension, got shape ()")
+    _check_activations("sparse_linear", x, len(weight), bias)
     _check_operands("sparse_linear", weight, x, x.shape[-1], algorithm)
-    if bias is not None:
-        check_floating("sparse_linear", bias=bias)
-        check_device("sparse_linear", x, bias)
-        if bias.shape != weight.shape[:1] or bias.dtype != x.dtype:
-            raise ValueError(
-                f"sparse_linear: bias must be {x.dtype} {tuple(weight.shape[:1])}, got {bias.dtype} {tuple(bias.shape)}"
-            )
     return backend_of(algorithm).run(weight, x, bias=bias, transposed=True, scales=None, algorithm=algorithm)
+
+
+def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan: GemmPlan | None = None) -> Tensor:
+    """`F.linear(x, unpack_nm(packed), bias)`, on a GPU and for few tokens without the dense weight in memory.
+
+    Not differentiable where a kernel runs: the gradient of x is `grad @ unpack_nm(packed)`.
+
+    Args:
+        x: `[..., in]`.
+        packed: of `[out, in]` in the dtype of x, 2:4 along `in`.
+        bias: `[out]` in that dtype, or None.
+        plan: of `plan_packed`; None makes it.
+
+    Returns:
+        `[..., out]` in the operands' dtype, row-major, summed in fp32 (of fp64 operands in fp64). By dense math it has
+        the bits of `F.linear`; the kernel rounds once, and gives the same bits in every call.
+
+    Raises:
+        ValueError: shapes, dtypes or devices of the operands that do not fit each other.
+    """
+    check_floating("packed_linear", x=x)
+    check_packed("packed_linear", packed)
+    values, indices = packed
+    check_matrix("packed_linear", values=values)
+    out, inputs = len(values), 2 * values.shape[1]
+    _check_activations("packed_linear", x, out, bias)
+    check_device("packed_linear", x, values)
+    if (x.shape[-1], x.dtype) != (inputs, values.dtype):
+        raise ValueError(
+            f"packed_linear: a packed weight of {values.dtype} {out} x {inputs} does not contract with x of {x.dtype} "
+            f"{tuple(x.shape)}"
+        )
+    if plan is None:
+        plan = plan_packed(linear_problem(x.shape[:-1].numel(), out, inputs, x.dtype), x.device)
+    check_is(GemmPlan, "packed_linear", plan=plan)
+    if plan.backend == "packed":
+        return packed_gemm.PACKED.run(packed, x, bias=bias, transposed=True, scales=None, algorithm=None)
+    if plan.compression is None:
+        weight = packed_gemm.unpack(values, indices)
+    else:
+        weight = packed_gemm.compress(values, indices, *plan.compression)
+    return sparse_linear(x, weight, bias, algorithm=plan.algorithm)
 
 
 def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = None) -> Tensor:
@@ -83,6 +118,16 @@ def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = No
     check_matrix("sparse_mm", sparse=sparse, dense=dense)
     _check_operands("sparse_mm", sparse, dense, dense.shape[0], algorithm)
     return backend_of(algorithm).run(sparse, dense, bias=None, transposed=False, scales=None, algorithm=algorithm)
+
+
+def _check_activations(name: str, x: Tensor, out: int, bias: Tensor | None) -> None:
+    if not x.dim():
+        raise ValueError(f"{name}: x must have a last dimension, got shape ()")
+    if bias is not None:
+        check_floating(name, bias=bias)
+        check_device(name, x, bias)
+        if tuple(bias.shape) != (out,) or bias.dtype != x.dtype:
+            raise ValueError(f"{name}: bias must be {x.dtype} {(out,)}, got {bias.dtype} {tuple(bias.shape)}")
 
 
 def _check_operands(name: str, sparse: Tensor, dense: Tensor, k: int, algorithm: Algorithm | None) -> None:

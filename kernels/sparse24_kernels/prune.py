@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .checks import (
-    RESULTS,
     check_device,
     check_dim,
     check_floating,
@@ -15,15 +14,16 @@ from .checks import (
     check_mask,
     check_matrix,
     check_one_of,
+    check_packed,
     check_pattern,
     check_result,
     check_scalar,
-    described,
 )
 from .dispatch import implementation
 from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
 from .gemm import cusparselt
 from .gemm.layout import layout_of
+from .gemm.packed import unpack
 
 RULES = ("magnitude", "mask", "soft-threshold")
 COMPRESSED = {"compressed": "dense", "compressed-transposed": "transposed"}
@@ -151,38 +151,31 @@ def prune_forms(
 
 
 def pack_nm(weight: Tensor) -> Packed:
-    """Store a matrix `[R, K]` that is 2:4 along K (K a multiple of 8) without its zeros.
+    """Store a matrix `[R, K]`, or a stack of them, that is 2:4 along K (a multiple of 8) without its zeros.
 
     Of a matrix that is not 2:4 the two largest of every four are stored.
 
     Raises:
-        ValueError: not a matrix of floating numbers, or a K that is no multiple of 8.
+        ValueError: no matrix of floating numbers, or a K that is no multiple of 8.
     """
     check_floating("pack_nm", weight=weight)
-    check_matrix("pack_nm", weight=weight)
-    check_groups("pack_nm", weight, 8, 1)
-    values, indices = prune_forms(weight, ["packed"])[0]
-    return Packed(values, indices)
+    if weight.dim() < 2:
+        raise ValueError(f"pack_nm needs a matrix or a stack of matrices, got shape {tuple(weight.shape)} as weight")
+    check_groups("pack_nm", weight, 8, -1)
+    values, indices = prune_forms(weight.flatten(0, -2), ["packed"])[0]
+    above = weight.shape[:-1]
+    return Packed(values.view(*above, values.shape[1]), indices.view(*above, indices.shape[1]))
 
 
 def unpack_nm(packed: Packed) -> Tensor:
-    """The dense `[R, K]` matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
+    """The dense `[..., R, K]` matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
 
     Raises:
         ValueError: shapes, dtypes or devices of values and indices that do not fit each other.
     """
-    if not isinstance(packed, tuple) or len(packed) != 2:
-        raise ValueError(f"unpack_nm: packed={described(packed)}: must be a Packed, values and indices")
+    check_packed("unpack_nm", packed)
     values, indices = packed
-    check_is(Tensor, "unpack_nm", values=values, indices=indices)
-    fits = values.dtype in RESULTS and indices.dtype == torch.uint8 and values.dim() == indices.dim() == 2
-    if not fits or (indices.shape[0], 4 * indices.shape[1]) != tuple(values.shape):
-        raise ValueError(
-            f"unpack_nm takes values [R, K/2] and uint8 indices [R, K/8], got {described(values)} and "
-            f"{described(indices)}"
-        )
-    check_device("unpack_nm", values, indices)
-    return _unpack_nm(*packed)
+    return unpack(values.flatten(0, -2), indices.flatten(0, -2)).view(*values.shape[:-1], 2 * values.shape[-1])
 
 
 def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str = "mse") -> Tensor:
@@ -305,16 +298,6 @@ def _compression_of(forms: list[str], compressions: Sequence[int]) -> dict[str, 
     """The compressed ones of `forms`, each with its two numbers."""
     compressed = [form for form in forms if form in COMPRESSED]
     return {form: Compression(*compressions[2 * i : 2 * i + 2]) for i, form in enumerate(compressed)}
-
-
-@torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
-def _unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
-    return implementation(indices).prune.unpack_nm(values, indices)
-
-
-@_unpack_nm.register_fake
-def _(values: Tensor, indices: Tensor) -> Tensor:
-    return values.new_empty(values.shape[0], values.shape[1] * 2)
 
 
 @torch.library.custom_op("sparse24::s_ste_scale", mutates_args=())

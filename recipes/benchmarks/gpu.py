@@ -22,7 +22,7 @@ if __name__ == "__main__":
     if missing := [name for name in ("torch", "triton") if not find_spec(name)]:
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
-from benchmarks import gemms, operations, run, tilelang_gemm
+from benchmarks import gemms, operations, packed, run, tilelang_gemm
 from benchmarks.gate import Gate
 
 from recipes.benchmarks import models, modules
@@ -34,11 +34,13 @@ SECTIONS = [  # in order: what is wrong in a kernel is wrong in the GEMMs too
     Gate("gate of the GEMMs", ("gemms", *MODELS), "benchmarks.gemms", 6),
     gemms.Autotune(),
     gemms.Gemms(),
+    packed.PackedLayers(),
     Gate("gate of the layers", MODELS, "recipes.benchmarks.modules", 10),
     modules.Layers(),
     modules.Mlps(),
     models.Training(),
     models.Inference(),
+    models.Generation(),
     tilelang_gemm.TileLang(),
 ]
 

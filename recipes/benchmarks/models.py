@@ -1,7 +1,8 @@
-"""Whole models: training runs of the Trainer, and prefill and decode, dense against patched."""
+"""Whole models: training runs of the Trainer, and prefill and decode, dense against patched and packed."""
 
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,20 +47,33 @@ class Training(Section):
         return {"t-sr-ste": 1.25, "s-ste": 1.25} if "1B" in entry else {}
 
     def measure(self, run: Run, entry: str) -> Row:
-        row: Row = {"times": {}, "facts": {}}
-        run.result["sections"][self.name]["rows"][entry] = row  # each run is kept as soon as it is done
-        for method in ("dense", "t-sr-ste", "s-ste"):
-            if run.left() < 35:
-                row["times"][method] = {"error": NOT_RUN}
-                continue
-            run.machine.forget()  # the process needs the memory
-            seconds = min(180 if "compile" in entry else 75, run.left(reserve=5))
-            with gate.Child(gate.WORKER) as child:
-                found, error = gate.call(child, f"{__name__}:train", entry, method, seconds=seconds)
-            row["times"][method] = {"error": error} if error else {"us": found.pop("step_us"), "how": "run"}
-            row["facts"] |= {f"{method}: {fact}": value for fact, value in (found or {}).items()}
-            write(run.result, run.path)
-        return row
+        methods = ("dense", "t-sr-ste", "s-ste")
+        return in_processes(run, self.name, entry, methods, train, 180 if "compile" in entry else 75)
+
+
+def in_processes(run: Run, section: str, entry: str, ways: Sequence[str], call: Callable[..., Any], limit: int) -> Row:
+    """A row whose ways are run by `call(entry, way)`, each in a process of its own with a time limit."""
+    row: Row = {"times": {}, "facts": {}}
+    run.result["sections"][section]["rows"][entry] = row  # each run is kept as soon as it is done
+    for way in ways:
+        if run.left() < 35:
+            row["times"][way] = {"error": NOT_RUN}
+            continue
+        run.machine.forget()  # the process needs the memory
+        with gate.Child(gate.WORKER) as child:
+            seconds = min(limit, run.left(reserve=5))
+            found, error = gate.call(child, f"{__name__}:{call.__name__}", entry, way, seconds=seconds)
+        row["times"][way] = {"error": error} if error else {"us": found.pop("step_us"), "how": "run"}
+        row["facts"] |= {f"{way}: {fact}": value for fact, value in (found or {}).items()}
+        write(run.result, run.path)
+    return row
+
+
+def now() -> float:
+    """Once the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def train(entry: str, method: str) -> dict[str, Any]:
@@ -71,11 +85,6 @@ def train(entry: str, method: str) -> dict[str, Any]:
 
     sequences, length, kind, sizes = RUNS[entry.split(",")[0]]
     on_gpu, times = torch.cuda.is_available(), []
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     class Clock(transformers.TrainerCallback):
         """Waits for the device twice in the run, not in every step."""
@@ -159,8 +168,8 @@ class Inference(Layers):
 
     name, groups, share = "inference", ("inference", "models"), 5
     note = (
-        "Four decoder layers of Llama 8B. In brackets: times dense. Sparse: compressed weights alone; auto: a patched "
-        "model as it comes out of training, which prunes its weights in every forward."
+        "Four decoder layers of Llama 8B. In brackets: times dense. Packed: weights in packed form alone; auto: a "
+        "patched model as it comes out of training, which prunes its weights in every forward."
     )
 
     def entries(self) -> list[Layer]:
@@ -176,5 +185,69 @@ class Inference(Layers):
 
     def ways(self, entry: Layer, device: torch.device) -> dict[str, Build]:
         build = partial(Decoder, entry, device)
-        sparse = partial(patched, build, "s-ste", "cusparselt", "dropped")
-        return {"dense": build, "sparse": sparse, "auto": partial(patched, build, "s-ste", "auto")}
+        packed = partial(patched, build, "s-ste", "auto", "packed")
+        return {"dense": build, "packed": packed, "auto": partial(patched, build, "s-ste", "auto")}
+
+
+PROMPT, NEW = 512, 128
+
+
+class Generation(Section):
+    """`generate` of a whole model of random weights in bf16, each way in a process of its own.
+
+    Entries are the number of sequences, and "static": a static cache, with which Transformers compiles the decoding
+    step on a GPU. Without it, launching kernels from Python takes longer than running them.
+    """
+
+    name, groups, share, base = "generation", ("inference", "models"), 6, "dense"
+    note = (
+        f"Llama 1B, prompts of {PROMPT} tokens, {NEW} new ones. Times: of a decoding step; in brackets: times dense. "
+        "Patched: as it comes out of training; packed: weights in packed form alone."
+    )
+    ways = ("dense", "packed", "patched")
+
+    def entries(self) -> list[str]:
+        return ["1 sequence, static", "1 sequence", "16 sequences, static"]
+
+    def goals(self, entry: str) -> dict[str, float]:
+        return {"packed": 1.2} if "static" in entry else {}
+
+    def measure(self, run: Run, entry: str) -> Row:
+        return in_processes(run, self.name, entry, self.ways, generate, 150 if "static" in entry else 60)
+
+
+def generate(entry: str, way: str) -> dict[str, Any]:
+    """What the child process does: generate twice, and time the second."""
+    import transformers
+
+    from hf_sparse24 import Sparse24Config, pack_model, patch_model
+
+    on_gpu, times = torch.cuda.is_available(), []
+
+    class Clock(transformers.StoppingCriteria):
+        """Called after every token."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            times.append(now())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    transformers.set_seed(0)
+    _, _, kind, sizes = RUNS["Llama 1B"]
+    with torch.device("cuda" if on_gpu else "cpu"):
+        config = getattr(transformers, kind)(**sizes, eos_token_id=None)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+        prompt = torch.randint(config.vocab_size, (int(entry.split()[0]), PROMPT))
+    if way != "dense":
+        patch_model(model, Sparse24Config(method="s-ste", target_modules="all-linear"))
+    if way == "packed":
+        pack_model(model)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [Clock()]}
+    settings |= {"cache_implementation": "static"} if "static" in entry else {}
+    for _ in range(2):  # the first one compiles
+        times[:] = [now()]
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    prefill, decode = times[1] - times[0], (times[-1] - times[1]) / (len(times) - 2)
+    rates = {"prefill, tokens per s": prompt.numel() / prefill, "decode, tokens per s": len(prompt) / decode}
+    peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
+    return {"step_us": decode * 1e6, **rates, "weights GB": weights / 1e9, "peak GB": peak}

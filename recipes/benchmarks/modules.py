@@ -30,9 +30,9 @@ def patched(build: Build, method: str, backend: str, operands: str = "made") -> 
     """A new module with sparse layers, and MVUE's random numbers fixed.
 
     Weight operands are "made" in every call; "kept" after the first one, as for later micro-batches of a step, but also
-    while a CUDA graph is captured, when hf_sparse24 keeps nothing; or "dropped", all there is of the weights.
+    while a CUDA graph is captured, when hf_sparse24 keeps nothing; or there are none: the weights are "packed".
     """
-    from hf_sparse24 import Sparse24Config, drop_master_weights, patch_model
+    from hf_sparse24 import Sparse24Config, pack_model, patch_model
     from hf_sparse24.weight import sparse_weights
 
     parent = nn.ModuleList([build()])
@@ -41,8 +41,8 @@ def patched(build: Build, method: str, backend: str, operands: str = "made") -> 
         weight.rng_key = torch.tensor(7, device=weight.parameter.device)
         if operands == "kept":
             vars(weight)["encoded"] = made_once(weight.encoded)
-    if operands == "dropped":
-        drop_master_weights(parent)
+    if operands == "packed":
+        pack_model(parent)
     return parent[0]
 
 
@@ -128,7 +128,7 @@ class Mlp(nn.Module):
 
 class Mlps(Layers):
     name, groups, share = "MLP blocks", ("mlps", "models"), 7
-    note = "As above; forward and backward makes operands in every call, forward has packed weights alone."
+    note = "As above; forward and backward makes operands in every call. Packed: weights in packed form alone."
 
     def entries(self) -> list[Layer]:
         kinds = product((8192, 32768, 2048), MODELS, (True, False))
@@ -144,7 +144,7 @@ class Mlps(Layers):
         if not entry.bias:
             ways["dense, fused activation"] = fused
         if not entry.training:  # every method multiplies by the same kind of weight
-            ways["s-ste"] = partial(patched, fused, "s-ste", "cusparselt", "dropped")
+            ways["packed"] = partial(patched, fused, "s-ste", "auto", "packed")
             ways["s-ste, auto"] = partial(patched, fused, "s-ste", "auto")
             return ways | {"torch to_sparse_semi_structured": lambda: by_torch(build())}
         for method in METHODS:

@@ -23,6 +23,7 @@ LAYERS = [
     ["gemm.backend"],
     ["gemm.cusparselt"],
     ["gemm.layout", "gemm.autotune"],
+    ["gemm.packed"],
     ["gemm.planning"],
     ["decay", "fp8", "gated", "masks", "matmul", "mvue", "prune", "transposable"],
 ]

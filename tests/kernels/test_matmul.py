@@ -150,9 +150,11 @@ def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811
 def test_protocol(stand_in):  # noqa: F811
     plan = kernels.plan_gemm(PROBLEM, CPU)
     assert DENSE.unsupported(PROBLEM, CPU) is None and CUSPARSELT.unsupported(PROBLEM, CPU) is None
-    assert DENSE.encoded_shape(PROBLEM, None) == (48, 32)
-    assert CUSPARSELT.encoded_shape(PROBLEM, None) == CUSPARSELT.encoded_shape(PROBLEM, plan.compression) == (48, 18)
-    assert CUSPARSELT.encoded_shape(PROBLEM, Compression(20, -1)) == (48, 20)
+    assert DENSE.encoded_shapes(PROBLEM, None) == ((48, 32),)
+    assert (
+        CUSPARSELT.encoded_shapes(PROBLEM, None) == CUSPARSELT.encoded_shapes(PROBLEM, plan.compression) == ((48, 18),)
+    )
+    assert CUSPARSELT.encoded_shapes(PROBLEM, Compression(20, -1)) == ((48, 20),)
     sparse, dense, bias = kernels.nm_prune(torch.randn(48, 32)).bfloat16(), torch.randn(32, 16).bfloat16(), None
     for bias in (None, torch.randn(48).bfloat16()):
         results = [
@@ -213,7 +215,7 @@ def test_padded_matrices_and_those_of_older_releases(monkeypatch, library):
     dense, compressed = kernels.prune_forms(
         weight, ["dense", "compressed"], compressions={"compressed": plan.compression}
     )
-    assert compressed.shape == CUSPARSELT.encoded_shape(PROBLEM, plan.compression)
+    assert (compressed.shape,) == CUSPARSELT.encoded_shapes(PROBLEM, plan.compression)
     for ours in (compressed, kernels.compress(dense, plan.compression)):
         assert torch.equal(kernels.sparse_linear(x, ours, algorithm=plan.algorithm), F.linear(x, dense))
 

@@ -20,6 +20,8 @@ CALLS = {
     "prune-soft": (WEIGHT.t(), "soft-threshold", 2, 4, 0, None, torch.ones(()), torch.float32, "dense", []),
     "prune-any-shape": (torch.randn(2, 3, 8), "magnitude", 2, 8, 2, None, None, torch.float16, "dense", []),
     "unpack_nm": tuple(kernels.pack_nm(WEIGHT)),
+    "packed_linear": (torch.randn(3, 16), *kernels.pack_nm(WEIGHT), torch.randn(8)),
+    "packed_linear-strided": (torch.randn(16, 3).t(), *kernels.pack_nm(WEIGHT), None),
     "s_ste_scale": (WEIGHT, 2, 4, 1, "mse"),
     "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "packed", 0, -1),
     "mvue-transposed": (WEIGHT[:, :6], torch.tensor(1), 1, 2, 1, "exact", "transposed", 0, -1),
@@ -35,6 +37,7 @@ def test_operator_contract(name):
 
 def test_every_operator_is_checked_somewhere():
     elsewhere = {"gated_activation", "gated_activation_backward", "fp8_simulate", "cslt_compress", "cslt_mm"}
+    elsewhere |= {"compress_packed"}
     names = {name.split("-")[0] for name in CALLS} | elsewhere
     assert {
         name.removeprefix("sparse24::") for name in torch._C._dispatch_get_all_op_names() if "sparse24" in name

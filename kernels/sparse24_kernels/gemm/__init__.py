@@ -6,6 +6,7 @@ Modules, from the bottom up; each imports only those above it in this list:
     backend.py      the protocol of a backend, and dense math
     cusparselt.py   Nvidia's sparse tensor cores; the only module that calls cuSPARSELt
     layout.py       how cuSPARSELt stores a compressed matrix, determined by experiment
+    packed.py       weights that exist in packed form alone
     autotune/       which backend is fastest: measured in a child process, checked, remembered
-    planning.py     `plan_gemm`: backend, algorithm and storage of one GEMM, with the reason
+    planning.py     `plan_gemm`, `plan_packed`: backend, algorithm and storage of one GEMM, with the reason
 """

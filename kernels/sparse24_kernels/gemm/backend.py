@@ -1,28 +1,30 @@
 """What every GEMM backend provides, and the backend that runs everywhere: dense math on the pruned values."""
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..formats import Compression
+from ..formats import Compression, Packed
 from .problem import Algorithm, GemmProblem
 
+Operand = TypeVar("Operand", Tensor, Packed, contravariant=True)
 
-class GemmBackend(Protocol):
-    """Runs GEMMs with one 2:4 operand, whichever tensor that is: a weight, its transpose, or a pruned gradient."""
+
+class GemmBackend(Protocol[Operand]):
+    """Runs GEMMs with one 2:4 operand, whichever matrix that is: a weight, its transpose, or a pruned gradient."""
 
     def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
         """Why this backend cannot run `problem` on `device`, or None where it can."""
         ...
 
-    def encoded_shape(self, problem: GemmProblem, compression: Compression | None) -> tuple[int, ...]:
-        """Shape of the sparse operand as `run` takes it. A pure function, so fake tensors need no history."""
+    def encoded_shapes(self, problem: GemmProblem, compression: Compression | None) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors that are the sparse operand, as `run` takes it. Pure: fakes need no history."""
         ...
 
     def run(
         self,
-        sparse: Tensor,
+        sparse: Operand,
         dense: Tensor,
         *,
         bias: Tensor | None,
@@ -33,7 +35,7 @@ class GemmBackend(Protocol):
         """`sparse @ dense`, or with `transposed` the same GEMM as `F.linear` has it.
 
         Args:
-            sparse: the 2:4 operand `[m, k]` as this backend stores it (`encoded_shape`).
+            sparse: the 2:4 operand `[m, k]` as this backend stores it (`encoded_shapes`).
             dense: `[k, n]`, any strides; with `transposed`, `[..., k]`.
             bias: `[m]` in the operands' dtype, or None.
             transposed: `dense` and the result are rows of `[..., k]` and `[..., m]`, not `[k, n]` and `[m, n]`.
@@ -61,8 +63,8 @@ class DenseBackend:
     def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
         return None
 
-    def encoded_shape(self, problem: GemmProblem, compression: Compression | None) -> tuple[int, ...]:
-        return problem.m, problem.k
+    def encoded_shapes(self, problem: GemmProblem, compression: Compression | None) -> tuple[tuple[int, ...], ...]:
+        return ((problem.m, problem.k),)
 
     def run(
         self,

@@ -229,8 +229,8 @@ class CusparseltBackend:
     def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
         return unsupported_device(device) or unsupported_matrix(problem.m, problem.k, problem.dtype)
 
-    def encoded_shape(self, problem: GemmProblem, compression: Compression | None) -> tuple[int, ...]:
-        return problem.m, unpadded_columns(problem.k) if compression is None else compression.columns
+    def encoded_shapes(self, problem: GemmProblem, compression: Compression | None) -> tuple[tuple[int, ...], ...]:
+        return ((problem.m, unpadded_columns(problem.k) if compression is None else compression.columns),)
 
     def run(
         self,

@@ -141,7 +141,7 @@ def _experiment(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Lay
 
 
 def _compressed_by_library(packed: tuple[Tensor, Tensor]) -> Tensor:
-    return compress_by_library(implementation(packed[1]).prune.unpack_nm(*packed))
+    return compress_by_library(implementation(packed[1]).packed.unpack_nm(*packed))
 
 
 def _numbered(m: int, k: int, i: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

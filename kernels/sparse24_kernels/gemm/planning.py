@@ -4,6 +4,7 @@ import operator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checks import check_is
 from ..dispatch import Choice
@@ -12,11 +13,16 @@ from . import autotune, cusparselt
 from .backend import DENSE, GemmBackend
 from .cusparselt import CUSPARSELT
 from .layout import find_compression
+from .packed import PACKED
 from .problem import Algorithm, GemmProblem
 
 BACKENDS = ("dense", "cusparselt")
-"""Backends of the GEMMs. `dense` is dense math on the pruned values, on any device; `cusparselt` runs on Nvidia's
-sparse tensor cores."""
+"""Backends of the GEMMs that can be requested. `dense` is dense math on the pruned values, on any device; `cusparselt`
+runs on Nvidia's sparse tensor cores. A third, `packed`, is for packed weights alone (`plan_packed`)."""
+
+FEW_TOKENS = 64
+"""Tokens that a packed weight is multiplied by as it is. Reading it takes longer than multiplying until then, and any
+other way moves four times the bytes: it is written dense, and read again. An estimate, not measured."""
 
 
 class GemmPlan(NamedTuple):
@@ -113,6 +119,24 @@ def gemm_unsupported(problem: GemmProblem, device: torch.device, backend: str = 
     return "backend='dense'" if backend == "dense" else CUSPARSELT.unsupported(problem, device)
 
 
-def backend_of(algorithm: Algorithm | None) -> GemmBackend:
-    """The backend that runs a plan's algorithm."""
+def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
+    """How to run a linear layer with a packed weight.
+
+    Few tokens on a GPU take the kernel that reads the weight packed. Otherwise an operand is made in every call:
+    compressed where a sparse algorithm is known to be faster, or else dense. On a CPU it is dense.
+
+    Raises:
+        ValueError: `problem` is no GemmProblem, or `device` no device.
+    """
+    check_is(GemmProblem, "plan_packed", problem=problem)
+    check_is(torch.device, "plan_packed", device=device)
+    reason = PACKED.unsupported(problem, device)
+    if reason is None and problem.n <= FEW_TOKENS:
+        return GemmPlan("packed", f"at most {FEW_TOKENS} tokens: the time is that of reading the weight", None, None)
+    plan = plan_gemm(problem, device)
+    return plan._replace(reason=f"{reason or f'more than {FEW_TOKENS} tokens'}; {plan.reason}")
+
+
+def backend_of(algorithm: Algorithm | None) -> GemmBackend[Tensor]:
+    """The backend that runs an algorithm of a plan, of dense and compressed operands."""
     return DENSE if algorithm is None else CUSPARSELT

@@ -4,6 +4,6 @@ With TRITON_INTERPRET=1 in the environment before the import, they run on CPU te
 how the tests check them where there is no GPU.
 """
 
-from . import decay, fp8, gated, masks, mvue, prune, transposable
+from . import decay, fp8, gated, masks, mvue, packed, prune, transposable
 
-__all__ = ["decay", "fp8", "gated", "masks", "mvue", "prune", "transposable"]
+__all__ = ["decay", "fp8", "gated", "masks", "mvue", "packed", "prune", "transposable"]

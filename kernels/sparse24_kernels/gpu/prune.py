@@ -1,11 +1,10 @@
-"""Triton: pruning in every form, a packed matrix made dense again, S-STE's scale."""
+"""Triton: pruning in every form, S-STE's scale."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import reference
 from ..formats import Layout, empty_compressed, empty_packed
 from .groups import (
     LAUNCH,
@@ -180,48 +179,6 @@ def soften(x0, x1, x2, x3):
     y2 = x2 - tl.minimum(tl.maximum(x2, -t, ALL), t, ALL)
     y3 = x3 - tl.minimum(tl.maximum(x3, -t, ALL), t, ALL)
     return y0, y1, y2, y3
-
-
-@on_its_device
-def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
-    """Zeros everywhere, then the stored values where their indices say."""
-    rows, columns = values.shape[0], values.shape[1] * 2
-    # As integers: values are only moved, and a GPU that lacks FP8 can move it all the same.
-    integer = reference.prune.integer_of(values)
-    dense = values.new_empty(rows, columns, dtype=integer)
-    if dense.numel():
-        _unpack_kernel[grid(rows, columns)](
-            values.contiguous().view(integer), indices.contiguous(), dense, rows, columns, **LAUNCH
-        )
-    return dense.view(values.dtype)
-
-
-@triton.jit
-def _unpack_kernel(values, indices, dense, rows, columns, G: tl.constexpr, COLS: tl.constexpr):
-    _, left, row, column = tile(columns, G, COLS)
-    x0 = _unpack_row(values, indices, row, left, rows, columns, COLS)
-    x1 = _unpack_row(values, indices, row + 1, left, rows, columns, COLS)
-    x2 = _unpack_row(values, indices, row + 2, left, rows, columns, COLS)
-    x3 = _unpack_row(values, indices, row + 3, left, rows, columns, COLS)
-    store4(dense, x0, x1, x2, x3, row, column, rows, columns)
-
-
-@triton.jit
-def _unpack_row(values, indices, row, left, rows, columns, COLS: tl.constexpr):
-    half = left // 2 + tl.arange(0, COLS // 2)[None, :]
-    v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0)
-    first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
-    byte = left // 8 + tl.arange(0, COLS // 8)[None, :]
-    packed = tl.load(indices + row * (columns // 8) + byte, mask=(row < rows) & (byte < columns // 8), other=0)
-    nibble = tl.join(packed & 15, packed >> 4).reshape(v.shape[0], COLS // 4)
-    i, j = nibble & 3, nibble >> 2
-    zero = tl.zeros_like(first)
-    return join4(
-        tl.where(i == 0, first, zero),
-        tl.where(i == 1, first, tl.where(j == 1, second, zero)),
-        tl.where(i == 2, first, tl.where(j == 2, second, zero)),
-        tl.where(j == 3, second, zero),
-    )
 
 
 @on_its_device

@@ -11,6 +11,6 @@ Cases that the papers leave open have one result in every function:
 * a zero is written as +0.0, never -0.0 (some compressors of sparse matrices count -0.0 as a value).
 """
 
-from . import decay, fp8, gated, masks, mvue, prune, transposable
+from . import decay, fp8, gated, masks, mvue, packed, prune, transposable
 
-__all__ = ["decay", "fp8", "gated", "masks", "mvue", "prune", "transposable"]
+__all__ = ["decay", "fp8", "gated", "masks", "mvue", "packed", "prune", "transposable"]

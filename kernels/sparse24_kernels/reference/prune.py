@@ -99,16 +99,6 @@ def compress(values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
     return flat.view(len(values), -1)
 
 
-def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
-    """Values `[R, K/2]` and indices `[R, K/8]` -> dense `[R, K]` with zeros."""
-    rows, size = values.shape[0], values.shape[1] * 2
-    nibbles = torch.stack([indices & 15, indices >> 4], -1)
-    position = torch.stack([nibbles & 3, nibbles >> 2], -1).view(rows, size // 4, 2).long()
-    integers = values.view(integer_of(values)).view(rows, size // 4, 2)
-    dense = integers.new_zeros(rows, size // 4, 4).scatter_(-1, position, integers)
-    return dense.view(rows, size).view(values.dtype)
-
-
 def integer_of(x: Tensor) -> torch.dtype:
     """The integer dtype of the same size, for values that are only moved, which torch cannot do with FP8 tensors."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]

@@ -37,8 +37,21 @@ def prune(device, shape, dtype, kind, rule, dim, out, forms):
     return weight, rule.removeprefix("any "), 2, 4, dim, mask, scale, out, forms, layouts
 
 
-def packed_matrix(device, shape, dtype):
-    return tuple(reference.prune.prune(draw(device, shape), "magnitude", 2, 4, 1, None, None, dtype, ["packed"]))
+def packed_matrix(device, shape, dtype, scale=1.0):
+    weight = draw(device, shape) * scale
+    return tuple(reference.prune.prune(weight, "magnitude", 2, 4, 1, None, None, dtype, ["packed"]))
+
+
+def packed_linear(device, shape, dtype, tokens, bias=False):
+    """Tokens of a layer whose weight is packed; the sums of their products have a variance of 1."""
+    out, inputs = shape
+    x, weight = draw(device, (tokens, inputs), dtype), packed_matrix(device, shape, dtype, inputs**-0.5)
+    return x, *weight, draw(device, (out,), dtype) if bias else None
+
+
+def packed_terms(x, values, indices, bias):
+    """The sums of the magnitudes."""
+    return [reference.packed.packed_linear(x.abs(), values.abs(), indices, None if bias is None else bias.abs())]
 
 
 def mvue(device, shape, dtype, kind, key, n, m, estimator, dim, form):
@@ -180,7 +193,22 @@ def all_cases() -> Iterator[Case]:
     yield from table("transposable.transposable_mask", on_weight, rows)
     rows = [(*of, "random", dim, ("mse", "l1")[dim]) for of, dim in product(sized(SQUARE), (0, 1))]
     yield from table("prune.s_ste_scale", on_weight, rows, exact=False)
-    yield from table("prune.unpack_nm", packed_matrix, [((3, 24), FP32), ((66, 136), BF16), ((0, 8), FP16)])
+    yield from table("packed.unpack_nm", packed_matrix, [((3, 24), FP32), ((66, 136), BF16), ((0, 8), FP16)])
+    # Tails of every block, K in one part and in several, more tokens than one pass takes.
+    sizes = (
+        (3, 24, 1),
+        (66, 136, 3),
+        (33, 1032, 1),
+        (40, 2072, 17),
+        (130, 264, 70),
+        (8, 1536, 64),
+        (0, 8, 2),
+        (8, 8, 0),
+    )
+    rows = [
+        ((out, inputs), dtype, tokens, i % 2 == 0) for i, (out, inputs, tokens) in enumerate(sizes) for dtype in DTYPES
+    ]
+    yield from table("packed.packed_linear", packed_linear, rows, exact=False, terms=packed_terms)
     yield from table("prune.prune", prune, _prune_rows())
     yield from table("mvue.mvue", mvue, _mvue_rows())
     # Lists of tensors: aligned ones take one launch, the others the reference.

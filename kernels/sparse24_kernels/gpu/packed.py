@@ -1,0 +1,212 @@
+"""Triton: a packed matrix made dense again, and multiplied by a few tokens without ever being dense in memory.
+
+A linear layer reads its whole weight for one token as for many, so for few tokens the time is that of reading, and a
+packed weight has 9/16 of the bytes in bf16. A program multiplies all tokens by some rows, in steps along K:
+
+* **The weight is expanded in registers** and goes to the tensor cores, whatever the number of tokens. To gather x by
+  index instead costs a load from the L1 cache per value *and token*, which at 4 tokens takes as long as reading the
+  weight; and where x is inf or NaN, zeros would no longer count, as they do in dense math.
+* **Tokens are the rows of the GEMM** (padded to 16), so each warp expands rows of the weight that no other needs.
+* **A few programs fill no GPU.** Where the weight has few rows, K is split; each part writes its own sums in fp32, and
+  a second kernel adds the parts in their order. No atomics: a result has the same bits every time.
+
+Expanding takes about as many integer instructions as an H200 issues while it reads the weight (`ahead_of_time.py`
+counts them), which is why it is done by shifts, two values to a register.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import reference
+from .groups import LAUNCH, grid, join4, on_its_device, store4, tile
+
+FILL = 256
+"""Programs that keep a GPU busy: about two per multiprocessor of an H100 or H200 (132), so eight warps."""
+LARGEST_BLOCK = 64
+"""Tokens that share one pass over the weight."""
+SHORTEST_PART = 512
+"""Columns of K that are worth a program of their own."""
+SUM = 1024
+"""Elements that a program adds up where K was split."""
+
+
+@on_its_device
+def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
+    """Zeros everywhere, then the stored values where their indices say."""
+    rows, columns = values.shape[0], values.shape[1] * 2
+    # As integers: values are only moved, and a GPU that lacks FP8 can move it all the same.
+    integer = reference.prune.integer_of(values)
+    dense = values.new_empty(rows, columns, dtype=integer)
+    if dense.numel():
+        _unpack_kernel[grid(rows, columns)](
+            values.contiguous().view(integer), indices.contiguous(), dense, rows, columns, **LAUNCH
+        )
+    return dense.view(values.dtype)
+
+
+@triton.jit
+def _unpack_kernel(values, indices, dense, rows, columns, G: tl.constexpr, COLS: tl.constexpr):
+    _, left, row, column = tile(columns, G, COLS)
+    x0 = _unpack_rows(values, indices, row, left, rows, columns, 2, COLS)
+    x1 = _unpack_rows(values, indices, row + 1, left, rows, columns, 2, COLS)
+    x2 = _unpack_rows(values, indices, row + 2, left, rows, columns, 2, COLS)
+    x3 = _unpack_rows(values, indices, row + 3, left, rows, columns, 2, COLS)
+    store4(dense, x0, x1, x2, x3, row, column, rows, columns)
+
+
+@triton.jit
+def _unpack_rows(values, indices, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl.constexpr):
+    """Rows `[R, 1]` of a packed matrix, COLS columns from `left` on, as `[R, COLS]` with zeros; zeros outside."""
+    half = left // 2 + tl.arange(0, COLS // 2)[None, :]
+    v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0)
+    first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
+    nibble = _load_nibbles(indices, row, left, rows, columns, GROUPS, COLS)
+    i, j = nibble & 3, (nibble >> 2) & 3
+    zero = tl.zeros_like(first)
+    return join4(
+        tl.where(i == 0, first, zero),
+        tl.where(i == 1, first, tl.where(j == 1, second, zero)),
+        tl.where(i == 2, first, tl.where(j == 2, second, zero)),
+        tl.where(j == 3, second, zero),
+    )
+
+
+@triton.jit
+def _unpack_pairs(
+    pairs, indices, row, left, rows, columns, DTYPE: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr
+):
+    """`_unpack_rows` of 16-bit values, two in an int32, with half the instructions: each is shifted to its place in the
+    64 bits of its group."""
+    group = left // 4 + tl.arange(0, COLS // 4)[None, :]
+    pair = tl.load(pairs + row * (columns // 4) + group, mask=(row < rows) & (group < columns // 4), other=0)
+    nibble = _load_nibbles(indices, row, left, rows, columns, GROUPS, COLS)
+    first, second = (pair & 0xFFFF).to(tl.int64), ((pair >> 16) & 0xFFFF).to(tl.int64)
+    four = (first << ((nibble << 4) & 48).to(tl.int64)) | (second << ((nibble << 2) & 48).to(tl.int64))
+    return join4(
+        four.to(tl.int16).to(DTYPE, bitcast=True),
+        (four >> 16).to(tl.int16).to(DTYPE, bitcast=True),
+        (four >> 32).to(tl.int16).to(DTYPE, bitcast=True),
+        (four >> 48).to(tl.int16).to(DTYPE, bitcast=True),
+    )
+
+
+@triton.jit
+def _load_nibbles(indices, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl.constexpr):
+    """The indices of each group, first | second << 2 and more bits above, from words of GROUPS groups: two in a byte,
+    eight in an int32."""
+    SPAN: tl.constexpr = 4 * GROUPS
+    at = left // SPAN + tl.arange(0, COLS // SPAN)[None, :]
+    words = tl.load(indices + row * (columns // SPAN) + at, mask=(row < rows) & (at < columns // SPAN), other=0)
+    shifts = 4 * tl.arange(0, GROUPS)[None, None, :]
+    return (words.expand_dims(2) >> shifts).reshape(words.shape[0], COLS // 4)
+
+
+@on_its_device
+def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+    """One pass over the weight for every `LARGEST_BLOCK` tokens."""
+    (tokens, columns), rows = x.shape, len(values)
+    result = x.new_empty(tokens, rows)
+    if not result.numel():
+        return result
+    block, height, width = _blocks(tokens, x.dtype)
+    programs = triton.cdiv(tokens, block) * triton.cdiv(rows, height)
+    parts = max(1, min(FILL // programs, columns // SHORTEST_PART))
+    # Asynchronous copies, which fetch what the next steps need, have 4 bytes at least.
+    words, groups = (_as_int32(indices), 8) if columns % 32 == 0 else (indices.contiguous(), 2)
+    length = triton.cdiv(triton.cdiv(columns, width), parts) * width
+    sums = result if parts == 1 else x.new_empty(parts, tokens, rows, dtype=torch.float32)
+    _linear_kernel[(programs * parts,)](
+        x.contiguous(),
+        values.contiguous() if x.dtype == torch.float32 else _as_int32(values),
+        words,
+        None if parts > 1 or bias is None else bias.contiguous(),
+        sums,
+        tokens,
+        rows,
+        columns,
+        parts,
+        length,
+        TOKENS=block,
+        GROUPS=groups,
+        ROWS=height,
+        COLS=width,
+        num_warps=4,
+        num_stages=4,
+        enable_fp_fusion=True,
+    )
+    if parts > 1:
+        bias = None if bias is None else bias.contiguous()
+        size = (triton.cdiv(result.numel(), SUM),)
+        _sum_kernel[size](sums, bias, result, parts, rows, result.numel(), SIZE=SUM, enable_fp_fusion=False)
+    return result
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """The same bits, copied where they do not begin at a multiple of 4 bytes."""
+    x = x.contiguous()
+    return (x.clone() if x.storage_offset() * x.element_size() % 4 else x).view(torch.int32)
+
+
+def _blocks(tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Tokens, rows and columns of a program's block. 16 tokens are the fewest that tensor cores take."""
+    if dtype == torch.float32:  # no tensor cores: operands of the dot are in registers
+        return 16, 32, 64
+    if tokens <= 16:
+        return 16, 32, 256
+    # Every program reads all of x, so for more tokens it must do so for more rows.
+    return min(LARGEST_BLOCK, triton.next_power_of_2(tokens)), 64, 128
+
+
+@triton.jit
+def _linear_kernel(
+    x,
+    values,
+    indices,
+    bias,
+    sums,
+    tokens,
+    rows,
+    columns,
+    parts,
+    length,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Rows of the weight vary fastest over the programs, then parts of K, then blocks of tokens."""
+    across = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    part = program // across % parts
+    token = (program // across // parts).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    top = (program % across).to(tl.int64) * ROWS
+    row = top + tl.arange(0, ROWS)[:, None]
+    total = tl.zeros((TOKENS, ROWS), tl.float32)
+    for left in range(part * length, tl.minimum((part + 1) * length, columns), COLS):
+        column = left + tl.arange(0, COLS)[None, :]
+        features = tl.load(x + token * columns + column, mask=(token < tokens) & (column < columns), other=0.0)
+        if values.dtype.element_ty == tl.int32:
+            weight = _unpack_pairs(values, indices, row, left, rows, columns, x.dtype.element_ty, GROUPS, COLS)
+        else:
+            weight = _unpack_rows(values, indices, row, left, rows, columns, GROUPS, COLS)
+        total = tl.dot(features, weight.trans(1, 0), total, input_precision="ieee")  # fp32 as fp32, not as TF32
+    output = top + tl.arange(0, ROWS)[None, :]
+    if bias is not None:
+        total += tl.load(bias + output, mask=output < rows, other=0.0).to(tl.float32)
+    pointer = sums + (part.to(tl.int64) * tokens + token) * rows + output
+    tl.store(pointer, total.to(sums.dtype.element_ty), mask=(token < tokens) & (output < rows))
+
+
+@triton.jit
+def _sum_kernel(sums, bias, result, parts, rows, size, SIZE: tl.constexpr):
+    """The parts of K added up in their order, and the bias: `[parts, size]` in fp32 -> `[size]`."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total, pointer = tl.zeros((SIZE,), tl.float32), sums + i
+    for _ in range(parts):
+        total += tl.load(pointer, mask=i < size, other=0.0)
+        pointer += size
+    if bias is not None:
+        total += tl.load(bias + i % rows, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(result + i, total.to(result.dtype.element_ty), mask=i < size)

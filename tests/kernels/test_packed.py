@@ -1,0 +1,166 @@
+"""Packed weights: how they are packed in stacks, which way a linear layer takes, and that all ways agree."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from cslt import stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels import GemmPlan, Packed, gpu, linear_problem
+from sparse24_kernels.gemm import packed as packed_gemm
+from sparse24_kernels.gemm import planning
+from sparse24_kernels.gemm.packed import PACKED
+from torch.nn import functional as F
+
+CPU, BF16, INF = torch.device("cpu"), torch.bfloat16, float("inf")
+KERNEL = GemmPlan("packed", "requested", None, None)
+
+
+@pytest.fixture
+def planned_for_gpu(monkeypatch):
+    monkeypatch.setattr(packed_gemm, "unsupported_device", lambda device, dtype: None)
+
+
+@pytest.fixture
+def has_kernels(planned_for_gpu, monkeypatch):
+    """As on a GPU: the kernel in Triton's interpreter."""
+    monkeypatch.setattr(packed_gemm, "implementation", lambda x: gpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
+def test_dense_math_on_a_packed_weight_has_the_bits_of_dense_math(dtype):
+    weight, bias = kernels.nm_prune(torch.randn(24, 40)).to(dtype), torch.randn(24).to(dtype)
+    packed = kernels.pack_nm(weight)
+    for x in (torch.randn(2, 3, 40).to(dtype), torch.randn(40).to(dtype), torch.randn(0, 40).to(dtype)):
+        assert torch.equal(kernels.packed_linear(x, packed), F.linear(x, weight))
+        for plan in (None, KERNEL):  # without kernels, what stands for the kernel is dense math too
+            assert torch.equal(kernels.packed_linear(x, packed, bias, plan=plan), F.linear(x, weight, bias))
+
+
+def test_a_stack_is_packed_matrix_by_matrix():
+    stack = kernels.nm_prune(torch.randn(3, 5, 16))
+    packed = kernels.pack_nm(stack)
+    assert [tuple(x.shape) for x in packed] == [(3, 5, 8), (3, 5, 2)] and torch.equal(kernels.unpack_nm(packed), stack)
+    for i, matrix in enumerate(stack):
+        for ours, theirs in zip(kernels.pack_nm(matrix), packed, strict=True):
+            assert torch.equal(ours, theirs[i])
+    assert kernels.unpack_nm(kernels.pack_nm(stack[:0])).shape == (0, 5, 16)
+    with pytest.raises(ValueError, match=r"pack_nm needs a matrix or a stack of matrices, got shape \(16,\)"):
+        kernels.pack_nm(stack[0, 0])
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 5000])  # in a part of a chunk, in one, and in several
+def test_unpacking_in_chunks(rows):
+    weight = kernels.nm_prune(torch.randn(rows, 72))
+    assert torch.equal(kernels.unpack_nm(kernels.pack_nm(weight)), weight)
+
+
+def test_every_way_has_its_reason(stand_in, planned_for_gpu, monkeypatch):  # noqa: F811
+    few, many = (linear_problem(tokens, 48, 32, BF16) for tokens in (1, 65))
+    reason = "at most 64 tokens: the time is that of reading the weight"
+    assert kernels.plan_packed(few, CPU) == ("packed", reason, None, None)
+    plan = kernels.plan_packed(many, CPU)
+    assert plan.is_sparse and plan.reason == "more than 64 tokens; measured"
+    plan = kernels.plan_packed(many._replace(m=40), CPU)
+    assert plan[:2] == ("dense", "more than 64 tokens; cuSPARSELt needs multiples of 16, not 40 x 32")
+    assert PACKED.unsupported(few._replace(k=36), CPU) == "packed matrices have multiples of 8 columns, not 36"
+    monkeypatch.undo()
+    for problem in (few, many):
+        plan = kernels.plan_packed(problem, CPU)
+        assert plan[:2] == ("dense", "the kernels need a CUDA device, not cpu; cuSPARSELt needs a CUDA device, not cpu")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf and NaN
+def test_the_kernel_gives_the_same_bits_each_time_and_keeps_what_is_not_finite(has_kernels):
+    weight, x = kernels.nm_prune(torch.randn(40, 2080)).to(BF16), torch.randn(3, 2080).to(BF16)
+    weight[3, :2], weight[3, 2:4], x[1, 5], x[2, 2079] = torch.tensor([INF, 1.0]), 0, INF, float("nan")
+    packed = kernels.pack_nm(weight)
+    results = [kernels.packed_linear(x, packed) for _ in range(2)]
+    expected = F.linear(x.double(), weight.double())
+    assert torch.equal(results[0].nan_to_num(7), results[1].nan_to_num(7))
+    assert torch.equal(results[0].isnan(), expected.isnan()) and torch.equal(results[0].isinf(), expected.isinf())
+    assert results[0][1].isnan().any()  # inf times a weight that was pruned, as in dense math
+    torch.testing.assert_close(results[0][0], expected[0].to(BF16))
+
+
+def test_operands_at_odd_addresses_and_of_odd_strides(has_kernels):
+    weight, x = kernels.nm_prune(torch.randn(24, 64)).to(BF16), torch.randn(64, 5).to(BF16).t()
+    values, indices = kernels.pack_nm(weight)
+    odd = Packed(*(torch.cat([part.flatten()[:1], part.flatten()])[1:].view(part.shape) for part in (values, indices)))
+    columns = Packed(*(part.t().contiguous().t() for part in (values, indices)))
+    for packed in (odd, columns):
+        result = kernels.packed_linear(x, packed, torch.ones(48).to(BF16)[::2])
+        torch.testing.assert_close(result, (F.linear(x.float(), weight.float()) + 1).to(BF16))
+        assert result.is_contiguous()
+
+
+def test_many_tokens_take_sparse_tensor_cores_on_a_copy_made_on_the_spot(stand_in, planned_for_gpu, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(planning, "FEW_TOKENS", 8)
+    weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(2, 16, 32).to(BF16), torch.randn(48)
+    packed, bias = kernels.pack_nm(weight), bias.to(BF16)
+    plan = kernels.plan_packed(linear_problem(32, 48, 32, BF16), CPU)
+    for compression, by_library in ((plan.compression, 0), (plan.compression._replace(layout=-1), 1)):
+        stand_in.compressed, stand_in.gemms = 0, []
+        result = kernels.packed_linear(x, packed, bias, plan=plan._replace(compression=compression))
+        torch.testing.assert_close(result, F.linear(x, weight, bias))
+        assert stand_in.compressed == by_library and len(stand_in.gemms) == 1
+        arguments = (*packed, *compression)
+        torch.library.opcheck(torch.ops.sparse24.compress_packed.default, arguments)
+        ours = torch.ops.sparse24.compress_packed(*arguments)
+        assert torch.equal(ours.view(torch.int16), kernels.compress(weight, compression).view(torch.int16))
+
+
+def test_the_backend_takes_both_orientations():
+    problem, weight = linear_problem(3, 24, 40, torch.float32), kernels.nm_prune(torch.randn(24, 40))
+    packed, x, bias = kernels.pack_nm(weight), torch.randn(3, 40), torch.randn(24)
+    assert PACKED.encoded_shapes(problem, None) == tuple(tuple(part.shape) for part in packed)
+    both = [
+        PACKED.run(
+            packed, x.t() if not transposed else x, bias=bias, transposed=transposed, scales=None, algorithm=None
+        )
+        for transposed in (True, False)
+    ]
+    assert torch.equal(both[0], F.linear(x, weight, bias)) and torch.equal(both[1], both[0].t())
+    assert both[1].is_contiguous()
+    with pytest.raises(ValueError, match="backend='packed' has no FP8 GEMM"):
+        PACKED.run(packed, x, bias=None, transposed=True, scales=(bias, bias), algorithm=None)
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_it_compiles_in_one_graph_for_few_tokens_and_for_many(with_kernels, request, monkeypatch):
+    if with_kernels:
+        request.getfixturevalue("has_kernels")
+    monkeypatch.setattr(planning, "FEW_TOKENS", 8)
+    packed, bias = kernels.pack_nm(torch.randn(16, 32)), torch.randn(16)
+    compiled = torch.compile(kernels.packed_linear, fullgraph=True, backend="aot_eager")
+    for tokens in (1, 4, 20, 30):
+        x = torch.randn(tokens, 32)
+        torch.testing.assert_close(compiled(x, packed, bias), F.linear(x, kernels.unpack_nm(packed), bias))
+
+
+PACKED_WEIGHT, X = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
+STACK = kernels.pack_nm(torch.randn(2, 8, 16))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kernels.packed_linear(X[:, :8], PACKED_WEIGHT), r"a packed weight of torch.float32 8 x 16 does not"),
+        (
+            lambda: kernels.packed_linear(X.half(), PACKED_WEIGHT),
+            r"not contract with x of torch.float16 \(3, 16\)",
+        ),
+        (lambda: kernels.packed_linear(X[0, 0], PACKED_WEIGHT), r"x must have a last dimension, got shape \(\)"),
+        (lambda: kernels.packed_linear(X, PACKED_WEIGHT, X), r"bias must be torch.float32 \(8,\), got .* \(3, 16\)"),
+        (lambda: kernels.packed_linear(X, PACKED_WEIGHT, plan="packed"), "plan='packed': must be of type GemmPlan"),
+        (lambda: kernels.packed_linear(X, torch.randn(8, 16)), "must be a Packed, values and indices"),
+        (lambda: kernels.packed_linear(X.to("meta"), PACKED_WEIGHT), "tensors on different devices: meta, cpu"),
+        (
+            lambda: kernels.packed_linear(X, kernels.pack_nm(torch.randn(2, 8, 16))),
+            r"needs a matrix, got shape \(2, 8, 8",
+        ),
+        (lambda: kernels.packed_linear(X, Packed(X, X)), r"uint8 indices \[..., R, K/8\], got tensor of torch.float32"),
+        (lambda: kernels.plan_packed(3, CPU), "plan_packed: problem=3: must be of type GemmProblem"),
+    ],
+)
+def test_operands_that_do_not_fit_are_told(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
