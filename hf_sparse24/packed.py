@@ -126,20 +126,23 @@ class _PackedLinearFunction(torch.autograd.Function):
     """`x W^T + b` with gradients for x and b. The weight is unpacked again for the backward pass, not kept."""
 
     @staticmethod
-    def forward(ctx, x, values, indices, bias):
+    def forward(ctx, x, values, indices, bias, input_dim):
         ctx.save_for_backward(values, indices)
-        return _packed_linear(x, Packed(values, indices), bias)
+        return _packed_linear(x, Packed(values, indices), bias, input_dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         grad_x = grad @ kernels.unpack_nm(Packed(*ctx.saved_tensors)) if ctx.needs_input_grad[0] else None
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
-        return grad_x, None, None, grad_bias
+        return grad_x, None, None, grad_bias, None
 
 
-def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    return nn.functional.linear(x, kernels.unpack_nm(packed), bias)
+def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) -> Tensor:
+    if x.device.type == "cpu" and input_dim == -2:
+        # How a weight lies in memory decides in which order a CPU sums. This is how Conv1D's lies, for the same bits.
+        return nn.functional.linear(x, kernels.unpack_nm(packed).t().contiguous().t(), bias)
+    return kernels.packed_linear(x, packed, bias)
 
 
 class PackedLayer(nn.Module):
@@ -165,9 +168,9 @@ class PackedLayer(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), values.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        if not torch.is_grad_enabled():
-            return _packed_linear(x, Packed(values, indices), bias)
-        return _PackedLinearFunction.apply(x, values, indices, bias)
+        if torch.is_grad_enabled():
+            return _PackedLinearFunction.apply(x, values, indices, bias, self.input_dim)
+        return _packed_linear(x, Packed(values, indices), bias, self.input_dim)
 
     def extra_repr(self) -> str:
         values = self.packed24["weight"].packed.values
