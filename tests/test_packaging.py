@@ -21,7 +21,7 @@ LAYERS = [
     ["version"],
     ["encodings", "gemms", "gated", "metrics"],
     ["weight"],
-    ["adapters"],
+    ["adapters", "sparse_module"],
     ["methods"],
     ["module_names"],
     ["config"],
