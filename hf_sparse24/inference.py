@@ -57,6 +57,8 @@ def _unsupported(weight: SparseWeight) -> str | None:
     """Why the output GEMM of this weight cannot run on sparse tensor cores, whatever its speed; None where it can."""
     if weight.is_dropped:
         return "dropped already"
+    if weight.is_stack:
+        return "stacked experts have no sparse grouped GEMM"
     gemm, master = weight.method.gemms.output, weight.parameter
     problem = gemm.problem(1, *weight.sizes, master.dtype)
     if problem is None:

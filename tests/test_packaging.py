@@ -25,7 +25,7 @@ LAYERS = [
     ["methods"],
     ["module_names"],
     ["config"],
-    ["linear"],
+    ["experts", "linear"],
     ["targets"],
     ["report"],
     ["patching"],
