@@ -9,12 +9,21 @@ import pytest
 import torch
 import zoo
 from safetensors.torch import load_file
-from test_contract import assert_same_state, every_method, loop, method_config, run_steps
+from test_contract import assert_same_state, dataset, every_method, loop, method_config, run_steps, trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from hf_sparse24 import METHODS, Sparse24Config, export_model, oneshot, patch_model, unpatch_model
+from hf_sparse24 import (
+    METHODS,
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Trainer,
+    export_model,
+    oneshot,
+    patch_model,
+    unpatch_model,
+)
 from hf_sparse24.experts import SparseExperts, find_input_dim
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching import set_phase
@@ -275,6 +284,46 @@ def test_saved_reloaded_exported_and_unpatched(name, method, tmp_path):
     unpatch_model(model)
     assert not any(isinstance(module, SparseExperts) for module in model.modules())
     assert torch.equal(logits(model), expected) and set(model.state_dict()) == stock
+
+
+def plain_trainer(model: nn.Module, output_dir, **arguments) -> Trainer:
+    args = TrainingArguments(
+        str(output_dir), max_steps=8, report_to="none", disable_tqdm=True, use_cpu=True, **arguments
+    )
+    run = Trainer(model, args, train_dataset=dataset(), eval_dataset=dataset(8))
+    Sparse24Callback.add_to(run)
+    return run
+
+
+def test_another_trainer_with_the_callback_resumes_as_well(tmp_path):
+    whole = plain_trainer(patched(), tmp_path, save_strategy="steps", save_steps=5)
+    whole.train()
+    resumed = plain_trainer(patched(), tmp_path)
+    with torch.no_grad():
+        sparse_weights(resumed.model)[f"{EXPERTS}.down_proj"].parameter.zero_()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert_same_state(resumed.model, whole.model)
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
+def test_a_resumed_run_equals_an_uninterrupted_one(method, tmp_path):
+    whole = trainer(zoo.build("qwen3_moe"), tmp_path, method, save_strategy="steps", save_steps=5, max_steps=8)
+    whole.train()
+    resumed = trainer(zoo.build("qwen3_moe", seed=9), tmp_path, method, max_steps=8)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert_same_state(resumed.model, whole.model)
+    assert any(isinstance(module, SparseExperts) for module in whole.model.modules())
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    args = TrainingArguments(str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True, **steps, **best)
+    run = Sparse24Trainer(zoo.build("mixtral"), args, train_dataset=dataset(), eval_dataset=dataset(8))
+    run.train()
+    best = AutoModelForCausalLM.from_pretrained(run.state.best_model_checkpoint)
+    assert not run.state.best_model_checkpoint.endswith("-3")
+    assert_same_state(run.model, best)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
