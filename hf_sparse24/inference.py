@@ -9,16 +9,17 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from .config import Sparse24Config
 from .packed import PackedFormat, PackedWeight, pack_exactly, packed_weights
 from .patching import patched_config, unpatch_model
-from .weight import SparseWeight, layer_name, sparse_weights
+from .weight import SparseWeight, sparse_weights
 
 
 @torch.no_grad()
 def pack_model(model: nn.Module) -> int:
     """Compute with packed sparse weights from now on, and give up the dense master weights.
 
-    In place. The layers become `PackedLinear` or `PackedConv1D`: the model generates, trains adapters, is saved and
-    moved, and does not train by itself. `unpack_model` makes it an ordinary model of its sparse weights; what the
-    master weights had besides is gone. A sparse layer whose input size is no multiple of 8 becomes a dense one.
+    In place. Layers become `PackedLinear` or `PackedConv1D`, experts `PackedExperts`: the model generates, trains
+    adapters, is saved and moved, and does not train by itself. `unpack_model` makes it an ordinary model of its sparse
+    weights; what the master weights had besides is gone. A sparse layer whose input size is no multiple of 8 becomes a
+    dense one.
 
     Args:
         model: a patched model in its sparse phase, in the dtype that it will compute in.
@@ -32,15 +33,16 @@ def pack_model(model: nn.Module) -> int:
     config = check_packable(model)
     before = _bytes(model)
     packed: dict[int, Packed | None] = {}
-    forms = {}
+    forms, input_dims = {}, {}
     for name, weight in sparse_weights(model).items():
         if id(weight.parameter) not in packed:  # layers may share one
             packed[id(weight.parameter)] = packed_form(name, weight)
-        forms[name] = packed[id(weight.parameter)]
+        forms[name], input_dims[name] = packed[id(weight.parameter)], weight.input_dim
     unpatch_model(model)
     for name, form in forms.items():
         if form is not None:
-            PackedWeight.attach(model.get_submodule(layer_name(name)), "weight", form)
+            path, _, attribute = name.rpartition(".")
+            PackedWeight.attach(model.get_submodule(path), attribute, input_dims[name], form)
     if isinstance(model, PreTrainedModel):
         mark_packed(model, config.packed_as(PackedFormat(tuple(name for name in forms if forms[name]), {})))
     return before - _bytes(model)
@@ -89,8 +91,7 @@ def packed_form(name: str, weight: SparseWeight) -> Packed | None:
     """
     if weight.sizes[1] % 8:
         return None
-    merged = weight.method.merged(weight)
-    packed = pack_exactly(merged if weight.input_dim == -1 else merged.t())
+    packed = pack_exactly(weight.method.merged(weight), weight.input_dim)
     if packed is None:
         raise ValueError(
             f"{name} is sparse by a pattern ({weight.method.pattern}) that is not 2:4, which packed weights are: "

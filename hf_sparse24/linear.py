@@ -40,6 +40,7 @@ from transformers.pytorch_utils import Conv1D
 from .config import Sparse24Config
 from .encodings import Wanted
 from .gemms import PRUNED, Gemm
+from .sparse_module import SparseModule
 from .weight import SparseWeight
 
 
@@ -110,18 +111,11 @@ def _rounded(gemm: Gemm, format: str, *operands: Tensor) -> tuple[Tensor, ...]:
     return tuple(kernels.fp8_simulate(operand, format) for operand in operands)
 
 
-class Sparse24Layer(nn.Module):
-    """What `Sparse24Linear` and `Sparse24Conv1D` share: the GEMMs with a sparse weight, and how buffers are kept.
-
-    A patched layer has two attributes more than its dense class, besides the buffers of its method: `sparse24`, its
-    `SparseWeight` by the Parameter's name, and `dense_class`.
-    """
+class Sparse24Layer(SparseModule):
+    """What `Sparse24Linear` and `Sparse24Conv1D` share: the GEMMs with a sparse weight."""
 
     input_dim: int
     """Which dimension of `.weight` is the input dimension, -1 or -2."""
-
-    sparse24: dict[str, SparseWeight]
-    dense_class: type[nn.Module]
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise TypeError(f"{type(self).__name__} is made from a dense layer: use patch_model or from_dense")
@@ -136,16 +130,6 @@ class Sparse24Layer(nn.Module):
         module.__dict__["dense_class"] = type(module)
         module.__class__ = cls
         return module
-
-    def to_dense(self) -> nn.Module:
-        """Make it a layer of its dense class again, once its weight is detached."""
-        self.__class__ = self.__dict__.pop("dense_class")
-        return self
-
-    @property
-    def phase(self) -> str:
-        """`"dense"`: the layer computes with its master weight; otherwise with its sparse one."""
-        return self.sparse24["weight"].run_state.phase
 
     def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight that the GEMMs use while sparse: shape and layout of `.weight`, N:M along the input dimension,
@@ -192,39 +176,6 @@ class Sparse24Layer(nn.Module):
         sparse = self.sparse24["weight"]
         (out, inputs), method = sparse.sizes, sparse.method.name
         return f"in={inputs}, out={out}, bias={sparse.bias is not None}, method={method}, phase={self.phase}"
-
-    def _apply(self, fn, recurse=True):
-        # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
-        sparse = self.sparse24["weight"]
-        before = sparse.state
-        sparse.clear_encodings()
-        super()._apply(fn, recurse)
-        for name, tensor in before.items():
-            if tensor.is_floating_point() and not tensor.is_meta:
-                sparse.set_state({name: tensor.to(sparse.state[name].device)})
-        return self
-
-    def _replicate_for_data_parallel(self):
-        # Replicas run in threads, each with a weight of its own on another device.
-        replica = super()._replicate_for_data_parallel()
-        replica.sparse24 = {name: weight.rebound(replica) for name, weight in self.sparse24.items()}
-        return replica
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        sparse = self.sparse24["weight"]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        names = list(sparse.beside(prefix + "weight"))
-        if any(name in state_dict for name in names):
-            sparse.state_is_ready = True
-            wrong = sparse.wrong_state()
-            if wrong:
-                errors.append(f"{prefix}weight: {wrong}; the checkpoint is damaged, load another one")
-        elif not sparse.state_is_ready and prefix + "weight" in state_dict:
-            # Dense weights for a model that was patched without any: the rest starts from them.
-            missing[:] = [name for name in missing if name not in names]
-            sparse.init_state()
-            sparse.init_parameters()
-        # Otherwise what is missing is missing: averaged weights must not choose other masks and scales.
 
 
 def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:

@@ -1,11 +1,14 @@
 """Packed weights: 2:4 weights without their zeros, in 9/16 of the bytes in bf16, for inference and under adapters.
 
-A packed weight is two buffers of its module, `weight_values` and `weight_indices` (see `sparse24_kernels.Packed`), in
-the place of the Parameter `weight`, which is a property now: it unpacks a dense copy at every read. So a packed layer
-computes, lets gradients through to its input, and does not train. `hf_sparse24.inference` packs and unpacks models.
+A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
+`sparse24_kernels.Packed`), in the place of the Parameter `weight`, which is a property now: it unpacks a dense copy at
+every read. So a packed layer computes, lets gradients through to its input, and does not train.
+`hf_sparse24.inference` packs and unpacks models.
 """
 
+import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import sparse24_kernels as kernels
@@ -61,34 +64,31 @@ class PackedWeight:
     Attributes:
         module, name: the dense weight is `getattr(module, name)`, unpacked at every read.
         input_dim: which of its dimensions is the input dimension, -1 or -2.
-        dense_class: the class of the module before.
     """
 
-    def __init__(self, module: nn.Module, name: str, input_dim: int, dense_class: type[nn.Module]):
-        self.module, self.name, self.input_dim, self.dense_class = module, name, input_dim, dense_class
+    def __init__(self, module: nn.Module, name: str, input_dim: int):
+        self.module, self.name, self.input_dim = module, name, input_dim
 
     @classmethod
-    def attach(cls, module: nn.Module, name: str, packed: Packed) -> None:
+    def attach(cls, module: nn.Module, name: str, input_dim: int, packed: Packed) -> None:
         """Put `packed`, values `[..., out, in / 2]` and indices `[..., out, in / 8]`, in the place of a Parameter."""
-        dense_class = type(module)
-        packed_class = PackedConv1D if isinstance(module, Conv1D) else PackedLinear
+        module.__dict__.setdefault("dense_class", type(module))
+        module.__dict__.setdefault("packed24", {})[name] = weight = cls(module, name, input_dim)
         del module._parameters[name]
-        weight = cls(module, name, packed_class.input_dim, dense_class)
         for key, tensor in zip(weight.buffer_names, packed):
             module.register_buffer(key, tensor)
-        module.__dict__.setdefault("packed24", {})[name] = weight
-        module.__class__ = packed_class
+        _choose_class(module)
 
     def detach(self) -> None:
         """Undo `attach`: the Parameter is the dense weight, with its zeros."""
         module, dense = self.module, nn.Parameter(self.dense().contiguous())
         for key in self.buffer_names:
             del module._buffers[key]
+        del module.__dict__["packed24"][self.name]
+        _choose_class(module)
         others = dict(module._parameters)
         module._parameters.clear()
         module._parameters.update({self.name: dense} | others)  # in the order in which optimizers count
-        del module.__dict__["packed24"]
-        module.__class__ = self.dense_class
 
     @property
     def buffer_names(self) -> tuple[str, str]:
@@ -102,7 +102,7 @@ class PackedWeight:
     def dense(self) -> Tensor:
         """A copy of the weight with its zeros, in the layout that the Parameter had."""
         weight = kernels.unpack_nm(self.packed)
-        return weight if self.input_dim == -1 else weight.t()
+        return weight if self.input_dim == -1 else weight.transpose(-1, -2)
 
     @torch.no_grad()
     def write(self, dense: Tensor) -> None:
@@ -111,7 +111,7 @@ class PackedWeight:
         Raises:
             ValueError: it is not 2:4 along its input dimension.
         """
-        packed = pack_exactly(dense if self.input_dim == -1 else dense.t())
+        packed = pack_exactly(dense, self.input_dim)
         if packed is None:
             raise ValueError(f"a packed weight must be 2:4 along its input dimension, and the new {self.name} is not")
         for key, tensor in zip(self.buffer_names, packed):
@@ -145,17 +145,18 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
     return kernels.packed_linear(x, packed, bias)
 
 
-class PackedLayer(nn.Module):
-    """What `PackedLinear` and `PackedConv1D` share.
+class PackedModule(nn.Module):
+    """What modules with packed weights share: `packed24`, a `PackedWeight` by the name of each, and `dense_class`."""
 
-    `packed24` has its `PackedWeight` by the weight's name.
-    """
-
-    input_dim: int
     packed24: dict[str, PackedWeight]
+    dense_class: type[nn.Module]
 
     def __init__(self, *args: Any, **kwargs: Any):
-        raise TypeError(f"{type(self).__name__} is made from a dense layer: use pack_model")
+        raise TypeError(f"{type(self).__name__} is made from a dense module: use pack_model")
+
+
+class PackedLayer(PackedModule):
+    """What `PackedLinear` and `PackedConv1D` share."""
 
     @property
     def weight(self) -> Tensor:
@@ -163,14 +164,15 @@ class PackedLayer(nn.Module):
         return self.packed24["weight"].dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        (values, indices), bias = self.packed24["weight"].packed, cast(Tensor | None, self.bias)
+        weight, bias = self.packed24["weight"], cast(Tensor | None, self.bias)
+        values, indices = weight.packed
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), values.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         if torch.is_grad_enabled():
-            return _PackedLinearFunction.apply(x, values, indices, bias, self.input_dim)
-        return _packed_linear(x, Packed(values, indices), bias, self.input_dim)
+            return _PackedLinearFunction.apply(x, values, indices, bias, weight.input_dim)
+        return _packed_linear(x, Packed(values, indices), bias, weight.input_dim)
 
     def extra_repr(self) -> str:
         values = self.packed24["weight"].packed.values
@@ -180,19 +182,81 @@ class PackedLayer(nn.Module):
 class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its weight is computed
     """`nn.Linear` with a packed 2:4 weight."""
 
-    input_dim = -1
-
 
 class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
     """GPT-2's `Conv1D` with a packed 2:4 weight: the buffers are those of `[out, in]`, `.weight` is `[in, out]`."""
 
-    input_dim = -2
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"
 
 
+class PackedExperts(PackedModule):
+    """Stacked experts with packed weights: a subclass of their own class (see `experts.py`), with the same forward.
+
+    All experts of the module are unpacked while its forward runs, and given up after.
+    """
+
+    unpacked: list[dict[str, Tensor]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.unpacked.append({name: weight.dense() for name, weight in self.packed24.items()})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.unpacked.pop()
+
+    def extra_repr(self) -> str:
+        shapes = {name: tuple(weight.packed.values.shape) for name, weight in self.packed24.items()}
+        lines = [f"{name}: experts={n}, in={2 * half}, out={out}" for name, (n, out, half) in shapes.items()]
+        return "\n".join(line for line in (super().extra_repr(), *lines) if line)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty_experts, (self.dense_class, tuple(self.packed24)), self.__dict__  # pickle finds no made class
+
+
+def _empty_experts(dense_class: type, names: tuple[str, ...]) -> nn.Module:
+    cls = _experts_class(dense_class, names)
+    return cls.__new__(cls)
+
+
+@cache
+def _experts_class(dense_class: type, names: tuple[str, ...]) -> type[PackedExperts]:
+    properties = {name: _weight_property(name) for name in names}
+    return type(f"Packed{dense_class.__name__}", (PackedExperts, dense_class), properties)
+
+
+def _weight_property(name: str) -> property:
+    def read(module: nn.Module) -> Tensor:
+        running = module.__dict__["unpacked"]
+        return running[-1][name] if running else module.__dict__["packed24"][name].dense()
+
+    return property(read)
+
+
+def _choose_class(module: nn.Module) -> None:
+    """Give a module the class that goes with its packed weights, or its own again."""
+    dense_class, packed = module.__dict__["dense_class"], module.__dict__["packed24"]
+    if not packed:
+        module.__class__ = dense_class
+        for key in {"packed24", "dense_class", "unpacked"} & set(module.__dict__):
+            del module.__dict__[key]
+    elif issubclass(dense_class, nn.Linear | Conv1D):
+        module.__class__ = PackedConv1D if issubclass(dense_class, Conv1D) else PackedLinear
+    else:
+        module.__dict__.setdefault("unpacked", [])
+        module.__class__ = _experts_class(dense_class, tuple(packed))
+
+
 def buffer_names(name: str) -> tuple[str, str]:
-    """What a packed weight's values and indices are called, in its module and in a checkpoint."""
-    return f"{name}_values", f"{name}_indices"
+    """What the values and the indices of a packed weight are called, in its module or, by its whole name, in a file."""
+    path, dot, name = name.rpartition(".")
+    # Transformers renames or splits what begins like the weights of some architectures, so these begin differently.
+    return f"{path}{dot}packed_{name}_values", f"{path}{dot}packed_{name}_indices"
+
+
+def packed_weight_name(buffer: str) -> str | None:
+    """The weight that a tensor in a checkpoint is the values or the indices of, by its name; None of any other."""
+    match = re.fullmatch(r"(.*\.)?packed_(.+)_(values|indices)", buffer)
+    return None if match is None else f"{match[1] or ''}{match[2]}"
 
 
 def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
@@ -204,8 +268,9 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
     }
 
 
-def pack_exactly(weight: Tensor) -> Packed | None:
-    """A matrix `[out, in]` in packed form; None where that would lose something."""
+def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:
+    """A matrix, or a stack of them, in packed form; None where that would lose something."""
+    weight = weight if input_dim == -1 else weight.transpose(-1, -2)
     packed = kernels.pack_nm(weight)
     return packed if torch.equal(kernels.unpack_nm(packed), weight) else None
 

@@ -12,8 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .config import Sparse24Config
-from .linear import Sparse24Conv1D, Sparse24Layer, Sparse24Linear
+from .experts import SparseExperts
+from .linear import Sparse24Conv1D, Sparse24Linear
 from .report import PatchReport, make_report
+from .sparse_module import SparseModule
 from .targets import find_candidates
 from .weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
 
@@ -78,8 +80,11 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     try:
         for target in targets:
             check_whole(target.name, target.weight)
-            layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
-            layer_class.from_dense(target.module, config)
+            if target.is_stack:
+                SparseExperts.from_dense(target.module, target.parameter, config)
+            else:
+                layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
+                layer_class.from_dense(target.module, config)
         _reject_doubled_parameters(sparse_weights(model))
         report = make_report(model, config, candidates)
         whole = _whole_of(model)
@@ -150,7 +155,7 @@ def _restore(weight: SparseWeight, result: Tensor | None) -> None:
     """Make the weight's module what it was, with `result` written into the Parameter, or the master weight as it is."""
     module = weight.module
     weight.detach(result)
-    if isinstance(module, Sparse24Layer):
+    if isinstance(module, SparseModule) and "sparse24" not in module.__dict__:
         module.to_dense()
 
 

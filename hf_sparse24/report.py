@@ -12,16 +12,17 @@ from .targets import Candidate
 
 @dataclass(frozen=True)
 class ReportRow:
-    """Layers that differ only in their numbers: `model.layers.*.mlp.up_proj`.
+    """Layers that differ only in their numbers: `model.layers.*.mlp.up_proj`. A stack of experts counts as a layer.
 
     `weights` counts the elements of their weight matrices, shared ones once: no biases, and nothing that a method or
-    an adapter keeps beside them.
+    an adapter keeps beside them. `note` says in what sparse ones differ from what the method does elsewhere.
     """
 
     group: str
     layers: int
     weights: int
     skipped: str | None
+    note: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,8 +31,8 @@ class PatchReport:
 
     Attributes:
         config: the config that is in force.
-        patched: names of the sparse layers, in module order.
-        skipped: name to reason, for every linear layer that stayed dense.
+        patched: names of the sparse layers, in module order; stacks of experts by their Parameters' names.
+        skipped: name to reason, for every linear layer and stack of experts that stayed dense.
         rows: the same by groups of like-named layers.
         patched_parameters: number of weights under an N:M pattern.
         total_parameters: number of parameters of the whole model, shared ones once.
@@ -77,14 +78,15 @@ _COLUMNS = ("module group", "layers", "weights", "sparse")
 
 
 def _cells(row: ReportRow) -> tuple[str, str, str, str]:
-    return row.group, str(row.layers), _count(row.weights), row.skipped or "yes"
+    sparse = f"yes; {row.note}" if row.note else "yes"
+    return row.group, str(row.layers), _count(row.weights), row.skipped or sparse
 
 
 def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candidate]) -> PatchReport:
-    groups: dict[tuple[str, str | None], list[Candidate]] = {}
+    groups: dict[tuple[str, str | None, str | None], list[Candidate]] = {}
     for candidate in candidates:
-        groups.setdefault((group_name(candidate.name), candidate.skipped), []).append(candidate)
-    rows = [ReportRow(name, len(group), _weights(group), why) for (name, why), group in groups.items()]
+        groups.setdefault((group_name(candidate.name), candidate.skipped, candidate.note), []).append(candidate)
+    rows = [ReportRow(name, len(group), _weights(group), *why) for (name, *why), group in groups.items()]
     # With shared parameters once, as `parameters()` counts the total.
     patched = [candidate for candidate in candidates if candidate.skipped is None]
     return PatchReport(
@@ -103,7 +105,7 @@ def group_name(name: str) -> str:
 
 
 def _weights(candidates: list[Candidate]) -> int:
-    sizes = {id(weight): weight.numel() for candidate in candidates for weight in candidate.weights}
+    sizes = {id(candidate.weight): candidate.weight.numel() for candidate in candidates}
     return sum(sizes.values())
 
 

@@ -14,8 +14,10 @@ from transformers.pytorch_utils import Conv1D
 
 from .adapters import bypasses_layer, is_adapter
 from .config import Sparse24Config
-from .linear import Sparse24Layer
+from .experts import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
 from .module_names import TARGET_GROUPS, ModuleNames, ends_with
+from .sparse_module import SparseModule
+from .weight import layer_name
 
 # What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
@@ -29,57 +31,66 @@ _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
 
 class Candidate(NamedTuple):
-    """A linear layer of the model, and why it stays dense (`None`: it becomes sparse)."""
+    """A linear layer or a stack of experts' weights, and why it stays dense (`skipped=None`: it becomes sparse).
+
+    A stack is named after its Parameter, `model.layers.0.mlp.experts.gate_up_proj`.
+
+    Attributes:
+        parameter: the weight's name in `module`.
+        note: in what it differs from what the method does elsewhere, None where it does not.
+    """
 
     name: str
     module: nn.Module
     skipped: str | None
+    parameter: str = "weight"
+    note: str | None = None
 
     @property
     def weight(self) -> Tensor:
-        """The layer's weight; for stacked experts their first 3-D parameter."""
-        return self.weights[0]
+        return cast(Tensor, self.module._parameters[self.parameter])
 
     @property
-    def weights(self) -> list[Tensor]:
-        """The layer's weight; for stacked experts all their 3-D parameters."""
-        if "weight" in self.module._parameters:
-            return [cast(Tensor, self.module.weight)]
-        return [parameter for parameter in self.module.parameters(recurse=False) if parameter.dim() == 3]
+    def is_stack(self) -> bool:
+        return self.weight.dim() == 3
 
 
 class Place(NamedTuple):
-    """Where a linear layer stands, and what it can be called.
+    """Where a linear layer or a stack of experts' weights stands, and what it can be called.
 
     Attributes:
-        path: the modules from the model down to the layer, each with its own component of the name.
+        path: the modules from the model down to the one that has the weight, each with its own component of the name.
+        parameter: the weight's name in that module.
         names: the layer's name in this model, and in the model with or without its head (`model.layers.0...`,
-            `layers.0...`).
+            `layers.0...`). A stack can be called by its Parameter's name or by that of its module.
         block: the index of its repeated block, None outside any.
         sublayer: `"attention"`, `"mlp"` or None.
     """
 
     path: list[tuple[str, nn.Module]]
+    parameter: str
     names: list[str]
     block: int | None
     sublayer: str | None
 
 
 def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]:
-    """Every linear layer of `model` in module order, each once however often it is shared, with its verdict.
+    """Every linear layer and stack of experts' weights of `model` in module order, with its verdict.
 
-    `config` is bound to a method, which says what sizes it takes. Stacked experts (3-D parameters) are listed as well,
-    as skipped.
+    Each is there once, however often it is shared. `config` is bound to a method, which says what sizes it takes.
 
     Raises:
-        ValueError: a name, an expression or a block index in `config` that no linear layer has.
+        ValueError: a name, an expression or a block index in `config` that none of them has.
     """
-    places = {
-        name: _place(model, name)
-        for name, module in model.named_modules()
-        # A parametrized layer (weight_norm and the like) has no weight of its own to keep.
-        if isinstance(module, nn.Linear | Conv1D) and module._parameters.get("weight") is not None
-    }
+    places: dict[str, Place] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            # A parametrized layer (weight_norm and the like) has no weight of its own to keep.
+            parameters = ["weight"] if module._parameters.get("weight") is not None else []
+        else:
+            parameters = stacked_parameters(module) if is_stacked_experts(name, module) else []
+        for parameter in parameters:
+            places[layer_name(f"{name}.{parameter}".removeprefix("."))] = _place(model, name, parameter)
     targets = _picked("target_modules", config.target_modules, places)
     excluded = _picked("exclude_modules", config.exclude_modules, places)
     blocks = _chosen_blocks(config.layers_to_transform, places)
@@ -88,9 +99,9 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
     get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
     output = get_output()
 
-    def reason(name: str, module: nn.Module) -> str | None:
-        place = places[name]
-        if module is output or id(module.weight) in embeddings:
+    def reason(name: str, place: Place) -> str | None:
+        module = place.path[-1][1]
+        if module is output or id(module._parameters[place.parameter]) in embeddings:
             return "output embedding"
         if place.block is None:
             return "outside the repeated blocks (nn.ModuleList): a head, a pooler or an embedding projection"
@@ -105,21 +116,23 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
         tower = next((towers[id(around)] for _, around in place.path if id(around) in towers), None)
         if tower is not None:
             return f"in {tower}, which does not read text; only names and expressions in target_modules reach it"
-        return _cannot_be_sparse(place.path, config)
+        return _cannot_be_sparse(place.path, place.parameter, config)
 
     found = []
-    for name, module in model.named_modules():
-        if name in places:
-            found.append(Candidate(name, module, reason(name, module)))
-        elif _is_stacked_experts(name, module):
-            found.append(Candidate(name, module, "stacked experts (3-D parameters) are not supported yet"))
+    for name, place in places.items():
+        candidate = Candidate(name, place.path[-1][1], reason(name, place), place.parameter)
+        if candidate.skipped is None and candidate.is_stack:
+            candidate = candidate._replace(note=gradient_note(config.bound_method))
+        found.append(candidate)
     return _without_half_shared(model, found)
 
 
-def _place(model: nn.Module, name: str) -> Place:
+def _place(model: nn.Module, name: str, parameter: str) -> Place:
     path = _path(model, name)
     block = _block_index(path)
-    return Place(path, _aliases(model, name), block, None if block is None else _sublayer(path))
+    names = dict.fromkeys([layer_name(f"{name}.{parameter}".removeprefix(".")), name])
+    aliases = [alias for own in names for alias in _aliases(model, own)]
+    return Place(path, parameter, aliases, block, None if block is None else _sublayer(path))
 
 
 def _picked(field: str, value: str | list[str] | None, places: dict[str, Place]) -> set[str]:
@@ -185,8 +198,8 @@ def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candi
         else candidate
         for candidate in found
     ]
-    chosen = {id(candidate.module) for candidate in found if candidate.skipped is None}
-    dense = {id(p) for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
+    chosen = {(id(candidate.module), candidate.parameter) for candidate in found if candidate.skipped is None}
+    dense = {id(p) for m in model.modules() for name, p in m._parameters.items() if (id(m), name) not in chosen}
     return [
         candidate._replace(skipped="its weight is shared with a module that stays dense")
         if candidate.skipped is None and id(candidate.weight) in dense
@@ -220,15 +233,10 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
     return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
 
 
-def _is_stacked_experts(name: str, module: nn.Module) -> bool:
-    named_so = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
-    return named_so and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-
-
 def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The modules from the model down to `name`, each with its own component of the name."""
     path = [("", model)]
-    for part in name.split("."):
+    for part in name.split(".") if name else []:
         path.append((part, getattr(path[-1][1], part)))
     return path
 
@@ -256,23 +264,33 @@ def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
     return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None
 
 
-def _cannot_be_sparse(path: list[tuple[str, nn.Module]], config: Sparse24Config) -> str | None:
-    module = path[-1][1]
+def _cannot_be_sparse(path: list[tuple[str, nn.Module]], parameter: str, config: Sparse24Config) -> str | None:
+    module, parent, method = path[-1][1], path[-2][1], config.bound_method
     if _is_adapter(path):
         return "an adapter"
-    if isinstance(module, Sparse24Layer):
+    if isinstance(module, SparseModule) and parameter in module.sparse24:
         return None
-    if is_adapter(path[-2][1]) and bypasses_layer(path[-2][1]):
-        return f"its adapter ({type(path[-2][1]).__name__}) computes with its weight without calling it"
-    layer_class: type = type(module)
-    parent_class: type = type(path[-2][1])
-    if not _is_plain_linear(layer_class):
-        return f"its class {layer_class.__name__} is not a plain linear layer"
-    if _reads_weight(parent_class, path[-1][0]):
+    weight = cast(Tensor, module._parameters[parameter])
+    is_stack = weight.dim() == 3
+    if is_adapter(parent) and (is_stack or bypasses_layer(parent)):
+        return f"its adapter ({type(parent).__name__}) computes with its weight without calling it"
+    module_class: type = type(module)
+    if not is_stack and not _is_plain_linear(module_class):
+        return f"its class {module_class.__name__} is not a plain linear layer"
+    parent_class: type = type(parent)
+    if _reads_weight(parent_class, path[-1][0], parameter):
         return f"{parent_class.__name__} uses its weight without calling it"
-    weight = cast(Tensor, module.weight)
-    inputs, outputs = weight.shape if isinstance(module, Conv1D) else weight.shape[::-1]
-    return _unsupported_weight(weight) or config.bound_method.unsupported(outputs, inputs)
+    if is_stack:
+        input_dim, reason = find_input_dim(module, parameter), unsupported_method(method)
+        if input_dim is None:
+            reason = f"{module_class.__name__} does not say how it multiplies by {parameter}"
+        if reason is not None:
+            return reason
+    else:
+        input_dim = -2 if isinstance(module, Conv1D) else -1
+    rows, columns = weight.shape[-2:]
+    outputs, inputs = (rows, columns) if input_dim == -1 else (columns, rows)
+    return _unsupported_weight(weight) or method.unsupported(outputs, inputs)
 
 
 def _unsupported_weight(weight: Tensor) -> str | None:
@@ -294,17 +312,20 @@ def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
 
 
 @cache
-def _reads_weight(parent: type, name: str) -> bool:
-    """Whether a class computes with `self.<name>.weight` itself, as Mamba's mixer and `nn.MultiheadAttention` do.
+def _reads_weight(parent: type, name: str, parameter: str) -> bool:
+    """Whether a class computes with `self.<name>.<parameter>` itself, as Mamba's mixer and `nn.MultiheadAttention` do.
 
     Such a class bypasses a sparse layer's forward. Judged by the source, where there is one. Asking a weight for
-    its dtype or its class is no computation; slices of it are Bloom's emulation of tensor parallelism, off by default.
+    its dtype or its class is no computation; slices of a layer's are Bloom's emulation of tensor parallelism, off by
+    default.
     """
     try:
         source = inspect.getsource(parent)
     except (OSError, TypeError):
         return False
-    uses = re.finditer(rf"(isinstance\()?self\.{re.escape(name)}\.weight\b(\.(?:dtype|device|shape)\b|\[)?", source)
+    attribute = rf"self\.{re.escape(name)}\.{re.escape(parameter)}\b"
+    harmless = r"\.(?:dtype|device|shape)\b" + (r"|\[" if parameter == "weight" else "")
+    uses = re.finditer(rf"(isinstance\()?{attribute}({harmless})?", source)
     return any(use[1] is None and use[2] is None for use in uses)
 
 

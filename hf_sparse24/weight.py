@@ -1,11 +1,12 @@
 """SparseWeight: one weight under a method: where it lives, its layout, its state, its encodings.
 
 The library speaks of weights, not of layers: a weight is a Parameter of some module, by name, in which groups run along
-one of the last two dimensions. A stack of experts `[experts, out, in]` is one weight.
+one of the last two dimensions. A stack of experts `[experts, out, in]` is one weight, and a method sees its matrices
+one by one: each is pruned as it would be alone, with a state of its own.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,11 +21,12 @@ _OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "c
 
 
 class WeightView(NamedTuple):
-    """What a method computes with: a whole weight as a matrix, without gradients, and the state that belongs to it.
+    """What a method computes with: a weight, or one matrix of a stack, without gradients, and the state that belongs
+    to it.
 
     Attributes:
         matrix: `[rows, columns]`, the dense master weight as it is stored: `[out, in]`, or `[in, out]` in GPT-2's
-            `Conv1D`; a stack of experts has its matrices below each other.
+            `Conv1D`.
         dim: the dimension of `matrix` that is the input dimension, 0 or 1. Groups of M lie along it.
         state: what the method remembers of this weight, by name.
     """
@@ -68,7 +70,7 @@ class SparseWeight:
     """One weight under a method. `attach` makes one; `sparse_weights(model)` finds them.
 
     Attributes:
-        module, name: the Parameter is `getattr(module, name)`: the dense master weight.
+        module, name: the Parameter is `module._parameters[name]`: the dense master weight.
         input_dim: which of its dimensions is the input dimension, -1 or -2.
         config: shared by all weights of a model; with the method, the run state and the backend of the GEMMs.
         state_names, parameter_names: of the method's buffers and Parameters beside this weight.
@@ -89,15 +91,18 @@ class SparseWeight:
         """Put the Parameter `name` of `module` under a method: its state becomes buffers of the module, computed from
         the weight as it is (on the meta device they wait for `init_state` or a checkpoint)."""
         weight = cls(module, name, input_dim, config)
+        method = weight.method
         with torch.no_grad():
-            state = weight.method.init_state(weight.view())
-            view = weight.view()._replace(state=state)
-            parameters = {key: nn.Parameter(x) for key, x in weight.method.init_parameters(view).items()}
+            states = [method.init_state(view) for view in weight.views()]
+            views = [view._replace(state=state) for view, state in zip(weight.views(), states)]
+            state = weight._stacked(states)
+            beside = weight._stacked([method.init_parameters(view) for view in views])
+            parameters = {key: nn.Parameter(x) for key, x in beside.items()}
         # Everything that can fail comes before the first change.
         for key in (*state, *parameters):
             if hasattr(module, weight.attribute(key)):
                 raise ValueError(
-                    f"method {weight.method.name!r} keeps {key!r} beside a weight, and {type(module).__name__} has an "
+                    f"method {method.name!r} keeps {key!r} beside a weight, and {type(module).__name__} has an "
                     f"attribute {weight.attribute(key)!r} already; give it another name"
                 )
         weight.state_names, weight.parameter_names = tuple(state), tuple(parameters)
@@ -135,7 +140,13 @@ class SparseWeight:
     @property
     def parameter(self) -> Tensor:
         """The dense master weight, the Parameter itself."""
-        return getattr(self.module, self.name)
+        stored = self.module._parameters.get(self.name, self.module.__dict__.get(self.name))
+        if stored is None:  # DataParallel's replicas have it in their __dict__
+            raise RuntimeError(
+                f"{self.name} is no Parameter of {type(self.module).__name__} any more: something has replaced it, "
+                f"such as a parametrization or PEFT's target_parameters; call unpatch_model(model) before that"
+            )
+        return stored
 
     @property
     def bias(self) -> Tensor | None:
@@ -144,11 +155,13 @@ class SparseWeight:
 
     def attribute(self, name: str) -> str:
         """What the module calls a buffer or Parameter that the method keeps beside this weight."""
-        return name if self.name == "weight" else f"{self.name}_{name}"
+        # Transformers splits what is called `...experts.gate_up_proj` for a file, and older versions whatever begins
+        # like that, so the name goes last.
+        return name if self.name == "weight" else f"{name}_of_{self.name}"
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The method's buffers by name, such as S-STE's `scale`."""
+        """The method's buffers by name, such as S-STE's `scale`; those of a stack have a row for each matrix."""
         return {name: getattr(self.module, self.attribute(name)) for name in self.state_names}
 
     @property
@@ -162,30 +175,45 @@ class SparseWeight:
         return {prefix + self.attribute(key): tensor for key, tensor in (self.state | self.parameters).items()}
 
     @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of matrices, such as those of experts."""
+        return self.parameter.dim() > 2
+
+    @property
     def sizes(self) -> tuple[int, int]:
-        """(out, in) of the matrix in `view`, however it is stored."""
-        rows, columns = self.view().matrix.shape
+        """(out, in) of the weight, or of each matrix in a stack, however it is stored."""
+        rows, columns = self.parameter.shape[-2:]
         return (rows, columns) if self.input_dim == -1 else (columns, rows)
 
-    def view(self, parameter: Tensor | None = None) -> WeightView:
-        """The whole weight as a matrix, with its state; or another Parameter of its layout in the weight's place."""
-        matrix = (self.parameter if parameter is None else parameter).detach()
-        if matrix.dim() > 2:
-            matrix = matrix.flatten(0, -2)
-        return WeightView(matrix, 1 if self.input_dim == -1 else 0, self.state)
+    def views(self, parameter: Tensor | None = None) -> list[WeightView]:
+        """The whole weight, with its state, or each matrix of a stack; or another Parameter of its layout in its place.
+
+        The list has one entry for a weight that is a matrix.
+        """
+        values = (self.parameter if parameter is None else parameter).detach()
+        dim, state = 1 if self.input_dim == -1 else 0, self.state
+        if not self.is_stack:
+            return [WeightView(values, dim, state)]
+        return [WeightView(matrix, dim, {k: x[i] for k, x in state.items()}) for i, matrix in enumerate(values)]
+
+    def view(self) -> WeightView:
+        """That of a weight that is one matrix."""
+        (view,) = self.views()
+        return view
 
     # Its state.
 
     @torch.no_grad()
     def init_state(self) -> None:
         """Compute the method's state from the weight as it is now."""
-        self.set_state(self.method.init_state(self.view()))
+        self.set_state(self._stacked([self.method.init_state(view) for view in self.views()]))
         self.state_is_ready = True
 
     @torch.no_grad()
     def init_parameters(self) -> None:
         """Set the method's own Parameters to what they start with, computed from the weight as it is now."""
-        for name, tensor in self.method.init_parameters(self.view()).items():
+        made = self._stacked([self.method.init_parameters(view) for view in self.views()])
+        for name, tensor in made.items():
             self.parameters[name].copy_(tensor)
 
     def set_state(self, state: dict[str, Tensor]) -> None:
@@ -203,26 +231,36 @@ class SparseWeight:
     @torch.no_grad()
     def wrong_state(self) -> str | None:
         """What is wrong with the state, where the method cannot have made it; None too while there is no data."""
-        view = self.view()
-        if view.matrix.is_meta or not self.state_is_ready:
+        if self.parameter.is_meta or not self.state_is_ready:
             return None
-        for name, made in self.method.init_state(view._replace(matrix=view.matrix.to("meta"))).items():
-            found = view.state[name]
+        for name, found in self.state.items():
+            if self.is_stack and found.shape[:1] != self.parameter.shape[:1]:
+                return f"{name} is of shape {tuple(found.shape)}, not one for each of {len(self.parameter)} experts"
+        without_data = [view._replace(matrix=view.matrix.to("meta")) for view in self.views()]
+        for name, made in self._stacked([self.method.init_state(view) for view in without_data]).items():
+            found = self.state[name]
             both_float = made.is_floating_point() and found.is_floating_point()  # in files, of any precision
             if found.shape != made.shape or not (both_float or found.dtype == made.dtype):
                 return f"{name} is {found.dtype} {tuple(found.shape)}, not {made.dtype} {tuple(made.shape)}"
-        return self.method.check_state(view)
+        reasons = ((i, self.method.check_state(view)) for i, view in enumerate(self.views()))
+        wrong = next(((i, reason) for i, reason in reasons if reason), None)
+        if wrong is None:
+            return None
+        return f"expert {wrong[0]}: {wrong[1]}" if self.is_stack else wrong[1]
 
     @torch.no_grad()
     def mask(self, packed: bool = False) -> Tensor:
         """Which entries the method keeps now: bool, the weight's shape, or packed bits along the last dimension."""
-        return self._shaped(self.method.mask(self.view(), packed))
+        return self._of_each(lambda view: self.method.mask(view, packed))
 
     @torch.no_grad()
     def fresh_mask(self, parameter: Tensor) -> Tensor:
         """The mask, as packed bits, that another weight like this one asks for, whatever mask its state holds."""
-        view = self.view(parameter)
-        return self.method.mask(view._replace(state=self.method.init_state(view)), True)
+
+        def fresh(view: WeightView) -> Tensor:
+            return self.method.mask(view._replace(state=self.method.init_state(view)), True)
+
+        return self._of_each(fresh, parameter)
 
     # Its encodings.
 
@@ -233,16 +271,35 @@ class SparseWeight:
         Exactly N:M along the input dimension: at most N of every M are non-zero. `dtype` is that of the result, by
         default the master's; what is kept never depends on it.
         """
+        return self._pruned_to(PRUNED, dtype or self.parameter.dtype)
+
+    def kept_pruned(self, tokens: int) -> Tensor:
+        """The weight operand of the output GEMM as `pruned` gives it, kept as `encodings.py` says; for code that
+        multiplies by it itself, so many tokens at once."""
+        dtype, wanted = self.parameter.dtype, Wanted(self.method.gemms.output.weight or PRUNED, "dense", None)
+        (dense,) = self._kept([wanted], dtype, tokens, lambda operand, forms: [self._pruned_to(operand, dtype)])
+        return dense
+
+    @torch.no_grad()
+    def _pruned_to(self, operand: str, dtype: torch.dtype) -> Tensor:
+        """A weight operand in the shape and layout of the Parameter."""
         self.check_state()
-        (dense,) = self.method.prune(self.view(), PRUNED, {"dense": None}, dtype or self.parameter.dtype)
-        return self._shaped(dense)
+        check_whole(self.name, self.parameter)
+        return self._of_each(lambda view: self.method.prune(view, operand, {"dense": None}, dtype)[0])
 
     def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype, tokens: int) -> list[Tensor]:
         """Weight operands `[out, in]` in forms that GEMMs of so many tokens take, kept as `encodings.py` says."""
+        return self._kept(wanted, dtype, tokens, lambda operand, forms: self._encode(operand, forms, dtype))
+
+    def _kept(
+        self,
+        wanted: Sequence[Wanted],
+        dtype: torch.dtype,
+        tokens: int,
+        make: Callable[[str, Forms], Sequence[Tensor]],
+    ) -> list[Tensor]:
         made_from = [self.parameter, *self.state.values()]
-        return self.encodings.get(
-            wanted, dtype, made_from, tokens, self.run_state, lambda operand, forms: self._encode(operand, forms, dtype)
-        )
+        return self.encodings.get(wanted, dtype, made_from, tokens, self.run_state, make)
 
     @torch.no_grad()
     def _encode(self, operand: str, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
@@ -283,10 +340,16 @@ class SparseWeight:
         copied.rng_key = None  # its controller's
         return copied
 
-    def _shaped(self, matrix: Tensor) -> Tensor:
-        """A matrix, or bits of one, in the shape of the Parameter."""
-        shape = self.parameter.shape
-        return matrix if len(shape) == 2 else matrix.unflatten(0, shape[:-1])
+    def _of_each(self, function: Callable[[WeightView], Tensor], parameter: Tensor | None = None) -> Tensor:
+        """What a function gives for the weight, or for each matrix of a stack, in the shape of the Parameter."""
+        results = [function(view) for view in self.views(parameter)]
+        return torch.stack(results) if self.is_stack else results[0]
+
+    def _stacked(self, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What belongs to each matrix as what belongs to the weight."""
+        if not self.is_stack:
+            return states[0]
+        return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
 def wrong_states(weights: Mapping[str, SparseWeight]) -> str | None:

@@ -34,7 +34,7 @@ from hf_sparse24 import (
     unpack_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.packed import packed_weights
+from hf_sparse24.packed import buffer_names, packed_weights
 from hf_sparse24.patching import set_phase
 from hf_sparse24.weight import sparse_weights
 
@@ -46,7 +46,7 @@ def exported(directory, model: PreTrainedModel, **arguments) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", [*zoo.NAMES, *zoo.MOE])
 def test_round_trip_of_every_architecture(name, tmp_path):
     model = patched(name)
     export_model(model, tmp_path / "packed", "packed")
@@ -76,7 +76,7 @@ def test_size_on_disk(dtype, tmp_path):
     loaded = exported(tmp_path, model)
     weights = packed_weights(loaded)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        stored = sum(file.get_tensor(key).nbytes for name in weights for key in (f"{name}_values", f"{name}_indices"))
+        stored = sum(file.get_tensor(key).nbytes for name in weights for key in buffer_names(name))
     elements = sum(weight.parameter.numel() for weight in sparse_weights(model).values())
     assert stored == elements * (dtype.itemsize / 2 + 1 / 8)  # 9/16 of bf16
     assert {weight.packed.values.dtype for weight in weights.values()} == {dtype}
@@ -291,7 +291,7 @@ import sys; sys.path.insert(0, {here!r})
 import threading, time, torch, zoo, hf_sparse24
 from transformers import AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, export_model, patch_model
-from hf_sparse24.packed import packed_weights
+from hf_sparse24.packed import buffer_names, packed_weights
 
 torch.set_num_threads(1)
 directory = {directory!r}

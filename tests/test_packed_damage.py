@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model
 from hf_sparse24.checkpoints.safetensors_file import header_hash
-from hf_sparse24.packed import PackedFormat
+from hf_sparse24.packed import PackedFormat, buffer_names
 
 NAME = "model.layers.0.mlp.up_proj.weight"
-VALUES, INDICES = f"{NAME}_values", f"{NAME}_indices"
+VALUES, INDICES = buffer_names(NAME)
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +207,9 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
         ("weights", [], "packed.weights must be a non-empty list of names"),
         ("weights", [3], "packed.weights must be a non-empty list of names"),
         ("weights", "all", "packed.weights must be a non-empty list of names"),
-        ("weights", ["model.norm.weight"], "'model.norm.weight_values': 'missing'"),
-        ("weights", ["model.layers.0.mlp.up_proj"], "up_proj_values': 'missing'"),
-        ("weights", ["a.b.weight"], "a.b.weight_values': 'missing'"),
+        ("weights", ["model.norm.weight"], "'model.norm.packed_weight_values': 'missing'"),
+        ("weights", ["model.layers.0.mlp.up_proj"], "packed_up_proj_values': 'missing'"),
+        ("weights", ["a.b.weight"], "a.b.packed_weight_values': 'missing'"),
         ("files", None, "packed.files must be a dict"),
         ("files", {"model.safetensors": 1}, "packed.files must be a dict"),
         ("files", {"model.safetensors": "0" * 64}, "its header differs"),
@@ -227,8 +227,8 @@ def test_wrong_entries_of_the_config(key, value, message, copied):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model.embed_tokens.weight", "which is no weight of a linear layer in this model"),
-        ("model.layers.0.mlp", "which is no weight of a linear layer in this model"),
+        ("model.embed_tokens.weight", "which is no weight of a linear layer or of stacked experts"),
+        ("model.layers.0.mlp", "which is no weight of a linear layer or of stacked experts"),
         ("a.b.weight", "LlamaForCausalLM has none of the weights in packed.weights"),
     ],
 )
@@ -242,7 +242,7 @@ def test_packed_tensors_that_the_model_has_no_place_for(name, message, copied):
         values, indices = tensors[VALUES].clone(), tensors[INDICES].clone()
         for key in [key for key in tensors if key.endswith(("_values", "_indices"))]:
             del tensors[key]
-        tensors |= {f"{name}_values": values, f"{name}_indices": indices}
+        tensors |= dict(zip(buffer_names(name), (values, indices)))
 
     rewrite(directory, change)
     reject(directory, message)

@@ -48,16 +48,7 @@ def layers_of(stack: Tensor, input_dim: int, method: str) -> nn.Module:
     return layers
 
 
-def give_scale_of_the_stack(stack: SparseWeight, layers: nn.Module) -> None:
-    """A number that S-STE computes of a weight is one for the whole stack, so each matrix alone has another."""
-    for weight in sparse_weights(layers).values():
-        for name, tensor in stack.state.items():
-            if tensor.dim() == 0:
-                weight.state[name].copy_(tensor)
-
-
 def assert_same_per_matrix(stack: SparseWeight, layers: nn.Module) -> None:
-    give_scale_of_the_stack(stack, layers)
     pruned, mask = stack.pruned(), stack.mask()
     assert pruned.shape == mask.shape == stack.parameter.shape and mask.dtype == torch.bool
     for i, weight in enumerate(sparse_weights(layers).values()):
@@ -65,6 +56,7 @@ def assert_same_per_matrix(stack: SparseWeight, layers: nn.Module) -> None:
         assert torch.equal(mask[i], weight.mask())
         assert torch.equal(pruned[i], weight.pruned())
         assert torch.equal(stack.mask(packed=True)[i], weight.mask(packed=True))
+        assert all(torch.equal(tensor[i], weight.state[name]) for name, tensor in stack.state.items())
 
 
 @every_layout
@@ -72,8 +64,8 @@ def assert_same_per_matrix(stack: SparseWeight, layers: nn.Module) -> None:
 def test_pruned_matrix_by_matrix(method, input_dim):
     values = make_stack(input_dim)
     model, stack = attached(values, input_dim, method)
-    sizes = (EXPERTS * OUT, IN) if input_dim == -1 else (OUT, EXPERTS * IN)  # of the matrix that `view` gives
-    assert sparse_weights(model) == {"up": stack} and stack.sizes == sizes
+    assert sparse_weights(model) == {"up": stack} and stack.is_stack and stack.sizes == (OUT, IN)
+    assert len(stack.views()) == EXPERTS
     assert_same_per_matrix(stack, layers_of(values, input_dim, method))
     pruned = stack.pruned()
     assert is_nm_sparse(pruned, dim=input_dim) and not torch.signbit(pruned[pruned == 0]).any()
@@ -110,7 +102,7 @@ def test_saved_and_loaded(method, input_dim):
     model, stack = attached(make_stack(input_dim), input_dim, method)
     with torch.no_grad():  # state that the weights alone do not give back
         stack.parameter.add_(torch.randn(stack.parameter.shape))
-    names = [f"up_{name}" for name in (*stack.state_names, *stack.parameter_names)]
+    names = [f"{name}_of_up" for name in (*stack.state_names, *stack.parameter_names)]
     assert set(model.state_dict()) == {"up", *names}
     other, loaded = attached(make_stack(input_dim, seed=1), input_dim, method)
     other.load_state_dict(model.state_dict())
@@ -139,8 +131,8 @@ def test_two_weights_of_one_module_keep_their_state_apart():
     model = Experts(make_stack(-1))
     model.weight = nn.Parameter(torch.randn(OUT, IN))
     weights = [SparseWeight.attach(model, name, -1, config) for name in ("up", "weight")]
-    assert list(model.state_dict()) == ["up", "weight", "up_scale", "scale"]
+    assert list(model.state_dict()) == ["up", "weight", "scale_of_up", "scale"]
     assert list(sparse_weights(model)) == ["up", "weight"]
-    assert weights[0].state["scale"] != weights[1].state["scale"]
+    assert weights[0].state["scale"].shape == (EXPERTS,) and weights[1].state["scale"].shape == ()
     weights[0].detach()
     assert list(model.state_dict()) == ["up", "weight", "scale"] and list(sparse_weights(model)) == ["weight"]

@@ -68,9 +68,35 @@ MASKED = {
     },
     "modernbert": {**_BERT, "cls_token_id": 1, "sep_token_id": 2},
 }
+_MOE = {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE = {
     "mixtral": {**_LLAMA, "num_local_experts": 2},
     "qwen2_moe": {**_LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": _MOE,
+    "olmoe": _MOE,
+    "gpt_oss": {**_MOE, "num_local_experts": 4},
+    "deepseek_v3": {
+        **_MOE,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "llama4_text": {
+        **_LLAMA,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 1,
+        "attn_temperature_tuning": False,
+    },
+    "jetmoe": {**_LLAMA, "num_local_experts": 4, "kv_channels": 8},
+    "granitemoe": {**_LLAMA, "num_local_experts": 4},
 }
 NAMES = [*CAUSAL, *MASKED]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..packed import PackedFormat, PackedWeight, buffer_names, packed_weights
+from ..experts import find_input_dim, stacked_parameters
+from ..packed import PackedFormat, PackedWeight, buffer_names, packed_weight_name, packed_weights
 from .safetensors_file import DTYPES, header_hash
 
 
@@ -39,7 +40,7 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
         with safe_open(file, "pt") as opened:
             dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
     listed = dict(buffer_names(name) for name in packed.weights)
-    found = dict(buffer_names(name.removesuffix("_indices")) for name in dtypes if name.endswith("_indices"))
+    found = dict(buffer_names(weight) for name in dtypes if (weight := packed_weight_name(name)))
     for values, indices in (listed | found).items():
         if values not in listed:
             raise ValueError(f"{values} is in the files, and config.json does not list it in packed.weights")
@@ -59,14 +60,15 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
         if module is None:  # a head that this class of the model does not have
             continue
         weight = module._parameters.get(attribute)
-        if not isinstance(module, nn.Linear | Conv1D) or weight is None:
-            raise ValueError(f"packed.weights has {name!r}, which is no weight of a linear layer in this model")
-        out, inputs = weight.shape[::-1] if isinstance(module, Conv1D) else weight.shape
+        input_dim = None if weight is None else _input_dim(module, attribute)
+        if weight is None or input_dim is None:
+            raise ValueError(f"packed.weights has {name!r}, which is no weight of a linear layer or of stacked experts")
+        *stack, out, inputs = weight.shape if input_dim == -1 else weight.transpose(-1, -2).shape
         if inputs % 8:
             raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
-        values = torch.empty(out, inputs // 2, dtype=weight.dtype, device="meta")
-        indices = torch.empty(out, inputs // 8, dtype=torch.uint8, device="meta")
-        PackedWeight.attach(module, attribute, Packed(values, indices))
+        values = torch.empty(*stack, out, inputs // 2, dtype=weight.dtype, device="meta")
+        indices = torch.empty(*stack, out, inputs // 8, dtype=torch.uint8, device="meta")
+        PackedWeight.attach(module, attribute, input_dim, Packed(values, indices))
     if not packed_weights(model):
         raise ValueError(
             f"{type(model).__name__} has none of the weights in packed.weights: {list(packed.weights[:5])}"
@@ -83,6 +85,15 @@ def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module | None, str]:
         except AttributeError:
             continue
     return None, attribute
+
+
+def _input_dim(module: nn.Module, name: str) -> int | None:
+    """Which dimension of a weight is the input dimension; None where it is no linear layer's and no experts'."""
+    if isinstance(module, Conv1D):
+        return -2
+    if isinstance(module, nn.Linear):
+        return -1
+    return find_input_dim(module, name) if name in stacked_parameters(module) else None
 
 
 def check_packed(model: PreTrainedModel) -> None:

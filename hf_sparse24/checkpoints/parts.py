@@ -43,11 +43,11 @@ def packed_parts(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> li
 
 
 def _packed_part(name: str, weight: SparseWeight) -> Part:
-    (out, inputs), dtype = weight.sizes, weight.parameter.dtype
-    shapes = ((out, inputs // 2), dtype), ((out, inputs // 8), torch.uint8)
-    like = {
-        key: torch.empty(shape, dtype=kind, device="meta") for key, (shape, kind) in zip(buffer_names(name), shapes)
-    }
+    (out, inputs), parameter = weight.sizes, weight.parameter
+    stack = parameter.shape[:-2]
+    values = torch.empty(*stack, out, inputs // 2, dtype=parameter.dtype, device="meta")
+    indices = torch.empty(*stack, out, inputs // 8, dtype=torch.uint8, device="meta")
+    like = dict(zip(buffer_names(name), (values, indices)))
 
     def make() -> dict[str, Tensor]:
         form = packed_form(name, weight)

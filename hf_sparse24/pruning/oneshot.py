@@ -137,7 +137,8 @@ def oneshot(
 
     Raises:
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
-            another method or with a dense start, which would choose other masks; an unknown `criterion`; a
+            another method or with a dense start, which would choose other masks; stacked experts among its targets,
+            which are not calibrated; an unknown `criterion`; a
             negative `damping`; no data, or batches of something else; batches with the same names that run other
             blocks; targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model
             without zeros.
@@ -203,6 +204,13 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, d
 
 
 def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
+    stacks = [name for name, weight in weights.items() if weight.is_stack]
+    if stacks:
+        names = sorted({name.rpartition(".")[2] for name in stacks})
+        raise ValueError(
+            f"{stacks[0]} is a stack of experts, and oneshot calibrates linear layers only: leave stacks out with "
+            f"exclude_modules={names}, or let patch_model choose their masks by magnitude"
+        )
     meta = [name for name, weight in weights.items() if weight.parameter.is_meta]
     if meta:
         raise ValueError(

@@ -107,10 +107,16 @@ def _check_gemm(device: torch.device) -> str:
     return "ok"
 
 
+NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
+
+
 def gemm_plans(
     weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, kernels.GemmPlan]:
     """What runs the three GEMMs of a layer in training: the very plans that the layer asks for."""
+    if weight.is_stack:
+        plan = kernels.GemmPlan("dense", NO_GROUPED_GEMM, None, None)
+        return {gemm.name: plan for gemm in weight.method.gemms}
     out, inputs = weight.sizes
     return {
         gemm.name: gemm.plan(tokens, out, inputs, dtype, device, weight.config.backend) for gemm in weight.method.gemms
@@ -121,7 +127,7 @@ def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[GemmProb
     """Every different sparse GEMM that training a patched model asks for: what `hf-sparse24 tune` tunes."""
     found: dict[GemmProblem, None] = {}
     for weight in sparse_weights(model).values():
-        for gemm in weight.method.gemms:
+        for gemm in [] if weight.is_stack else weight.method.gemms:
             problem = gemm.problem(tokens, *weight.sizes, dtype)
             if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None:
                 found[problem] = None
@@ -133,14 +139,19 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
 
     Columns: how many, out x in, what runs each of the three GEMMs and its speed-up over dense, and the layer's. A GEMM
     that is always dense is taken to last as long as the measured dense output GEMM, which has as many operations.
-    Where a number is missing, nothing was measured.
+    Where a number is missing, nothing was measured. Stacks of experts are dense, and gain nothing.
     """
     counts: dict[tuple[str, ...], int] = {}
     for weight in sparse_weights(model).values():
         out, inputs = weight.sizes
+        plans = gemm_plans(weight, tokens, dtype, device)
+        if weight.is_stack:
+            reasons = [f"dense: {plan.reason}" for plan in plans.values()]
+            row: tuple[str, ...] = (f"{len(weight.parameter)} x {out} x {inputs}", *reasons, "1.00x")
+            counts[row] = counts.get(row, 0) + 1
+            continue
         cells, before, after = [], 0.0, 0.0
         usual = autotune.choose(kernels.linear_problem(tokens, out, inputs, dtype), device)
-        plans = gemm_plans(weight, tokens, dtype, device)
         for gemm in weight.method.gemms:
             problem, plan = gemm.problem(tokens, out, inputs, dtype), plans[gemm.name]
             verdict = usual if problem is None else autotune.choose(problem, device)

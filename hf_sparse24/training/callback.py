@@ -10,7 +10,7 @@ from transformers.training_args import TrainingArguments
 from ..config import Sparse24Config
 from ..patching import patched_config
 from .controller import Sparse24Controller
-from .resume import check_resumed, restore_phase
+from .resume import check_resumed, restore
 
 
 class Sparse24Callback(TrainerCallback, ExportableState):
@@ -70,7 +70,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
             checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             check_resumed(kwargs["model"], checkpoint)
-            restore_phase(kwargs["model"], checkpoint)
+            restore(kwargs["model"], checkpoint)
         self.phase_is_restored = False
         self.controller = Sparse24Controller(
             kwargs["model"],
@@ -102,7 +102,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self.controller is not None:
             self.controller.end()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            restore_phase(kwargs["model"], state.best_model_checkpoint)
+            restore(kwargs["model"], state.best_model_checkpoint)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         if self.controller is None or "loss" not in logs:  # evaluation and the closing summary

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -152,8 +153,26 @@ def check_resumed(model: nn.Module, checkpoint: str | Path) -> None:
         logger.warning(f"resuming from {checkpoint}, which was saved with {'; '.join(differences.values())}")
 
 
-def restore_phase(model: nn.Module, checkpoint: str | Path) -> None:
-    """Let `model` compute as the one saved in `checkpoint` did; the Trainer loads its weights, not its config."""
-    saved = saved_config(checkpoint)
-    if saved is not None:
-        set_phase(model, saved.phase)
+def restore(model: nn.Module, checkpoint: str | Path) -> None:
+    """Give `model` what the Trainer does not load of a checkpoint: the phase it was saved in, and stacked experts.
+
+    Transformers writes experts apart and stacks them in `from_pretrained`. Its Trainer (tried with 5.23) looks for the
+    model's own names instead, warns of missing ones, and trains on with experts as they happen to be.
+    """
+    if isinstance(model, PreTrainedModel) and _has_other_names(model, checkpoint):
+        logger.warning(f"loading {checkpoint} once more, by from_pretrained, for what the Trainer calls missing keys")
+        saved = type(model).from_pretrained(checkpoint)
+        model.load_state_dict(saved.state_dict(), strict=False)  # a dense one has no state
+    config = saved_config(checkpoint)
+    if config is not None:
+        set_phase(model, config.phase)
+
+
+def _has_other_names(model: nn.Module, checkpoint: str | Path) -> bool:
+    """Whether weights in a checkpoint have names that the model does not have."""
+    names = set(model.state_dict())
+    for file in Path(checkpoint).glob("model*.safetensors"):
+        with safe_open(file, "pt") as saved:
+            if not names.issuperset(saved.keys()):
+                return True
+    return False

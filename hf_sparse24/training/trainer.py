@@ -24,7 +24,7 @@ from .decay_search import (
     set_decay,
     tune_masked_decay,
 )
-from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore_phase, save_config, saved_config
+from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
 
 logger = logging.get_logger(__name__)
 
@@ -138,7 +138,7 @@ class Sparse24Trainer(Trainer):
         check_resumed(model_of(self) if model is None else model, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         # The controller then knows when a run goes on in another phase, as with more max_steps than it began with.
-        restore_phase(model_of(self) if model is None else model, resume_from_checkpoint)
+        restore(model_of(self) if model is None else model, resume_from_checkpoint)
         self.sparse24_callback.phase_is_restored = True
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:

@@ -1,0 +1,201 @@
+"""Stacked experts: mixture-of-experts models keep the weights of all experts of a block in one 3-D Parameter.
+
+Transformers stores them as `[experts, out, in]`, or `[experts, in, out]` where the class says `is_transposed`, and
+computes with them in many ways: a loop over experts, batched or grouped GEMMs, kernels of other libraries. So what
+becomes sparse here is not a layer but a weight. While the module's forward runs, the Parameter's name gives the pruned
+weight, whatever code reads it; everywhere else (optimizers, `state_dict`, initialisation) it gives the Parameter, the
+dense master, as `.weight` of a sparse layer does.
+
+    output        Z  = X S(W)^T      S(W): each expert's matrix pruned as it would be alone, with its own mask or scale
+    grad_input    dX = dZ S(W)
+    grad_weight   dW = dZ^T X        exact, passed straight through to the master
+
+All three are dense math on pruned values: no library has a sparse grouped GEMM. Two things differ from layers:
+
+- Gradients are exact, also where the method prunes them at random (MVUE of S-STE and T-SR-STE, `input_grad`): the
+  estimate is there for a kernel to profit from, and without one it only adds noise.
+- What changes a GEMM rather than its weight cannot be done here: pruned activations, FP8 simulation, another weight in
+  grad_input than in output, a method's own term of the output. Experts then stay dense, and the report says so.
+
+A forward begins with pruning, once however many experts run; with a controller that is once per step, and in
+evaluation once (see `encodings.py`). Matrices are pruned one by one.
+
+Known limit: code that takes over the block around the experts and reads their Parameters from outside, as kernels from
+the Hub do with `use_kernels=True`, computes with the dense weights.
+"""
+
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import Sparse24Config
+from .methods import SparseMethod
+from .sparse_module import SparseModule
+from .weight import SparseWeight
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The pruned weight, whose gradient is the master's."""
+
+    @staticmethod
+    def forward(ctx, master: Tensor, pruned: Tensor) -> Tensor:
+        return torch.ops.aten._unsafe_view(pruned, pruned.shape)  # the same memory, and no view that autograd guards
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class SparseExperts(SparseModule):
+    """What a module of stacked experts becomes: a subclass of its own class, with the same forward.
+
+    Attributes:
+        pruned: what its sparse weights' names stand for, an entry for each forward that is running. There are several
+            where threads share the model; they are interchangeable, as nobody changes weights meanwhile.
+    """
+
+    pruned: list[dict[str, Tensor]]
+
+    @classmethod
+    def from_dense(cls, module: nn.Module, name: str, config: Sparse24Config) -> nn.Module:
+        """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow.
+
+        State comes from the weight as it is; on the meta device it waits for a checkpoint.
+        """
+        input_dim = find_input_dim(module, name)
+        if input_dim is None:
+            raise ValueError(f"{type(module).__name__}.{name}: unknown which of its dimensions is the input dimension")
+        SparseWeight.attach(module, name, input_dim, config)
+        if not isinstance(module, SparseExperts):
+            module.__dict__.update(dense_class=type(module), pruned=[])
+        module.__class__ = _sparse_class(module.__dict__["dense_class"], tuple(module.__dict__["sparse24"]))
+        return module
+
+    def to_dense(self) -> nn.Module:
+        del self.__dict__["pruned"]
+        return super().to_dense()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.phase == "dense":
+            return super().forward(*args, **kwargs)
+        weights = self.sparse24.values()
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and any(weight.parameter.requires_grad for weight in weights):
+            next(iter(weights)).run_state.expect_controller()
+        hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
+        self.pruned.append({weight.name: weight.kept_pruned(tokens) for weight in weights})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.pruned.pop()
+
+    def _replicate_for_data_parallel(self):
+        replica = super()._replicate_for_data_parallel()
+        replica.pruned = []
+        return replica
+
+    def extra_repr(self) -> str:
+        lines = [super().extra_repr()]
+        for name, sparse in self.sparse24.items():
+            (out, inputs), experts = sparse.sizes, len(sparse.parameter)
+            lines.append(f"{name}: experts={experts}, in={inputs}, out={out}")
+        lines.append(f"method={sparse.method.name}, phase={self.phase}")
+        return "\n".join(line for line in lines if line)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (self.dense_class, tuple(self.sparse24)), self.__dict__  # pickle finds no made class
+
+
+def _empty(dense_class: type, names: tuple[str, ...]) -> nn.Module:
+    cls = _sparse_class(dense_class, names)
+    return cls.__new__(cls)
+
+
+@cache
+def _sparse_class(dense_class: type, names: tuple[str, ...]) -> type[SparseExperts]:
+    properties = {name: _weight_property(name) for name in names}
+    return type(f"Sparse24{dense_class.__name__}", (SparseExperts, dense_class), properties)
+
+
+def _weight_property(name: str) -> property:
+    def read(module: nn.Module) -> Any:
+        master, running = module.__dict__["sparse24"][name].parameter, module.__dict__["pruned"]
+        return _StraightThrough.apply(master, running[-1][name]) if running else master
+
+    def write(module: nn.Module, value: Tensor) -> None:
+        module.__dict__[name] = value  # Parameters never come here: nn.Module keeps them. DataParallel sets tensors.
+
+    return property(read, write)
+
+
+def stacked_parameters(module: nn.Module) -> list[str]:
+    """Names of the module's 3-D Parameters."""
+    return [name for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3]
+
+
+def is_stacked_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module, called `name`, holds weights of several experts as 3-D Parameters."""
+    named_so = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
+    return named_so and bool(stacked_parameters(module))
+
+
+def unsupported_method(method: SparseMethod) -> str | None:
+    """Why a method cannot make stacked experts sparse, which have no layers of their own; None where it can."""
+    gemms = method.gemms
+    if gemms.output.estimator != "none":
+        return "stacked experts: activations cannot be pruned"
+    if any(gemm.precision != "native" for gemm in gemms):
+        return "stacked experts: FP8 cannot be simulated"
+    if gemms.grad_input.weight != gemms.output.weight:
+        return f"stacked experts: method {method.name!r} multiplies by another weight in the backward pass"
+    if type(method).adapt_output is not SparseMethod.adapt_output:
+        return f"stacked experts: method {method.name!r} adds to what a layer returns"
+    return None
+
+
+def gradient_note(method: SparseMethod) -> str | None:
+    """How the gradients of stacked experts differ from those of the method's layers; None where they do not."""
+    pruned = [gemm.estimator for gemm in method.gemms[1:] if gemm.estimator != "none"]
+    return f"exact gradients, no {pruned[0]}" if pruned else None
+
+
+def find_input_dim(module: nn.Module, name: str) -> int | None:
+    """Which dimension of a 3-D Parameter is the input dimension, -1 or -2; None where that is not known.
+
+    Transformers' `use_experts_implementation` says so in the attribute `is_transposed`. Other classes say it in their
+    forward, by what multiplies by the Parameter.
+    """
+    transposed = getattr(module, "is_transposed", None)
+    if isinstance(transposed, bool):
+        return -2 if transposed else -1
+    cls: type = module.__dict__.get("dense_class", type(module))
+    return _input_dim_by_source(cls, name)
+
+
+@cache
+def _input_dim_by_source(cls: type, name: str) -> int | None:
+    """`linear(x, W[e])` contracts the last dimension; `bmm(x, W)`, `matmul(x, W[e])` and `x @ W[e]` the one before, or
+    the last of `W.transpose(1, 2)`."""
+    try:
+        source = inspect.getsource(cls.forward)  # type: ignore[attr-defined]  # every module has one
+    except (OSError, TypeError):
+        return None
+    weight = rf"self\.{re.escape(name)}\b(?:\[\w+\])?"
+    transpose = r"(?P<transposed>\.transpose\((?:1, 2|2, 1|-1, -2|-2, -1)\)|\.mT)?"
+    argument = r"(?:[^(),]|\((?:[^()]|\([^()]*\))*\))+"
+    uses = re.finditer(
+        rf"(?P<function>\w+)\({argument},\s*{weight}{transpose}\s*[,)]|@\s*{weight}{transpose.replace('P<', 'P<at_')}",
+        source,
+    )
+    dims = set()
+    for use in uses:
+        if use["function"] == "linear":
+            dims.add(-2 if use["transposed"] else -1)
+        elif use["function"] in ("bmm", "matmul", "mm", None):
+            dims.add(-1 if use["transposed"] or use["at_transposed"] else -2)
+    return dims.pop() if len(dims) == 1 else None

@@ -1,0 +1,62 @@
+"""SparseModule: what a module with sparse weights does besides computing: how it is saved, loaded, cast and copied."""
+
+from torch import nn
+
+from .weight import SparseWeight
+
+
+class SparseModule(nn.Module):
+    """The base of sparse layers and of sparse stacked experts, which a dense module becomes in place.
+
+    It has two attributes more than its dense class, besides the buffers of its method: `sparse24`, its `SparseWeight`
+    by the Parameter's name, and `dense_class`.
+    """
+
+    sparse24: dict[str, SparseWeight]
+    dense_class: type[nn.Module]
+
+    def to_dense(self) -> nn.Module:
+        """Make it a module of its dense class again, once its weights are detached."""
+        self.__class__ = self.__dict__.pop("dense_class")
+        return self
+
+    @property
+    def phase(self) -> str:
+        """`"dense"`: it computes with its master weights; otherwise with its sparse ones."""
+        return next(iter(self.sparse24.values())).run_state.phase
+
+    def _apply(self, fn, recurse=True):
+        # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
+        weights = list(self.sparse24.values())
+        before = [weight.state for weight in weights]
+        for weight in weights:
+            weight.clear_encodings()
+        super()._apply(fn, recurse)
+        for weight, state in zip(weights, before):
+            for name, tensor in state.items():
+                if tensor.is_floating_point() and not tensor.is_meta:
+                    weight.set_state({name: tensor.to(weight.state[name].device)})
+        return self
+
+    def _replicate_for_data_parallel(self):
+        # Replicas run in threads, each with weights of its own on another device.
+        replica = super()._replicate_for_data_parallel()
+        replica.sparse24 = {name: weight.rebound(replica) for name, weight in self.sparse24.items()}
+        return replica
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        for weight in self.sparse24.values():
+            key = prefix + weight.name
+            names = list(weight.beside(key))
+            if any(name in state_dict for name in names):
+                weight.state_is_ready = True
+                wrong = weight.wrong_state()
+                if wrong:
+                    errors.append(f"{key}: {wrong}; the checkpoint is damaged, load another one")
+            elif not weight.state_is_ready and key in state_dict:
+                # Dense weights for a model that was patched without any: the rest starts from them.
+                missing[:] = [name for name in missing if name not in names]
+                weight.init_state()
+                weight.init_parameters()
+            # Otherwise what is missing is missing: averaged weights must not choose other masks and scales.
