@@ -53,8 +53,9 @@ def sparse_linear(
     """
     check_floating("sparse_linear", x=x, weight=weight)
     check_matrix("sparse_linear", weight=weight)
-    _check_activations("sparse_linear", x, len(weight), bias)
+    _check_activations("sparse_linear", x)
     _check_operands("sparse_linear", weight, x, x.shape[-1], algorithm)
+    _check_bias("sparse_linear", bias, x, len(weight))
     return backend_of(algorithm).run(weight, x, bias=bias, transposed=True, scales=None, algorithm=algorithm)
 
 
@@ -81,13 +82,14 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
     values, indices = packed
     check_matrix("packed_linear", values=values)
     out, inputs = len(values), 2 * values.shape[1]
-    _check_activations("packed_linear", x, out, bias)
+    _check_activations("packed_linear", x)
     check_device("packed_linear", x, values)
     if (x.shape[-1], x.dtype) != (inputs, values.dtype):
         raise ValueError(
             f"packed_linear: a packed weight of {values.dtype} {out} x {inputs} does not contract with x of {x.dtype} "
             f"{tuple(x.shape)}"
         )
+    _check_bias("packed_linear", bias, x, out)
     if plan is None:
         plan = plan_packed(linear_problem(x.shape[:-1].numel(), out, inputs, x.dtype), x.device)
     check_is(GemmPlan, "packed_linear", plan=plan)
@@ -120,9 +122,12 @@ def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = No
     return backend_of(algorithm).run(sparse, dense, bias=None, transposed=False, scales=None, algorithm=algorithm)
 
 
-def _check_activations(name: str, x: Tensor, out: int, bias: Tensor | None) -> None:
+def _check_activations(name: str, x: Tensor) -> None:
     if not x.dim():
         raise ValueError(f"{name}: x must have a last dimension, got shape ()")
+
+
+def _check_bias(name: str, bias: Tensor | None, x: Tensor, out: int) -> None:
     if bias is not None:
         check_floating(name, bias=bias)
         check_device(name, x, bias)

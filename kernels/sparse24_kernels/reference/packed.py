@@ -16,14 +16,14 @@ def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
     nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
     places = torch.stack([nibbles & 3, nibbles >> 2], -1)  # of the four values that belong to each byte, in their group
     places = (places + torch.tensor([[0], [4]], device=values.device)).view(256, 4)
-    first = torch.arange(0, size, 8, device=values.device)[:, None]
+    first = torch.arange(0, size, 8, device=values.device).repeat_interleave(4)
     integers = values.view(integer_of(values))
     dense = integers.new_zeros(rows, size)
     step = max(1, CHUNK // max(half, 1))
     for top in range(0, rows, step):
         some = slice(top, top + step)
-        columns = places.index_select(0, indices[some].flatten().int()).view(-1, size // 8, 4).add_(first)
-        dense[some].scatter_(1, columns.view(-1, half), integers[some])
+        columns = places.index_select(0, indices[some].flatten().int()).view(-1, half).add_(first)
+        dense[some].scatter_(1, columns, integers[some])
     return dense.view(values.dtype)
 
 
