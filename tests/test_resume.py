@@ -163,12 +163,12 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
     first = run(save_strategy="steps", save_steps=6)
     first.train()
     saved = json.loads((tmp_path / "checkpoint-12" / "sparse24_config.json").read_text())
-    assert saved["masked_decay"] == 0.0 and saved["phase"] == "dense"  # with all sparse weights frozen, there is none
+    assert saved["masked_decay"] == 0.0 and saved["phase"] == "sparse"  # all frozen, there is neither decay nor a tail
     assert not (tmp_path / "checkpoint-12" / "config.json").exists()
     for checkpoint in (True, str(tmp_path / "checkpoint-6")):
         resumed = run(save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint)
-        assert patched_config(resumed.model).phase == "dense"
+        assert patched_config(resumed.model).phase == "sparse"
         assert torch.equal(weights(resumed), weights(first))
     (tmp_path / "checkpoint-6" / "sparse24_config.json").unlink()
     with pytest.raises(ValueError, match=r"masked_decay=.auto.: .*checkpoint-6 does not say which decay"):
