@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..adapters.merging import without_adapters
 from ..weight import sparse_weights, wrong_states
 from .replacing import CONFIG, replaced_model
 
@@ -30,18 +31,23 @@ def export_model(model: nn.Module, directory: str | os.PathLike) -> None:
     keep a `save_pretrained` checkpoint, which has the dense master weights.
 
     Args:
-        model: a patched model; DDP, DataParallel and torch.compile are looked through. Export in one process of many.
+        model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
+            merged for the export, so that LoRA and DoRA cost nothing and stay 2:4. Export in one process of many.
         directory: made if absent. A model that it holds is replaced as a whole: at every instant, also where the
             process is killed, the directory has the old model or the new one (see `replacing.py`). Other files in it,
             such as a tokenizer's, stay.
 
     Raises:
-        ValueError: the model is not patched (use `save_pretrained`), is sharded, has adapters, or has masks or scales
-            that its method cannot have made; or the directory is a training checkpoint, whose dense master weights
-            would be lost.
+        ValueError: the model is not patched (use `save_pretrained`), is sharded, has masks or scales that its method
+            cannot have made, or adapters that do not merge into 2:4 weights; or the directory is a training
+            checkpoint, whose dense master weights would be lost.
         RuntimeError: another process is exporting into the directory.
     """
-    model = _unwrapped(model)
+    with without_adapters(_unwrapped(model)) as plain:
+        _export(plain, directory)
+
+
+def _export(model: Any, directory: str | os.PathLike) -> None:
     weights = sparse_weights(model)
     wrong = wrong_states(weights)
     if wrong:
@@ -68,12 +74,6 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
         else:
             break
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if kinds & {"PeftModel", "BaseTunerLayer"}:
-        raise ValueError(
-            "the model has PEFT adapters, and export_model writes one model. To keep what it computes: "
-            "unpatch_model(model), then model.merge_and_unload().save_pretrained(directory), which is 2:4 no longer. "
-            "To keep it 2:4: export_model(model.merge_and_unload(), directory), which prunes the sums again"
-        )
     if kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
         raise ValueError("the model is sharded; gather its state_dict into an unwrapped model, and export that")
     if "OptimizedModule" in kinds:
