@@ -102,6 +102,29 @@ def test_every_way_to_add_an_adapter_masks_it(dense, tmp_path):
     assert masks(after) == [True] * 2
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+def test_mixed_adapters_are_masked_and_refused_where_their_merge_is_dense(dense):
+    model = peft.get_peft_model(patched(dense), lora(), mixed=True)
+    model.add_adapter("loha", peft.LoHaConfig(target_modules=TARGETS, init_weights=False))
+    assert masks(model) == [True] * 2
+    expected = logits(model)
+    model.merge_adapter(["default"])
+    torch.testing.assert_close(logits(model), expected)
+    model.unmerge_adapter()
+    model.set_adapter(["default", "loha"])
+    expected = logits(model)
+    with pytest.raises(ValueError, match="is not 2:4"):
+        model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected)
+
+
+def test_an_adapter_that_peft_makes_past_its_registry_is_masked_once_a_controller_trains_it(dense):
+    model = peft.LoraModel(patched(dense), lora(), "default")
+    assert masks(model) == [False] * 2
+    Sparse24Controller(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), 12).end()
+    assert masks(model) == [True] * 2
+
+
 def test_dense_layers_and_dense_models_get_what_peft_gives_them(dense, tmp_path):
     model = peft.get_peft_model(patched(dense), lora(target_modules="all-linear"))
     attention = model.base_model.model.model.layers[0].self_attn.q_proj
@@ -172,6 +195,20 @@ def test_an_adapter_alone_is_loaded_in_a_fresh_process(dense, tmp_path):
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
     for directory, found in expected.items():
         assert torch.equal(torch.load(f"{directory}/logits"), found)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+def test_pissa_is_saved_with_its_base_and_converted_to_plain_lora(dense, tmp_path):
+    model = peft.get_peft_model(patched(dense), lora(init_lora_weights="pissa"))
+    model.save_pretrained(tmp_path / "start")
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "pissa")
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "lora", path_initial_model_for_weight_conversion=tmp_path / "start")
+    for saved in ("pissa", "lora"):
+        torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / saved)), expected)
 
 
 @pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])

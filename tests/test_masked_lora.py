@@ -206,7 +206,7 @@ def test_an_initialisation_from_the_weights_keeps_outputs_and_zeros(init):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("extra", [{}, {"use_dora": True}, {"use_rslora": True}], ids=lambda extra: str(extra))
+@pytest.mark.parametrize("extra", [{}, {"use_dora": True, "use_rslora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("base", TARGETS)
 def test_a_merge_changes_nothing_but_rounding_is_2_to_4_and_is_undone_bit_for_bit(base, method, extra, dtype):

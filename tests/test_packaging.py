@@ -29,7 +29,8 @@ LAYERS = [
     ["targets"],
     ["report"],
     ["patching"],
-    ["checkpoints", "inference", "pruning", "training", "tuners"],
+    ["tuners"],
+    ["checkpoints", "inference", "pruning", "training"],
     ["tools"],
     ["__init__"],
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import check_adapters
+from ..adapters.attaching import attach_adapters
 from ..methods import StepContext
 from ..patching import adopt, set_phase
 from ..weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
@@ -73,6 +74,7 @@ class Sparse24Controller:
         _check_ints(0, total_steps, step=step)
         _check_ints(0, seed=seed)
         self.weights = sparse_weights(model)
+        attach_adapters(model)  # those that PEFT has not found by its registry
         check_adapters(model)
         config = adopt(model)
         if config is None:

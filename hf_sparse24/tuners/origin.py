@@ -15,7 +15,9 @@ for those of another dtype, and of the order of the norm for other masks or othe
 """
 
 import functools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -32,6 +34,7 @@ from ..weight import SparseWeight, sparse_weights
 
 logger = logging.get_logger(__name__)
 
+ADAPTER_CONFIG = "adapter_config.json"
 KEY = "sparse24"
 SKETCH = 16
 TOLERANCE = 0.02
@@ -44,11 +47,11 @@ def record_origin(model: nn.Module, config: Any) -> None:
     sparse = patched_config(model)
     if sparse is None:
         return
-    found = fingerprint(model, sparse.phase == "dense")
-    if found is None:
+    base = _known_base(model) or fingerprint(model, sparse.phase == "dense")
+    if base is None:
         return
     # PEFT overwrites `auto_mapping` while it saves, and a new config with one is not told from a loaded one.
-    config.save_pretrained = functools.partial(_save_pretrained, config, type(model), sparse, found)
+    config.save_pretrained = functools.partial(_save_pretrained, config, type(model), sparse=sparse, base=base)
     if not _may_be_rebuilt(model):
         logger.warning(
             f"this adapter's base was pruned in memory, and its masks cannot be found again in "
@@ -73,7 +76,7 @@ def check_origin(model: nn.Module, config: Any) -> None:
             patch_model(model, trained_on)
         except ValueError as error:
             raise ValueError(f"the adapter is for a 2:4 base, which this model cannot be made: {error}") from error
-    found = fingerprint(model, record["base"]["dense"])
+    found = _known_base(model) or fingerprint(model, record["base"]["dense"])
     distance = 0.0 if found is None else _distance(record["base"], found)
     if distance <= TOLERANCE:
         if current is not None and trained_on.phase in current.bound_method.phases and not adapters_in(model):
@@ -90,13 +93,29 @@ def check_origin(model: nn.Module, config: Any) -> None:
     )
 
 
+def recorded_config(directory: str | Path) -> Any:
+    """The `Sparse24Config` that the files of an adapter name, as a dict of JSON's; None where they name none."""
+    path = Path(directory) / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    mapping = json.loads(path.read_text(encoding="utf-8")).get("auto_mapping") or {}
+    return mapping.get(KEY, {}).get("config")
+
+
+def _known_base(model: Any) -> dict[str, Any] | None:
+    """The `base` of an adapter that the model has already: since it was added, PiSSA or a merge may have changed it."""
+    added = (vars(config).get("save_pretrained") for config in getattr(model, "peft_config", {}).values())
+    return next((save.keywords["base"] for save in added if save is not None), None)
+
+
 def _save_pretrained(
     config: Any,
     model_class: type,
-    sparse: Sparse24Config,
-    base: dict[str, Any],
     save_directory: str,
     auto_mapping_dict: dict[str, Any] | None = None,
+    *,
+    sparse: Sparse24Config,
+    base: dict[str, Any],
     **kwargs: Any,
 ) -> None:
     """`PeftConfig.save_pretrained`, with the record."""

@@ -44,13 +44,17 @@ def register_tuners() -> None:
     """Replace the tuners in PEFT's registries, where PEFT is installed; twice is as good as once."""
     if find_spec("peft") is None:
         return
-    from peft import mapping
+    from peft import mapping, mixed_model
     from peft.tuners.tuners_utils import BaseTuner
 
     for registry in (mapping.PEFT_TYPE_TO_TUNER_MAPPING, mapping.PEFT_TYPE_TO_MIXED_MODEL_MAPPING):
         for kind, tuner in registry.items():
             if issubclass(tuner, BaseTuner) and not issubclass(tuner, SparseAware):
                 registry[kind] = _sparse_aware(tuner)
+    # The tuner that mixes others is in no registry: `get_peft_model(..., mixed=True)` takes it by its name.
+    mixed: Any = mixed_model
+    if not issubclass(mixed.MixedModel, SparseAware):
+        mixed.MixedModel = _sparse_aware(mixed.MixedModel)
 
 
 @cache
