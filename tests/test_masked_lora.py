@@ -188,6 +188,7 @@ def test_a_dora_adapter_begins_where_its_base_is():
     with model.disable_adapter():
         expected = logits(model)
     torch.testing.assert_close(logits(model), expected)
+    torch.testing.assert_close(logits(adapted(use_dora=True)), logits(adapted()))
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica"])
@@ -280,24 +281,32 @@ def test_unpatching_a_merged_model_keeps_outputs_also_once_it_is_unmerged():
     assert not sparse_weights(model)
 
 
+EVERYWHERE = [*TARGETS["llama"], "q_proj"]  # attention is dense, and comes first
 DENSE = {
-    "LoHa": lambda: peft.LoHaConfig(target_modules=TARGETS["llama"], init_weights=False),
-    "LoKr": lambda: peft.LoKrConfig(target_modules=TARGETS["llama"], init_weights=False),
-    "VeRA": lambda: peft.VeraConfig(target_modules=TARGETS["llama"], init_weights=False),
-    "OFT": lambda: peft.OFTConfig(target_modules=TARGETS["llama"], init_weights=False, use_cayley_neumann=False),
-    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=TARGETS["llama"], init_lora_weights=False, total_step=10),
+    "LoHa": lambda: peft.LoHaConfig(target_modules=EVERYWHERE, init_weights=False),
+    "LoKr": lambda: peft.LoKrConfig(target_modules=EVERYWHERE, init_weights=False),
+    "VeRA": lambda: peft.VeraConfig(target_modules=EVERYWHERE, init_weights=False),
+    "OFT": lambda: peft.OFTConfig(target_modules=EVERYWHERE, init_weights=False, use_cayley_neumann=False),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=EVERYWHERE, init_lora_weights=False, total_step=10),
 }
 
 
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
-def test_a_merge_that_would_densify_is_refused_and_changes_nothing(kind):
+def test_a_merge_that_would_densify_is_refused_and_changes_nothing(kind, tmp_path):
     model = peft.get_peft_model(patched(), DENSE[kind]()).eval()
     expected, before = logits(model), snapshot(model)
-    for merge in (model.merge_adapter, model.merge_and_unload, lambda: model.merge_adapter(safe_merge=True)):
+    for merge in (
+        model.merge_adapter,
+        model.merge_and_unload,
+        lambda: model.merge_adapter(safe_merge=True),
+        lambda: export_model(model, tmp_path),
+    ):
         with pytest.raises(ValueError, match=r"is not 2:4.* call unpatch_model\(model\) first"):
             merge()
         assert_equal(model, before)
+        assert torch.equal(logits(model), expected)
+    assert not list(tmp_path.iterdir())
     unpatch_model(model)
     torch.testing.assert_close(logits(model.merge_and_unload()), expected, atol=1e-5, rtol=1e-4)
 

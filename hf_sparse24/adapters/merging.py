@@ -158,7 +158,6 @@ def without_adapters(model: Any) -> Iterator[nn.Module]:
     if any(config.is_prompt_learning or config.is_adaption_prompt for config in configs):
         raise ValueError("prompts are no weights: a model with such an adapter cannot be written as one model")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    check_mergeable(base)
     with ExitStack() as undo:
         for parent, name, wrapper in _outermost_wrappers(base):
             undo.callback(parent._modules.__setitem__, name, wrapper)
