@@ -8,15 +8,17 @@ nothing but rounding. The gradients are those of D, masked:
 
     dX = dZ D        dB = s (M * dZ^T X) A^T        dA = s B^T (M * dZ^T X)
 
-X Ws^T is the base layer's own GEMM. That of D is not fused with it: a bf16 weight has no room for the small changes
-that an adapter learns, Ws + D would round back to Ws. D and dZ^T X are as large as the weight, so neither is ever
-whole: both exist for `CHUNK` elements at a time, a block of output rows, and D is computed again for the backward pass.
+X Ws^T is the base layer's own GEMM. That of D is not fused with it: a bf16 weight has little room for the small changes
+that an adapter learns, and the sum Ws + D rounds a part of them away.
 
-Memory beside the base layer: four tensors of CHUNK elements, in fp32 at most, and Ws in the dtype of the GEMM, which
-the base layer keeps anyway.
+D and dZ^T X are as large as the weight, so neither is ever whole: both exist for `CHUNK` elements at a time, a block of
+output rows, and D is computed again for the backward pass.
+
+Costs: three GEMMs of the weight's size per training step, one in inference. Memory beside the base layer: four tensors
+of CHUNK elements, in fp32 at most, and Ws in the dtype of the GEMM, which the base layer keeps anyway.
 
 References: SPP (arXiv 2405.16057) and SQFT (arXiv 2410.03750) mask adapters; LoRS (arXiv 2501.08582) recomputes them.
-Deviation: their forward passes multiply by the sum Ws + D.
+Deviation: SQFT multiplies by the sum Ws + D.
 """
 
 from collections.abc import Iterator

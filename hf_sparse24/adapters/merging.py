@@ -105,9 +105,9 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
         if not is_settled(layer):
             raise ValueError(
                 f"merging this adapter ({type(adapter).__module__}.{type(adapter).__name__}) would change what the "
-                f"model computes: the sum with a 2:4 weight is not 2:4, and the layer would prune it. Nothing was "
-                f"merged. To merge into ordinary dense weights, call unpatch_model(model) first, which keeps what the "
-                f"model computes; to stay 2:4, use LoRA or DoRA, which this library trains through the mask"
+                f"model computes: the sum with a 2:4 weight is not 2:4, or not finite, and the layer would prune it. "
+                f"Nothing was merged. To merge into ordinary dense weights, call unpatch_model(model) first, which "
+                f"keeps what the model computes; to stay 2:4, use LoRA or DoRA, which are trained through the mask"
             )
         is_done = adapter.merged_adapters != merged_before
     finally:

@@ -6,7 +6,7 @@ has a key `sparse24` as well:
 
     config   the `Sparse24Config`, with the phase, by which a dense base is patched
     base     a fingerprint of the weights that sparse layers computed with when the adapter was added: whether that was
-             in the dense phase, their number, their norm, and `SKETCH` random projections
+             in the dense phase, their number, and of `SAMPLE` of them the norm and `SKETCH` random projections
 
 A projection of a weight W is p^T W q with entries of p and q drawn from {-1, 1}, and the same every time. The squared
 difference of two models' projections is, on average, the squared distance of their weights (Johnson-Lindenstrauss, by
@@ -36,6 +36,7 @@ logger = logging.get_logger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 KEY = "sparse24"
+SAMPLE = 16
 SKETCH = 16
 TOLERANCE = 0.02
 """Of the norm: more than rounding to bf16 changes, less than a hundred steps of training do."""
@@ -131,7 +132,7 @@ def fingerprint(model: nn.Module, dense: bool) -> dict[str, Any] | None:
     if any(weight.parameter.is_meta for weight in weights):
         return None
     squares, sketch = 0.0, torch.zeros(SKETCH, dtype=torch.float64)
-    for index, weight in enumerate(weights):
+    for index, weight in enumerate(weights[:: math.ceil(len(weights) / SAMPLE)]):
         matrix = (weight.parameter if dense else weight.pruned()).flatten(0, -2).float()
         squares += float(matrix.norm()) ** 2
         left, right = _signs(index, len(matrix), matrix), _signs(-1 - index, matrix.shape[1], matrix)
