@@ -1,7 +1,8 @@
 """2:4 sparse training for Hugging Face Transformers.
 
-Importing this package tells Transformers how to load 2:4 checkpoints (`quant_method: "sparse24"`), and changes nothing
-else: no device, no environment variable, no setting of torch, no optimizer of yours.
+Importing this package tells Transformers how to load 2:4 checkpoints (`quant_method: "sparse24"`), and PEFT, where it
+is installed, how to put adapters around 2:4 layers. It registers these and changes nothing else: no device, no
+environment variable, no setting of torch, no optimizer of yours.
 """
 
 from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
@@ -19,7 +20,10 @@ from .report import PatchReport
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
 from .training.trainer import Sparse24Trainer
+from .tuners import register_tuners as _register_tuners
 from .version import __version__
+
+_register_tuners()
 
 __all__ = [
     "METHODS",

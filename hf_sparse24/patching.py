@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .adapters.attaching import attach_adapters
 from .config import Sparse24Config
 from .experts import SparseExperts
 from .linear import Sparse24Conv1D, Sparse24Linear
@@ -92,6 +93,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             _write_config(model, config)
         adopt(whole or model)
         _write_config(model, config)  # a part's own, where that is not the whole's
+        attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
             _restore(weight, None)
@@ -171,6 +173,8 @@ def adopt(model: nn.Module) -> Sparse24Config | None:
     A part that was patched by itself, such as `model.model` or the language model of a multi-modal one, has the
     config; the whole is what gets saved.
 
+    Copies of layers that are within the model, such as those that PEFT's `modules_to_save` trains, join its config.
+
     Returns:
         The config of all sparse weights, None where there are none.
 
@@ -181,17 +185,26 @@ def adopt(model: nn.Module) -> Sparse24Config | None:
     if config is None:
         return None
     weights = sparse_weights(model)
-    apart = next((name for name, weight in weights.items() if weight.config is not config), None)
-    if apart is not None:
-        raise ValueError(
-            f"{apart} and {next(iter(weights))} were patched apart, or one was copied, and each has a config of its "
-            f"own; call unpatch_model on the parts, then patch_model on the whole model"
-        )
+    for name, weight in weights.items():
+        if not _is_same(weight.config, config):
+            raise ValueError(
+                f"{name} and {next(iter(weights))} were patched apart, each with a config of its own; call "
+                f"unpatch_model on the parts, then patch_model on the whole model"
+            )
+    for weight in weights.values():
+        weight.config = config
     for whole in _outermost(model):
         if getattr(whole.config, "quantization_config", None) is None and sparse_weights(whole):
             _write_config(whole, config)
             _update_config(whole, config)
     return config
+
+
+def _is_same(config: Any, other: Sparse24Config) -> bool:
+    """Whether two configs are one, or one is an equal copy in the same phase, which no model and no training uses."""
+    state = config.run_state
+    is_copy = config == other and state.phase == other.run_state.phase and not state.owners and not state.controller
+    return config is other or is_copy
 
 
 def _update_config(owner: nn.Module, config: Sparse24Config) -> None:

@@ -88,15 +88,18 @@ def test_the_check_finds_names():
 
 IMPORT = """
 import atexit, gc, logging, os, random, signal, sys, threading, warnings
-import accelerate, numpy, safetensors, torch, transformers
+import accelerate, numpy, peft, safetensors, torch, transformers
+import peft.tuners.lora.layer
 import transformers.pytorch_utils, transformers.quantizers.auto, transformers.trainer, transformers.trainer_callback
 import torch.nn.modules.module as modules, torch.optim.optimizer as optimizers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 REGISTRIES = AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+TUNERS = peft.PEFT_TYPE_TO_TUNER_MAPPING, peft.PEFT_TYPE_TO_MIXED_MODEL_MAPPING
 CLASSES = (
     torch.nn.Module, torch.nn.Linear, torch.optim.Optimizer, torch.optim.AdamW, torch.Tensor, torch.nn.Parameter,
     transformers.Trainer, transformers.PreTrainedModel, transformers.pytorch_utils.Conv1D,
+    peft.PeftModel, peft.LoraConfig, peft.LoraModel, peft.tuners.tuners_utils.BaseTuner, peft.tuners.lora.layer.Linear,
 )
 
 def settings():
@@ -132,15 +135,21 @@ def settings():
     }
 
 assert all("sparse24" not in registry for registry in REGISTRIES)
+tuners_before = [dict(registry) for registry in TUNERS]
 before = settings()
 import hf_sparse24
 after = settings()
 changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 assert not changed, changed
 assert all("sparse24" in registry for registry in REGISTRIES)
+for registry, known in zip(TUNERS, tuners_before):
+    assert registry.keys() == known.keys()
+    for kind, tuner in registry.items():
+        assert issubclass(tuner, known[kind]) and tuner.__name__ == known[kind].__name__
+        assert (tuner is not known[kind]) == issubclass(known[kind], peft.tuners.tuners_utils.BaseTuner)
 """
 
 
-def test_importing_changes_nothing_but_the_registries_of_transformers(tmp_path):
+def test_importing_changes_nothing_but_the_registries_of_transformers_and_peft(tmp_path):
     run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -14,7 +14,7 @@ from test_checkpoint import logits, patched
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import export_model, unpatch_model
+from hf_sparse24 import export_model
 from hf_sparse24.checkpoints import replacing
 from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
 
@@ -227,23 +227,15 @@ def test_wrapped_models_are_looked_through(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_adapters_are_refused_with_both_ways_out(tmp_path):
+def test_an_export_of_a_model_with_adapters_has_them_merged(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
     attached = patched()
     attached.add_adapter(copy.copy(config))
     model = get_peft_model(patched(), copy.copy(config)).eval()
-    for refused in (model, model.base_model.model, attached):
-        with pytest.raises(ValueError, match=r"PEFT adapters.*unpatch_model\(model\), then model.merge_and_unload"):
-            export_model(refused, tmp_path / "refused")
-    assert not (tmp_path / "refused").exists()
-    expected = logits(model)
-    sparse = get_peft_model(patched(), config)
-    sparse.load_state_dict(model.state_dict())
-    export_model(sparse.merge_and_unload(), tmp_path / "sparse")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
-    assert exported.get_parameter("model.layers.0.mlp.up_proj.weight").count_nonzero() <= 64 * 32 / 2
-    unpatch_model(model)
-    model.merge_and_unload().save_pretrained(tmp_path / "dense")
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), expected)
+    for index, exported in enumerate((model, model.base_model.model, attached)):
+        export_model(exported, tmp_path / str(index))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(index))
+        torch.testing.assert_close(logits(loaded), logits(exported))
+        assert loaded.get_parameter("model.layers.0.mlp.up_proj.weight").count_nonzero() <= 64 * 32 / 2

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
+from ..adapters.merging import without_adapters
 from ..config import Sparse24Config
 from ..inference import check_packable
 from ..packed import PackedFormat
@@ -45,7 +46,8 @@ def export_model(
     master weights. Beside the weights goes `sparse24.json`, which lists the sparse ones; `hf-sparse24 verify` reads it.
 
     Args:
-        model: a patched model; DDP, DataParallel and torch.compile are looked through. Export in one process of many.
+        model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
+            merged for the export, so that LoRA and DoRA cost nothing and stay 2:4. Export in one process of many.
         directory: made if absent. A model that it holds is replaced as a whole: at every instant, also where the
             process is killed, the directory has the old model or the new one (see `replacing.py`). Other files in it,
             such as a tokenizer's, stay.
@@ -56,14 +58,19 @@ def export_model(
         max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file of its own.
 
     Raises:
-        ValueError: the model is not patched (use `save_pretrained`), is sharded, has adapters, or has masks or scales
-            that its method cannot have made; a packed export of a model that is dense or sparse by another pattern; or
-            the directory is a training checkpoint, whose dense master weights would be lost.
+        ValueError: the model is not patched (use `save_pretrained`), is sharded, has masks or scales that its method
+            cannot have made, or adapters that do not merge into 2:4 weights; a packed export of a model that is dense
+            or sparse by another pattern; or the directory is a training checkpoint, whose dense master weights would
+            be lost.
         RuntimeError: another process is exporting into the directory.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
-    model = _unwrapped(model)
+    with without_adapters(_unwrapped(model)) as plain:
+        _export(plain, Path(directory), format, max_shard_size)
+
+
+def _export(model: Any, directory: Path, format: str, max_shard_size: int | str) -> None:
     weights = sparse_weights(model)
     wrong = wrong_states(weights)
     if wrong:
@@ -71,7 +78,7 @@ def export_model(
     if format == "packed":
         check_packable(model)
     parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
-    _refuse_training_checkpoint(Path(directory))
+    _refuse_training_checkpoint(directory)
     with replaced_model(directory, outdated=_WEIGHT_FILES) as new:
         _write(model, new, parts, format, max_shard_size)
 
@@ -158,12 +165,6 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
         else:
             break
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if kinds & {"PeftModel", "BaseTunerLayer"}:
-        raise ValueError(
-            "the model has PEFT adapters, and export_model writes one model. To keep what it computes: "
-            "unpatch_model(model), then model.merge_and_unload().save_pretrained(directory), which is 2:4 no longer. "
-            "To keep it 2:4: export_model(model.merge_and_unload(), directory), which prunes the sums again"
-        )
     if kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
         raise ValueError("the model is sharded; gather its state_dict into an unwrapped model, and export that")
     if "OptimizedModule" in kinds:

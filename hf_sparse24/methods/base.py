@@ -174,6 +174,15 @@ class SparseMethod(ABC):
         """The state for a mask `[rows, columns]` that was chosen elsewhere, such as by `oneshot`: N of every M."""
         raise ValueError(f"method {self.name!r} chooses its own masks")
 
+    def state_of_pruned(self, view: WeightView) -> dict[str, Tensor]:
+        """The state with which `view.matrix`, which is N:M already, is pruned to itself.
+
+        Asked for where a sparse weight takes the place of its master, so that adapters can be merged into it. Its zeros
+        include those that `view.state` makes. Default: the state as it is, right for masks by magnitude and for kept
+        ones.
+        """
+        return view.state
+
     def check_state(self, view: WeightView) -> str | None:
         """What is wrong with state that this method cannot have made, None where it can have.
 

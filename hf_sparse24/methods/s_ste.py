@@ -45,6 +45,10 @@ class SSTE(SparseMethod):
     def init_state(self, view: WeightView) -> dict[str, Tensor]:
         return {"scale": kernels.s_ste_scale(view.matrix, *self.pattern, view.dim, self.settings.scale_rule)}
 
+    def state_of_pruned(self, view: WeightView) -> dict[str, Tensor]:
+        # Its threshold is 0: nothing is taken off that a scale would have to make up for.
+        return {"scale": torch.ones_like(view.state["scale"])}
+
     def check_state(self, view: WeightView) -> str | None:
         # |w| = |s| + t wherever s = S(w) is not zero, so beta - 1 is an average of t / |s|, or more with the L1 norms.
         # In fp32 two numbers differ by 2^-24 of the larger at least: t / |s| < 2^24. Sums round, by far less than 2x.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import check_adapters
+from ..adapters.attaching import attach_adapters
 from ..methods import StepContext
 from ..patching import adopt, set_phase
 from ..weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
@@ -73,6 +74,7 @@ class Sparse24Controller:
         _check_ints(0, total_steps, step=step)
         _check_ints(0, seed=seed)
         self.weights = sparse_weights(model)
+        attach_adapters(model)  # those that PEFT has not found by its registry
         check_adapters(model)
         config = adopt(model)
         if config is None:
@@ -83,7 +85,10 @@ class Sparse24Controller:
         is_schedule = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
         self.optimizer: torch.optim.Optimizer = optimizer if is_schedule else getattr(optimizer, "optimizer", optimizer)
         _check_optimizer(self.weights, self.optimizer)
-        self.method.check_run(total_steps, self.optimizer)
+        trained = (tensor for w in self.weights.values() for tensor in (w.parameter, *w.parameters.values()))
+        self._is_frozen = not any(tensor.requires_grad for tensor in trained)
+        if not self._is_frozen:
+            self.method.check_run(total_steps, self.optimizer)
         self.step = step
         self.micro_step = 0
         self._takes_step = False
@@ -106,7 +111,12 @@ class Sparse24Controller:
 
     @property
     def phase(self) -> str:
-        """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next."""
+        """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next.
+
+        Weights that are frozen, as below adapters, keep their phase: no schedule may change what they compute.
+        """
+        if self._is_frozen:
+            return self.run_state.phase
         return self.method.phase(self.step, self.total_steps, self.optimizer)
 
     @property
@@ -193,7 +203,7 @@ class Sparse24Controller:
         phase = self.phase
         if phase != self.run_state.phase:
             self._enter_phase()
-        elif phase != "dense" and self.method.refreshes_state(self.step, self.total_steps):
+        elif phase != "dense" and not self._is_frozen and self.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self.method.after_step(self.weights, self._context())
         self._streams.set(self.seed, self.step, self.micro_step)

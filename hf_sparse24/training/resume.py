@@ -21,12 +21,13 @@ from ..config import Sparse24Config
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..patching import patched_config, set_phase
+from ..tuners.origin import ADAPTER_CONFIG, recorded_config
 
 logger = logging.get_logger(__name__)
 
 CONFIG = "config.json"
-ADAPTER_CONFIG = "sparse24_config.json"
-"""The `Sparse24Config` beside an adapter, whose checkpoint has no `config.json`."""
+OWN_CONFIG = "sparse24_config.json"
+"""The `Sparse24Config` beside weights that have neither a `config.json` nor an adapter's record of their base."""
 
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")
@@ -62,7 +63,7 @@ def last_whole_checkpoint(output_dir: str | Path) -> str:
 def checkpoint_damage(checkpoint: str | Path) -> str | None:
     """Why a run cannot go on from a Trainer's checkpoint: a file that is missing or ends too early. None if whole."""
     root = Path(checkpoint)
-    for name in (TRAINER_STATE_NAME, CONFIG, ADAPTER_CONFIG):
+    for name in (TRAINER_STATE_NAME, CONFIG, ADAPTER_CONFIG, OWN_CONFIG):
         if (root / name).is_file() or name == TRAINER_STATE_NAME:
             try:
                 json.loads((root / name).read_text(encoding="utf-8"))
@@ -104,8 +105,8 @@ def saved_config(checkpoint: str | Path) -> Sparse24Config | None:
     Raises:
         ValueError: a config that this version cannot read.
     """
-    model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / ADAPTER_CONFIG
-    saved = None
+    model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / OWN_CONFIG
+    saved = recorded_config(checkpoint)
     if model_config.is_file():
         saved = json.loads(model_config.read_text(encoding="utf-8")).get("quantization_config")
     elif own.is_file():
@@ -116,11 +117,11 @@ def saved_config(checkpoint: str | Path) -> Sparse24Config | None:
 
 
 def save_config(model: nn.Module, checkpoint: str | Path) -> None:
-    """Write the config of a patched model where what was saved of the model, an adapter, has none."""
+    """Write the config of a patched model where what was saved of the model has none."""
     config = patched_config(model)
-    if config is not None and not (Path(checkpoint) / CONFIG).exists():
+    if config is not None and not (Path(checkpoint) / CONFIG).exists() and recorded_config(checkpoint) is None:
         text = json.dumps(config.to_dict(), indent=2) + "\n"
-        (Path(checkpoint) / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+        (Path(checkpoint) / OWN_CONFIG).write_text(text, encoding="utf-8")
 
 
 def check_resumed(model: nn.Module, checkpoint: str | Path) -> None:

@@ -1,8 +1,9 @@
-"""PEFT: whether the adapter around a sparse layer lets it compute, or computes with its dense master weight itself.
+"""Whether the adapter around a sparse layer lets it compute, or computes with its dense master weight itself.
 
 Most adapters add to what a layer returns, or change what it is given. Some read `base_layer.weight`, which is the dense
-master: HRA, SHiRA and SuperTuning replace the layer's GEMM by one of their own, so that nothing is sparse; HiRA, PEANuT
-and DoRA compute their term from it, so that outputs change when the model is unpatched.
+master: HRA, SHiRA and SuperTuning replace the layer's GEMM by one of their own, so that nothing is sparse; HiRA and
+PEANuT compute their term from it, so that outputs change when the model is unpatched. LoRA and DoRA act through the
+mask instead, see `masked.py`.
 """
 
 import copy
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .weight import layer_name, sparse_weights
+from ..weight import layer_name, sparse_weights
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -20,12 +21,19 @@ def is_adapter(module: nn.Module) -> bool:
     return any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
 
 
+def is_masked(adapter: Any) -> bool:
+    """Whether all active adapters of a layer act through the mask."""
+    variants = getattr(adapter, "lora_variant", {})
+    names = [name for name in adapter.active_adapters if name in getattr(adapter, "lora_A", {})]
+    return bool(names) and all(getattr(variants.get(name), "is_masked", False) for name in names)
+
+
 def check_adapters(model: nn.Module) -> None:
     """Raise ValueError where an adapter computes with the dense weight of a sparse layer."""
     names = {layer_name(name) for name in sparse_weights(model)}
     kinds = set()
     for name, module in model.named_modules():
-        if f"{name}.base_layer" not in names or not is_adapter(module):
+        if f"{name}.base_layer" not in names or not is_adapter(module) or is_masked(module):
             continue
         kind = type(module), *getattr(module, "active_adapters", ())  # one of each: all layers are adapted alike
         if kind not in kinds and bypasses_layer(module):

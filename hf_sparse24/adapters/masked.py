@@ -1,0 +1,148 @@
+"""The GEMM of a LoRA adapter that acts through the mask of the weight beside it.
+
+    Z = X Ws^T + X D^T        D = M * (s B A),  M = (Ws != 0)
+
+Ws `[out, in]` is the weight that the base layer computes with, A `[r, in]` and B `[out, r]` are the adapter's, s its
+scaling. Ws + D has the zeros of Ws, so it is as sparse, and one weight can take the place of both: a merge changes
+nothing but rounding. The gradients are those of D, masked:
+
+    dX = dZ D        dB = s (M * dZ^T X) A^T        dA = s B^T (M * dZ^T X)
+
+X Ws^T is the base layer's own GEMM. That of D is not fused with it: a bf16 weight has little room for the small changes
+that an adapter learns, and the sum Ws + D rounds a part of them away.
+
+D and dZ^T X are as large as the weight, so neither is ever whole: both exist for `CHUNK` elements at a time, a block of
+output rows, and D is computed again for the backward pass.
+
+Costs: three GEMMs of the weight's size per training step, one in inference. Memory beside the base layer: four tensors
+of CHUNK elements, in fp32 at most, and Ws in the dtype of the GEMM, which the base layer keeps anyway.
+
+References: SPP (arXiv 2405.16057) and SQFT (arXiv 2410.03750) mask adapters; LoRS (arXiv 2501.08582) recomputes them.
+Deviation: SQFT multiplies by the sum Ws + D.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from ..encodings import Wanted
+from ..gemms import PRUNED
+from ..linear import Sparse24Layer
+
+CHUNK = 2**24
+"""Elements of D that exist at a time."""
+
+ALL = slice(None)
+
+
+@torch.no_grad()
+def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> Tensor:
+    """The weight `[out, in]` that a linear layer, sparse or not, multiplies by: without gradients, not to be changed.
+
+    Args:
+        dtype: of a sparse layer's GEMM, so that the layer's own encoding is taken; None for the master's.
+        tokens: how many the GEMM multiplies by, see `Encodings.get`.
+    """
+    if is_pruned(layer):
+        sparse = layer.sparse24["weight"]
+        (weight,) = sparse.encoded([Wanted(PRUNED, "dense", None)], dtype or sparse.parameter.dtype, tokens)
+        return weight
+    return out_in(layer, layer.weight.detach())
+
+
+def is_pruned(layer: nn.Module) -> bool:
+    """Whether a layer is a sparse one that computes with a pruned weight now, not with its dense master."""
+    return isinstance(layer, Sparse24Layer) and layer.phase != "dense"
+
+
+def has_mask(layer: nn.Module) -> bool:
+    """Whether the zeros of a layer's weight are its mask: a sparse layer has none while it computes densely."""
+    return is_pruned(layer) or not isinstance(layer, Sparse24Layer)
+
+
+def out_in(layer: nn.Module, weight: Tensor) -> Tensor:
+    """A weight as the layer stores it as `[out, in]`, or the other way round."""
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
+    """X D^T, where D = M * (s B A).
+
+    Args:
+        x: `[..., in]`, in the dtype of the GEMM and of the result.
+        a, b: `[r, in]` and `[out, r]`, of any floating dtype; D is computed in fp32 or fp64, then rounded to that of x.
+        layer: the base layer, whose weight has the mask. It receives no gradient.
+
+    Returns:
+        `[..., out]`.
+    """
+    return _MaskedLinearFunction.apply(x, a, b, scaling, layer)
+
+
+def row_norms(a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
+    """The L2 norms `[out]` of the rows of Ws + D, as DoRA divides by; fp32 or fp64, without gradients."""
+    weight = weight_of(layer)
+    with torch.no_grad(), _exactly(a):
+        norms = [(weight[rows] + masked_delta(weight, a, b, scaling, rows)).norm(dim=1) for rows in _blocks(weight)]
+    return torch.cat(norms)
+
+
+class _MaskedLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, a, b, scaling, layer):
+        ctx.save_for_backward(x, a, b)
+        ctx.scaling, ctx.layer = scaling, layer
+        tokens = x.reshape(-1, x.shape[-1])
+        weight = weight_of(layer, x.dtype, len(tokens))
+        output = x.new_empty(len(tokens), len(weight))
+        with _exactly(x):
+            for rows in _blocks(weight):
+                output[:, rows] = tokens @ masked_delta(weight, a, b, scaling, rows).to(x.dtype).t()
+        return output.reshape(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        x, a, b = ctx.saved_tensors
+        tokens, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
+        weight = weight_of(ctx.layer, x.dtype, len(tokens))
+        needs_x, *needs_ab = ctx.needs_input_grad[:3]
+        dtype = _wide(a)
+        grad_x = torch.zeros_like(tokens)
+        grad_a, grad_b = torch.zeros_like(a, dtype=dtype), torch.empty_like(b, dtype=dtype)
+        with _exactly(x):
+            for rows in _blocks(weight):
+                if needs_x:
+                    grad_x.addmm_(grad[:, rows], masked_delta(weight, a, b, ctx.scaling, rows).to(x.dtype))
+                if any(needs_ab):
+                    outer = (grad[:, rows].t() @ tokens).to(dtype).masked_fill_(weight[rows] == 0, 0)
+                    grad_a.addmm_(b[rows].to(dtype).t(), outer, alpha=ctx.scaling)
+                    grad_b[rows] = (outer @ a.to(dtype).t()).mul_(ctx.scaling)
+        return grad_x.reshape(x.shape), grad_a.to(a.dtype), grad_b.to(b.dtype), None, None
+
+
+def masked_delta(weight: Tensor, a: Tensor, b: Tensor, scaling: float, rows: slice = ALL) -> Tensor:
+    """Rows of D, in fp32 or fp64."""
+    delta = (b[rows].to(_wide(b)) * scaling) @ a.to(_wide(a))
+    return delta.masked_fill_(weight[rows] == 0, 0)
+
+
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    """Blocks of output rows that have `CHUNK` elements at most, or are one row."""
+    out, inputs = weight.shape
+    step = max(1, CHUNK // max(inputs, 1))
+    for start in range(0, out, step):
+        yield slice(start, start + step)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _exactly(tensor: Tensor) -> torch.autocast:
+    """Autocast has chosen the dtype of x already; it must not round A and B, too."""
+    return torch.autocast(tensor.device.type, enabled=False)

@@ -1,0 +1,200 @@
+"""Merging adapters into sparse layers, so that they stay sparse.
+
+PEFT merges by writing to `base_layer.weight`, which of a sparse layer is the dense master: the layer would prune the
+sum. So while an adapter around a sparse layer is merged, `.weight` is the sparse weight Ws itself, with state that
+prunes it to itself. What is merged into it must be pruned to itself as well; if not, all is put back and an error says
+so. What was there before is kept, and comes back when the adapter is unmerged: bit for bit.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..gemms import PRUNED
+from ..linear import Sparse24Layer
+from ..weight import WeightView
+from .bypass import is_adapter, is_masked
+from .masked import is_pruned, out_in
+
+_UNMERGED = "sparse24_unmerged"
+"""The attribute of an adapter that has what its base layer was before the merge."""
+
+
+class Unmerged:
+    """What a linear layer was before something is merged into it.
+
+    Making one puts the weight that the layer computes with in the place of its master, and gives the layer tensors of
+    its own, which may be changed in place.
+    """
+
+    @torch.no_grad()
+    def __init__(self, layer: Any):
+        self.layer, self.sparse = layer, layer.sparse24["weight"] if is_pruned(layer) else None
+        self.state = {} if self.sparse is None else self.sparse.state
+        self.tensors: dict[str, Tensor] = {}
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                self.tensors[name] = parameter.data
+                parameter.data = parameter.data.clone()
+        if self.sparse is not None:
+            layer.weight.data = self.sparse.pruned()
+            settle(layer)
+
+    @torch.no_grad()
+    def weight(self) -> Tensor:
+        """The weight `[out, in]` that the layer computed with."""
+        weight = self.tensors["weight"]
+        if self.sparse is not None:
+            view = WeightView(weight, 1 if self.sparse.input_dim == -1 else 0, self.state)
+            (weight,) = self.sparse.method.prune(view, PRUNED, {"dense": None}, weight.dtype)
+        return out_in(self.layer, weight)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the layer what it was, wherever it has been moved to; if it has been unpatched, a dense layer with the
+        weight that it computed with."""
+        tensors = self.tensors
+        if self.sparse is not None and not isinstance(self.layer, Sparse24Layer):
+            tensors = tensors | {"weight": out_in(self.layer, self.weight())}
+        for name, tensor in tensors.items():
+            parameter = self.layer._parameters[name]
+            parameter.data = tensor.to(parameter.device, parameter.dtype)
+        if self.sparse is not None and isinstance(self.layer, Sparse24Layer):
+            device = self.layer.weight.device
+            self.sparse.set_state({name: tensor.to(device) for name, tensor in self.state.items()})
+            self.sparse.clear_encodings()
+
+
+def settle(layer: Any) -> None:
+    """Give a layer whose weight is N:M already the state that prunes it to itself."""
+    sparse = layer.sparse24["weight"]
+    sparse.set_state(sparse.method.state_of_pruned(sparse.view()))
+    sparse.clear_encodings()
+
+
+def is_settled(layer: Any) -> bool:
+    """Whether a layer computes with its `.weight` as it is."""
+    return not is_pruned(layer) or torch.equal(layer.sparse24["weight"].pruned(), layer.weight.detach())
+
+
+def keep_merges_sparse(adapter: Any) -> None:
+    """Let an adapter around a sparse layer merge and unmerge as this module says, whoever calls it."""
+    adapter.merge = functools.partial(_merge, adapter)
+    adapter.unmerge = functools.partial(_unmerge, adapter)
+
+
+def unmerged_weight(adapter: Any) -> Tensor:
+    """While an adapter is being merged, the weight `[out, in]` that its base layer computed with before any was."""
+    layer = adapter.get_base_layer()
+    return getattr(adapter, _UNMERGED).weight() if adapter.merged_adapters else out_in(layer, layer.weight.detach())
+
+
+def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
+    layer, merged_before = adapter.get_base_layer(), list(adapter.merged_adapters)
+    before = Unmerged(layer)
+    if not merged_before:
+        setattr(adapter, _UNMERGED, before)
+    is_done = False
+    try:
+        type(adapter).merge(adapter, *args, **kwargs)
+        if not is_settled(layer):
+            raise ValueError(
+                f"merging this adapter ({type(adapter).__module__}.{type(adapter).__name__}) would change what the "
+                f"model computes: the sum with a 2:4 weight is not 2:4, or not finite, and the layer would prune it. "
+                f"Nothing was merged. To merge into ordinary dense weights, call unpatch_model(model) first, which "
+                f"keeps what the model computes; to stay 2:4, use LoRA or DoRA, which are trained through the mask"
+            )
+        is_done = adapter.merged_adapters != merged_before
+    finally:
+        if not is_done:
+            before.restore()
+            adapter.merged_adapters[:] = merged_before
+            if not merged_before:
+                delattr(adapter, _UNMERGED)
+
+
+def _unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
+    type(adapter).unmerge(adapter, *args, **kwargs)
+    before = adapter.__dict__.pop(_UNMERGED, None)
+    if before is not None:
+        before.restore()
+
+
+def check_mergeable(model: nn.Module) -> None:
+    """Raise ValueError where the active adapters cannot be merged into sparse layers; nothing is changed.
+
+    PEFT merges layer by layer: an error in the last would leave the others merged.
+    """
+    for adapter in adapters_in(model):
+        if _is_guarded(adapter) and not adapter.merged and not is_masked(adapter):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PEFT's on unmerging, which is exact here
+                adapter.merge()
+                if adapter.merged:
+                    adapter.unmerge()
+
+
+def adapters_in(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_adapter(module)]
+
+
+def _is_guarded(adapter: Any) -> bool:
+    return "merge" in vars(adapter)
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[nn.Module]:
+    """The model below its adapters, with the active ones merged into it. Afterwards all is as it was, bit for bit.
+
+    Raises:
+        ValueError: an adapter that is no change of weights, such as a prompt, or one whose merge would not be 2:4.
+    """
+    configs = getattr(model, "peft_config", {}).values()
+    if any(config.is_prompt_learning or config.is_adaption_prompt for config in configs):
+        raise ValueError("prompts are no weights: a model with such an adapter cannot be written as one model")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with ExitStack() as undo:
+        for parent, name, wrapper in _outermost_wrappers(base):
+            undo.callback(parent._modules.__setitem__, name, wrapper)
+            parent._modules[name] = _unwrapped(wrapper, undo)
+        if getattr(base, "_hf_peft_config_loaded", False):  # by Transformers' add_adapter: it would save adapters alone
+            base._hf_peft_config_loaded = False
+            undo.callback(setattr, base, "_hf_peft_config_loaded", True)
+        yield base
+
+
+def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """PEFT's modules around the model's own, each with the module and the name that it has there."""
+    wrappers: list[tuple[nn.Module, str, Any]] = []
+    inside: set[int] = set()
+    for parent in model.modules():  # from the outside in
+        for name, module in parent._modules.items():
+            if module is None or id(parent) in inside:
+                continue
+            if is_adapter(module) or hasattr(module, "unload_and_optionally_merge_module"):
+                wrappers.append((parent, name, module))
+                inside |= {id(child) for child in module.modules()}
+    return wrappers
+
+
+def _unwrapped(wrapper: Any, undo: ExitStack) -> nn.Module:
+    """What a wrapper stands for, with adapters merged until `undo`."""
+    if not is_adapter(wrapper):  # a copy of a module that is trained, or an embedding with tokens that are
+        if wrapper.disable_adapters:
+            return wrapper.original_module
+        unwrapped = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+    else:
+        unwrapped = wrapper.get_base_layer()
+    for adapter in adapters_in(wrapper):
+        if not adapter.merged and not adapter.disable_adapters:
+            if not _is_guarded(adapter):  # PEFT subtracts what it has added, which rounds
+                undo.callback(Unmerged(adapter.get_base_layer()).restore)
+            adapter.merge()
+            if adapter.merged:
+                undo.callback(adapter.unmerge)
+    return unwrapped
