@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from ..linear import Sparse24Layer
+from ..packed import PackedLayer
 from .bypass import is_adapter
-from .masked import is_pruned
+from .masked import has_mask
 from .merging import Unmerged, adapters_in, keep_merges_sparse
 
 
 def attach_adapters(model: nn.Module) -> None:
     """Attach every adapter of `model` that stands around a sparse layer; those that are attached stay as they are."""
     for adapter in adapters_in(model):
-        if isinstance(adapter.get_base_layer(), Sparse24Layer):
+        if isinstance(adapter.get_base_layer(), Sparse24Layer | PackedLayer):
             for name in adapter._get_available_adapters():
                 _attach(adapter, name)
 
@@ -34,8 +35,8 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
     """
     layer = _base_layer(getattr(parent, child))
     adapter: Any
-    is_sparse = isinstance(layer, Sparse24Layer)
-    if not is_sparse or layer.weight.is_meta or not is_pruned(layer):
+    is_sparse = isinstance(layer, Sparse24Layer | PackedLayer)
+    if not is_sparse or layer.weight.is_meta or not has_mask(layer):
         yield
         if is_sparse:
             _attach(getattr(parent, child), adapter_name)
@@ -57,6 +58,7 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         raise
     if has_changed:
         layer.weight.data = layer.weight.data.masked_fill(shown == 0, 0)
+        before.is_settled()
     else:
         before.restore()
     if is_masked:

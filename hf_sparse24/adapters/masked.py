@@ -64,9 +64,14 @@ def has_mask(layer: nn.Module) -> bool:
     return is_pruned(layer) or not isinstance(layer, Sparse24Layer)
 
 
+def input_dim_of(layer: nn.Module) -> int:
+    """Which dimension of the weight of a linear layer is the input dimension."""
+    return -2 if isinstance(layer, Conv1D) else -1
+
+
 def out_in(layer: nn.Module, weight: Tensor) -> Tensor:
     """A weight as the layer stores it as `[out, in]`, or the other way round."""
-    return weight.t() if isinstance(layer, Conv1D) else weight
+    return weight if input_dim_of(layer) == -1 else weight.t()
 
 
 def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:

@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import Packed
 from torch import Tensor, nn
 
 from ..gemms import PRUNED
 from ..linear import Sparse24Layer
+from ..packed import PackedLayer, PackedWeight, pack_exactly
 from ..weight import WeightView
 from .bypass import is_adapter, is_masked
-from .masked import is_pruned, out_in
+from .masked import input_dim_of, is_pruned, out_in
 
 _UNMERGED = "sparse24_unmerged"
 """The attribute of an adapter that has what its base layer was before the merge."""
@@ -29,7 +32,8 @@ class Unmerged:
     """What a linear layer was before something is merged into it.
 
     Making one puts the weight that the layer computes with in the place of its master, and gives the layer tensors of
-    its own, which may be changed in place.
+    its own, which may be changed in place. A packed layer is an ordinary one from then on, until `is_settled` packs it
+    again, or `restore`.
     """
 
     @torch.no_grad()
@@ -37,8 +41,11 @@ class Unmerged:
         self.layer, self.sparse = layer, layer.sparse24["weight"] if is_pruned(layer) else None
         self.state = {} if self.sparse is None else self.sparse.state
         self.tensors: dict[str, Tensor] = {}
+        self.packed = layer.packed24["weight"].packed if isinstance(layer, PackedLayer) else None
+        if self.packed is not None:
+            layer.packed24["weight"].detach()
         for name, parameter in layer._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not (name == "weight" and self.packed is not None):
                 self.tensors[name] = parameter.data
                 parameter.data = parameter.data.clone()
         if self.sparse is not None:
@@ -48,6 +55,8 @@ class Unmerged:
     @torch.no_grad()
     def weight(self) -> Tensor:
         """The weight `[out, in]` that the layer computed with."""
+        if self.packed is not None:
+            return kernels.unpack_nm(self.packed)
         weight = self.tensors["weight"]
         if self.sparse is not None:
             view = WeightView(weight, 1 if self.sparse.input_dim == -1 else 0, self.state)
@@ -58,6 +67,8 @@ class Unmerged:
     def restore(self) -> None:
         """Make the layer what it was, wherever it has been moved to; if it has been unpatched, a dense layer with the
         weight that it computed with."""
+        if self.packed is not None:
+            self._pack(self.packed)
         tensors = self.tensors
         if self.sparse is not None and not isinstance(self.layer, Sparse24Layer):
             tensors = tensors | {"weight": out_in(self.layer, self.weight())}
@@ -69,17 +80,32 @@ class Unmerged:
             self.sparse.set_state({name: tensor.to(device) for name, tensor in self.state.items()})
             self.sparse.clear_encodings()
 
+    @torch.no_grad()
+    def is_settled(self) -> bool:
+        """Whether the layer computes with its `.weight` as it is now; a packed one is packed again where it can be."""
+        layer = self.layer
+        if self.packed is not None:
+            packed = pack_exactly(layer.weight, input_dim_of(layer))
+            if packed is not None:
+                self._pack(packed)
+            return packed is not None
+        return self.sparse is None or torch.equal(self.sparse.pruned(), layer.weight.detach())
+
+    def _pack(self, packed: Packed) -> None:
+        layer, device = self.layer, self.layer.weight.device
+        if isinstance(layer, PackedLayer):
+            layer.packed24["weight"].detach()
+        dtype = layer.weight.dtype
+        PackedWeight.attach(
+            layer, "weight", input_dim_of(layer), Packed(packed.values.to(device, dtype), packed.indices.to(device))
+        )
+
 
 def settle(layer: Any) -> None:
     """Give a layer whose weight is N:M already the state that prunes it to itself."""
     sparse = layer.sparse24["weight"]
     sparse.set_state(sparse.method.state_of_pruned(sparse.view()))
     sparse.clear_encodings()
-
-
-def is_settled(layer: Any) -> bool:
-    """Whether a layer computes with its `.weight` as it is."""
-    return not is_pruned(layer) or torch.equal(layer.sparse24["weight"].pruned(), layer.weight.detach())
 
 
 def keep_merges_sparse(adapter: Any) -> None:
@@ -102,7 +128,7 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     is_done = False
     try:
         type(adapter).merge(adapter, *args, **kwargs)
-        if not is_settled(layer):
+        if not before.is_settled():
             raise ValueError(
                 f"merging this adapter ({type(adapter).__module__}.{type(adapter).__name__}) would change what the "
                 f"model computes: the sum with a 2:4 weight is not 2:4, or not finite, and the layer would prune it. "

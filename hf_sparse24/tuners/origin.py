@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
+from ..packed import PackedWeight, packed_weights
 from ..patching import patch_model, patched_config, set_phase, unpatch_model
 from ..weight import SparseWeight, sparse_weights
 
@@ -45,7 +46,7 @@ TOLERANCE = 0.02
 def record_origin(model: nn.Module, config: Any) -> None:
     """Let the `PeftConfig` of an adapter that is about to be added write down which base it is for."""
     config.__dict__.pop("save_pretrained", None)  # of another model that it was used for
-    sparse = patched_config(model)
+    sparse = _config_of(model)
     if sparse is None:
         return
     base = _known_base(model) or fingerprint(model, sparse.phase == "dense")
@@ -71,7 +72,7 @@ def check_origin(model: nn.Module, config: Any) -> None:
     if record is None:
         return
     trained_on = Sparse24Config.from_dict(record["config"])
-    current = patched_config(model)
+    current = _config_of(model)
     if current is None:
         try:
             patch_model(model, trained_on)
@@ -80,7 +81,8 @@ def check_origin(model: nn.Module, config: Any) -> None:
     found = _known_base(model) or fingerprint(model, record["base"]["dense"])
     distance = 0.0 if found is None else _distance(record["base"], found)
     if distance <= TOLERANCE:
-        if current is not None and trained_on.phase in current.bound_method.phases and not adapters_in(model):
+        patched = patched_config(model)
+        if patched is not None and trained_on.phase in patched.bound_method.phases and not adapters_in(model):
             set_phase(model, trained_on.phase)
         return
     if current is None:
@@ -92,6 +94,14 @@ def check_origin(model: nn.Module, config: Any) -> None:
         f"trained on with hf_sparse24 imported, and the adapter onto it. {config.base_model_name_or_path!r} is where "
         f"that base came from; if it was patched or trained in memory since, save it by base.save_pretrained(directory)"
     )
+
+
+def _config_of(model: nn.Module) -> Sparse24Config | None:
+    """The config of a patched or a packed model, None of any other."""
+    if packed_weights(model):
+        config = getattr(getattr(model, "config", None), "quantization_config", None)
+        return config.replace() if isinstance(config, Sparse24Config) else None
+    return patched_config(model)
 
 
 def recorded_config(directory: str | Path) -> Any:
@@ -129,11 +139,11 @@ def _save_pretrained(
 def fingerprint(model: nn.Module, dense: bool) -> dict[str, Any] | None:
     """The record's `base`, of the dense master weights or of the pruned ones; None where they have no values yet."""
     weights = _base_weights(model)
-    if any(weight.parameter.is_meta for weight in weights):
+    if any((w.packed.values if isinstance(w, PackedWeight) else w.parameter).is_meta for w in weights):
         return None
     squares, sketch = 0.0, torch.zeros(SKETCH, dtype=torch.float64)
     for index, weight in enumerate(weights[:: math.ceil(len(weights) / SAMPLE)]):
-        matrix = (weight.parameter if dense else weight.pruned()).flatten(0, -2).float()
+        matrix = _value(weight, dense).flatten(0, -2).float()
         squares += float(matrix.norm()) ** 2
         left, right = _signs(index, len(matrix), matrix), _signs(-1 - index, matrix.shape[1], matrix)
         sketch += (left * (matrix @ right)).double().sum(0).cpu()
@@ -154,9 +164,16 @@ def _distance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
     return math.sqrt(sum((a - b) ** 2 for a, b in pairs) / SKETCH) / max(recorded["norm"], 1e-30)
 
 
-def _base_weights(model: nn.Module) -> list[SparseWeight]:
+def _value(weight: SparseWeight | PackedWeight, dense: bool) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        return weight.dense()
+    return weight.parameter if dense else weight.pruned()
+
+
+def _base_weights(model: nn.Module) -> list[SparseWeight | PackedWeight]:
     """Without the copies that adapters train."""
-    return [weight for name, weight in sparse_weights(model).items() if ".modules_to_save." not in name]
+    weights = sparse_weights(model) | packed_weights(model)
+    return [weight for name, weight in weights.items() if ".modules_to_save." not in name]
 
 
 def _may_be_rebuilt(model: Any) -> bool:
@@ -164,7 +181,9 @@ def _may_be_rebuilt(model: Any) -> bool:
 
     Masks that `oneshot` has chosen are not those of magnitude, or its weights are zero where the masks are.
     """
-    weights = _base_weights(model)
+    weights = [weight for weight in _base_weights(model) if isinstance(weight, SparseWeight)]
+    if not weights:
+        return True  # a packed model comes from a checkpoint that has its weights
     method: Any = weights[0].method
     if not method.accepts_masks or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
         return True

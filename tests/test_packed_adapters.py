@@ -1,0 +1,126 @@
+"""Adapters on a packed base: they do what they do on the sparse one, and merge into packed weights."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from test_masked_lora import TARGETS, adapted, logits, lora, patched
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import export_model, pack_model, patch_model, unpack_model
+from hf_sparse24.packed import packed_weights
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "rslora": {"use_rslora": True},
+}
+
+
+def packed(base: str, method: str = "s-ste") -> nn.Module:
+    model = patched(base, method)
+    pack_model(model)
+    return model
+
+
+def adapted_packed(base: str, method: str = "s-ste", **changes) -> nn.Module:
+    torch.manual_seed(1)
+    return peft.get_peft_model(packed(base, method), lora(base, **changes)).eval()
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("base", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_as_on_the_sparse_base(base, kind):
+    expected, model = adapted(base, **KINDS[kind]), adapted_packed(base, **KINDS[kind])
+    assert trained(model).keys() == trained(expected).keys()
+    torch.testing.assert_close(logits(model), logits(expected))
+    for each in (expected, model):
+        each(**zoo.batch()).loss.backward()
+    for name, parameter in trained(model).items():
+        torch.testing.assert_close(parameter.grad, trained(expected)[name].grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging(base, kind):
+    model = adapted_packed(base, **KINDS[kind])
+    before, computed = {name: x.clone() for name, x in model.state_dict().items()}, logits(model)
+    model.merge_adapter()
+    changed = [name for name, x in model.state_dict().items() if not torch.equal(x, before[name])]
+    assert changed and all(name.endswith("packed_weight_values") for name in changed)
+    torch.testing.assert_close(logits(model), computed, atol=2e-6, rtol=1e-5)
+    model.unmerge_adapter()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    merged = model.merge_and_unload()
+    assert len(packed_weights(merged)) == len(TARGETS[base]) + (base == "llama")
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)
+    unpack_model(merged)
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)
+
+
+def test_a_merge_that_is_not_sparse_is_refused():
+    model = packed("llama")
+    arguments = {"target_modules": TARGETS["llama"], "task_type": "CAUSAL_LM", "init_weights": False}
+    model = peft.get_peft_model(model, peft.LoHaConfig(**arguments)).eval()
+    before = logits(model)
+    with pytest.raises(ValueError, match="would change what the model computes"):
+        model.merge_and_unload()
+    assert torch.equal(logits(model), before) and packed_weights(model)
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
+def test_an_adapter_goes_from_one_form_of_its_base_to_another(method, tmp_path):
+    model = adapted("llama", method)
+    base = model.get_base_model()
+    computed = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    model.unload()
+    for format in ("dense", "packed"):
+        export_model(base, tmp_path / format, format)
+    onto_packed = packed("llama", method)
+    loaded = peft.PeftModel.from_pretrained(onto_packed, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(loaded), computed)
+    other = zoo.build("llama", seed=3, num_hidden_layers=1)
+    patch_model(other)
+    pack_model(other)
+    with pytest.raises(ValueError, match="trained on other sparse weights"):
+        peft.PeftModel.from_pretrained(other, tmp_path / "adapter")
+
+
+FRESH = """
+import sys; sys.path.insert(0, {here!r})
+import torch, zoo, hf_sparse24
+from peft import AutoPeftModelForCausalLM
+from hf_sparse24.packed import packed_weights
+torch.set_num_threads(1)
+model = AutoPeftModelForCausalLM.from_pretrained({adapter!r}).eval()
+assert packed_weights(model)
+with torch.no_grad():
+    torch.testing.assert_close(model(**zoo.batch()).logits, torch.load({logits!r}))
+merged = model.merge_and_unload()
+assert packed_weights(merged)
+"""
+
+
+def test_a_fresh_process_finds_the_packed_base(tmp_path):
+    export_model(patched(), tmp_path / "base", "packed")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, lora()).eval()
+    torch.save(logits(model), tmp_path / "logits.pt")
+    model.save_pretrained(tmp_path / "adapter")
+    here = str(Path(__file__).parent)
+    code = FRESH.format(here=here, adapter=str(tmp_path / "adapter"), logits=str(tmp_path / "logits.pt"))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
