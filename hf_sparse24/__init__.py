@@ -5,6 +5,7 @@ else: no device, no environment variable, no setting of torch, no optimizer of y
 """
 
 from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
+from .checkpoints.card import make_model_card
 from .checkpoints.export import export_model
 from .config import Sparse24Config, describe_settings
 from .gated import fuse_gated_mlps, unfuse_gated_mlps
@@ -37,6 +38,7 @@ __all__ = [
     "drop_master_weights",
     "export_model",
     "fuse_gated_mlps",
+    "make_model_card",
     "oneshot",
     "patch_model",
     "register_method",
