@@ -7,6 +7,7 @@ else: no device, no environment variable, no setting of torch, no optimizer of y
 from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
 from .checkpoints.card import make_model_card
 from .checkpoints.export import export_model
+from .checkpoints.hub import push_to_hub
 from .config import Sparse24Config, describe_settings
 from .gated import fuse_gated_mlps, unfuse_gated_mlps
 from .inference import drop_master_weights
@@ -41,6 +42,7 @@ __all__ = [
     "make_model_card",
     "oneshot",
     "patch_model",
+    "push_to_hub",
     "register_method",
     "step_param_groups",
     "unfuse_gated_mlps",
