@@ -9,6 +9,7 @@ import time
 import types
 
 import huggingface_hub
+import peft
 import pytest
 import torch
 import zoo
@@ -279,6 +280,20 @@ def test_copies_push_themselves_and_unpatched_models_push_as_ever(hub):
     assert model.push_to_hub.args == (model,)
     with pytest.raises(ValueError, match=r"not patched"):
         push_to_hub(unpatch_model(model), REPO)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_wrappers_are_looked_through_and_adapters_refused_before_anything_is_sent(hub):
+    model = patched()
+    torch.compile(model).push_to_hub("through-attribute")
+    push_to_hub(torch.nn.DataParallel(model), "through-function")
+    through_attribute, through_function = (hub.files(f"ada/through-{how}") for how in ("attribute", "function"))
+    assert through_attribute[WEIGHTS] == through_function[WEIGHTS]
+    assert b"LlamaForCausalLM.from_pretrained" in through_function["README.md"]
+    with_adapter = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"the model has PEFT adapters"):
+        push_to_hub(with_adapter, REPO)
+    assert REPO not in hub.repos
 
 
 def test_only_the_first_process_pushes(hub, monkeypatch):

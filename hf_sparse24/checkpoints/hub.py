@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ..patching import INSTANCE_METHODS, patched_config
 from ..version import __version__
 from .card import CARD, Format, check_arguments, write_model_card
-from .export import export_model
+from .export import _unwrapped, export_model
 
 _WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -51,7 +51,7 @@ def push_to_hub(
     the export replaces go, other files stay. Of several processes only the first one pushes.
 
     Args:
-        model: a patched model; DDP and torch.compile are looked through by `export_model`.
+        model: a patched model; DDP, DataParallel and torch.compile are looked through.
         repo_id: `"user/name"`, or `"name"` for a repository of your own.
         format: `"dense"`: ordinary weights with zeros, which load everywhere. `"packed"`: 9/16 of the bytes, read with
             hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
@@ -71,6 +71,7 @@ def push_to_hub(
     """
     if patched_config(model) is None:
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
+    model = _unwrapped(model)
     check_arguments(format, card)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return None
