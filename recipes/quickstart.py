@@ -38,13 +38,14 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     plot(history, output / "training.png")
     sample = check_reload(trainer, output)
     zeros, sparse_zeros = check_export(trainer, output / "export")
+    trainer.create_model_card(directory=output / "export", format="dense")
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     print(f"\n--- a sample of the reloaded model ---\n{sample}\n---")
     print(f"validation loss    {losses[0]:.3f} before, {losses[-1]:.3f} after {trainer.state.global_step} steps")
     print(f"zeros              {sparse_zeros:.1%} of the 2:4 weights, {zeros:.1%} of all parameters")
     print(f"plot               {output / 'training.png'}")
     print(f"model              {output}  (import hf_sparse24, then from_pretrained; goes on training 2:4)")
-    print(f"export             {output / 'export'}  (plain weights with zeros, loads anywhere)")
+    print(f"export             {output / 'export'}  (plain weights with zeros, loads anywhere; with a model card)")
     print("reload check passed: the same logits, bit for bit, in a fresh process")
     ended = trainer.model.config.quantization_config.phase
     what = "every exported sparse weight is 2:4" if ended == "sparse" else "the run ended dense, and so is the export"

@@ -420,6 +420,9 @@ def test_the_trainers_card_of_its_directory_keeps_its_authors_text(hub, tmp_path
     path.write_text(path.read_text().replace("# tiny\n", "# tiny\n\nA model of mine.\n"))
     run.push_to_hub()
     assert "A model of mine." in card(hub) and "license: mit" in card(hub) and "Import hf_sparse24" not in card(hub)
+    export_model(run.model, tmp_path / "export")
+    run.create_model_card(directory=tmp_path / "export", format="dense")
+    assert "Without hf_sparse24, in Transformers" in (tmp_path / "export" / "README.md").read_text()
     with pytest.raises(TypeError, match=r"licence"):
         run.create_model_card(licence="mit")
 

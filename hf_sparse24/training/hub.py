@@ -58,20 +58,29 @@ class HubTrainer(Trainer):
         with readable_errors(self.args.hub_model_id or self._output.absolute().name):
             super().init_hf_repo(token, private)
 
-    def create_model_card(self, *args: Any, dense_control: Control | None = None, **kwargs: Any) -> None:
-        """Write the card of what is in the output directory, a training checkpoint; see `make_model_card`.
+    def create_model_card(
+        self,
+        *args: Any,
+        dense_control: Control | None = None,
+        format: Format = "training",
+        directory: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the card of what is in the output directory, or of an export of the model in another directory.
 
         Args:
             args, kwargs: those of `Trainer.create_model_card`.
             dense_control: metrics, or the `trainer_state.json`, of a dense run to compare with.
+            format: what is in the directory, `"training"`, `"dense"` or `"packed"`.
+            directory: None for the output directory.
         """
         if not self._is_patched:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
             names = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
-            directory = self._output
-            model_id = names.get("model_name") or self.args.hub_model_id or directory.absolute().name
-            self._write_card(directory, "training", model_id, self._own_card(), dense_control=dense_control, **names)
+            folder = self._output if directory is None else Path(directory)
+            model_id = names.get("model_name") or self.args.hub_model_id or self._output.absolute().name
+            self._write_card(folder, format, model_id, _card_in(folder), dense_control=dense_control, **names)
 
     def push_to_hub(  # type: ignore[override]  # a Future where it does not block, as the original's text says
         self,
@@ -168,7 +177,7 @@ class HubTrainer(Trainer):
     ) -> Callable[[], CommitInfo]:
         """Write what is to be pushed, as it is now, to a folder of its own; returns the call that pushes it."""
         repo_id, output, message = self._repo_id, self._output, message or "Upload model"
-        existing = self._own_card() or repository_card(repo_id, token, revision)
+        existing = _card_in(output) or repository_card(repo_id, token, revision)
         output.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix="_push-", dir=output))
         try:
@@ -190,10 +199,6 @@ class HubTrainer(Trainer):
                 shutil.rmtree(stage)
 
         return push
-
-    def _own_card(self) -> ModelCard | None:
-        path = self._output / CARD
-        return read_card(path, str(path)) if path.exists() else None
 
     def _write_card(
         self,
@@ -223,6 +228,11 @@ class HubTrainer(Trainer):
             checkpoints=None if format == "training" else self._checkpoints,
             **{key: given[key] or (None if key in theirs else found[key]) for key in given},
         )
+
+
+def _card_in(directory: Path) -> ModelCard | None:
+    path = directory / CARD
+    return read_card(path, str(path)) if path.exists() else None
 
 
 def _report(job: Future) -> None:
