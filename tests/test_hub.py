@@ -356,6 +356,7 @@ def test_strategy_end_pushes_the_export_when_asked(hub, tmp_path):
     text = card(hub)
     assert "| metric | this model | dense control | difference |" in text and "![Losses by the step](loss.png)" in text
     assert "| learning rate | 5e-05 |" in text and "flip rate" in text and "language: en" in text
+    assert "| optimizer | AdamW(betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0) |" in text
     result = ModelCard(text).data.eval_results[0]
     assert result.dataset_type == "wikitext" and result.metric_value == run.state.log_history[-1]["eval_loss"]
     # What it saved is the training checkpoint, as without the Hub.

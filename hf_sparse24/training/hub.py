@@ -209,10 +209,9 @@ class HubTrainer(Trainer):
         dense_control: Control | None = None,
         **names: Any,
     ) -> None:
-        summary = TrainingSummary.from_trainer(self, **names)  # infers the license of the base, and the data sets
-        found = {"license": summary.license, "datasets": [name for name in summary.dataset_tags or [] if name] or None}
-        theirs = {} if existing is None else existing.data.to_dict()
-        given = {"license": names.get("license"), "datasets": names.get("dataset_tags")}
+        # It infers the license of the base model. (And data sets, from how they were read: those are no names.)
+        summary = TrainingSummary.from_trainer(self, **names)
+        license = names.get("license") or (None if existing and existing.data.get("license") else summary.license)
         write_model_card(
             self._model,
             directory,
@@ -223,11 +222,23 @@ class HubTrainer(Trainer):
             language=names.get("language"),
             base_model=names.get("finetuned_from"),
             log_history=self.state.log_history,
-            hyperparameters=extract_hyperparameters_from_trainer(self),
+            hyperparameters=self._hyperparameters(),
             dense_control=dense_control,
             checkpoints=None if format == "training" else self._checkpoints,
-            **{key: given[key] or (None if key in theirs else found[key]) for key in given},
+            license=license,
+            datasets=names.get("dataset_tags"),
         )
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        found = extract_hyperparameters_from_trainer(self)
+        found.pop("optimizer", None)  # that of the arguments; the method may have made another
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # out of Accelerate's
+        if optimizer is not None:
+            settings = {key: value for key, value in optimizer.defaults.items() if key in ("betas", "eps", "momentum")}
+            settings["weight_decay"] = self.args.weight_decay
+            text = ", ".join(f"{key}={value}" for key, value in settings.items())
+            found["optimizer"] = f"{type(optimizer).__name__}({text})"
+        return found
 
 
 def _card_in(directory: Path) -> ModelCard | None:
