@@ -6,7 +6,9 @@ environment variable, no setting of torch, no optimizer of yours.
 """
 
 from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
+from .checkpoints.card import make_model_card
 from .checkpoints.export import export_model
+from .checkpoints.hub import push_to_hub
 from .config import Sparse24Config, describe_settings
 from .gated import fuse_gated_mlps, unfuse_gated_mlps
 from .inference import pack_model, unpack_model
@@ -43,9 +45,11 @@ __all__ = [
     "describe_settings",
     "export_model",
     "fuse_gated_mlps",
+    "make_model_card",
     "oneshot",
     "pack_model",
     "patch_model",
+    "push_to_hub",
     "register_method",
     "step_param_groups",
     "unfuse_gated_mlps",

@@ -2,7 +2,8 @@
 
 import copy
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ _WRAPPERS = {
     "DataParallel": "it is already wrapped by DataParallel; patch first, then wrap",
     "DeepSpeedEngine": "it is already a DeepSpeed engine; patch first, then initialize DeepSpeed",
 }
+
+INSTANCE_METHODS: dict[str, Callable] = {}
+"""Functions of a model that a patched one has in place of its class's methods; `checkpoints/hub.py` adds them."""
 
 
 def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> PatchReport:
@@ -139,6 +143,9 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         if isinstance(config, Sparse24Config):
             for owner in {*config.run_state.owners, *inside}:
                 _update_config(owner, config)
+                if not sparse_weights(owner):
+                    for name in INSTANCE_METHODS:
+                        owner.__dict__.pop(name, None)
     return model
 
 
@@ -277,6 +284,9 @@ def _write_config(model: nn.Module, config: Sparse24Config) -> None:
     if not isinstance(shared, PreTrainedConfig):
         return
     config.run_state.owners.add(model)
+    if isinstance(model, PreTrainedModel):
+        for name, function in INSTANCE_METHODS.items():
+            setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
     if getattr(shared, "quantization_config", None) is config:
         return
     own: Any = copy.deepcopy(shared)

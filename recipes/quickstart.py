@@ -38,6 +38,7 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     plot(history, output / "training.png")
     sample = check_reload(trainer, output)
     zeros, sparse_zeros = check_export(trainer, output / "export")
+    trainer.create_model_card(directory=output / "export", format="dense")
     ended = trainer.model.config.quantization_config.phase
     if ended == "sparse":
         check_packed(trainer, output / "packed")
@@ -47,7 +48,7 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     print(f"zeros              {sparse_zeros:.1%} of the 2:4 weights, {zeros:.1%} of all parameters")
     print(f"plot               {output / 'training.png'}")
     print(f"model              {output}  (import hf_sparse24, then from_pretrained; goes on training 2:4)")
-    print(f"dense export       {size(output / 'export')} in {output / 'export'}  (weights with zeros, loads anywhere)")
+    print(f"dense export       {size(output / 'export')} in {output / 'export'}  (zeros and all, loads anywhere)")
     if ended == "sparse":
         print(f"packed export      {size(output / 'packed')} in {output / 'packed'}  (no zeros; import hf_sparse24)")
     print("reload check passed: the same logits, bit for bit, in a fresh process")

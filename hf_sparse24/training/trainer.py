@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from torch import nn, optim
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
@@ -24,16 +23,19 @@ from .decay_search import (
     set_decay,
     tune_masked_decay,
 )
+from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
 
 logger = logging.get_logger(__name__)
 
 
-class Sparse24Trainer(Trainer):
+class Sparse24Trainer(HubTrainer):
     """`transformers.Trainer` for 2:4 sparse training; takes everything a Trainer takes.
 
     Where the method has an optimizer of its own, it makes that from the learning rate, betas, eps and weight decay of
-    its arguments. With `masked_decay="auto"` it determines the decay before it trains.
+    its arguments. With `masked_decay="auto"` it determines the decay before it trains. `push_to_hub` and
+    `args.push_to_hub` share the export of the model, and training checkpoints where `args.hub_strategy` asks for them
+    (see `HubTrainer`).
 
     Args:
         sparse24_config: how to patch the model. `None` keeps a model that is patched as it is, and patches any other

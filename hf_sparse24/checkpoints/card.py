@@ -1,0 +1,358 @@
+"""The model card: what a sparse model is, how to load it, how it was trained, and how it compares with a dense one.
+
+A card that exists keeps what its author wrote. What this module writes stands between two comments, which the Hub does
+not show; writing again replaces what is between them, and nothing else. Metadata of the author's stays, tags are added,
+and evaluation results take the place of those of the same metric on the same data.
+"""
+
+import inspect
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modelcard import TASK_MAPPING
+
+from ..config import Sparse24Config
+from ..methods import ONESHOT_METHOD
+from ..patching import patched_config
+from ..report import group_name, make_report
+from ..targets import find_candidates
+from ..version import __version__
+from ..weight import first_of_each, layer_name, sparse_weights
+from .losses import Control, History, Logs, by_step, control_metrics, last_evaluation, plot_losses, some_rows
+
+Format = Literal["dense", "packed", "training"]
+
+CARD, PLOT = "README.md", "loss.png"
+BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
+END = "<!-- hf_sparse24: end -->"
+
+_METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"} - {
+    "eval_results",
+    "ignore_metadata_errors",
+    "kwargs",
+}
+
+
+@torch.no_grad()
+def make_model_card(
+    model: PreTrainedModel,
+    *,
+    format: Format = "dense",
+    model_id: str | None = None,
+    tags: str | Iterable[str] | None = None,
+    log_history: Logs = (),
+    results: Mapping[str, float] | None = None,
+    dense_control: Control | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+    checkpoints: str | None = None,
+    plot: str | None = None,
+    existing: ModelCard | None = None,
+    **metadata: Any,
+) -> ModelCard:
+    """Describe a patched model. Computes its sparse weights once, one after the other, to count their zeros.
+
+    Args:
+        model: a patched model of Transformers.
+        format: what lies beside the card: an export, `"dense"` or `"packed"`, or a `"training"` checkpoint.
+        model_id: the repository, as `from_pretrained` takes it; None for the name of the model's class.
+        tags: in addition to those of this library and of `model.add_model_tags`.
+        log_history: of the run, as `trainer.state.log_history` has it: losses and flip rate by the step.
+        results: metrics of this model by name; None for the last evaluation in `log_history`.
+        dense_control: the same metrics of a dense model that was trained alike, or the `trainer_state.json` of its
+            run, or the directory that holds one.
+        hyperparameters: of the training, by name.
+        checkpoints: the folder of the repository that has training checkpoints, beside an export.
+        plot: file name or URL of a picture of the losses.
+        existing: the card that is there.
+        metadata: what else `huggingface_hub.ModelCardData` takes, such as `license`, `language`, `datasets` and
+            `base_model`; and `base_model_relation`. Where `datasets` says what the results were measured on, they
+            become metadata too.
+
+    Raises:
+        ValueError: the model is not patched, the format is unknown, or `dense_control` has no metrics.
+        TypeError: an argument that neither this function nor the metadata of a card has.
+    """
+    config = patched_config(model)
+    if config is None:
+        raise ValueError("the model is not patched, so there is no sparsity to describe; call patch_model(model) first")
+    check_arguments(format, metadata)
+    name = (model_id or type(model).__name__).rpartition("/")[2]
+    given = {key: value for key, value in metadata.items() if value is not None}
+    base_model = given.get("base_model") or _base_model(model, model_id)
+    zeros, history = _zeros(model), by_step(log_history)
+    ours = last_evaluation(history) if results is None else dict(results)
+    parts = [
+        _summary(model, config, base_model, zeros),
+        _loading(model, config, format, model_id or name, checkpoints),
+        _results(ours, control_metrics(dense_control)),
+        _training(config, hyperparameters, history, plot),
+        _sparse_layers(model, config, zeros),
+        f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
+        f"{torch.__version__}.",
+    ]
+    section = "\n\n".join([BEGIN, *filter(None, parts), END])
+    derived = {"library_name": "transformers", "model_name": name}
+    if base_model:
+        derived |= {"base_model": base_model, "base_model_relation": "finetune"}
+    data = _data(existing, derived, given)
+    asked = [tags] if isinstance(tags, str) else tags or []
+    own = ["hf_sparse24", f"{config.pattern}-sparsity", "semi-structured-sparsity", *(model.model_tags or [])]
+    data.tags = list(dict.fromkeys([*(data.tags or []), *own, *asked]))
+    data.eval_results = _eval_results(data, model, ours)
+    if existing is None:
+        return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{section}\n")
+    card = ModelCard(existing.content)  # it keeps the order of the metadata
+    card.data, card.text = data, _replaced(existing.text, section)
+    return card
+
+
+def write_model_card(
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    log_history: Logs = (),
+    dense_control: Control | None = None,
+    **details: Any,
+) -> None:
+    """Write `README.md` to a directory, and `loss.png` beside it where there are losses and matplotlib is installed.
+
+    `details` are those of `make_model_card`.
+    """
+    picture = plot_losses(log_history, dense_control)
+    details |= {"log_history": log_history, "dense_control": dense_control, "plot": PLOT if picture else None}
+    card = make_model_card(model, **details)
+    if picture:
+        (directory / PLOT).write_bytes(picture)
+    card.save(directory / CARD)
+
+
+def check_arguments(format: str, details: Iterable[str]) -> None:
+    """Raise what `make_model_card` would raise of a format, and of names of arguments."""
+    if format not in get_args(Format):
+        raise ValueError(f"format={format!r}: must be one of {list(get_args(Format))}")
+    unknown = sorted({*details} - _METADATA - {*inspect.signature(make_model_card).parameters})
+    if unknown:
+        raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
+
+
+class Zeros(NamedTuple):
+    zeros: int
+    of: int
+
+
+def _zeros(model: nn.Module) -> dict[str, Zeros]:
+    """The zeros of each sparse weight, as the model computes with it."""
+    counts = {}
+    for name, weight in sparse_weights(model).items():
+        computed = weight.parameter if weight.run_state.phase == "dense" else weight.method.merged(weight)
+        counts[name] = Zeros(int((computed == 0).sum()), computed.numel())
+    return counts
+
+
+def _summary(
+    model: nn.Module, config: Sparse24Config, base_model: str | list[str] | None, zeros: dict[str, Zeros]
+) -> str:
+    names = [base_model] if isinstance(base_model, str) else base_model or []
+    links = " and ".join(f"[{name}](https://huggingface.co/{name})" for name in names)
+    what = f"A Transformers model, made from {links}" if names else "A Transformers model"
+    if config.phase == "dense":
+        return (
+            f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. It was saved in a dense phase of "
+            f"this training: **its weights are dense**."
+        )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    zero = sum(zeros[name].zeros for name in first_of_each(sparse_weights(model)))
+    return (
+        f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
+        f"along the input dimension of a sparse layer, {config.m - config.n} are zero. {zero / total:.1%} of all "
+        f"{_number(total)} parameters are zero."
+    )
+
+
+def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id: str, checkpoints: str | None) -> str:
+    name, options = type(model).__name__, ""
+    if not hasattr(transformers, name):
+        name, options = "AutoModel", ", trust_remote_code=True"
+    imports = f"from transformers import {name}"
+    load = f'model = {name}.from_pretrained("{model_id}"{options})'
+    export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
+    if format == "packed":
+        importing = "import hf_sparse24  # tells Transformers how to read packed weights"
+        text = [
+            "The sparse weights are packed: their values, and 2-bit indices. **Reading them takes hf_sparse24**:",
+            _python(importing, imports, "", load),
+            f"Transformers by itself cannot read them. {export}",
+        ]
+    elif format == "training":
+        importing = "import hf_sparse24  # without this line, the method's state is lost and another model computes"
+        text = [
+            "This is a training checkpoint: the dense master weights, and what the method keeps beside them. **Import "
+            "hf_sparse24 before you load it**:",
+            _python(importing, imports, "", load),
+            "Without that import, Transformers loads the dense master weights, with no more than a warning of an "
+            f"unknown quantization type. {export}",
+        ]
+    else:
+        text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
+        text.append(_python(imports, "", load))
+        if config.phase != "dense":
+            layers = f"pattern={config.pattern!r}, target_modules={config.target_modules!r}"
+            kept = f"config = Sparse24Config(method={ONESHOT_METHOD!r}, {layers})"
+            load = f'model = {name}.from_pretrained("{model_id}", quantization_config=config{options})'
+            text.append("With hf_sparse24, to train on while the zeros stay where they are:")
+            text.append(_python("from hf_sparse24 import Sparse24Config", imports, "", kept, load))
+    if checkpoints:
+        text.append(
+            f"Training checkpoints are in `{checkpoints}`. They hold dense master weights and need `import "
+            f"hf_sparse24`. To go on with the run, download one and call "
+            f"`Sparse24Trainer.train(resume_from_checkpoint=...)`."
+        )
+    return "\n\n".join(["## How to load it", *text])
+
+
+def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
+    if not ours:
+        return ""
+    labels = {name: name.removeprefix("eval_").replace("_", " ") for name in ours}
+    if not dense:
+        return f"## Results\n\n{_table(['metric', 'value'], [[labels[name], _number(ours[name])] for name in ours])}"
+    rows = [
+        [labels[name], _number(ours[name]), _number(dense.get(name)), _difference(ours[name], dense.get(name))]
+        for name in ours
+    ]
+    return (
+        f"## Results\n\nThe dense control is a dense model that was trained alike; whoever pushed this model gave its "
+        f"numbers.\n\n{_table(['metric', 'this model', 'dense control', 'difference'], rows)}"
+    )
+
+
+def _training(
+    config: Sparse24Config, hyperparameters: Mapping[str, Any] | None, history: History, plot: str | None
+) -> str:
+    about = sys.modules[type(config.bound_method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
+    title = about.strip().partition("\n")[0]
+    paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
+    link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
+    other = ("quant_method", "phase", "hf_sparse24_version")
+    settings = [f"    {key}={value!r}," for key, value in config.to_dict().items() if key not in other]
+    parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
+    if hyperparameters:
+        rows = [[name.replace("_", " "), str(value)] for name, value in hyperparameters.items()]
+        parts.append(_table(["hyper-parameter", "value"], rows))
+    if plot:
+        parts.append(f"![Losses by the step]({plot})")
+    if history:
+        columns = {"loss": "training loss", "eval_loss": "validation loss", "flip_rate": "flip rate"}
+        columns = {key: label for key, label in columns.items() if any(key in row for row in history.values())}
+        rows = [[str(step), *(_number(row.get(key)) for key in columns)] for step, row in some_rows(history).items()]
+        parts.append(_table(["optimizer step", *columns.values()], rows))
+        if "flip_rate" in columns:
+            parts.append("The flip rate is the share of sparse weights that entered or left the mask.")
+    return "\n\n".join(parts)
+
+
+def _sparse_layers(model: nn.Module, config: Sparse24Config, zeros: dict[str, Zeros]) -> str:
+    groups: dict[str, list[Zeros]] = {}
+    for name, counts in zeros.items():
+        groups.setdefault(group_name(layer_name(name)), []).append(counts)
+    rows = []
+    for row in make_report(model, config, find_candidates(model, config)).rows:
+        group = groups.get(row.group)
+        if group and row.skipped is None:
+            share = f"{sum(counts.zeros for counts in group) / sum(counts.of for counts in group):.1%}"
+        else:
+            share = f"dense: {row.skipped}" if row.skipped else "yes"
+        rows.append([f"`{row.group}`", str(row.layers), _number(row.weights), share])
+    return f"## Which layers are sparse\n\n{_table(['module group', 'layers', 'weights', 'zero'], rows)}"
+
+
+def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
+    """The repository that the model was loaded from, where it was one, and another than it is pushed to."""
+    name = model.config.name_or_path
+    if not name or name == model_id or Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping[str, Any]) -> ModelCardData:
+    """What the caller gives wins over what the author wrote, and that over what follows from the model."""
+    data: Any = ModelCardData() if existing is None else ModelCard(existing.content).data
+    for key, value in derived.items():
+        if data.get(key) is None:
+            data[key] = value
+    for key, value in given.items():
+        data[key] = value
+    return data
+
+
+def _eval_results(data: ModelCardData, model: nn.Module, metrics: Mapping[str, float]) -> list[EvalResult] | None:
+    """The card's results, and ours where the first of the data sets and the task are known: the Hub demands both."""
+    results = list(data.eval_results or [])
+    names = [data.datasets] if isinstance(data.datasets, str) else data.datasets
+    task = _task(model)
+    if not names or task is None:
+        return results or None
+    for name, value in metrics.items():
+        ours = EvalResult(
+            task_type=task,
+            dataset_type=names[0],
+            dataset_name=names[0],
+            metric_type=name.removeprefix("eval_"),
+            metric_value=value,
+        )
+        results = [theirs for theirs in results if not theirs.is_equal_except_value(ours)]
+        results += [ours] if math.isfinite(value) else []
+    return results or None
+
+
+def _task(model: nn.Module) -> str | None:
+    """What the Hub calls the task of this class of models."""
+    classes: Any
+    for task, classes in TASK_MAPPING.items():
+        if any(type(model).__name__ in ([names] if isinstance(names, str) else names) for names in classes.values()):
+            return task
+    return None
+
+
+def _replaced(text: str, section: str) -> str:
+    """`text` with our section in the place of the one it has, or at its end."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        return f"{before}{section}{after}"
+    return f"{text.replace(BEGIN, '').rstrip()}\n\n{section}\n"
+
+
+def _python(*lines: str) -> str:
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(" | ".join(["", *(cell.replace("|", "&#124;") for cell in line), ""]).strip() for line in lines)
+
+
+def _difference(ours: float, dense: float | None) -> str:
+    return "" if dense is None else f"{ours - dense:+.4g}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return f"{value / 1e6:,.1f} M" if value >= 1e6 else f"{value:,}"
+    return f"{value:.4g}"

@@ -1,0 +1,246 @@
+"""push_to_hub: what a sparse model shares is its export, with a model card; its training checkpoint on request.
+
+A push is one commit: the repository has the old files or the new ones. Every push of the same model makes the same
+files, and the Hub keeps what has reached it, so a push that broke off is resumed by the same call.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+)
+from transformers import PreTrainedModel
+
+from ..patching import INSTANCE_METHODS, patched_config
+from ..version import __version__
+from .card import CARD, Format, check_arguments, write_model_card
+from .export import _unwrapped, export_model
+
+_WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+
+def push_to_hub(
+    model: PreTrainedModel,
+    repo_id: str,
+    *,
+    format: Format = "dense",
+    processing_class: Any = None,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str = "5GB",
+    tags: str | Iterable[str] | None = None,
+    **card: Any,
+) -> CommitInfo | None:
+    """Upload an export of a patched model, with a model card, to the Hub. `model.push_to_hub(repo_id)` does the same.
+
+    The repository is made if it is not there. Its card keeps what its author wrote (see `card.py`), weight files that
+    the export replaces go, other files stay. Of several processes only the first one pushes.
+
+    Args:
+        model: a patched model; DDP, DataParallel and torch.compile are looked through.
+        repo_id: `"user/name"`, or `"name"` for a repository of your own.
+        format: `"dense"`: ordinary weights with zeros, which load everywhere. `"packed"`: 9/16 of the bytes, read with
+            hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
+            only where hf_sparse24 is imported; the card says so.
+        processing_class: a tokenizer or processor to upload with it.
+        commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as for
+            `PreTrainedModel.push_to_hub`.
+        card: what `make_model_card` takes: `license`, `datasets`, `results`, `dense_control` and others.
+
+    Returns:
+        Where the commit is, in the process that pushed; None in the others.
+
+    Raises:
+        ValueError: the model is not patched, or cannot be exported (see `export_model`), or a name is no valid one.
+        PermissionError: the Hub refuses, as without a token that may write.
+        ConnectionError: the Hub cannot be reached, or the connection broke off; the same call goes on from there.
+    """
+    if patched_config(model) is None:
+        raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
+    model = _unwrapped(model)
+    check_arguments(format, card)
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return None
+    with readable_errors(repo_id):
+        repo_id = hub_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    existing = repository_card(repo_id, token, revision)
+    with tempfile.TemporaryDirectory() as folder:
+        stage = Path(folder)
+        write_model(model, stage, format, max_shard_size, processing_class)
+        write_model_card(model, stage, format=format, model_id=repo_id, tags=tags, existing=existing, **card)
+        return commit_folder(
+            stage,
+            repo_id,
+            commit_message=commit_message or ("Upload training checkpoint" if format == "training" else "Upload model"),
+            commit_description=commit_description,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: dict | None = None,
+    push_to_hub: bool = False,
+    repo_id: str | None = None,
+    commit_message: str | None = None,
+    create_pr: bool = False,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    **kwargs: Any,
+) -> None:
+    """`PreTrainedModel.save_pretrained`; `push_to_hub=True` pushes what it saves, with the card of a checkpoint."""
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, token=token, **kwargs)
+    if push_to_hub and is_main_process:
+        _push(
+            model,
+            repo_id or Path(save_directory).name,
+            format="training",
+            commit_message=commit_message,
+            create_pr=create_pr,
+            private=private,
+            token=token,
+        )
+
+
+_push = push_to_hub  # an argument of save_pretrained has its name
+INSTANCE_METHODS.update(push_to_hub=push_to_hub, save_pretrained=save_pretrained)
+
+
+def hub_api() -> HfApi:
+    return HfApi(library_name="hf_sparse24", library_version=__version__)
+
+
+def write_model(
+    model: PreTrainedModel, stage: Path, format: Format, max_shard_size: int | str, processing_class: Any
+) -> None:
+    """Write what is pushed of a model in this format to an empty folder."""
+    if format == "training":
+        type(model).save_pretrained(model, stage, max_shard_size=max_shard_size)
+    else:
+        export_model(model, stage, format, max_shard_size)
+    if processing_class is not None:
+        processing_class.save_pretrained(stage)
+
+
+def repository_card(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
+    """The card in a repository on the Hub, None where it has none. A branch that is not there is made.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+    """
+    with readable_errors(repo_id):
+        if revision is not None and not revision.startswith("refs/pr/"):
+            hub_api().create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+        try:
+            path = hub_api().hf_hub_download(repo_id, CARD, token=token, revision=revision)
+        except RemoteEntryNotFoundError:  # not where the Hub cannot be reached: the card there would be lost
+            return None
+    return read_card(Path(path), f"{CARD} of {repo_id}")
+
+
+def read_card(path: Path, called: str) -> ModelCard:
+    """The card in a file, `called` so in errors.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+    """
+    try:
+        return ModelCard(path.read_bytes().decode("utf-8-sig"))  # with the ends of lines that it has
+    except Exception as error:  # of the reader of YAML too
+        raise ValueError(f"the metadata of {called} cannot be read, correct or remove it first: {error}") from error
+
+
+def commit_folder(
+    folder: Path,
+    repo_id: str,
+    *,
+    commit_message: str,
+    commit_description: str | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> CommitInfo:
+    """Make the files of a folder, and no other weights, the model of a repository, in one commit."""
+    api = hub_api()
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    with readable_errors(repo_id):
+        # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
+        present = api.list_repo_files(repo_id, revision=revision, token=token)
+        outdated = [name for name in present if _WEIGHT_FILES.fullmatch(name) and name not in files]
+        return api.create_commit(
+            repo_id,
+            [
+                *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
+                *(CommitOperationDelete(path_in_repo=name) for name in outdated),
+            ],
+            commit_message=commit_message,
+            commit_description=commit_description,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+@contextmanager
+def readable_errors(repo_id: str) -> Iterator[None]:
+    """Say what failed, whether anything is lost, and the way out, where calls of the Hub in the block fail.
+
+    Wrong arguments raise the ValueError of huggingface_hub, which says what is wrong.
+    """
+    try:
+        yield
+    except (ValueError, PermissionError):
+        raise
+    except LocalTokenNotFoundError as error:
+        raise PermissionError(f"cannot push to {repo_id}: {_LOG_IN}") from error
+    except OfflineModeIsEnabled as error:
+        raise ConnectionError(
+            f"cannot push to {repo_id}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it and start again"
+        ) from error
+    except Exception as error:
+        response = _response(error)
+        if response is not None and response.status_code in (401, 403, 404):
+            raise PermissionError(
+                f"cannot push to {repo_id}: the Hub answers {response.status_code}, "
+                f"{response.headers.get('X-Error-Message') or 'no right to write there'}; {_LOG_IN}"
+            ) from error
+        raise ConnectionError(
+            f"the push to {repo_id} broke off: {_innermost(error)}. No commit was made; the same call goes on from "
+            f"here: it sends only the files that the Hub does not have yet"
+        ) from error
+
+
+_LOG_IN = "log in with a token that may write there (`hf auth login`), or pass token="
+
+
+def _response(error: BaseException) -> Any:
+    """What the Hub answered, where an error, or what caused it, was an answer."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HfHubHTTPError):
+            return cause.response
+        cause = cause.__cause__
+    return None
+
+
+def _innermost(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if error.__cause__ is None else f"{text} ({_innermost(error.__cause__)})"

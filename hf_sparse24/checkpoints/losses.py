@@ -1,0 +1,117 @@
+"""The losses of a run, from what a Trainer has logged: as rows of a table, as a picture, and the last evaluation."""
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+Logs = Sequence[Mapping[str, Any]]
+"""`trainer.state.log_history`, and the same in `trainer_state.json`."""
+History = dict[int, dict[str, float]]
+"""Numbers by the step and by name."""
+Control = Mapping[str, float] | str | os.PathLike
+"""A dense run to compare with: its metrics by name, its `trainer_state.json`, or the directory that holds one."""
+
+ROWS = 12
+_NOT_METRICS = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
+
+
+def by_step(log_history: Logs) -> History:
+    """The numbers that were logged with a loss or an evaluation."""
+    history: History = {}
+    for entry in log_history:
+        numbers = {key: value for key, value in entry.items() if isinstance(value, int | float)}
+        if any(key == "loss" or key.startswith("eval_") for key in numbers):
+            history.setdefault(entry["step"], {}).update(numbers)
+    return dict(sorted(history.items()))
+
+
+def some_rows(history: History) -> History:
+    """At most `ROWS` steps, evenly spaced, the first and the last among them: those with a validation loss, or all.
+
+    Each has the latest training loss and flip rate.
+    """
+    latest: dict[str, float] = {}
+    rows: History = {}
+    for step, row in history.items():
+        latest |= {key: row[key] for key in ("loss", "flip_rate") if key in row}
+        rows[step] = latest | row
+    evaluated = {step: row for step, row in rows.items() if "eval_loss" in row}
+    steps = list(evaluated if len(evaluated) > 1 else rows)
+    if len(steps) > ROWS:
+        steps = [steps[round(i * (len(steps) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    return {step: rows[step] for step in steps}
+
+
+def last_evaluation(history: History) -> dict[str, float]:
+    """The metrics of the last evaluation by their names, `eval_loss` and others; empty where there was none."""
+    for row in reversed(history.values()):
+        metrics = {key: value for key, value in row.items() if key.startswith("eval_")}
+        if metrics:
+            return {key: value for key, value in metrics.items() if not key.endswith(_NOT_METRICS)}
+    return {}
+
+
+def control_logs(control: Control | None) -> Logs:
+    """What the dense run has logged, where its file is given.
+
+    Raises:
+        ValueError: there is no such file, or it is no `trainer_state.json`.
+    """
+    if control is None or isinstance(control, Mapping):
+        return ()
+    path = Path(control)
+    path = path / "trainer_state.json" if path.is_dir() else path
+    try:
+        logs = json.loads(path.read_text(encoding="utf-8"))["log_history"]
+        by_step(logs)
+        return logs
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"dense_control={str(control)!r}: must be metrics by name, such as {{'eval_loss': 3.21}}, or the "
+            f"trainer_state.json of a dense run ({error!r})"
+        ) from error
+
+
+def control_metrics(control: Control | None) -> dict[str, float]:
+    """The metrics of the dense run.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if control is None:
+        return {}
+    metrics = dict(control) if isinstance(control, Mapping) else last_evaluation(by_step(control_logs(control)))
+    wrong = [name for name, value in metrics.items() if not isinstance(value, int | float)]
+    if wrong or not metrics:
+        raise ValueError(f"dense_control={control!r}: must have numbers by name, such as {{'eval_loss': 3.21}}")
+    return metrics
+
+
+def plot_losses(log_history: Logs, control: Control | None = None) -> bytes | None:
+    """A PNG of the losses by the step, with those of the dense run where its file is given.
+
+    None where there are no two losses to join, or no matplotlib.
+    """
+    curves = {
+        f"{run}, {label}": points
+        for run, history in (("2:4", by_step(log_history)), ("dense", by_step(control_logs(control))))
+        for key, label in (("loss", "training"), ("eval_loss", "validation"))
+        if len(points := [(step, row[key]) for step, row in history.items() if key in row]) > 1
+    }
+    if not any(name.startswith("2:4") for name in curves) or not find_spec("matplotlib"):
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot(*zip(*points), "--" if name.startswith("dense") else "-", label=name)
+    axes.set(xlabel="optimizer step", ylabel="loss")
+    axes.legend()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=100, metadata={"Software": None})  # the same losses give the same file
+    return png.getvalue()

@@ -1,0 +1,164 @@
+"""Model cards: whether what they say is true, and what they keep of a card that was there."""
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+import zoo
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from hf_sparse24 import METHODS, Sparse24Config, export_model, make_model_card, patch_model
+from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
+from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
+from hf_sparse24.patching import set_phase
+
+HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]
+EVALUATED = [{"step": 50, "eval_loss": 4.2, "eval_runtime": 1.0}, {"step": 100, "eval_loss": 3.25, "eval_runtime": 1.0}]
+
+
+def patched(name: str = "llama", **settings):
+    model = zoo.build(name)
+    patch_model(model, Sparse24Config(**settings))
+    return model
+
+
+def code(card: ModelCard, number: int) -> str:
+    """A block of Python of a card."""
+    return card.text.split("```python\n")[number + 1].partition("```")[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_card_with_its_paper_and_settings_to_copy(method):
+    model = patched(method=method)
+    card = make_model_card(model)
+    assert f"Method `{method}` ([arXiv " in card.text
+    settings = next(code(card, i) for i in range(4) if code(card, i).startswith("Sparse24Config("))
+    assert eval(settings, {"Sparse24Config": Sparse24Config}) == model.config.quantization_config
+    ModelCard(str(card))  # it can be read again
+
+
+def test_the_counted_zeros_are_those_of_the_export(tmp_path):
+    model = patched(target_modules=["up_proj", "o_proj"])
+    export_model(model, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
+    sparse = [weight for name, weight in exported.named_parameters() if "up_proj" in name or "o_proj" in name]
+    zeros = sum(int((weight == 0).sum()) for weight in sparse)
+    total = sum(parameter.numel() for parameter in exported.parameters())
+    text = make_model_card(model).text
+    assert f" {zeros / total:.1%} of all {total:,} parameters are zero" in text
+    assert "| `model.layers.*.self_attn.o_proj` | 2 | 2,048 | 50.0% |" in text
+    assert "| `model.layers.*.mlp.gate_proj` | 2 | 4,096 | dense: not in target_modules=" in text
+
+
+def test_weights_of_a_dense_phase_are_called_dense():
+    model = patched(method="t-sr-ste")
+    set_phase(model, "dense")
+    text = make_model_card(model).text
+    assert "**its weights are dense**" in text and "| 0.0% |" in text and "fixed-mask" not in text
+
+
+def test_the_code_of_a_card_runs(tmp_path):
+    """Both ways to load a dense export: the second one trains on with the zeros of the first."""
+    model = patched().eval()
+    export_model(model, tmp_path)
+    card = make_model_card(model, model_id=str(tmp_path))
+    ids = zoo.batch()["input_ids"]
+    for number in (0, 1):
+        names: dict = {}
+        exec(code(card, number), names)
+        assert type(names["model"]) is LlamaForCausalLM and torch.equal(names["model"](ids).logits, model(ids).logits)
+    assert names["model"].config.quantization_config.method == "fixed-mask"
+
+
+def test_results_stand_beside_the_dense_control(tmp_path):
+    model = patched()
+    card = make_model_card(
+        model, log_history=HISTORY + EVALUATED, dense_control={"eval_loss": 3.0}, datasets="wikitext"
+    )
+    assert "| loss | 3.25 | 3 | +0.25 |" in card.text and "runtime" not in card.text
+    (result,) = card.data.eval_results
+    assert (result.task_type, result.dataset_type, result.metric_value) == ("text-generation", "wikitext", 3.25)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 9, "eval_loss": 3.5}]}))
+    for control in (tmp_path, str(tmp_path / "trainer_state.json")):
+        assert (
+            "| loss | 3.25 | 3.5 | -0.25 |" in make_model_card(model, log_history=EVALUATED, dense_control=control).text
+        )
+    assert make_model_card(model, results={"perplexity": 9.0}).data.eval_results is None  # on no data set that is known
+    assert "| perplexity | 9 |" in make_model_card(model, results={"perplexity": 9.0}).text
+    assert "## Results" not in make_model_card(model).text
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    model = patched()
+    (tmp_path / "other.json").write_text('{"log_history": [{"loss": 3.0}]}')
+    for control in (tmp_path, "nowhere.json", tmp_path / "other.json", {}, {"eval_loss": "low"}):
+        with pytest.raises(ValueError, match="dense_control="):
+            make_model_card(model, dense_control=control)
+    with pytest.raises(ValueError, match="format='zip': must be one of"):
+        make_model_card(model, format="zip")
+    with pytest.raises(TypeError, match="'lisence' is neither an argument nor metadata"):
+        make_model_card(model, lisence="mit")
+    with pytest.raises(ValueError, match="not patched"):
+        make_model_card(zoo.build("llama"))
+
+
+def test_the_table_of_losses_is_short_and_ends_with_the_last_step():
+    assert list(some_rows(by_step(HISTORY)))[:: ROWS - 1] == [1, 100] and len(some_rows(by_step(HISTORY))) == ROWS
+    evaluated = some_rows(by_step(HISTORY + EVALUATED))
+    assert list(evaluated) == [50, 100] and evaluated[50]["loss"] == 4 and evaluated[50]["flip_rate"] == 0.002
+    assert last_evaluation(by_step(EVALUATED)) == {"eval_loss": 3.25}
+    assert by_step([{"train_runtime": 1.0, "step": 3}, {"loss": "4", "step": 3}]) == {}
+
+
+def test_the_base_model_is_one_of_the_hub(tmp_path):
+    model = patched()
+    for name, expected in {
+        "openai-community/gpt2": "openai-community/gpt2",
+        "me/tiny": None,
+        str(tmp_path): None,
+    }.items():
+        model.config._name_or_path = name
+        card = make_model_card(model, model_id="me/tiny")
+        assert card.data.base_model == expected
+        assert card.data.get("base_model_relation") == (expected and "finetune")
+        assert ("made from [openai" in card.text) == (expected is not None)
+    assert make_model_card(model, base_model="a/b", base_model_relation="quantized").data.base_model == "a/b"
+
+
+def test_what_the_author_wrote_is_kept_and_what_the_caller_gives_wins():
+    model = patched()
+    theirs = ModelCard("---\nlicense: mit\ntags: [poems]\nlibrary_name: mine\nodd: [1]\n---\n# Poems\n\nRead them.\n")
+    card = make_model_card(model, existing=theirs, results={"eval_loss": 4.0}, datasets="wikitext", tags="t")
+    assert card.text.startswith("# Poems\n\nRead them.\n") and card.text.endswith(f"{END}\n")
+    data = card.data.to_dict()
+    assert data["license"] == "mit" and data["library_name"] == "mine" and data["odd"] == [1]
+    assert data["tags"] == ["poems", "hf_sparse24", "2:4-sparsity", "semi-structured-sparsity", "t"]
+    assert str(theirs).startswith("---\nlicense: mit\ntags:\n- poems\nlibrary")  # untouched
+    again = make_model_card(model, existing=card, results={"eval_loss": 3.0}, license="apache-2.0")
+    assert again.data.license == "apache-2.0" and [r.metric_value for r in again.data.eval_results] == [3.0]
+    assert again.text.count(BEGIN) == again.text.count(END) == 1
+    broken = ModelCard(f"# Poems\n\n{BEGIN}\n\nRead them.\n")  # its author has deleted the end of our part
+    assert "Read them." in make_model_card(model, existing=broken).text
+
+
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_the_picture_is_there_where_matplotlib_is(tmp_path, monkeypatch, has_matplotlib):
+    if not has_matplotlib:
+        monkeypatch.setattr(import_module("hf_sparse24.checkpoints.losses"), "find_spec", lambda name: None)
+    model = patched()
+    write_model_card(model, tmp_path, log_history=HISTORY)
+    assert ((tmp_path / "loss.png").exists(), "](loss.png)" in (tmp_path / "README.md").read_text()) == (
+        has_matplotlib,
+    ) * 2
+    if has_matplotlib:
+        assert (tmp_path / "loss.png").stat().st_size < 50_000
+        assert plot_losses(HISTORY) == (tmp_path / "loss.png").read_bytes()
+    assert plot_losses(HISTORY[:1]) is None
+
+
+def test_cells_do_not_end_early():
+    model = patched(target_modules=r"model\.layers\.\d+\.mlp\.(up|down)_proj")
+    rows = [line for line in make_model_card(model).text.splitlines() if line.startswith("| `")]
+    assert rows and all(row.count("|") == 5 for row in rows)
