@@ -17,11 +17,13 @@ from .pruning.oneshot import OneshotReport, oneshot
 from .report import PatchReport
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
+from .training.distillation import DistillationConfig
 from .training.trainer import Sparse24Trainer
 from .version import __version__
 
 __all__ = [
     "METHODS",
+    "DistillationConfig",
     "OneshotReport",
     "PatchReport",
     "Sparse24Callback",
