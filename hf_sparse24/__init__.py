@@ -21,6 +21,7 @@ from .pruning.oneshot import OneshotReport, oneshot
 from .report import PatchReport
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
+from .training.distillation import DistillationConfig
 from .training.trainer import Sparse24Trainer
 from .tuners import register_tuners as _register_tuners
 from .version import __version__
@@ -29,6 +30,7 @@ _register_tuners()
 
 __all__ = [
     "METHODS",
+    "DistillationConfig",
     "OneshotReport",
     "PackedConv1D",
     "PackedLinear",

@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from hf_sparse24 import METHODS, Sparse24Config, Sparse24Trainer
+from hf_sparse24 import METHODS, DistillationConfig, Sparse24Config, Sparse24Trainer
 
 
 @dataclass
@@ -71,11 +71,19 @@ class SparseArguments:
         metadata={"help": "mlp, attention, all-linear, a regular expression, or several name endings."},
     )
     sparse24: dict | str | None = field(default=None, metadata={"help": "JSON of further Sparse24Config fields."})
+    teacher: str | None = field(
+        default=None, metadata={"help": "A model to learn from as well, as the dense original of a pruned one."}
+    )
+    distillation: dict | str | None = field(
+        default=None, metadata={"help": "With teacher: JSON of DistillationConfig, as '{\"temperature\": 1}'."}
+    )
 
     def __post_init__(self):
         _check_choice("method", self.method, ("dense", *sorted(METHODS)))
         self.sparse24 = _json_object("sparse24", self.sparse24)
+        self.distillation = _json_object("distillation", self.distillation)
         self.make_config()  # a wrong value shows before anything is loaded
+        self.make_distillation()
 
     def make_config(self) -> Sparse24Config | None:
         """None for the dense control run."""
@@ -85,6 +93,19 @@ class SparseArguments:
         if isinstance(targets, list) and len(targets) == 1:  # argparse cannot tell one word from a list of one
             targets = targets[0]
         return Sparse24Config.from_dict({"method": self.method, "target_modules": targets, **self.sparse24})
+
+    def make_distillation(self) -> DistillationConfig | None:
+        """None without a teacher."""
+        if self.teacher is None:
+            if self.distillation:
+                raise ValueError("distillation is for a teacher; give --teacher, a name on the Hub or a directory")
+            return None
+        if self.method == "dense":
+            raise ValueError("teacher is for sparse methods; method='dense' is a plain Trainer")
+        unknown = sorted(self.distillation.keys() - {f.name for f in fields(DistillationConfig)})
+        if unknown:
+            raise ValueError(f"distillation: {unknown} are no fields of DistillationConfig")
+        return DistillationConfig(**self.distillation)
 
 
 OWN_ARGUMENTS = (ModelArguments, DataArguments, SparseArguments)
@@ -187,7 +208,12 @@ def make_trainer(
         "data_collator": collator,
     }
     if sparse_args.method != "dense":
-        return Sparse24Trainer(**shared, sparse24_config=sparse_args.make_config())
+        return Sparse24Trainer(
+            **shared,
+            sparse24_config=sparse_args.make_config(),
+            teacher=sparse_args.teacher,
+            distillation=sparse_args.make_distillation(),
+        )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"method='dense': {model_args.model_name_or_path} is a 2:4 model; take a dense one as control")
     return Trainer(**shared)

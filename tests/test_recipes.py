@@ -26,6 +26,7 @@ sys.path.insert(0, str(RECIPES))
 import mask_quality  # noqa: E402
 import methods  # noqa: E402
 import quickstart  # noqa: E402
+import recover  # noqa: E402
 import stdlib_text  # noqa: E402
 import text_data  # noqa: E402
 import train  # noqa: E402
@@ -184,6 +185,30 @@ def test_dense_control(tmp_path, tokenizer, text_file, capsys):
     assert "sparse" not in capsys.readouterr().out
 
 
+def test_a_teacher(tmp_path, tokenizer, text_file):
+    train.main(flags(tmp_path, text_file, tokenizer, method="dense")).save_model(tmp_path / "teacher")
+    teacher = {"teacher": tmp_path / "teacher", "distillation": json.dumps({"weight": 0.5, "temperature": 1})}
+    trainer = train.main(flags(tmp_path, text_file, tokenizer, **teacher, validation_split=0.1, logging_steps=1))
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    for log in logs:
+        assert log["loss"] == pytest.approx((log["cross_entropy"] + log["distillation_loss"]) / 2)
+    assert len(logs) == 2
+
+
+def test_recovery(tmp_path, tokenizer, capsys, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "tokenizer").symlink_to(tokenizer)
+    for name in ("train", "validation"):
+        jsonl(tmp_path / "data" / f"{name}.jsonl")
+    monkeypatch.setattr(stdlib_text, "prepare", lambda directory: directory)
+    monkeypatch.setattr(recover, "WAYS", dict(list(recover.WAYS.items())[:2]))
+    monkeypatch.setitem(recover.MODELS, "llama", LLAMA | {"max_position_embeddings": 128})
+    recover.main(["--dense_steps=2", "--steps=2", "--seeds=0", f"--data={tmp_path / 'data'}", f"--output={tmp_path}"])
+    table = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split("|")[1].strip() for line in table] == ["dense", "pruned by oneshot", *recover.WAYS]
+    assert all(3 < float(line.split("|")[2]) < 8 for line in table)
+
+
 def test_same_start_as_the_dense_control(tmp_path, tokenizer, text_file):
     runs = [
         train.make_trainer(*train.parse_arguments(flags(tmp_path, text_file, tokenizer, method=method)))
@@ -298,6 +323,10 @@ def test_wrong_type_in_yaml(tmp_path, capsys):
         ({"tokenizer_name": None}, ValueError, "model_type='llama' needs tokenizer_name"),
         ({"objective": "prefix"}, ValueError, "objective='prefix': must be one of causal, masked"),
         ({"dtype": "int8"}, ValueError, "dtype='int8': must be one of float32, bfloat16"),
+        ({"distillation": "{}", "teacher": "t", "method": "dense"}, ValueError, "teacher is for sparse methods"),
+        ({"distillation": '{"weight": 1}'}, ValueError, "distillation is for a teacher"),
+        ({"distillation": '{"wait": 1}', "teacher": "t"}, ValueError, r"\['wait'\] are no fields of Distillation"),
+        ({"distillation": '{"weight": 2}', "teacher": "t"}, ValueError, "weight=2: must be in"),
         ({"method": "magic"}, ValueError, "method='magic': must be one of dense, fixed-mask, .*s-ste"),
         ({"sparse24": '{"patern": "2:4"}'}, ValueError, r"unknown keys in a Sparse24Config: \['patern'\]"),
         ({"block_size": 64}, ValueError, "block_size=64: the model has 32 positions"),

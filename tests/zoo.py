@@ -103,7 +103,7 @@ NAMES = [*CAUSAL, *MASKED]
 
 def build(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A model of two blocks, a few thousand weights, no dropout, in train mode."""
-    config = AutoConfig.for_model(name, vocab_size=VOCAB, **{**(CAUSAL | MASKED | MOE)[name], **overrides})
+    config = AutoConfig.for_model(name, **{"vocab_size": VOCAB, **(CAUSAL | MASKED | MOE)[name], **overrides})
     for field in ("dropout", "attention_dropout", "hidden_dropout", "activation_dropout"):
         if hasattr(config, field):
             setattr(config, field, 0.0)

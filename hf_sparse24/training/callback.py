@@ -9,6 +9,7 @@ from transformers.training_args import TrainingArguments
 
 from ..config import Sparse24Config
 from ..patching import patched_config
+from . import reference
 from .controller import Sparse24Controller
 from .resume import check_resumed, restore
 
@@ -19,7 +20,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     `Sparse24Trainer` has it already. For another trainer, add it with `Sparse24Callback.add_to(trainer)`, which puts
     it in front of the reporting callbacks, so that TensorBoard and W&B see `flip_rate`, `kept_magnitude` and
     `sparse_phase`; passed as `callbacks=[Sparse24Callback()]` it works too, but then only the console and
-    `trainer_state.json` show them.
+    `trainer_state.json` show them, and the reference model of TRL's trainers stays the dense one on disk.
 
     A resumed run equals an uninterrupted one: the phase follows from the step, masks and scales are buffers of the
     model, MVUE's streams follow from seed, process, step, micro-step and layer, and the last flip rate is in
@@ -48,8 +49,15 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {}, "controller": controller}
 
     @classmethod
-    def add_to(cls, trainer: Trainer) -> "Sparse24Callback":
-        """Install the callback in `trainer`, ahead of those that report logs; returns it, or the one that is there."""
+    def add_to(cls, trainer: Trainer, match_reference: bool = True) -> "Sparse24Callback":
+        """Install the callback in `trainer`, ahead of those that report logs; returns it, or the one that is there.
+
+        Before training, the reference model of TRL's trainers (DPO, KTO, GRPO, RLOO) gets the weights that the patched
+        policy begins with; `match_reference=False` leaves it as it is (see `reference.py`).
+
+        Raises:
+            ValueError: a reference that cannot be what the policy is at the start.
+        """
         callbacks = trainer.callback_handler.callbacks
         callback = next((present for present in callbacks if isinstance(present, cls)), None)
         if callback is None:  # never two: the masked decay would be applied twice
@@ -57,6 +65,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         else:
             callbacks.remove(callback)
         callbacks.insert(0, callback)
+        if match_reference and not trainer.state.global_step:
+            reference.match_reference(trainer)
         return callback
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):

@@ -1,7 +1,9 @@
 """Sparse24Trainer: a Trainer that patches its model and runs its sparsity."""
 
+from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import nn, optim
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -23,6 +25,7 @@ from .decay_search import (
     set_decay,
     tune_masked_decay,
 )
+from .distillation import DistillationConfig, Distiller, LossParts
 from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
 
@@ -40,21 +43,39 @@ class Sparse24Trainer(HubTrainer):
     Args:
         sparse24_config: how to patch the model. `None` keeps a model that is patched as it is, and patches any other
             with `Sparse24Config()`.
+        teacher: a dense or sparse language model of the same tokens, or its name or directory, whose predictions the
+            model learns beside the labels (see `distillation.py`). Frozen, and no part of checkpoints. Evaluation is
+            without it: `eval_loss` is the cross entropy, as that of a run without a teacher. The log has
+            `cross_entropy` and `distillation_loss` beside `loss`.
+        distillation: how much the teacher counts; `None` for `DistillationConfig()`.
 
     Attributes:
         patch_report: what `patch_model` said of the model.
 
     Raises:
-        ValueError: what `patch_model` raises, and, when training starts, a schedule that does not fit the number of
-            steps, or probes that find no feasible decay.
+        ValueError: what `patch_model` raises, a teacher that does not fit the model, and, when training starts, a
+            schedule that does not fit the number of steps, or probes that find no feasible decay.
     """
 
-    def __init__(self, model=None, args=None, *trainer_args, sparse24_config: Sparse24Config | None = None, **kwargs):
+    def __init__(
+        self,
+        model=None,
+        args=None,
+        *trainer_args,
+        sparse24_config: Sparse24Config | None = None,
+        teacher: nn.Module | str | PathLike | None = None,
+        distillation: DistillationConfig | None = None,
+        **kwargs,
+    ):
         self.sparse24_config = sparse24_config
         self.patch_report: PatchReport | None = None
+        if teacher is None and distillation is not None:
+            raise ValueError(f"distillation={distillation!r} without a teacher; pass teacher=, or leave both out")
         if model is not None:
             self._patch(model)
         super().__init__(model, args, *trainer_args, **kwargs)
+        self.distiller = None if teacher is None else Distiller(self, teacher, distillation or DistillationConfig())
+        self._loss_parts: LossParts | None = None
         Sparse24Callback.add_to(self)
 
     @property
@@ -118,6 +139,25 @@ class Sparse24Trainer(HubTrainer):
         quarter of a probe, with masks as the weights ask for them, where the paper compares single refreshes.
         """
         return tune_masked_decay(self, tuple(candidates), steps)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.distiller is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = self.distiller.student_inputs(inputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss, parts = self.distiller.loss(loss, outputs, inputs, num_items_in_batch)
+        # The Trainer divides a mean over a micro-batch by the number of them, which it knows once it trains.
+        steps = 1 if num_items_in_batch is not None else getattr(self, "current_gradient_accumulation_steps", 1)
+        self._loss_parts = (self._loss_parts or LossParts(self.state.global_step, {})).plus(parts, 1 / steps)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._loss_parts is not None and "loss" in logs:
+            means = self._loss_parts.means(self.state.global_step)
+            values = self.accelerator.reduce(torch.stack(list(means.values())), reduction="mean")
+            logs.update(zip(means, values.tolist()))
+            self._loss_parts = None
+        super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
         model = model_of(self) if model is None else model

@@ -1,0 +1,208 @@
+"""The teacher of a distillation: a frozen model, its checks, and its logits in chunks of tokens.
+
+A batch of logits can be larger than the teacher. So its output embedding computes one token of each row, its input is
+kept, and chunks of that are turned into logits when they are compared. Where a model changes the logits behind the
+output embedding, as by scaling or capping them, it runs row by row instead.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+CHUNK = 2**24
+"""Elements of a chunk of logits: 64 MiB in fp32."""
+
+Chunks = Iterator[tuple[Tensor, Tensor]]
+"""Flat positions of some tokens [n], and the teacher's logits there [n, vocabulary]."""
+
+_OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "output_hidden_states")
+
+
+class Teacher:
+    """A model in eval mode whose weights are frozen; a plain object, so that no Trainer wraps or saves it.
+
+    Args:
+        teacher: a model, dense or 2:4 sparse, or the name or directory of one, which is loaded in the dtype that it was
+            saved in.
+        student: the model it teaches.
+        tokenizer: of the student, to tell padding of the vocabulary from tokens; anything else is ignored.
+        gives_states: whether hidden states are compared: the two need the same blocks then.
+
+    Raises:
+        ValueError: it shares weights with the student, or has other tokens, or blocks, than it must have.
+    """
+
+    def __init__(self, teacher: Any, student: Any, tokenizer: Any, gives_states: bool):
+        tokenizer = tokenizer if hasattr(tokenizer, "get_vocab") else None
+        if isinstance(teacher, str | PathLike):
+            if tokenizer is not None:
+                _check_tokens(tokenizer, str(teacher))
+            auto = AutoModelForCausalLM if shifts_labels(student) else AutoModelForMaskedLM
+            teacher = auto.from_pretrained(teacher, dtype="auto")
+        elif not (isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings")):
+            raise ValueError(f"teacher={type(teacher).__name__}: must be a language model, or the name of one")
+        _check_models(teacher, student, tokenizer)
+        if gives_states:
+            _check_blocks(teacher, student)
+        self.model = teacher.eval().requires_grad_(False)
+        self.gives_states = gives_states
+        self.chunk = max(CHUNK // _size(teacher, "vocab_size"), 1)
+        self.by_chunks: bool | None = None
+        """Whether the output embedding gives the logits as they are; None before the first batch has shown it."""
+
+    def to(self, device: torch.device) -> None:
+        """Move it, unless it has a device map."""
+        if getattr(self.model, "hf_device_map", None) is None:
+            self.model.to(device)
+
+    def run(self, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Any]:
+        """The inputs [batch, tokens, hidden] of the output embedding for a batch, None where chunks of them do not give
+        the logits; and the hidden states, where they are compared."""
+        if self.by_chunks is False and not self.gives_states:
+            return None, None
+        head = self.model.get_output_embeddings()
+        before: list[Tensor] = []
+        behind: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            before.append(args[0])
+            return (args[0][:, :1], *args[1:]) if args[0].dim() == 3 else None
+
+        hooks = [] if head is None else [head.register_forward_pre_hook(keep)]
+        hooks += [] if head is None else [head.register_forward_hook(lambda module, args, out: behind.append(out))]
+        try:
+            outputs = self._call(inputs, **({"output_hidden_states": True} if self.gives_states else {}))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.by_chunks is None:
+            is_last = (
+                len(behind) == 1 and behind[0].dim() == 3 and torch.equal(behind[0].float(), outputs.logits.float())
+            )
+            self._choose(is_last)
+        return before[0] if self.by_chunks else None, outputs.hidden_states if self.gives_states else None
+
+    def logits(self, hidden: Tensor | None, inputs: Mapping[str, Any], positions: Tensor) -> Chunks:
+        """The logits at flat `positions` [n] of a batch, chunk by chunk; `hidden` is what `run` gave for it."""
+        if hidden is not None:
+            head = self.model.get_output_embeddings()
+            flat = hidden.flatten(0, 1)
+            for chunk in positions.split(self.chunk):
+                yield chunk, head(flat[chunk.to(flat.device)])
+            return
+        tokens = next(x.shape[1] for name, x in inputs.items() if name in ("labels", "shift_labels"))
+        rows = positions // tokens
+        for row in rows.unique().tolist():
+            logits = self._call({name: _row(x, row) for name, x in inputs.items()}).logits[0]
+            for chunk in positions[rows == row].split(self.chunk):
+                yield chunk, logits[(chunk - row * tokens).to(logits.device)]
+
+    @torch.no_grad()
+    def _call(self, inputs: Mapping[str, Any], **more: Any) -> Any:
+        """The outputs for what it knows of a batch."""
+        parameters = inspect.signature(self.model.forward).parameters
+        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+        known = {
+            name: value
+            for name, value in inputs.items()
+            if (takes_all or name in parameters) and name not in _OF_THE_STUDENT
+        }
+        if "use_cache" in parameters:
+            more["use_cache"] = False
+        return self.model(**known, return_dict=True, **more)
+
+    def _choose(self, is_last: bool) -> None:
+        self.by_chunks = is_last
+        name = type(self.model).__name__
+        if is_last:
+            logger.info(f"distillation: the teacher, {name}, makes its logits in chunks of {self.chunk} tokens")
+        else:
+            logger.warning(
+                f"distillation: the teacher, {name}, changes its logits behind its output embedding, as by scaling or "
+                f"capping them, so it runs row by row of a batch, with all logits of a row"
+            )
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether logits at position i predict label i + 1, as in causal models, or label i, as in masked ones.
+
+    Raises:
+        ValueError: a model of another kind.
+    """
+    model = _base(model)
+    names = {cls.__name__ for cls in type(model).__mro__}
+    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+        return True
+    if names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} and not model.config.is_encoder_decoder:
+        return False
+    raise ValueError(f"teacher=: {type(model).__name__} is no causal or masked language model of Transformers")
+
+
+def _base(model: Any) -> Any:
+    """The model of Transformers in one of PEFT."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _size(model: Any, name: str) -> int:
+    return getattr(_base(model).config.get_text_config(), name)
+
+
+def _row(value: Any, row: int) -> Any:
+    return value[row : row + 1] if isinstance(value, Tensor) and value.dim() > 1 else value
+
+
+def _check_tokens(tokenizer: Any, teacher: str) -> None:
+    """The teacher's own tokenizer, where it has one, must have the same tokens under the same ids."""
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(teacher).get_vocab()
+    except (OSError, ValueError):  # a directory without one
+        return
+    tokens = {index: token for token, index in vocabulary.items()}
+    for token, index in tokenizer.get_vocab().items():
+        if tokens.get(index, token) != token:
+            raise ValueError(
+                f"teacher={teacher!r} has another tokenizer: id {index} is {tokens[index]!r} there and {token!r} here; "
+                f"take a teacher with the tokenizer of the model"
+            )
+
+
+def _check_models(teacher: Any, student: Any, tokenizer: Any) -> None:
+    own = {id(parameter) for parameter in student.parameters()}
+    if any(id(parameter) in own for parameter in teacher.parameters()):
+        raise ValueError(
+            "the teacher shares weights with the model that it teaches, and would change with it; load it a second "
+            "time, or pass its name or directory"
+        )
+    if shifts_labels(teacher) != shifts_labels(student):
+        raise ValueError(
+            f"teacher={type(teacher).__name__}: a causal and a masked language model predict different tokens"
+        )
+    sizes = _size(student, "vocab_size"), _size(teacher, "vocab_size")
+    if sizes[0] != sizes[1] and (tokenizer is None or len(tokenizer) > min(sizes)):
+        known = "no tokenizer is given" if tokenizer is None else f"the tokenizer has {len(tokenizer)} tokens"
+        raise ValueError(
+            f"the model has a vocabulary of {sizes[0]}, the teacher one of {sizes[1]}, and {known}: take a teacher "
+            f"with the model's tokens. Where they differ by padding alone, pass processing_class=tokenizer"
+        )
+
+
+def _check_blocks(teacher: Any, student: Any) -> None:
+    for name in ("hidden_size", "num_hidden_layers"):
+        sizes = _size(student, name), _size(teacher, name)
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"hidden_weight compares hidden states, and the model has {name} {sizes[0]}, the teacher {sizes[1]}; "
+                f"set hidden_weight=0, or take a teacher of the model's sizes"
+            )

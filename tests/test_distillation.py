@@ -1,0 +1,420 @@
+"""Distillation: its loss against the formula, written plainly, and a teacher among the Trainer's other features."""
+
+import math
+
+import peft
+import pytest
+import torch
+import zoo
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_sparse24 import DistillationConfig, Sparse24Config, Sparse24Trainer, patch_model
+from hf_sparse24.training import teacher as teachers
+from hf_sparse24.training.distillation import EPS, kl_divergence, predicting_positions
+from hf_sparse24.weight import sparse_weights
+
+PEFT_WARNS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+BOTH = DistillationConfig(weight=0.7, temperature=3.0, hidden_weight=0.2)
+
+
+def arguments(tmp_path, **overrides) -> TrainingArguments:
+    defaults = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(str(tmp_path), **(defaults | overrides))
+
+
+def batch(rows: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows with labels for some of their tokens: every row for another number of them."""
+    made = zoo.batch(seed, rows)
+    for row in range(rows):
+        made["labels"][row, : 2 + row % 5] = -100
+    return made
+
+
+def dataset(rows: int = 32) -> Dataset:
+    return Dataset.from_dict({name: x.tolist() for name, x in batch(rows).items()})
+
+
+def trainer(tmp_path, model=None, teacher=None, distillation=None, config=None, **overrides) -> Sparse24Trainer:
+    passed = {name: overrides.pop(name) for name in ("processing_class", "compute_loss_func") if name in overrides}
+    return Sparse24Trainer(
+        model or zoo.build("llama"),
+        arguments(tmp_path, **overrides),
+        train_dataset=dataset(),
+        eval_dataset=dataset(6),
+        sparse24_config=config or (None if model and sparse_weights(model) else Sparse24Config(method="ste")),
+        teacher=teacher or zoo.build("llama", seed=1),
+        distillation=distillation,
+        **passed,
+    )
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
+
+
+def plainly(student, teacher, inputs, config, shifted) -> dict[str, torch.Tensor]:
+    """The three terms as sums over tokens, from whole tensors."""
+    kept = inputs["labels"][:, 1:] != -100 if shifted else inputs["labels"] != -100
+    call = {"input_ids": inputs["input_ids"], "output_hidden_states": True}
+    ours, theirs = student(**call), teacher(**call)
+    cut = (lambda x: x[:, :-1][kept]) if shifted else lambda x: x[kept]
+    temperature = config.temperature
+    labels = (inputs["labels"][:, 1:] if shifted else inputs["labels"])[kept]
+    return {
+        "cross_entropy": cross_entropy(cut(ours.logits), labels, reduction="sum"),
+        "distillation_loss": temperature**2
+        * kl_div(
+            log_softmax(cut(ours.logits) / temperature, -1),
+            log_softmax(cut(theirs.logits) / temperature, -1),
+            log_target=True,
+            reduction="sum",
+        ),
+        "hidden_state_loss": sum(
+            ((cut(own) - cut(other)).square().mean(-1) / (cut(other).square().mean(-1) + EPS)).sum()
+            for own, other in zip(ours.hidden_states[1:], theirs.hidden_states[1:])
+        ),
+    }
+
+
+def test_positions_are_those_that_predict_a_label():
+    labels = torch.tensor([[5, -100, 6, 7], [-100, 8, -100, -100]])
+    assert predicting_positions(labels, shifted=True).tolist() == [1, 2, 4]
+    assert predicting_positions(labels, shifted=False).tolist() == [0, 2, 3, 5]
+
+
+def test_kl_divergence_on_literal_numbers():
+    """Teacher (3/4, 1/4), student (1/2, 1/2) at temperature 1; at 2 the teacher's odds 9 become 3."""
+    student = torch.zeros(1, 2, requires_grad=True)
+    teacher = torch.tensor([[3.0, 1.0]]).log()
+    chunk = [(torch.tensor([0]), teacher)]
+    loss = kl_divergence(student, iter(chunk), 1.0)
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert loss.item() == pytest.approx(expected)
+    loss.backward()
+    torch.testing.assert_close(student.grad, torch.tensor([[-0.25, 0.25]]))
+    assert kl_divergence(student, iter([(torch.tensor([0]), 2 * teacher)]), 2.0).item() == pytest.approx(4 * expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_kl_divergence_is_that_of_autograd(dtype):
+    """In chunks, of some tokens, with a padded vocabulary of the teacher, whatever the incoming gradient."""
+    student, teacher = torch.randn(2, 5, 7, dtype=dtype, requires_grad=True), torch.randn(10, 9, dtype=dtype)
+    positions = torch.tensor([1, 2, 3, 6, 9])
+    loss = kl_divergence(student, ((chunk, teacher[chunk]) for chunk in positions.split(2)), 2.5)
+    (-3 * loss).backward()
+    copy = student.detach().double().requires_grad_()
+    rows = copy.flatten(0, 1)[positions] / 2.5, teacher[positions, :7].double() / 2.5
+    whole = 2.5**2 * kl_div(rows[0].log_softmax(-1), rows[1].log_softmax(-1), log_target=True, reduction="sum")
+    (-3 * whole).backward()
+    torch.testing.assert_close(loss.double(), whole, rtol=1e-5, atol=1e-6)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(student.grad.double(), copy.grad, **tolerance)
+    with pytest.raises(RuntimeError):  # the gradient was used up
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2", "modernbert", "deberta-v2", "roberta"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_the_loss_is_the_formula(tmp_path, monkeypatch, name, counts):
+    """gemma2 caps its logits, so that they cannot come in chunks."""
+    monkeypatch.setattr(teachers, "CHUNK", 3 * zoo.VOCAB)
+    teacher, inputs = zoo.build(name, seed=1), batch(3)
+    run = trainer(tmp_path, zoo.build(name), teacher, BOTH)
+    terms = plainly(run.model, teacher.eval(), inputs, BOTH, shifted=name not in zoo.MASKED)
+    expected = (0.3 * terms["cross_entropy"] + 0.7 * terms["distillation_loss"] + 0.2 * terms["hidden_state_loss"]) / (
+        items := 20.0 if counts and name in ("llama", "opt", "gemma2") else counted(inputs, name)
+    )
+    count = torch.tensor(items)
+    loss = run.compute_loss(run.model, inputs, num_items_in_batch=count if counts else None)
+    torch.testing.assert_close(loss, expected)
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    found, wanted = (torch.autograd.grad(value, parameters, allow_unused=True) for value in (loss, expected))
+    torch.testing.assert_close(found, wanted)
+    assert run.distiller.teacher.by_chunks == (name != "gemma2")
+
+
+def counted(inputs, name) -> float:
+    labels = inputs["labels"] if name in zoo.MASKED else inputs["labels"][:, 1:]
+    return float((labels != -100).sum())
+
+
+def test_no_tensor_of_the_whole_vocabulary_is_made_for_the_teacher(tmp_path, monkeypatch):
+    """One of the student's size: its gradient."""
+    monkeypatch.setattr(teachers, "CHUNK", 4 * zoo.VOCAB)
+    run, inputs = trainer(tmp_path, distillation=DistillationConfig()), batch(8)
+    outputs = run.model(**inputs)
+
+    made = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() and out.shape[-1] == zoo.VOCAB and not func.is_view:
+                made.append((func.name(), out.numel() // zoo.VOCAB))
+            return out
+
+    with Made():
+        run.distiller.loss(outputs.loss, outputs, inputs, None)
+    assert [name for name, rows in made if rows > 8 and not name.endswith("_")] == ["aten::zeros_like"]
+
+
+@pytest.mark.parametrize("distillation", [None, BOTH])
+def test_accumulation_equals_one_big_batch(tmp_path, distillation):
+    whole, parts = (
+        trainer(tmp_path, distillation=distillation, optim="sgd", learning_rate=0.1, **sizes)
+        for sizes in (
+            {"per_device_train_batch_size": 4},
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        )
+    )
+    start = weights(whole.model).clone()
+    whole.train()
+    parts.train()
+    torch.testing.assert_close(weights(whole.model), weights(parts.model))
+    assert (weights(whole.model) - start).abs().max() > 1e-3
+    for name in ("cross_entropy", "distillation_loss", *(["hidden_state_loss"] if distillation else [])):
+        logged = [[log[name] for log in run.state.log_history if "loss" in log] for run in (whole, parts)]
+        assert logged[0] == pytest.approx(logged[1], rel=1e-5) and len(logged[0]) == 4
+
+
+@pytest.mark.parametrize("name", ["llama", "deberta-v2"])
+def test_the_log_has_the_parts_of_the_loss(tmp_path, name):
+    """deberta-v2 returns means over micro-batches, which the Trainer divides."""
+    run = trainer(
+        tmp_path, zoo.build(name), zoo.build(name, seed=1), BOTH, gradient_accumulation_steps=2, logging_steps=2
+    )
+    run.train()
+    logs = [log for log in run.state.log_history if "loss" in log]
+    assert len(logs) == 2
+    for log in logs:
+        parts = 0.3 * log["cross_entropy"] + 0.7 * log["distillation_loss"] + 0.2 * log["hidden_state_loss"]
+        assert log["loss"] == pytest.approx(parts, rel=1e-5)
+        assert 3 < log["cross_entropy"] < 12
+
+
+def test_evaluation_is_without_the_teacher(tmp_path):
+    run = trainer(tmp_path)
+    plain = Trainer(run.model, run.args, eval_dataset=dataset(6))
+    run.distiller.teacher.model = None
+    assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    def run(**overrides):
+        return trainer(
+            tmp_path,
+            config=Sparse24Config(method="t-sr-ste", mask_interval=2),
+            distillation=BOTH,
+            max_steps=6,
+            **overrides,
+        )
+
+    whole = run(save_strategy="steps", save_steps=3)
+    whole.train()
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(weights(whole.model), weights(resumed.model))
+    logs = [
+        {log["step"]: log["distillation_loss"] for log in r.state.log_history if "loss" in log}
+        for r in (whole, resumed)
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) == 6
+
+
+def test_the_teacher_stays_as_it_is_and_out_of_checkpoints(tmp_path):
+    teacher = zoo.build("llama", seed=1)
+    before = weights(teacher)
+    run = trainer(tmp_path / "with", teacher=teacher, save_strategy="steps", save_steps=4)
+    run.train()
+    assert torch.equal(weights(teacher), before)
+    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    other = Sparse24Trainer(
+        zoo.build("llama"),
+        arguments(tmp_path / "without", save_strategy="steps", save_steps=4),
+        train_dataset=dataset(),
+        sparse24_config=Sparse24Config(method="ste"),
+    )
+    other.train()
+    files = [
+        sorted(
+            (path.name, path.suffix == ".safetensors" and path.stat().st_size) for path in (tmp_path / kind).rglob("*")
+        )
+        for kind in ("with", "without")
+    ]
+    assert files[0] == files[1]
+
+
+def test_a_student_learns_its_teacher(tmp_path):
+    """The KL divergence, at labels that mean nothing, falls from what it is before training, with the teacher alone."""
+    run = trainer(tmp_path, distillation=DistillationConfig(weight=1.0), max_steps=40, learning_rate=1e-2)
+    run.train()
+    losses = [log["distillation_loss"] for log in run.state.log_history if "loss" in log]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_bf16_autocast(tmp_path):
+    plain, autocast = (trainer(tmp_path, distillation=BOTH, bf16=bf16) for bf16 in (False, True))
+    plain.train()
+    autocast.train()
+    logged = [[log["distillation_loss"] for log in run.state.log_history if "loss" in log] for run in (plain, autocast)]
+    assert logged[0] == pytest.approx(logged[1], rel=0.05) and logged[0] != logged[1]
+    assert all(p.dtype == torch.float32 for p in autocast.model.parameters())
+
+
+def test_a_teacher_by_its_directory_in_the_dtype_that_it_was_saved_in(tmp_path):
+    teacher = zoo.build("llama", seed=1).to(torch.bfloat16)
+    patch_model(teacher, Sparse24Config(method="s-ste"))
+    teacher.save_pretrained(tmp_path / "teacher")
+    run = trainer(tmp_path, teacher=tmp_path / "teacher")
+    assert {p.dtype for p in run.distiller.teacher.model.parameters()} == {torch.bfloat16}
+    assert len(sparse_weights(run.distiller.teacher.model)) == 6
+    run.train()
+
+
+@PEFT_WARNS
+def test_adapters_learn_from_a_teacher(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="fixed-mask"))
+    base = weights(model)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    run = trainer(tmp_path, model, distillation=DistillationConfig(weight=1.0), max_steps=20, learning_rate=1e-2)
+    run.train()
+    losses = [log["distillation_loss"] for log in run.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0]
+    assert torch.equal(weights(model.unload()), base)
+
+
+def test_the_search_for_a_masked_decay_leaves_the_log_alone(tmp_path):
+    config = Sparse24Config(method="sr-ste", masked_decay=1e-4)
+    runs = [trainer(tmp_path, config=config, max_steps=4, learning_rate=1e-2) for _ in range(2)]
+    runs[0].tune_masked_decay((1e-4,), 4)
+    for run in runs:
+        run.train()
+    logs = [[log["distillation_loss"] for log in run.state.log_history if "loss" in log] for run in runs]
+    assert logs[0] == logs[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """`zoo.VOCAB - 6` tokens."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(zoo.VOCAB - 6)}, unk_token="w0"))
+    )
+
+
+def test_vocabularies_may_differ_by_padding(tmp_path, tokenizer):
+    teacher = zoo.build("llama", seed=1)
+    teacher.resize_token_embeddings(zoo.VOCAB - 4, mean_resizing=False)
+    with pytest.raises(ValueError, match="vocabulary of 96, the teacher one of 92, and no tokenizer is given"):
+        trainer(tmp_path, teacher=teacher)
+    run = trainer(tmp_path, teacher=teacher, processing_class=tokenizer)
+    run.compute_loss(run.model, {name: x.clamp(max=90) for name, x in batch().items()})
+    teacher.resize_token_embeddings(zoo.VOCAB - 8, mean_resizing=False)
+    with pytest.raises(ValueError, match="one of 88, and the tokenizer has 90 tokens"):
+        trainer(tmp_path, teacher=teacher, processing_class=tokenizer)
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path, tokenizer):
+    zoo.build("llama", seed=1).save_pretrained(tmp_path / "teacher")
+    trainer(tmp_path, teacher=tmp_path / "teacher", processing_class=tokenizer)  # it has no tokenizer to compare
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    trainer(tmp_path, teacher=tmp_path / "teacher", processing_class=tokenizer)
+    ids = {f"w{i}": i for i in range(10)} | {"w11": 10, "w10": 11}
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(ids, unk_token="w0")))
+    other.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ValueError, match=r"another tokenizer: id 1[01] is 'w1[01]' there and 'w1[01]' here"):
+        trainer(tmp_path, teacher=tmp_path / "teacher", processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"weight": 1.5}, r"weight=1.5: must be in \[0, 1\]"),
+        ({"weight": "much"}, "weight='much': must be a finite number"),
+        ({"temperature": 0}, "temperature=0: must be above 0"),
+        ({"hidden_weight": float("inf")}, "hidden_weight=inf: must be a finite"),
+        ({"weight": 0}, "the teacher would have no effect"),
+    ],
+)
+def test_wrong_settings(values, message):
+    with pytest.raises(ValueError, match=message):
+        DistillationConfig(**values)
+
+
+def same():
+    model = zoo.build("llama")
+    return {"model": model, "teacher": model}
+
+
+def below_an_adapter():
+    model = zoo.build("llama")
+    return {"model": peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")), "teacher": model}
+
+
+def classifier():
+    config = zoo.build("llama").config
+    return {"model": AutoModelForSequenceClassification.from_config(config)}
+
+
+@PEFT_WARNS
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (same, "the teacher shares weights with the model"),
+        (below_an_adapter, "the teacher shares weights with the model"),
+        (classifier, "LlamaForSequenceClassification is no causal or masked language model"),
+        (lambda: {"teacher": zoo.build("bert")}, "a causal and a masked language model predict different"),
+        (lambda: {"teacher": torch.nn.Linear(2, 2)}, "teacher=Linear: must be a language model"),
+        (lambda: {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: the teacher's predictions smooth"),
+        (lambda: {"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func and teacher= both say"),
+        (
+            lambda: {"teacher": zoo.build("llama", hidden_size=64), "distillation": BOTH},
+            "the model has hidden_size 32, the teacher 64; set hidden_weight=0",
+        ),
+        (
+            lambda: {"teacher": zoo.build("llama", num_hidden_layers=3), "distillation": BOTH},
+            "has num_hidden_layers 2, the teacher 3",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, make, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **make())
+
+
+def test_a_distillation_needs_a_teacher(tmp_path):
+    with pytest.raises(ValueError, match="without a teacher"):
+        Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), distillation=DistillationConfig())
+
+
+def test_a_teacher_may_have_other_sizes(tmp_path):
+    teacher = zoo.build("qwen3", hidden_size=64, num_hidden_layers=3)
+    trainer(tmp_path, teacher=teacher).train()
+
+
+def test_batches_without_labels_are_refused(tmp_path):
+    run = trainer(tmp_path)
+    inputs = batch()
+    outputs = run.model(**inputs)
+    with pytest.raises(ValueError, match=r"a label for each of the logits.*and there are none"):
+        run.distiller.loss(outputs.loss, outputs, {"input_ids": inputs["input_ids"]}, None)
+    with pytest.raises(ValueError, match="the model's logits, and it returned none"):
+        run.distiller.loss(outputs.loss, {"loss": outputs.loss, "logits": None}, inputs, None)
