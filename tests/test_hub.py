@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model, push_to_hub, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.packed import packed_weights
 from hf_sparse24.patching import patched_config
 
 # The client's own: it passes the files of Git LFS to its HTTP library in an old way.
@@ -27,11 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:De
 
 REPO = "ada/tiny"
 WEIGHTS = "model.safetensors"
-UNPUSHED = {"packed": "packed exports are not there yet"}  # empty, once they are
-FORMATS = [
-    pytest.param(name, marks=pytest.mark.skipif(name in UNPUSHED, reason=UNPUSHED.get(name, "")))
-    for name in ("dense", "packed", "training")
-]
+FORMATS = ["dense", "packed", "training"]
 
 
 @pytest.fixture
@@ -81,6 +78,7 @@ def test_what_is_pushed_computes_the_same(hub, format):
     loaded = AutoModelForCausalLM.from_pretrained(REPO)
     assert torch.equal(logits(loaded), logits(model))
     assert (patched_config(loaded) is not None) == (format == "training")
+    assert bool(packed_weights(loaded)) == (format == "packed")
     assert is_nm_sparse(loaded.model.layers[0].mlp.up_proj.weight) == (format != "training")
 
 
@@ -283,17 +281,20 @@ def test_copies_push_themselves_and_unpatched_models_push_as_ever(hub):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
-def test_wrappers_are_looked_through_and_adapters_refused_before_anything_is_sent(hub):
+def test_wrappers_are_looked_through_and_adapters_merged(hub):
     model = patched()
     torch.compile(model).push_to_hub("through-attribute")
     push_to_hub(torch.nn.DataParallel(model), "through-function")
     through_attribute, through_function = (hub.files(f"ada/through-{how}") for how in ("attribute", "function"))
     assert through_attribute[WEIGHTS] == through_function[WEIGHTS]
     assert b"LlamaForCausalLM.from_pretrained" in through_function["README.md"]
-    with_adapter = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"the model has PEFT adapters"):
-        push_to_hub(with_adapter, REPO)
-    assert REPO not in hub.repos
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    with_adapter = peft.get_peft_model(model, config).eval()
+    push_to_hub(with_adapter, REPO)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(with_adapter.merge_and_unload()))
+    with pytest.raises(ValueError, match=r"format='training': the model has PEFT adapters"):
+        push_to_hub(peft.get_peft_model(patched(), config), "other", format="training")
+    assert "ada/other" not in hub.repos
 
 
 def test_only_the_first_process_pushes(hub, monkeypatch):
@@ -313,9 +314,7 @@ def test_uploads_through_xet(hub, monkeypatch, tmp_path):
     model = patched()
     push_to_hub(model, REPO)
     file = hub.repos[REPO].commits[hub.repos[REPO].refs["main"]][WEIGHTS]
-    model.config._name_or_path = ""
-    unpatched = unpatch_model(model)
-    unpatched.save_pretrained(tmp_path / "local")
+    export_model(model, tmp_path / "local")
     assert file.size == (tmp_path / "local" / WEIGHTS).stat().st_size and any((tmp_path / "xet").rglob("xorbs"))
     assert not any(request.startswith("PUT") for request in hub.requests)
 

@@ -66,7 +66,7 @@ def export_model(
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
-    with without_adapters(_unwrapped(model)) as plain:
+    with without_adapters(unwrapped(model)) as plain:
         _export(plain, Path(directory), format, max_shard_size)
 
 
@@ -154,7 +154,7 @@ def _fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _unwrapped(model: nn.Module) -> PreTrainedModel:
+def unwrapped(model: nn.Module) -> PreTrainedModel:
     """The model that patch_model got, out of what was put around it later."""
     while True:
         kind = {cls.__name__ for cls in type(model).__mro__}

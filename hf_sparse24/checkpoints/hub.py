@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
@@ -21,10 +21,12 @@ from huggingface_hub.errors import (
 )
 from transformers import PreTrainedModel
 
+from ..adapters.bypass import is_adapter
+from ..adapters.merging import without_adapters
 from ..patching import INSTANCE_METHODS, patched_config
 from ..version import __version__
 from .card import CARD, Format, check_arguments, write_model_card
-from .export import _unwrapped, export_model
+from .export import export_model, unwrapped
 
 _WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -51,7 +53,8 @@ def push_to_hub(
     the export replaces go, other files stay. Of several processes only the first one pushes.
 
     Args:
-        model: a patched model; DDP, DataParallel and torch.compile are looked through.
+        model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
+            merged for the push.
         repo_id: `"user/name"`, or `"name"` for a repository of your own.
         format: `"dense"`: ordinary weights with zeros, which load everywhere. `"packed"`: 9/16 of the bytes, read with
             hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
@@ -71,8 +74,10 @@ def push_to_hub(
     """
     if patched_config(model) is None:
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
-    model = _unwrapped(model)
     check_arguments(format, card)
+    model = unwrapped(model)
+    if format == "training" and any(is_adapter(module) for module in model.modules()):
+        raise ValueError("format='training': the model has PEFT adapters, which model.push_to_hub of PEFT pushes")
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return None
     with readable_errors(repo_id):
@@ -80,8 +85,10 @@ def push_to_hub(
     existing = repository_card(repo_id, token, revision)
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder)
-        write_model(model, stage, format, max_shard_size, processing_class)
-        write_model_card(model, stage, format=format, model_id=repo_id, tags=tags, existing=existing, **card)
+        with without_adapters(model) as merged:
+            plain = cast(PreTrainedModel, merged)
+            write_model(plain, stage, format, max_shard_size, processing_class)
+            write_model_card(plain, stage, format=format, model_id=repo_id, tags=tags, existing=existing, **card)
         return commit_folder(
             stage,
             repo_id,
@@ -128,9 +135,7 @@ def hub_api() -> HfApi:
     return HfApi(library_name="hf_sparse24", library_version=__version__)
 
 
-def write_model(
-    model: PreTrainedModel, stage: Path, format: Format, max_shard_size: int | str, processing_class: Any
-) -> None:
+def write_model(model: Any, stage: Path, format: Format, max_shard_size: int | str, processing_class: Any) -> None:
     """Write what is pushed of a model in this format to an empty folder."""
     if format == "training":
         type(model).save_pretrained(model, stage, max_shard_size=max_shard_size)
