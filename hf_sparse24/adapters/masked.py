@@ -33,7 +33,7 @@ from ..encodings import Wanted
 from ..gemms import PRUNED
 from ..linear import Sparse24Layer
 
-CHUNK = 2**24
+CHUNK = 2**22
 """Elements of D that exist at a time."""
 
 ALL = slice(None)

@@ -87,7 +87,8 @@ def _write(model: PreTrainedModel, new: Path, parts: list[Part], format: str, ma
     """Write a whole checkpoint into the empty folder `new`."""
     config: Sparse24Config = model.config.quantization_config
     with _quantization_config(model, None):
-        model.save_pretrained(new, state_dict={})  # all but the weights
+        with _no_progress_bar():
+            model.save_pretrained(new, state_dict={})  # all but the weights
         for path in new.glob("*.safetensors"):
             path.unlink()
         sparse, files = _write_weights(model, new, parts, max_shard_size)
@@ -206,3 +207,15 @@ def _quantization_config(model: PreTrainedModel, config: Sparse24Config | None) 
         yield
     finally:
         model.config.quantization_config = own
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without Transformers' bar, which would count the weights that it is not given."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
