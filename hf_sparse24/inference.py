@@ -1,14 +1,14 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
 import torch
-from sparse24_kernels import Packed
+from sparse24_kernels import Packed, Pattern
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from .config import Sparse24Config
 from .packed import PackedFormat, PackedWeight, pack_exactly, packed_weights
-from .patching import patched_config, unpatch_model
+from .patching import patched_config, release, restore
 from .weight import SparseWeight, sparse_weights
 
 
@@ -28,23 +28,29 @@ def pack_model(model: nn.Module) -> int:
         Bytes of memory freed.
 
     Raises:
-        ValueError: the model is not patched, is in its dense phase, or has weights that are not 2:4.
+        ValueError: the model is not patched, is in its dense phase, or has a pattern that is not within 2:4.
     """
     config = check_packable(model)
     before = _bytes(model)
-    packed: dict[int, Packed | None] = {}
-    forms, input_dims = {}, {}
-    for name, weight in sparse_weights(model).items():
-        if id(weight.parameter) not in packed:  # layers may share one
-            packed[id(weight.parameter)] = packed_form(name, weight)
-        forms[name], input_dims[name] = packed[id(weight.parameter)], weight.input_dim
-    unpatch_model(model)
-    for name, form in forms.items():
-        if form is not None:
-            path, _, attribute = name.rpartition(".")
-            PackedWeight.attach(model.get_submodule(path), attribute, input_dims[name], form)
+    weights = sparse_weights(model)
+    names = {id(weight): name for name, weight in weights.items()}
+    packed: list[str] = []
+
+    def convert(group: list[SparseWeight]) -> None:
+        # All first, then written, as the weights may share a Parameter.
+        forms = {id(weight.parameter): packed_form(names[id(weight)], weight) for weight in group}
+        chosen = [(weight, forms[id(weight.parameter)]) for weight in group]
+        results = [weight.method.merged(weight) if form is None else None for weight, form in chosen]
+        for (weight, _), result in zip(chosen, results):
+            restore(weight, result)
+        for weight, form in chosen:
+            if form is not None:
+                PackedWeight.attach(weight.module, weight.name, weight.input_dim, form)
+                packed.append(names[id(weight)])
+
+    release(model, weights, convert)
     if isinstance(model, PreTrainedModel):
-        mark_packed(model, config.packed_as(PackedFormat(tuple(name for name in forms if forms[name]), {})))
+        mark_packed(model, config.packed_as(PackedFormat(tuple(packed), {})))
     return before - _bytes(model)
 
 
@@ -73,13 +79,16 @@ def check_packable(model: nn.Module) -> Sparse24Config:
     """The config of a model that can be packed.
 
     Raises:
-        ValueError: the model is not patched, or is in its dense phase.
+        ValueError: the model is not patched, is in its dense phase, or has a pattern that is not within 2:4.
     """
     config = patched_config(model)
     if config is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if config.phase == "dense":
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
+    n, m = Pattern.parse(config.pattern)
+    if not ((n <= 2 and m % 4 == 0) or (n, m) == (1, 2)):
+        raise ValueError(f"pattern={config.pattern!r}: packed weights are 2:4; export with format='dense'")
     return config
 
 
@@ -87,16 +96,13 @@ def packed_form(name: str, weight: SparseWeight) -> Packed | None:
     """What a sparse weight computes with, packed; None where its input size is no multiple of 8.
 
     Raises:
-        ValueError: it is not 2:4.
+        ValueError: its method has not pruned it by its pattern.
     """
     if weight.sizes[1] % 8:
         return None
     packed = pack_exactly(weight.method.merged(weight), weight.input_dim)
     if packed is None:
-        raise ValueError(
-            f"{name} is sparse by a pattern ({weight.method.pattern}) that is not 2:4, which packed weights are: "
-            f"export with format='dense'"
-        )
+        raise ValueError(f"{name} is not {weight.method.pattern} as its method {weight.method.name!r} has pruned it")
     return packed
 
 

@@ -100,7 +100,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
-            _restore(weight, None)
+            restore(weight, None)
         raise
     return report
 
@@ -127,17 +127,36 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     weights = sparse_weights(model)
     if not weights:
         raise ValueError("the model is not patched; there is nothing to undo")
-    # All first, then written: layers that share one weight must not prune what another has pruned already.
-    merged = [
-        weight.method.merged(weight) if sparse and weight.run_state.phase != "dense" else None
-        for weight in weights.values()
-    ]
+
+    def write(group: list[SparseWeight]) -> None:
+        # All first, then written: layers that share one weight must not prune what another has pruned already.
+        keeps_master = not sparse or group[0].run_state.phase == "dense"
+        results = [None if keeps_master else weight.method.merged(weight) for weight in group]
+        for weight, result in zip(group, results):
+            restore(weight, result)
+
+    release(model, weights, write)
+    return model
+
+
+def release(model: nn.Module, weights: dict[str, SparseWeight], convert: Callable[[list[SparseWeight]], None]) -> None:
+    """Take all sparse weights of a model out of their training: `convert` detaches them, one group after the other.
+
+    A group has the weights of one module, and those that share a Parameter with them. Controllers end first; afterwards
+    the configs of the model, and of what it is a part of, say what is left.
+    """
     configs = {id(weight.config): weight.config for weight in weights.values()}
     for config in configs.values():
         if config.run_state.controller is not None:
             config.run_state.controller.end()
-    for weight, result in zip(weights.values(), merged):
-        _restore(weight, result)
+    groups: dict[int, list[SparseWeight]] = {}
+    for weight in weights.values():
+        keys = id(weight.module), id(weight.parameter)
+        group = next((groups[key] for key in keys if key in groups), [])
+        group.append(weight)
+        groups |= dict.fromkeys(keys, group)
+    for group in {id(group): group for group in groups.values()}.values():
+        convert(group)
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]  # a copy's are no owners yet
     for config in configs.values():
         if isinstance(config, Sparse24Config):
@@ -146,7 +165,6 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
                 if not sparse_weights(owner):
                     for name in INSTANCE_METHODS:
                         owner.__dict__.pop(name, None)
-    return model
 
 
 def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
@@ -160,7 +178,7 @@ def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
         )
 
 
-def _restore(weight: SparseWeight, result: Tensor | None) -> None:
+def restore(weight: SparseWeight, result: Tensor | None) -> None:
     """Make the weight's module what it was, with `result` written into the Parameter, or the master weight as it is."""
     module = weight.module
     weight.detach(result)

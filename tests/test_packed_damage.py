@@ -179,6 +179,13 @@ def test_a_tensor_is_missing(name, copied):
     reject(directory, f"the checkpoint is damaged.*'{re.escape(name)}': 'missing'")
 
 
+def test_a_bias_is_missing(tmp_path):
+    export_model(patched("gpt2"), tmp_path, "packed")
+    without_hashes(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("transformer.h.0.mlp.c_fc.bias"))
+    reject(tmp_path, r"c_fc.weight: \['bias'\] were not in its files")
+
+
 class Explodes:
     def __reduce__(self):
         return os.mkdir, ("exploded",)

@@ -69,6 +69,8 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
         values = torch.empty(*stack, out, inputs // 2, dtype=weight.dtype, device="meta")
         indices = torch.empty(*stack, out, inputs // 8, dtype=torch.uint8, device="meta")
         PackedWeight.attach(module, attribute, input_dim, Packed(values, indices))
+        # Or Transformers would initialise its weight, which is unpacked for that, and lost.
+        module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     if not packed_weights(model):
         raise ValueError(
             f"{type(model).__name__} has none of the weights in packed.weights: {list(packed.weights[:5])}"
@@ -97,9 +99,10 @@ def _input_dim(module: nn.Module, name: str) -> int | None:
 
 
 def check_packed(model: PreTrainedModel) -> None:
-    """Raise ValueError where a packed weight was not in the checkpoint, or cannot have come from packing."""
+    """Raise ValueError where a packed weight, or its bias, was not in the checkpoint, or packing cannot have made it."""
     for name, weight in packed_weights(model).items():
-        missing = [key for key, tensor in zip(weight.buffer_names, weight.packed) if not was_loaded(tensor)]
+        tensors = weight.module._parameters | weight.module._buffers
+        missing = [key for key, tensor in tensors.items() if tensor is not None and not was_loaded(tensor)]
         wrong = f"{missing} were not in its files" if missing else weight.wrong()
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
