@@ -99,10 +99,12 @@ def _input_dim(module: nn.Module, name: str) -> int | None:
 
 
 def check_packed(model: PreTrainedModel) -> None:
-    """Raise ValueError where a packed weight, or its bias, was not in the checkpoint, or packing cannot have made it."""
+    """Raise ValueError where a packed weight or its bias was not in the checkpoint, or packing cannot have made it."""
     for name, weight in packed_weights(model).items():
-        tensors = weight.module._parameters | weight.module._buffers
-        missing = [key for key, tensor in tensors.items() if tensor is not None and not was_loaded(tensor)]
+        module = weight.module
+        tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
+        stored = tensors.keys() - module._non_persistent_buffers_set
+        missing = sorted(key for key in stored if not was_loaded(tensors[key]))
         wrong = f"{missing} were not in its files" if missing else weight.wrong()
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
