@@ -28,9 +28,13 @@ def pack_model(model: nn.Module) -> int:
         Bytes of memory freed.
 
     Raises:
-        ValueError: the model is not patched, is in its dense phase, or has a pattern that is not within 2:4.
+        ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, or no weight
+            that can be packed; or it is a part of a larger model.
     """
     config = check_packable(model)
+    whole = next((owner for owner in config.run_state.owners if owner is not model and _contains(owner, model)), None)
+    if whole is not None:
+        raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
     before = _bytes(model)
     weights = sparse_weights(model)
     names = {id(weight): name for name, weight in weights.items()}
@@ -71,6 +75,7 @@ def unpack_model(model: nn.Module) -> nn.Module:
         weight.detach()
     if isinstance(model, PreTrainedModel):
         forget_quantizer(model)
+        model.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on
         del model.config.quantization_config
     return model
 
@@ -86,6 +91,8 @@ def check_packable(model: nn.Module) -> Sparse24Config:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if config.phase == "dense":
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
+    if all(weight.sizes[1] % 8 for weight in sparse_weights(model).values()):
+        raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
     n, m = Pattern.parse(config.pattern)
     if not ((n <= 2 and m % 4 == 0) or (n, m) == (1, 2)):
         raise ValueError(f"pattern={config.pattern!r}: packed weights are 2:4; export with format='dense'")
@@ -102,7 +109,9 @@ def packed_form(name: str, weight: SparseWeight) -> Packed | None:
         return None
     packed = pack_exactly(weight.method.merged(weight), weight.input_dim)
     if packed is None:
-        raise ValueError(f"{name} is not {weight.method.pattern} as its method {weight.method.name!r} has pruned it")
+        raise ValueError(
+            f"{name} has NaN, or is not {weight.method.pattern} as its method {weight.method.name!r} has pruned it"
+        )
     return packed
 
 
@@ -112,6 +121,8 @@ def mark_packed(model: PreTrainedModel, config: Sparse24Config) -> None:
     model.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
     model.is_quantized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     model.quantization_method = config.quant_method  # type: ignore[assignment]  # as above
+    # Packed tensors, and all others beside them, keep the names of the model's own `state_dict` in files.
+    model._weight_conversions = []  # type: ignore[assignment]  # a list that Module's types do not know
 
 
 def forget_quantizer(model: PreTrainedModel) -> None:
@@ -122,6 +133,10 @@ def forget_quantizer(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
             del module.config._is_quantized
+
+
+def _contains(whole: nn.Module, part: nn.Module) -> bool:
+    return any(module is part for module in whole.modules())
 
 
 def _bytes(model: nn.Module) -> int:

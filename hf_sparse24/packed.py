@@ -128,7 +128,9 @@ class _PackedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, values, indices, bias, input_dim):
         ctx.save_for_backward(values, indices)
-        return _packed_linear(x, Packed(values, indices), bias, input_dim)
+        output = _packed_linear(x, Packed(values, indices), bias, input_dim)
+        # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     @once_differentiable
@@ -161,7 +163,9 @@ class PackedLayer(PackedModule):
     @property
     def weight(self) -> Tensor:
         """The dense weight, with its zeros: a fresh copy at every read. Writes to it are lost."""
-        return self.packed24["weight"].dense()
+        dense = self.packed24["weight"].dense()
+        dense._is_hf_initialized = True  # type: ignore[attr-defined]  # so Transformers, loading, does not initialise it
+        return dense
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.packed24["weight"], cast(Tensor | None, self.bias)

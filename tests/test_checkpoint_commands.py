@@ -113,3 +113,32 @@ def test_what_cannot_be_read(command, trained, tmp_path, capsys):
         (tmp_path / "odd" / "sparse24.json").write_text(text)
         assert main([command, str(tmp_path / "odd")]) == 2
         assert "sparse24.json" in capsys.readouterr().err
+
+
+def test_what_lies_beside_a_training_checkpoint_from_before(tmp_path, capsys):
+    model = patched()
+    export_model(model, tmp_path)
+    model.save_pretrained(tmp_path)  # the list of the export stays there
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "is a training checkpoint" in capsys.readouterr().err
+
+
+def test_a_packed_export_that_would_load_random_weights(tmp_path, capsys):
+    export_model(patched(), tmp_path, "packed")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "does not list the packed weights" in capsys.readouterr().err
+
+
+def test_other_files_and_numbers(tmp_path, capsys):
+    export_model(patched(), tmp_path)
+    save_file({"x": torch.ones(4, 4)}, tmp_path / "other.safetensors")
+    assert main(["verify", str(tmp_path)]) == 0
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.up_proj.weight"]
+    weight[weight != 0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "has NaN or inf" in capsys.readouterr().out

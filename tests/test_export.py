@@ -239,3 +239,20 @@ def test_an_export_of_a_model_with_adapters_has_them_merged(tmp_path):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(index))
         torch.testing.assert_close(logits(loaded), logits(exported))
         assert loaded.get_parameter("model.layers.0.mlp.up_proj.weight").count_nonzero() <= 64 * 32 / 2
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_model_that_loaded_an_adapter_keeps_the_names_of_its_architecture(tmp_path):
+    """Transformers remembers how it renamed what it loaded last, and would save the model's weights so."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(patched(), config).eval()
+    expected = logits(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    other = patched()
+    other.load_adapter(str(tmp_path / "adapter"))
+    export_model(other.eval(), tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    torch.testing.assert_close(logits(loaded), expected)
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\)"):
+        export_model(patched(), tmp_path / "adapter")

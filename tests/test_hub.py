@@ -195,7 +195,7 @@ def test_a_download_that_broke_off_goes_on_where_it_was(hub, monkeypatch):
     with (
         hub.broken("SEND model-00001", Cut(), last=0),
         hub.broken("SEND model-00002", Cut()),
-        pytest.raises(Exception, match=r"peer closed connection"),
+        pytest.raises(Exception, match=r"peer closed connection|disconnected"),
     ):
         AutoModelForCausalLM.from_pretrained(REPO)
     assert any(hub.ranges)

@@ -365,3 +365,26 @@ def test_an_export_of_a_model_with_prompts_is_refused(tmp_path):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="prompts are no weights"):
         export_model(peft.get_peft_model(patched(), config), tmp_path)
+
+
+def test_a_copy_that_trains_leaves_the_frozen_base_as_it_is():
+    """Its masks are refreshed, those of frozen weights are not; and no dense tail changes what they compute."""
+    from hf_sparse24 import Sparse24Controller
+
+    model = zoo.build("llama", **SMALL["llama"])
+    patch_model(model, Sparse24Config(method="t-sr-ste", mask_interval=1))
+    with torch.no_grad():  # masks that these weights would not choose
+        for weight in sparse_weights(model).values():
+            weight.parameter.copy_(torch.randn_like(weight.parameter))
+    model = peft.get_peft_model(model, lora(target_modules=["up_proj"], modules_to_save=["down_proj"]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = {n: w for n, w in sparse_weights(model).items() if not w.parameter.requires_grad}
+    before = {name: weight.mask() for name, weight in frozen.items()}
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    controller = Sparse24Controller(model, optimizer, 6)
+    for _ in range(6):
+        model(**zoo.batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert controller.phase == "sparse" and frozen
+    assert all(torch.equal(weight.mask(), before[name]) for name, weight in frozen.items())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from safetensors import safe_open
+from safetensors.torch import load_file
 from test_checkpoint import logits, patched
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -262,6 +263,33 @@ def test_unpacking_and_training_on(tmp_path):
     data = [{key: value[0] for key, value in zoo.batch().items()}]
     Trainer(again, args, train_dataset=data).train()
     assert not torch.equal(logits(again), expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "granitemoe", "gpt_neox"])
+def test_architectures_whose_files_have_other_names(name, tmp_path):
+    """Packed files have the model's own names, also saved again; unpacked, the architecture's."""
+    model = patched(name)
+    expected = logits(model)
+    zoo.build(name).save_pretrained(tmp_path / "stock")
+    pack_model(model)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(loaded), expected)
+    unpack_model(loaded).save_pretrained(tmp_path / "unpacked")
+    stored = [set(load_file(tmp_path / place / "model.safetensors")) for place in ("stock", "unpacked")]
+    assert stored[0] == stored[1]
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "unpacked")), expected)
+
+
+def test_parts_and_weights_that_have_no_packed_form_are_refused():
+    model = patched()
+    for part in (model.model, model.model.layers):
+        with pytest.raises(ValueError, match="the model is a part of LlamaForCausalLM"):
+            pack_model(part)
+    model = zoo.build("llama", hidden_size=36, intermediate_size=68)
+    patch_model(model)
+    with pytest.raises(ValueError, match="no sparse weight has an input size that is a multiple of 8"):
+        pack_model(model)
 
 
 def test_dtypes_at_loading(tmp_path):

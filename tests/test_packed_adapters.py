@@ -124,3 +124,41 @@ def test_a_fresh_process_finds_the_packed_base(tmp_path):
     code = FRESH.format(here=here, adapter=str(tmp_path / "adapter"), logits=str(tmp_path / "logits.pt"))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+def test_training_around_a_packed_base(tmp_path):
+    """With our Trainer, also from a checkpoint; there is no sparsity to run."""
+    from transformers import TrainingArguments
+
+    from hf_sparse24 import Sparse24Trainer
+
+    data = [{key: value[0] for key, value in zoo.batch().items()}] * 8
+    results = []
+    for stop in (None, 2):
+        arguments = TrainingArguments(
+            str(tmp_path / str(stop)),
+            max_steps=4,
+            save_steps=2,
+            learning_rate=1e-2,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Sparse24Trainer(adapted_packed("llama"), arguments, train_dataset=data)
+        trainer.train()
+        if stop is not None:
+            trainer = Sparse24Trainer(adapted_packed("llama"), arguments, train_dataset=data)
+            trainer.train(resume_from_checkpoint=str(tmp_path / str(stop) / "checkpoint-2"))
+        results.append(logits(trainer.model.eval()))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], logits(adapted_packed("llama")))
+
+
+def test_what_a_packed_layer_returns_can_be_changed_in_place():
+    model = packed("gpt2")
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    layer = next(iter(packed_weights(model).values())).module
+    output = layer(x)
+    output *= 2
+    output.sum().backward()
+    assert x.grad is not None

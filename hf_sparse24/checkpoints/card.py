@@ -206,7 +206,9 @@ def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id:
         text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
         text.append(_python(imports, "", load))
         if config.phase != "dense":
-            layers = f"pattern={config.pattern!r}, target_modules={config.target_modules!r}"
+            chosen = ("pattern", "target_modules", "exclude_modules", "layers_to_transform")
+            given = {key: getattr(config, key) for key in chosen if getattr(config, key) is not None}
+            layers = ", ".join(f"{key}={value!r}" for key, value in given.items())
             kept = f"config = Sparse24Config(method={ONESHOT_METHOD!r}, {layers})"
             load = f'model = {name}.from_pretrained("{model_id}", quantization_config=config{options})'
             text.append("With hf_sparse24, to train on while the zeros stay where they are:")

@@ -35,6 +35,8 @@ _WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\
 _OF_A_RUN = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of a checkpoint that training resumes from."""
 
+_ADAPTER = "adapter_config.json"
+
 
 @torch.no_grad()
 def export_model(
@@ -61,7 +63,7 @@ def export_model(
         ValueError: the model is not patched (use `save_pretrained`), is sharded, has masks or scales that its method
             cannot have made, or adapters that do not merge into 2:4 weights; a packed export of a model that is dense
             or sparse by another pattern; or the directory is a training checkpoint, whose dense master weights would
-            be lost.
+            be lost, or holds an adapter.
         RuntimeError: another process is exporting into the directory.
     """
     if format not in FORMATS:
@@ -77,9 +79,9 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         raise ValueError(f"the model is damaged, load it again: {wrong}")
     if format == "packed":
         check_packable(model)
-    parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
-    _refuse_training_checkpoint(directory)
-    with replaced_model(directory, outdated=_WEIGHT_FILES) as new:
+    _refuse_other_models(directory)
+    with _own_layout(model), replaced_model(directory, outdated=_WEIGHT_FILES) as new:
+        parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
         _write(model, new, parts, format, max_shard_size)
 
 
@@ -177,7 +179,12 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return model  # type: ignore[return-value]  # patch_model gives only Transformers' models a quantization_config
 
 
-def _refuse_training_checkpoint(directory: Path) -> None:
+def _refuse_other_models(directory: Path) -> None:
+    if (directory / _ADAPTER).exists():
+        raise ValueError(
+            f"{directory} holds an adapter ({_ADAPTER}), which would be loaded on top of the export; export into "
+            f"another directory"
+        )
     found = [name for name in _OF_A_RUN if (directory / name).exists()]
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
@@ -193,6 +200,18 @@ def _refuse_training_checkpoint(directory: Path) -> None:
             f"{directory} is a training checkpoint ({', '.join(found)}): an export would overwrite its dense master "
             f"weights; export into another directory"
         )
+
+
+@contextmanager
+def _own_layout(model: PreTrainedModel) -> Iterator[None]:
+    """Let Transformers convert names and shapes as the architecture asks, not as the checkpoint or the adapter that was
+    loaded last did, which it remembers."""
+    remembered = model.__dict__.pop("_weight_conversions", None)
+    try:
+        yield
+    finally:
+        if remembered is not None:
+            model._weight_conversions = remembered  # a list that Module's types do not know
 
 
 @contextmanager

@@ -27,8 +27,9 @@ from ..patching import INSTANCE_METHODS, patched_config
 from ..version import __version__
 from .card import CARD, Format, check_arguments, write_model_card
 from .export import export_model, unwrapped
+from .manifest import MANIFEST
 
-_WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_WEIGHT_FILES = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
 
 
 def push_to_hub(

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from sparse24_kernels import Packed, Pattern
+from sparse24_kernels import Packed, Pattern, unpack_nm
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..metrics import is_nm_sparse
 from ..packed import PackedFormat, buffer_names, wrong_packed
@@ -83,7 +84,7 @@ class Tensors:
     def __init__(self, directory: Path):
         self.files: dict[str, Any] = {}
         self.names: dict[str, str] = {}
-        for path in sorted(directory.glob("*.safetensors")):
+        for path in _weight_files(directory):
             try:
                 self.files[path.name] = safe_open(path, "pt")
             except SafetensorError as error:
@@ -112,6 +113,20 @@ class Tensors:
             yield rows[start : start + step]
 
 
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that Transformers would load."""
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    if (directory / SAFE_WEIGHTS_NAME).exists() or not index.exists():
+        return sorted(directory.glob(SAFE_WEIGHTS_NAME))
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index} must have a weight_map from tensors to files")
+    missing = sorted({name for name in files.values() if not (directory / name).exists()})
+    if missing:
+        raise OSError(f"{directory} lacks {missing}, which its index names; copy or download it again")
+    return [directory / name for name in sorted(set(files.values()))]
+
+
 def read_listing(directory: Path, tensors: Tensors) -> Listing:
     """Which weights the checkpoint in `directory` lists as sparse.
 
@@ -120,31 +135,44 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         OSError: no config.json.
     """
     config = _read_json(directory / CONFIG).get("quantization_config") or {}
+    is_ours = config.get("quant_method") == "sparse24"
+    if is_ours and "packed" not in config:
+        raise ValueError(
+            f"{directory} is a training checkpoint: it has the dense master weights; export it (hf-sparse24 export), "
+            f"and look at the export"
+        )
+    packed = PackedFormat.from_dict(config["packed"]) if is_ours else None
     method, pattern = config.get("method"), Pattern.parse(config.get("pattern", "2:4"))
     if (directory / MANIFEST).exists():
-        saved = _read_json(directory / MANIFEST)
-        try:
-            manifest = Manifest(**saved)
-            pattern = Pattern.parse(manifest.config["pattern"])
-            method = manifest.config["method"]
-            known = manifest.format in ("dense", "packed") and set(manifest.weights.values()) <= {-1, -2}
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{directory / MANIFEST} is not what export_model writes ({error})") from error
-        if not known:
+        manifest = _read_manifest(directory / MANIFEST)
+        weights = set(manifest.weights)
+        if manifest.format == "packed" and (packed is None or not set(packed.weights) <= weights):
             raise ValueError(
-                f"{directory / MANIFEST} is not what export_model writes: its format or a dimension is not"
+                f"{directory / CONFIG} does not list the packed weights of {MANIFEST}, so from_pretrained would not "
+                f"find them; copy or download the whole export again"
             )
+        pattern, method = Pattern.parse(manifest.config["pattern"]), manifest.config["method"]
         return Listing(manifest.format, MANIFEST, manifest.weights, manifest.files, pattern, method)
-    if config.get("quant_method") == "sparse24":
-        if "packed" not in config:
-            raise ValueError(
-                f"{directory} is a training checkpoint: it has the dense master weights; export it "
-                f"(hf-sparse24 export), and look at the export"
-            )
-        packed = PackedFormat.from_dict(config["packed"])
+    if packed is not None:
         return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, method)
     found = {name: dim for name in tensors.names if (dim := _found_dim(tensors, name, pattern)) is not None}
     return Listing("dense", "tensors", found, {}, pattern, method)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        manifest = Manifest(**_read_json(path))
+        Pattern.parse(manifest.config["pattern"])
+        is_known = (
+            manifest.format in ("dense", "packed")
+            and set(manifest.weights.values()) <= {-1, -2}
+            and all(isinstance(text, str) for text in (*manifest.files.values(), manifest.config["method"]))
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not what export_model writes ({error})") from error
+    if not is_known:
+        raise ValueError(f"{path} is not what export_model writes: an unknown format, dimension or hash")
+    return manifest
 
 
 def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> Iterator[Finding]:
@@ -160,29 +188,38 @@ def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> 
         yield Finding(name, 0, 0, problem)
     for name, dim in listing.weights.items():
         is_packed = listing.format == "packed" and name not in tensors
-        yield _verify_packed(tensors, name) if is_packed else _verify_dense(tensors, name, dim, listing.pattern)
+        yield (
+            _verify_packed(tensors, name, listing.pattern)
+            if is_packed
+            else _verify_dense(tensors, name, dim, listing.pattern)
+        )
 
 
-def _verify_packed(tensors: Tensors, name: str) -> Finding:
+def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
     missing = [key for key in buffer_names(name) if key not in tensors]
     if missing:
         return Finding(name, 0, 0, f"{missing} not in the files")
     packed = Packed(*(tensors.read(key) for key in buffer_names(name)))
     elements = 2 * packed.values.numel()
     zeros = elements - int(packed.values.count_nonzero())
-    return Finding(name, elements, zeros, wrong_packed(packed))
+    problem = wrong_packed(packed)
+    if problem is None and pattern != (2, 4) and not is_nm_sparse(unpack_nm(packed), *pattern):
+        problem = f"is not {pattern}"
+    return Finding(name, elements, zeros, problem)
 
 
 def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Finding:
     if name not in tensors:
         return Finding(name, 0, 0, "not in the files")
     elements = zeros = 0
-    is_sparse = True
+    is_sparse = is_finite = True
     for chunk in tensors.chunks(name) if dim == -1 else [tensors.read(name)]:
         elements += chunk.numel()
         zeros += chunk.numel() - int(chunk.count_nonzero())
+        is_finite = is_finite and bool(chunk.isfinite().all())
         is_sparse = is_sparse and chunk.shape[dim] % pattern.m == 0 and is_nm_sparse(chunk, *pattern, dim)
-    return Finding(name, elements, zeros, None if is_sparse else f"is not {pattern} along dimension {dim}")
+    problem = None if is_sparse else f"is not {pattern} along dimension {dim}"
+    return Finding(name, elements, zeros, problem if is_finite else "has NaN or inf")
 
 
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:

@@ -17,8 +17,16 @@ from ..weight import sparse_weights
 from .models import model_class
 from .tables import print_table
 
-_OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-_OF_A_MODEL = ("config.json", "generation_config.json", "*.index.json", "trainer_state.json", "sparse24*.json")
+_OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
+_OF_A_MODEL = (
+    "config.json",
+    "generation_config.json",
+    "*.index.json",
+    "trainer_state.json",
+    "*_results.json",
+    "sparse24*.json",
+    "adapter_*.json",
+)
 
 
 def add_commands(commands) -> None:
@@ -41,12 +49,20 @@ def _export(options: argparse.Namespace) -> int:
     config = AutoConfig.from_pretrained(options.checkpoint)
     model = model_class(config).from_pretrained(options.checkpoint)
     if not sparse_weights(model):
-        raise ValueError(f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported")
-    export_model(model, options.directory, options.format, options.max_shard_size)
+        raise ValueError(
+            f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported. Of a packed "
+            f"export, unpack_model(model).save_pretrained(directory) makes ordinary weights"
+        )
+    try:
+        export_model(model, options.directory, options.format, options.max_shard_size)
+    except RuntimeError as error:  # another process is exporting there
+        raise OSError(str(error)) from error
     source = _local(options.checkpoint, [*_OF_A_TOKENIZER])
     for path in (path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)):
         if not any(path.match(pattern) for pattern in _OF_A_MODEL):
-            shutil.copy2(path, options.directory)
+            copy = Path(options.directory) / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy2(path, copy)
     return _inspect(argparse.Namespace(checkpoint=options.directory))
 
 
@@ -123,6 +139,8 @@ def _local(checkpoint: str, patterns: list[str] | None = None) -> Path:
     """The directory of a checkpoint; downloaded, where it is a name on the Hub."""
     if os.path.isdir(checkpoint):
         return Path(checkpoint)
+    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1:
+        raise OSError(f"{checkpoint} is no directory")
     return Path(snapshot_download(checkpoint, allow_patterns=patterns or ["*.safetensors", "*.json"]))
 
 

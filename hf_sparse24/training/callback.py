@@ -8,6 +8,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from ..config import Sparse24Config
+from ..packed import packed_weights
 from ..patching import patched_config
 from . import reference
 from .controller import Sparse24Controller
@@ -29,11 +30,13 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
         phase_is_restored: whether the trainer itself has set the phase of the checkpoint that it resumes from.
+        is_idle: whether the model is packed, so that its sparsity needs nothing: adapters around it train.
     """
 
     def __init__(self):
         self.controller: Sparse24Controller | None = None
         self.phase_is_restored = False
+        self.is_idle = False
 
     @property
     def _running(self) -> Sparse24Controller:
@@ -71,6 +74,9 @@ class Sparse24Callback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         config = patched_config(kwargs["model"])
+        self.is_idle = config is None and bool(packed_weights(kwargs["model"]))
+        if self.is_idle:
+            return
         if args.fp16 and config is not None and _simulates_fp8(config):
             # A loss scale finds its size by overflowing, and FP8 refuses to round what has overflowed.
             raise ValueError(
@@ -101,17 +107,17 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if state.global_step < state.max_steps:
+        if state.global_step < state.max_steps and not self.is_idle:
             self._running.after_micro_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if state.global_step <= state.max_steps and self._running.step < state.global_step:
+        if not self.is_idle and state.global_step <= state.max_steps and self._running.step < state.global_step:
             self._running.skip_step()  # a GradScaler skipped it, and the Trainer counts it
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is not None:
             self.controller.end()
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        if args.load_best_model_at_end and not self.is_idle and state.best_model_checkpoint is not None:
             restore(kwargs["model"], state.best_model_checkpoint)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):

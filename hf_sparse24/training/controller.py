@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
+from ..adapters.merging import adapters_in
 from ..methods import StepContext
 from ..patching import adopt, set_phase
 from ..weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
@@ -85,9 +86,10 @@ class Sparse24Controller:
         is_schedule = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
         self.optimizer: torch.optim.Optimizer = optimizer if is_schedule else getattr(optimizer, "optimizer", optimizer)
         _check_optimizer(self.weights, self.optimizer)
-        trained = (tensor for w in self.weights.values() for tensor in (w.parameter, *w.parameters.values()))
-        self._is_frozen = not any(tensor.requires_grad for tensor in trained)
-        if not self._is_frozen:
+        self._trained = {name: weight for name, weight in self.weights.items() if _trains(weight)}
+        # Below an adapter, no schedule may change what a frozen weight computes.
+        self._keeps_phase = not self._trained or _any_frozen_below_adapters(model)
+        if not self._keeps_phase:
             self.method.check_run(total_steps, self.optimizer)
         self.step = step
         self.micro_step = 0
@@ -113,9 +115,10 @@ class Sparse24Controller:
     def phase(self) -> str:
         """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next.
 
-        Weights that are frozen, as below adapters, keep their phase: no schedule may change what they compute.
+        A model whose sparse weights are all frozen, or frozen below adapters, keeps its phase, as do copies of modules
+        that train beside the adapters: all weights of a model are in one.
         """
-        if self._is_frozen:
+        if self._keeps_phase:
             return self.run_state.phase
         return self.method.phase(self.step, self.total_steps, self.optimizer)
 
@@ -203,7 +206,7 @@ class Sparse24Controller:
         phase = self.phase
         if phase != self.run_state.phase:
             self._enter_phase()
-        elif phase != "dense" and not self._is_frozen and self.method.refreshes_state(self.step, self.total_steps):
+        elif phase != "dense" and self._trained and self.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self.method.after_step(self.weights, self._context())
         self._streams.set(self.seed, self.step, self.micro_step)
@@ -284,14 +287,16 @@ class Sparse24Controller:
         """Set the phase of the current step; state starts from the weights when it turns sparse."""
         phase = self.phase
         if phase != "dense" and self.run_state.phase == "dense":
-            for weight in self.weights.values():
+            for weight in self._trained.values():
                 weight.init_state()
         set_phase(self.model, phase)
 
     def _refresh(self) -> None:
-        """State anew, such as masks; where only that changes masks, their flips are measured here."""
-        before = {name: w.mask(packed=True) for name, w in self.weights.items()} if self.method.flips_at_refresh else {}
-        for weight in self.weights.values():
+        """State anew of the weights that train; where only that changes masks, their flips are measured here."""
+        before = (
+            {name: w.mask(packed=True) for name, w in self._trained.items()} if self.method.flips_at_refresh else {}
+        )
+        for weight in self._trained.values():
             weight.init_state()
         if before:
             self._flips = self._count_flips(before)
@@ -300,6 +305,15 @@ class Sparse24Controller:
         """By weight, how many of its entries have entered or left the mask since."""
         after = [self.weights[name].mask(packed=True) for name in before]
         return dict(zip(before, kernels.count_flips(list(before.values()), after)))
+
+
+def _trains(weight: SparseWeight) -> bool:
+    return any(tensor.requires_grad for tensor in (weight.parameter, *weight.parameters.values()))
+
+
+def _any_frozen_below_adapters(model: nn.Module) -> bool:
+    adapted = (module.get_base_layer() for module in adapters_in(model))
+    return any(not _trains(weight) for layer in adapted for weight in sparse_weights(layer).values())
 
 
 def _check_ints(low: int, high: int | None = None, **values: Any) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import logging
 
+from ..inference import unpack_model
+from ..packed import packed_weights
 from ..patching import patched_config, set_phase, unpatch_model
 from ..weight import sparse_weights
 
@@ -56,6 +58,8 @@ def match_reference(trainer: Trainer) -> None:
     name = getattr(policy.config, "_name_or_path", "")
     if hasattr(policy, "peft_config") or not name or getattr(reference.config, "_name_or_path", "") != name:
         return
+    if packed_weights(reference):
+        unpack_model(reference)
     if patched_config(reference) is not None:
         unpatch_model(reference)  # computes the same, and masters cannot be mistaken for weights
     if _copy(_weights(policy), reference):

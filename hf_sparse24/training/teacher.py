@@ -87,6 +87,12 @@ class Teacher:
         finally:
             for hook in hooks:
                 hook.remove()
+        shapes = {x.shape[1] for name, x in inputs.items() if name in ("labels", "shift_labels")}
+        if before and before[0].dim() == 3 and shapes and before[0].shape[1] not in shapes:
+            raise ValueError(
+                f"the teacher has {before[0].shape[1]} positions where the labels have {shapes.pop()}, as one with a "
+                f"tuned prompt has: its logits cannot be compared with the student's"
+            )
         if self.by_chunks is None:
             is_last = (
                 len(behind) == 1 and behind[0].dim() == 3 and torch.equal(behind[0].float(), outputs.logits.float())

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
+from ..packed import packed_weights
 from ..patching import patch_model, patched_config
 from ..report import PatchReport
 from .callback import Sparse24Callback
@@ -41,8 +42,8 @@ class Sparse24Trainer(HubTrainer):
     (see `HubTrainer`).
 
     Args:
-        sparse24_config: how to patch the model. `None` keeps a model that is patched as it is, and patches any other
-            with `Sparse24Config()`.
+        sparse24_config: how to patch the model. `None` keeps a model that is patched or packed as it is, and patches
+            any other with `Sparse24Config()`.
         teacher: a dense or sparse language model of the same tokens, or its name or directory, whose predictions the
             model learns beside the labels (see `distillation.py`). Frozen, and no part of checkpoints. Evaluation is
             without it: `eval_loss` is the cross entropy, as that of a run without a teacher. The log has
@@ -106,7 +107,7 @@ class Sparse24Trainer(HubTrainer):
     ):
         # Only here are the model, `model_init`'s too, and the arguments of a hyperparameter trial those of the run.
         model = model_of(self)
-        if patched_config(model) is None:
+        if patched_config(model) is None and not packed_weights(model):
             raise ValueError(
                 "the model was patched when this trainer was made, and is not any more: it went through unpatch_model, "
                 "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
@@ -197,6 +198,8 @@ class Sparse24Trainer(HubTrainer):
 
     def _patch(self, model: nn.Module) -> None:
         config = self.sparse24_config
+        if config is None and packed_weights(model):
+            return  # adapters around it train
         if config is None and patched_config(model) is None:
             config = Sparse24Config()
         self.patch_report = patch_model(model, config)
