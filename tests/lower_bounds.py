@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_suffix(".txt")
 VENV = ROOT / "runs" / "lower-bounds"
-TESTS = ["patching", "trainer", "decay_search", "checkpoint", "recipes"]
+TESTS = ["patching", "trainer", "decay_search", "checkpoint", "packed", "recipes"]
 
 
 def requirements() -> list[Requirement]:
