@@ -73,6 +73,7 @@ _SELF_TESTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "nm_prune": lambda x: [kernels.nm_prune(x, dtype=torch.bfloat16)],
     "soft_threshold": lambda x: [kernels.soft_threshold(x)],
     "pack_nm": lambda x: [*kernels.pack_nm(x), kernels.unpack_nm(kernels.pack_nm(x))],
+    "packed_linear": lambda x: [kernels.packed_linear(x[:8], kernels.pack_nm(x))],
     "mvue": lambda x: [cast(Tensor, kernels.mvue(x, dim=dim, key=_KEY.to(x.device))) for dim in (0, 1)],
     "masked_decay_": lambda x: [kernels.masked_decay_(x.clone(), x, kernels.nm_mask(x), 0.5)],
     "count_flips": lambda x: [kernels.count_flips([kernels.nm_mask(x)], [kernels.nm_mask(x, dim=0)])],
