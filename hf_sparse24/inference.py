@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from .adapters.merging import check_unmerged
 from .config import Sparse24Config
 from .packed import PackedFormat, PackedWeight, pack_exactly, packed_weights
 from .patching import patched_config, release, restore
@@ -28,9 +29,11 @@ def pack_model(model: nn.Module) -> int:
         Bytes of memory freed.
 
     Raises:
-        ValueError: the model is not patched, is in its dense phase, or has a pattern that is not within 2:4.
+        ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, or has an
+            adapter that is merged.
     """
     config = check_packable(model)
+    check_unmerged(model)
     before = _bytes(model)
     weights = sparse_weights(model)
     names = {id(weight): name for name, weight in weights.items()}
@@ -62,11 +65,12 @@ def unpack_model(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model is not packed.
+        ValueError: the model is not packed, or has an adapter that is merged.
     """
     weights = packed_weights(model)
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
+    check_unmerged(model)
     for weight in weights.values():
         weight.detach()
     if isinstance(model, PreTrainedModel):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model, unpatch_model
 from hf_sparse24.adapters import masked
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.weight import sparse_weights
@@ -279,6 +279,23 @@ def test_unpatching_a_merged_model_keeps_outputs_also_once_it_is_unmerged():
     model.unmerge_adapter()
     torch.testing.assert_close(logits(model), expected)
     assert not sparse_weights(model)
+
+
+def test_a_merged_model_is_neither_packed_nor_unpacked_nor_patched():
+    sparse, packed = adapted(), adapted()
+    pack_model(packed.get_base_model())
+    dense = peft.get_peft_model(zoo.build("llama", **SMALL["llama"]), lora())
+    for model, function in ((sparse, pack_model), (packed, unpack_model), (dense, patch_model)):
+        model.merge_adapter()
+        merged, before = logits(model), snapshot(model)
+        with pytest.raises(ValueError, match=r"proj: an adapter is merged .*: model\.unmerge_adapter\(\)"):
+            function(model.get_base_model())
+        assert_equal(model, before)
+        assert torch.equal(logits(model), merged)
+        model.unmerge_adapter()
+        function(model.get_base_model())
+    patch_model(sparse_again := adapted().get_base_model())  # patched already: nothing is done
+    assert sparse_weights(sparse_again)
 
 
 EVERYWHERE = [*TARGETS["llama"], "q_proj"]  # attention is dense, and comes first

@@ -164,6 +164,13 @@ def check_mergeable(model: nn.Module) -> None:
                     adapter.unmerge()
 
 
+def check_unmerged(model: nn.Module) -> None:
+    """Raise ValueError where an adapter is merged: unmerging would put back what its layer no longer is."""
+    merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
+    if merged is not None:
+        raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
+
+
 def _no_warnings() -> AbstractContextManager:
     """Without PEFT's on unmerging: what it cannot undo exactly, this module does."""
     return warnings.catch_warnings(action="ignore")
