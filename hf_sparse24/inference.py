@@ -6,9 +6,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from .adapters.merging import check_unmerged
 from .config import Sparse24Config
 from .packed import PackedFormat, PackedWeight, pack_exactly, packed_weights
-from .patching import patched_config, release, restore
+from .patching import outermost, patched_config, release, restore
 from .weight import SparseWeight, sparse_weights
 
 
@@ -28,17 +29,17 @@ def pack_model(model: nn.Module) -> int:
         Bytes of memory freed.
 
     Raises:
-        ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, or no weight
-            that can be packed; or it is a part of a larger model.
+        ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, no weight
+            that can be packed, or an adapter that is merged; or it is a part of a larger model.
     """
     config = check_packable(model)
+    check_unmerged(model)
     whole = next((owner for owner in config.run_state.owners if owner is not model and _contains(owner, model)), None)
     if whole is not None:
         raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
     before = _bytes(model)
     weights = sparse_weights(model)
     names = {id(weight): name for name, weight in weights.items()}
-    packed: list[str] = []
 
     def convert(group: list[SparseWeight]) -> None:
         # All first, then written, as the weights may share a Parameter.
@@ -50,11 +51,11 @@ def pack_model(model: nn.Module) -> int:
         for weight, form in chosen:
             if form is not None:
                 PackedWeight.attach(weight.module, weight.name, weight.input_dim, form)
-                packed.append(names[id(weight)])
 
     release(model, weights, convert)
-    if isinstance(model, PreTrainedModel):
-        mark_packed(model, config.packed_as(PackedFormat(tuple(packed), {})))
+    for inner in outermost(model):
+        names_in_files = tuple(name.replace(".base_layer.", ".") for name in packed_weights(inner))  # without adapters
+        mark_packed(inner, config.packed_as(PackedFormat(names_in_files, {})))
     return before - _bytes(model)
 
 
@@ -66,17 +67,19 @@ def unpack_model(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model is not packed.
+        ValueError: the model is not packed, or has an adapter that is merged.
     """
     weights = packed_weights(model)
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
+    check_unmerged(model)
     for weight in weights.values():
         weight.detach()
-    if isinstance(model, PreTrainedModel):
-        forget_quantizer(model)
-        model.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on
-        del model.config.quantization_config
+    for inner in outermost(model):
+        forget_quantizer(inner)
+        inner.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on
+        if hasattr(inner.config, "quantization_config"):
+            del inner.config.quantization_config
     return model
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .adapters.attaching import attach_adapters
+from .adapters.merging import check_unmerged
 from .config import Sparse24Config
 from .experts import SparseExperts
 from .linear import Sparse24Conv1D, Sparse24Linear
@@ -52,7 +53,8 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
 
     Raises:
         ValueError: the model is compiled or wrapped, quantized, already patched with another config, has lazy
-            Parameters or no layer that the config names, or has NaN or inf in a weight that would be patched.
+            Parameters, an adapter that is merged, or no layer that the config names, or has NaN or inf in a weight that
+            would be patched.
     """
     if not isinstance(config, Sparse24Config | None):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
@@ -69,6 +71,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         return make_report(model, current, find_candidates(model, current))
     _reject_quantized(model)
     _reject_lazy(model)
+    check_unmerged(model)
     # A copy: the model's config follows the phase of training, the caller's object should not.
     config = (config or Sparse24Config()).replace()
     config.bind()
@@ -218,7 +221,7 @@ def adopt(model: nn.Module) -> Sparse24Config | None:
             )
     for weight in weights.values():
         weight.config = config
-    for whole in _outermost(model):
+    for whole in outermost(model):
         if getattr(whole.config, "quantization_config", None) is None and sparse_weights(whole):
             _write_config(whole, config)
             _update_config(whole, config)
@@ -252,13 +255,13 @@ def _selected(model: nn.Module, config: Sparse24Config) -> list[str] | None:
         return None
 
 
-def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+def outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
     """The Transformers models in `module` that are in no other one."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:
         for child in module.children():
-            yield from _outermost(child)
+            yield from outermost(child)
 
 
 def _whole_of(part: nn.Module) -> PreTrainedModel | None:

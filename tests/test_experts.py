@@ -21,6 +21,7 @@ from hf_sparse24 import (
     Sparse24Trainer,
     export_model,
     oneshot,
+    pack_model,
     patch_model,
     unpatch_model,
 )
@@ -496,11 +497,29 @@ def test_oneshot_says_that_it_does_not_calibrate_experts():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_an_adapter_of_the_parameters_themselves_is_refused():
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"target_modules": ["q_proj", "w1", "w2", "w3"]},  # as Mixtral's experts were called
+        {"target_modules": "all-linear"},
+    ],
+)
+def test_an_adapter_of_the_parameters_themselves_is_refused_before_anything_is_changed(targets, packed):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
-    model = peft.get_peft_model(patched("mixtral"), config)
-    with pytest.raises(RuntimeError, match=r"target_parameters; call unpatch_model\(model\) before that"):
-        model(**zoo.batch())
+    model = patched("mixtral")
+    if packed:
+        pack_model(model)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=r"names model\.layers\.0\.mlp\.experts\..*is 2:4.* unpatch_model\(model\)"):
+        peft.get_peft_model(model, peft.LoraConfig(**targets))
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    model(**zoo.batch())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_an_adapter_of_layers_beside_experts_is_trained():
+    peft = pytest.importorskip("peft")
     beside = peft.get_peft_model(patched("mixtral"), peft.LoraConfig(target_modules=["q_proj"]))
     beside(**zoo.batch()).loss.backward()

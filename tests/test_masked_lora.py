@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model, unpatch_model
 from hf_sparse24.adapters import masked
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.weight import sparse_weights
@@ -281,6 +281,23 @@ def test_unpatching_a_merged_model_keeps_outputs_also_once_it_is_unmerged():
     assert not sparse_weights(model)
 
 
+def test_a_merged_model_is_neither_packed_nor_unpacked_nor_patched():
+    sparse, packed = adapted(), adapted()
+    pack_model(packed.get_base_model())
+    dense = peft.get_peft_model(zoo.build("llama", **SMALL["llama"]), lora())
+    for model, function in ((sparse, pack_model), (packed, unpack_model), (dense, patch_model)):
+        model.merge_adapter()
+        merged, before = logits(model), snapshot(model)
+        with pytest.raises(ValueError, match=r"proj: an adapter is merged .*: model\.unmerge_adapter\(\)"):
+            function(model.get_base_model())
+        assert_equal(model, before)
+        assert torch.equal(logits(model), merged)
+        model.unmerge_adapter()
+        function(model.get_base_model())
+    patch_model(sparse_again := adapted().get_base_model())  # patched already: nothing is done
+    assert sparse_weights(sparse_again)
+
+
 EVERYWHERE = [*TARGETS["llama"], "q_proj"]  # attention is dense, and comes first
 DENSE = {
     "LoHa": lambda: peft.LoHaConfig(target_modules=EVERYWHERE, init_weights=False),
@@ -359,6 +376,47 @@ def test_an_export_has_the_adapter_in_it_and_leaves_it_in_place(dora, method, tm
     torch.testing.assert_close(logits(loaded), expected)
     assert is_nm_sparse(loaded.model.layers[0].mlp.up_proj.weight, 2, 4)
     assert not sparse_weights(loaded)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.parametrize("kind", ["LNTuning", "OSF"])
+def test_an_export_has_adapters_of_dense_layers_in_it_and_leaves_them_in_place(kind, tmp_path):
+    config = {
+        "LNTuning": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+        "OSF": peft.OSFConfig(target_modules=["q_proj"], init_weights=False),
+    }[kind]
+    model = peft.get_peft_model(patched(), config).eval()
+    without = logits(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) if parameter.requires_grad else 0)
+    expected, before = logits(model), snapshot(model)
+    assert (expected - without).abs().max() > 0.01
+    export_model(model, tmp_path)
+    assert_equal(model, before)
+    assert torch.equal(logits(model), expected)
+    torch.testing.assert_close(logits(zoo.auto_class("llama").from_pretrained(tmp_path).eval()), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.parametrize("target", ["lm_head", "wte"])
+def test_an_export_of_an_adapter_of_a_tied_weight_is_refused_and_changes_nothing(target, tmp_path):
+    model = adapted("gpt2", target_modules=["c_fc", target])
+    expected, before = logits(model), snapshot(model)
+    with pytest.raises(ValueError, match=r"transformer\.wte and lm_head share one weight"):
+        export_model(model, tmp_path)
+    assert_equal(model, before)
+    assert torch.equal(logits(model), expected) and not list(tmp_path.iterdir())
+
+
+def test_trained_tokens_of_tied_embeddings_are_exported(tmp_path):
+    model = adapted("gpt2", target_modules=["c_fc"], trainable_token_indices=[5, 6])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(1.0 if "trainable_tokens" in name else 0)
+    expected = logits(model)
+    export_model(model, tmp_path)
+    torch.testing.assert_close(logits(zoo.auto_class("gpt2").from_pretrained(tmp_path).eval()), expected)
 
 
 def test_an_export_of_a_model_with_prompts_is_refused(tmp_path):

@@ -79,6 +79,19 @@ def test_a_merge_that_is_not_sparse_is_refused():
     assert torch.equal(logits(model), before) and packed_weights(model)
 
 
+@pytest.mark.parametrize("saved", ["down_proj", "mlp"])
+def test_modules_to_save_that_are_packed_are_refused(saved):
+    model = packed("llama")
+    config = lora(target_modules=["q_proj"], modules_to_save=[saved])
+    with pytest.raises(ValueError, match=r"names model\.layers\.0\.mlp.* packed .* unpack_model\(model\) first"):
+        peft.get_peft_model(model, config)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not hasattr(model.model.layers[0].self_attn.q_proj, "lora_A")
+    unpack_model(model)
+    assert any("modules_to_save" in name for name in trained(peft.get_peft_model(model, config)))
+    peft.get_peft_model(packed("llama"), lora(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
 def test_an_adapter_goes_from_one_form_of_its_base_to_another(method, tmp_path):
     model = adapted("llama", method)
@@ -162,3 +175,18 @@ def test_what_a_packed_layer_returns_can_be_changed_in_place():
     output *= 2
     output.sum().backward()
     assert x.grad is not None
+
+
+def test_packing_below_adapters(tmp_path):
+    model = adapted("llama")
+    computed = logits(model)
+    pack_model(model)
+    torch.testing.assert_close(logits(model), computed)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert packed_weights(loaded).keys() == packed_weights(merged).keys()
+    torch.testing.assert_close(logits(loaded), computed, atol=2e-6, rtol=1e-5)
+    unpack_model(merged)
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)

@@ -34,8 +34,8 @@ ARGUMENTS = {
     "WAVEFT": {"n_frequency": 16},
 }
 VARIANTS = {"LORA": [{}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}, {"use_dora": True}]}
-# They compute with `base_layer.weight`; LN_TUNING trains a copy of the layer.
-BYPASS = {"HIRA", "HRA", "LN_TUNING", "PEANUT", "SHIRA", "SUPERTUNING"}
+# They compute with `base_layer.weight`; FROD has a weight of its own instead, LN_TUNING a copy of the layer.
+BYPASS = {"FROD", "HIRA", "HRA", "LN_TUNING", "PEANUT", "SHIRA", "SUPERTUNING"}
 EXACT_CLASS = {"GLORA"}  # refuses every subclass of nn.Linear
 CASES = [(name, extra) for name in sorted(t.value for t in CONFIGS) for extra in VARIANTS.get(name, [{}])]
 
@@ -85,6 +85,15 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def outline(model: nn.Module) -> dict:
+    """Of every module its class and the identity of its attributes, of every Parameter whether it is trained."""
+    modules = {
+        name: (type(module), {key: id(value) for key, value in vars(module).items()})
+        for name, module in model.named_modules()
+    }
+    return modules | {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("base", TARGETS)
 @pytest.mark.parametrize(("name", "extra"), CASES)
 def test_a_tuner_does_on_a_patched_model_what_it_does_on_the_pruned_one(base, name, extra, tmp_path):
@@ -93,12 +102,15 @@ def test_a_tuner_does_on_a_patched_model_what_it_does_on_the_pruned_one(base, na
         with pytest.raises(ValueError, match=r"not a plain torch\.nn\.Linear"):
             adapted(patched(base), base, name, extra)
         return
+    if name in BYPASS:
+        refused = patched(base)
+        before = outline(refused)
+        with pytest.raises(ValueError, match=r"computes with the layer's dense weight, .* call unpatch_model\(model\)"):
+            adapted(refused, base, name, extra)
+        assert outline(refused) == before
+        return
     model = adapted(patched(base), base, name, extra)
     assert trained(model).keys() == trained(expected).keys()
-    if name in BYPASS:
-        with pytest.raises(ValueError, match=r"computes with the layer's dense weight, .* call unpatch_model\(model\)"):
-            Sparse24Controller(model, torch.optim.SGD(trained(model).values(), lr=0.1), 10)
-        return
     assert all(weight.module.weight.grad is None for weight in sparse_weights(model).values())
     # The same adapter, whatever it was initialised with, and not one that does nothing yet.
     with torch.no_grad():
@@ -128,6 +140,19 @@ def test_a_tuner_does_on_a_patched_model_what_it_does_on_the_pruned_one(base, na
         except (NotImplementedError, ValueError, AttributeError):
             return  # PEFT cannot merge this one
         torch.testing.assert_close(model.merge_and_unload()(**zoo.batch()).logits, merged(**zoo.batch()).logits)
+
+
+def test_an_adapter_that_is_only_loaded_may_compute_with_the_dense_weight_until_a_controller_trains_it():
+    config = CONFIGS[peft.PeftType("HRA")](target_modules=TARGETS["llama"], inference_mode=True)
+    model = peft.get_peft_model(patched("llama"), config)
+    with pytest.raises(ValueError, match="computes with the layer's dense weight"):
+        Sparse24Controller(model, torch.optim.SGD(model.parameters(), lr=0.1), 10)
+    expected = model.eval()(**zoo.batch()).logits
+    before = outline(model)
+    with pytest.raises(ValueError, match="computes with the layer's dense weight"):
+        model.add_adapter("second", CONFIGS[peft.PeftType("HRA")](target_modules=TARGETS["llama"]))
+    assert outline(model) == before and set(model.peft_config) == {"default"}
+    assert torch.equal(model(**zoo.batch()).logits, expected)
 
 
 def test_the_tuners_that_the_walk_covers():

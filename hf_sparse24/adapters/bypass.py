@@ -1,8 +1,8 @@
 """Whether the adapter around a sparse layer lets it compute, or computes with its dense master weight itself.
 
 Most adapters add to what a layer returns, or change what it is given. Some read `base_layer.weight`, which is the dense
-master: HRA, SHiRA and SuperTuning replace the layer's GEMM by one of their own, so that nothing is sparse; HiRA and
-PEANuT compute their term from it, so that outputs change when the model is unpatched. LoRA and DoRA act through the
+master: FRoD, HRA, SHiRA and SuperTuning replace the layer's GEMM by one of their own, so that nothing is sparse; HiRA
+and PEANuT compute their term from it, so that outputs change when the model is unpatched. LoRA and DoRA act through the
 mask instead, see `masked.py`.
 """
 

@@ -9,7 +9,7 @@ so. What was there before is kept, and comes back when the adapter is unmerged: 
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -158,11 +158,22 @@ def check_mergeable(model: nn.Module) -> None:
     """
     for adapter in adapters_in(model):
         if _is_guarded(adapter) and not adapter.merged and not is_masked(adapter):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT's on unmerging, which is exact here
+            with _no_warnings():
                 adapter.merge()
                 if adapter.merged:
                     adapter.unmerge()
+
+
+def check_unmerged(model: nn.Module) -> None:
+    """Raise ValueError where an adapter is merged: unmerging would put back what its layer no longer is."""
+    merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
+    if merged is not None:
+        raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
+
+
+def _no_warnings() -> AbstractContextManager:
+    """Without PEFT's on unmerging: what it cannot undo exactly, this module does."""
+    return warnings.catch_warnings(action="ignore")
 
 
 def adapters_in(model: nn.Module) -> list[Any]:
@@ -178,16 +189,18 @@ def without_adapters(model: Any) -> Iterator[nn.Module]:
     """The model below its adapters, with the active ones merged into it. Afterwards all is as it was, bit for bit.
 
     Raises:
-        ValueError: an adapter that is no change of weights, such as a prompt, or one whose merge would not be 2:4.
+        ValueError: an adapter that is no change of weights, such as a prompt, one whose merge would not be 2:4, or one
+            whose layer shares its weight with another module.
     """
     configs = getattr(model, "peft_config", {}).values()
     if any(config.is_prompt_learning or config.is_adaption_prompt for config in configs):
         raise ValueError("prompts are no weights: a model with such an adapter cannot be written as one model")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with ExitStack() as undo:
+        owners = _owners(base)
         for parent, name, wrapper in _outermost_wrappers(base):
             undo.callback(parent._modules.__setitem__, name, wrapper)
-            parent._modules[name] = _unwrapped(wrapper, undo)
+            parent._modules[name] = _unwrapped(wrapper, owners, undo)
         if getattr(base, "_hf_peft_config_loaded", False):  # by Transformers' add_adapter: it would save adapters alone
             base._hf_peft_config_loaded = False
             undo.callback(setattr, base, "_hf_peft_config_loaded", True)
@@ -208,19 +221,50 @@ def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return wrappers
 
 
-def _unwrapped(wrapper: Any, undo: ExitStack) -> nn.Module:
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The names of the modules that have a Parameter, by its id."""
+    # PEFT keeps the trainable tokens of tied embeddings alike: these change together.
+    followers = [a.get_base_layer() for a in adapters_in(model) if getattr(a, "tied_adapter", None) is not None]
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if not any(module is follower for follower in followers):
+            for parameter in module._parameters.values():
+                owners.setdefault(id(parameter), []).append(name.removesuffix(".base_layer"))
+    return owners
+
+
+def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> nn.Module:
     """What a wrapper stands for, with adapters merged until `undo`."""
+    unwrapped = None
     if not is_adapter(wrapper):  # a copy of a module that is trained, or an embedding with tokens that are
         if wrapper.disable_adapters:
             return wrapper.original_module
         unwrapped = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
-    else:
-        unwrapped = wrapper.get_base_layer()
     for adapter in adapters_in(wrapper):
         if not adapter.merged and not adapter.disable_adapters:
+            layer = adapter.get_base_layer()
             if not _is_guarded(adapter):  # PEFT subtracts what it has added, which rounds
-                undo.callback(Unmerged(adapter.get_base_layer()).restore)
+                undo.callback(Unmerged(layer).restore)
+                undo.callback(adapter.merged_adapters.clear)  # OSF's unmerge does nothing
             adapter.merge()
             if adapter.merged:
-                undo.callback(adapter.unmerge)
-    return unwrapped
+                undo.callback(_unmerge_quietly, adapter)
+                _check_unshared(layer, owners)
+    # After the merge: LN tuning's puts the trained layer in the place of the other.
+    return wrapper.get_base_layer() if unwrapped is None else unwrapped
+
+
+def _unmerge_quietly(adapter: Any) -> None:
+    with _no_warnings():
+        adapter.unmerge()
+
+
+def _check_unshared(layer: nn.Module, owners: dict[int, list[str]]) -> None:
+    for parameter in layer._parameters.values():
+        names = owners.get(id(parameter), [])
+        if parameter is not None and len(names) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} share one weight, and merging an adapter into one of them would change the "
+                f"other: leave them out of the adapter's target_modules, or share the adapter's own files "
+                f"(model.save_pretrained) beside the base model"
+            )

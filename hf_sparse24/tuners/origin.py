@@ -1,8 +1,8 @@
 """Which sparse weights an adapter was trained on: recorded in its `adapter_config.json`, compared when it is loaded.
 
 An adapter means nothing without its base, and a sparse base is not always where PEFT looks for it: a model that was
-patched in memory comes from a checkpoint that is dense. So PEFT's `auto_mapping`, which describes the base model,
-has a key `sparse24` as well:
+patched in memory comes from a checkpoint that is dense. So, of adapters that a tuner puts into layers (not of prompts),
+PEFT's `auto_mapping`, which describes the base model, has a key `sparse24` as well:
 
     config   the `Sparse24Config`, with the phase, by which a dense base is patched
     base     a fingerprint of the weights that sparse layers computed with when the adapter was added: whether that was
@@ -11,7 +11,8 @@ has a key `sparse24` as well:
 A projection of a weight W is p^T W q with entries of p and q drawn from {-1, 1}, and the same every time. The squared
 difference of two models' projections is, on average, the squared distance of their weights (Johnson-Lindenstrauss, by
 signs: Achlioptas 2003). So the distance is known without the weights: it is 0 for the same ones, some 1e-3 of the norm
-for those of another dtype, and of the order of the norm for other masks or other scales.
+for those of another dtype, and of the order of the norm for other masks or other scales. Dense weights are not in it:
+where they were changed in memory, nothing says so.
 """
 
 import functools

@@ -5,15 +5,21 @@ a model, in `get_peft_model`, `PeftModel.from_pretrained`, and in Transformers' 
 model without sparse layers the subclasses do what PEFT does.
 """
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
+from ..adapters import check_adapters
 from ..adapters.attaching import attaching
 from ..adapters.merging import check_mergeable
+from ..packed import packed_weights
 from ..patching import adopt
+from ..weight import sparse_weights
 from .origin import check_origin, record_origin
 
 
@@ -21,12 +27,25 @@ class SparseAware:
     """What the subclasses of all tuners add to them, in methods of PEFT's `BaseTuner`."""
 
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Add an adapter to all layers that it targets, also where it is loaded from a file."""
+        """Add an adapter to all layers that it targets, also where it is loaded from a file.
+
+        Raises:
+            ValueError: it is no adapter for this model's sparse weights; the layers are as they were.
+        """
         config = self.peft_config[adapter_name]
         check_origin(model, config)
         record_origin(model, config)
-        super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
-        adopt(model)  # copies that `modules_to_save` trains
+        with _unchanged_on_error(model):
+            super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
+            if not config.inference_mode:
+                check_adapters(model)
+            adopt(model)  # copies that `modules_to_save` trains
+
+    def _prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
+        """What PEFT calls once it knows what an adapter targets, before it changes the model."""
+        _check_target_parameters(model, getattr(peft_config, "target_parameters", None) or ())
+        _check_modules_to_save(model, getattr(peft_config, "modules_to_save", None) or ())
+        super()._prepare_model(peft_config, model)  # type: ignore[misc]
 
     def _create_and_replace(
         self, peft_config: Any, adapter_name: str, target: Any, name: str, parent: nn.Module, *args: Any, **kwargs: Any
@@ -38,6 +57,61 @@ class SparseAware:
     def _check_merge_allowed(self: Any) -> None:
         super()._check_merge_allowed()  # type: ignore[misc]
         check_mergeable(self.model)
+
+
+def _check_target_parameters(model: nn.Module, targets: Any) -> None:
+    """Raise ValueError where an adapter would stand in the place of a sparse weight, not beside its layer."""
+    for name in sparse_weights(model) | packed_weights(model):
+        name = name.replace(".base_layer", "")
+        for target in targets:
+            if name == target or name.endswith(f".{target}"):
+                raise ValueError(
+                    f"target_parameters={target!r} names {name}, which is 2:4, and its sum with an adapter would be "
+                    f"dense. PEFT turns target_modules such as gate_proj into target_parameters where a model stacks "
+                    f"its experts: target other layers, such as attention, or call unpatch_model(model) first "
+                    f"(unpack_model if it is packed), which keeps the sparse weights as dense ones"
+                )
+
+
+def _check_modules_to_save(model: nn.Module, targets: Any) -> None:
+    """Raise ValueError where a copy of a packed layer would be trained: it has no weight to train."""
+    for name, module in model.named_modules():
+        if any(name.endswith(target) for target in targets) and packed_weights(module):  # as PEFT compares them
+            raise ValueError(
+                f"modules_to_save={list(targets)!r} names {name}, whose weights are packed and cannot be trained: call "
+                f"unpack_model(model) first (and patch_model after it, to stay 2:4), or name other modules"
+            )
+
+
+@contextmanager
+def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """After an error within the block, the modules of a sparse model and what they train are again what they were.
+
+    The values of weights are not kept; what changes these puts them back itself.
+    """
+    if not (sparse_weights(model) or packed_weights(model)):  # as PEFT leaves it
+        yield
+        return
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    containers = {
+        id(value): (value, copy.copy(value))
+        for own in attributes.values()
+        for value in own.values()
+        if isinstance(value, dict | list | set)
+    }
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, own in attributes.items():
+            vars(module).clear()
+            vars(module).update(own)
+        for value, contents in containers.values():
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(contents)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        raise
 
 
 def register_tuners() -> None:
