@@ -6,9 +6,10 @@ A layer of PEFT is `Any` here: its attributes are dicts of modules by the adapte
 from typing import Any
 
 import torch
+from peft.tuners.lora import variants
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraVariant
-from peft.tuners.lora.variants import DoraLinearVariant, MiCALinearVariant
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
 from .masked import has_mask, masked_delta, masked_linear, out_in, row_norms
@@ -83,7 +84,7 @@ class MaskedDora(MaskedLora, DoraLinearVariant):
 MASKED: dict[type | None, type[LoraVariant]] = {
     None: MaskedLora,
     DoraLinearVariant: MaskedDora,
-    MiCALinearVariant: MaskedLora,  # LoRA with B frozen
+    getattr(variants, "MiCALinearVariant", None): MaskedLora,  # LoRA with B frozen; older PEFT has none
 }
 """By PEFT's variant. Its others compute more than a change of the weight, or a dense one."""
 
