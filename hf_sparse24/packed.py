@@ -104,19 +104,6 @@ class PackedWeight:
         weight = kernels.unpack_nm(self.packed)
         return weight if self.input_dim == -1 else weight.transpose(-1, -2)
 
-    @torch.no_grad()
-    def write(self, dense: Tensor) -> None:
-        """Store another 2:4 weight of the same shape.
-
-        Raises:
-            ValueError: it is not 2:4 along its input dimension.
-        """
-        packed = pack_exactly(dense, self.input_dim)
-        if packed is None:
-            raise ValueError(f"a packed weight must be 2:4 along its input dimension, and the new {self.name} is not")
-        for key, tensor in zip(self.buffer_names, packed):
-            self.module._buffers[key] = tensor
-
     def wrong(self) -> str | None:
         """What is wrong with the two buffers, where packing cannot have made them."""
         return None if self.packed.values.is_meta else wrong_packed(self.packed)

@@ -302,18 +302,6 @@ def test_dtypes_at_loading(tmp_path):
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, dense.bfloat16())
 
 
-def test_writing_a_packed_weight():
-    model = patched()
-    pack_model(model)
-    weight = packed_weights(model)["model.layers.0.mlp.up_proj.weight"]
-    dense = weight.dense()
-    weight.write(2 * dense)
-    assert torch.equal(weight.dense(), 2 * dense)
-    with pytest.raises(ValueError, match="must be 2:4 along its input dimension"):
-        weight.write(torch.ones_like(dense))
-    assert torch.equal(weight.dense(), 2 * dense)
-
-
 FRESH = """
 import sys; sys.path.insert(0, {here!r})
 import threading, time, torch, zoo, hf_sparse24
