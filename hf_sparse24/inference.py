@@ -94,12 +94,17 @@ def check_packable(model: nn.Module) -> Sparse24Config:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if config.phase == "dense":
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
-    if all(weight.sizes[1] % 8 for weight in sparse_weights(model).values()):
+    if not any(is_packable(weight) for weight in sparse_weights(model).values()):
         raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
     n, m = Pattern.parse(config.pattern)
     if not ((n <= 2 and m % 4 == 0) or (n, m) == (1, 2)):
         raise ValueError(f"pattern={config.pattern!r}: packed weights are 2:4; export with format='dense'")
     return config
+
+
+def is_packable(weight: SparseWeight) -> bool:
+    """Whether a weight has a packed form by its sizes: a byte has the indices of eight elements."""
+    return weight.sizes[1] % 8 == 0
 
 
 def packed_form(name: str, weight: SparseWeight) -> Packed | None:
@@ -108,7 +113,7 @@ def packed_form(name: str, weight: SparseWeight) -> Packed | None:
     Raises:
         ValueError: its method has not pruned it by its pattern.
     """
-    if weight.sizes[1] % 8:
+    if not is_packable(weight):
         return None
     packed = pack_exactly(weight.method.merged(weight), weight.input_dim)
     if packed is None:

@@ -69,7 +69,7 @@ class PatchReport:
         layers = len(self.patched) + len(self.skipped)
         return (
             f"{self.config.pattern} sparse by {self.config.method}: {len(self.patched)} of {layers} linear layers, "
-            f"{_count(self.patched_parameters)} of {_count(self.total_parameters)} parameters; "
+            f"{shown_count(self.patched_parameters)} of {shown_count(self.total_parameters)} parameters; "
             f"{self.sparse_share:.1%} of all parameters are zero"
         )
 
@@ -79,7 +79,7 @@ _COLUMNS = ("module group", "layers", "weights", "sparse")
 
 def _cells(row: ReportRow) -> tuple[str, str, str, str]:
     sparse = f"yes; {row.note}" if row.note else "yes"
-    return row.group, str(row.layers), _count(row.weights), row.skipped or sparse
+    return row.group, str(row.layers), shown_count(row.weights), row.skipped or sparse
 
 
 def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candidate]) -> PatchReport:
@@ -109,5 +109,6 @@ def _weights(candidates: list[Candidate]) -> int:
     return sum(sizes.values())
 
 
-def _count(count: int) -> str:
+def shown_count(count: int) -> str:
+    """A number of weights, in millions where it is large."""
     return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,}"

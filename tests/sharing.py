@@ -11,8 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 import zoo
@@ -87,37 +90,46 @@ def stored_bytes(directory: Path) -> int:
     return total
 
 
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) * 1024
+
+
+def peak_of(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call returns, and by how many bytes the memory of the process grew at most meanwhile."""
+    before, peaks, done = resident(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            peaks.append(resident() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        result = call()
+    finally:
+        done.set()
+        watcher.join()
+    return result, max(peaks)
+
+
 LOAD = """
-import json, sys, tempfile, threading
+import json, sys, tempfile
 import torch, zoo, hf_sparse24
 from pathlib import Path
 from safetensors.torch import load_file
+from sharing import peak_of
 
 torch.set_num_threads(1)
-
-def resident():
-    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(status["VmRSS"].split()[0]) * 1024
-
-def loaded(name, directory):
-    before, peaks, done = resident(), [0], threading.Event()
-    def watch():
-        while not done.wait(0.001):
-            peaks.append(resident() - before)
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = zoo.auto_class(name).from_pretrained(directory)
-    done.set()
-    watcher.join()
-    return model, max(peaks)
 
 tiny = zoo.build("llama")  # what the first model of a process needs, such as the code of operators, is not counted
 hf_sparse24.patch_model(tiny)
 with tempfile.TemporaryDirectory() as directory:
     hf_sparse24.export_model(tiny, directory, "packed")
-    loaded("llama", directory)[0](**zoo.batch())
+    peak_of(lambda: zoo.auto_class("llama").from_pretrained(directory))[0](**zoo.batch())
 for name, directory in json.loads(sys.argv[1]):
-    model, peak = loaded(name, directory)
+    model, peak = peak_of(lambda: zoo.auto_class(name).from_pretrained(directory))
     with torch.no_grad():
         logits = model(**zoo.batch()).logits
     expected = load_file(Path(directory).parent / "logits.safetensors")["logits"]

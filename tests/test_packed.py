@@ -304,7 +304,8 @@ def test_dtypes_at_loading(tmp_path):
 
 FRESH = """
 import sys; sys.path.insert(0, {here!r})
-import threading, time, torch, zoo, hf_sparse24
+import torch, zoo, hf_sparse24
+from sharing import peak_of
 from transformers import AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.packed import buffer_names, packed_weights
@@ -315,22 +316,6 @@ model = AutoModelForCausalLM.from_pretrained(directory)
 with torch.no_grad():
     assert torch.equal(model(**zoo.batch()).logits, torch.load(directory + "/logits.pt"))
 assert packed_weights(model) and not torch.cuda.is_initialized()
-
-def resident():
-    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(status["VmRSS"].split()[0]) * 1024
-
-def peak_of(call):
-    before, peaks, done = resident(), [0], threading.Event()
-    def watch():
-        while not done.wait(0.001):
-            peaks.append(resident() - before)
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    result = call()
-    done.set()
-    watcher.join()
-    return result, max(peaks)
 
 def size_of(model):
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -8,8 +8,8 @@ nothing but rounding. The gradients are those of D, masked:
 
     dX = dZ D        dB = s (M * dZ^T X) A^T        dA = s B^T (M * dZ^T X)
 
-X Ws^T is the base layer's own GEMM. That of D is not fused with it: a bf16 weight has little room for the small changes
-that an adapter learns, and the sum Ws + D rounds a part of them away.
+X Ws^T is the base layer's own GEMM. That of D is not fused with it: bf16 has too few bits for a weight and the small
+changes that an adapter learns, and the sum Ws + D rounds a part of them away.
 
 D and dZ^T X are as large as the weight, so neither is ever whole: both exist for `CHUNK` elements at a time, a block of
 output rows, and D is computed again for the backward pass.

@@ -24,7 +24,7 @@ from transformers.modelcard import TASK_MAPPING
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
 from ..patching import patched_config
-from ..report import group_name, make_report
+from ..report import group_name, make_report, shown_count
 from ..targets import find_candidates
 from ..version import __version__
 from ..weight import first_of_each, layer_name, sparse_weights
@@ -356,5 +356,5 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     if isinstance(value, int):
-        return f"{value / 1e6:,.1f} M" if value >= 1e6 else f"{value:,}"
+        return shown_count(value)
     return f"{value:.4g}"

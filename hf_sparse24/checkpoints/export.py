@@ -30,7 +30,8 @@ from .safetensors_file import Hashes, write_safetensors
 
 FORMATS = ("dense", "packed")
 
-_WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
+WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
+"""Names of the files that belong to a model's weights, and go when another model takes its place."""
 
 _OF_A_RUN = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of a checkpoint that training resumes from."""
@@ -80,7 +81,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
     if format == "packed":
         check_packable(model)
     _refuse_other_models(directory)
-    with _own_layout(model), replaced_model(directory, outdated=_WEIGHT_FILES) as new:
+    with _own_layout(model), replaced_model(directory, outdated=WEIGHT_FILES) as new:
         parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
         _write(model, new, parts, format, max_shard_size)
 

@@ -4,7 +4,6 @@ A push is one commit: the repository has the old files or the new ones. Every pu
 files, and the Hub keeps what has reached it, so a push that broke off is resumed by the same call.
 """
 
-import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +25,7 @@ from ..adapters.merging import without_adapters
 from ..patching import INSTANCE_METHODS, patched_config
 from ..version import __version__
 from .card import CARD, Format, check_arguments, write_model_card
-from .export import export_model, unwrapped
-from .manifest import MANIFEST
-
-_WEIGHT_FILES = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
+from .export import WEIGHT_FILES, export_model, unwrapped
 
 
 def push_to_hub(
@@ -190,7 +186,7 @@ def commit_folder(
     with readable_errors(repo_id):
         # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
         present = api.list_repo_files(repo_id, revision=revision, token=token)
-        outdated = [name for name in present if _WEIGHT_FILES.fullmatch(name) and name not in files]
+        outdated = [name for name in present if WEIGHT_FILES.fullmatch(name) and name not in files]
         return api.create_commit(
             repo_id,
             [

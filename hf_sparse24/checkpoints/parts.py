@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ..inference import packed_form
+from ..inference import is_packable, packed_form
 from ..packed import buffer_names
 from ..weight import SparseWeight
 
@@ -35,7 +35,7 @@ def packed_parts(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> li
     parts = []
     for name, tensor in _saved_tensors(model, weights).items():
         weight = weights.get(name)
-        if weight is None or weight.sizes[1] % 8:
+        if weight is None or not is_packable(weight):
             parts.append(_plain_part(name, tensor, weight))
         else:
             parts.append(_packed_part(name, weight))

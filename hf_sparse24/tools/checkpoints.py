@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..checkpoints.export import FORMATS, export_model
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
 from ..packed import buffer_names
-from ..report import group_name
+from ..report import group_name, shown_count
 from ..weight import sparse_weights
 from .models import model_class
 from .tables import print_table
@@ -87,7 +87,7 @@ def _inspect(options: argparse.Namespace) -> int:
         [
             ["tensors", "number", "weights", "stored", "dense"],
             *(
-                [group, str(n), _count(weights), _size(stored), _size(dense)]
+                [group, str(n), shown_count(weights), _size(stored), _size(dense)]
                 for group, (n, weights, stored, dense) in (groups | {"together": total}).items()
             ),
         ]
@@ -152,10 +152,6 @@ def _heading(listing: Listing) -> str:
 
 def _add(groups: dict[str, list[int]], group: str, *numbers: int) -> None:
     groups[group] = [a + b for a, b in zip(groups.get(group, [0] * len(numbers)), numbers)]
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
 
 
 def _size(number: int) -> str:
