@@ -149,6 +149,12 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = do
 
+    def end_headers(self) -> None:
+        # A connection for each request: no client finds one closed that another thread's broken answer has ended.
+        self.send_header("Connection", "close")
+        self.close_connection = True
+        super().end_headers()
+
     def log_message(self, *args: Any) -> None:
         pass
 
