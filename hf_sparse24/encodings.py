@@ -128,6 +128,7 @@ class Encodings:
         tokens: int,
         run_state: RunState,
         make: Callable[[str, Forms], Sequence[Tensor]],
+        keep: bool = True,
     ) -> list[Tensor]:
         """The wanted encodings in `dtype`, from memory where they are valid.
 
@@ -135,8 +136,9 @@ class Encodings:
             tensors: what they are made from.
             tokens: how many the GEMM multiplies by: the more they are, the less it matters to look closely.
             make: makes all forms of one operand in one pass.
+            keep: False makes them anew every time.
         """
-        keep = _may_be_kept(run_state, tensors)
+        keep = keep and _may_be_kept(run_state, tensors)
         kept = _still_valid(self._kept, dtype, tensors, tokens, run_state) if keep else _Kept()
         missing: dict[str, dict[str, Compression | None]] = {}
         for operand, form, compression in wanted:

@@ -28,6 +28,7 @@ for is data, `gemms.Gemms`; this file runs it.
 the pruned weight, passed straight through.
 """
 
+from functools import partial
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -48,14 +49,19 @@ class _SparseLinearFunction(torch.autograd.Function):
     """The three GEMMs. `weight` `[out, in]` is there to receive the gradient; the other two are what is multiplied.
 
     `output_weight` and `input_weight` are the weight operands of the output and the grad_input GEMM in the forms that
-    their plans take. `input_weight` is None where nobody needs it, or where it is `output_weight`.
+    their plans take. `input_weight` is None where nobody needs it, where it is `output_weight`, or where the backward
+    pass makes it anew by `encode`, since FSDP2 frees the weight in between.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, output_weight, input_weight, bias, rng_key, gemms, output_plan, input_plan, backend):
+    def forward(
+        ctx, x, weight, output_weight, input_weight, bias, rng_key, gemms, output_plan, input_plan, backend, encode
+    ):
         gemm = gemms.output
         x = gemm.prune(x, -1, None)
-        ctx.save_for_backward(x, output_weight if input_weight is None else input_weight, rng_key)
+        kept = output_weight if input_weight is None else input_weight
+        ctx.save_for_backward(x, kept if encode is None and ctx.needs_input_grad[0] else None, rng_key)
+        ctx.encode = encode
         ctx.gemms, ctx.input_plan, ctx.backend, ctx.weight_dtype = gemms, input_plan, backend, weight.dtype
         output = _output(gemm, output_plan, x, output_weight, bias)
         # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
@@ -70,13 +76,15 @@ class _SparseLinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # Another random stream than grad_weight's.
             key = None if rng_key is None or ctx.gemms.grad_input.estimator == "none" else rng_key + 1
+            if ctx.encode is not None:
+                (weight,) = ctx.encode()
             grad_x = _grad_input(ctx.gemms.grad_input, ctx.input_plan, grad_output, weight, key)
         if ctx.needs_input_grad[1]:
             x = x.reshape(-1, x.shape[-1])
             grad_weight = _grad_weight(ctx.gemms.grad_weight, grad, x, rng_key, ctx.backend).to(ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0)  # from the whole gradient: it costs no GEMM, so nothing is pruned
-        return grad_x, grad_weight, None, None, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, None, None, grad_bias, None, None, None, None, None, None
 
 
 def _output(gemm: Gemm, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,7 +161,7 @@ class Sparse24Layer(SparseModule):
         gemms = method.gemms
         tokens, backend = x.numel() // inputs, sparse.config.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
-        wanted, input_plan = [_operand(gemms.output, output_plan)], None
+        wanted, input_plan, encode = [_operand(gemms.output, output_plan)], None, None
         if not torch.is_grad_enabled():
             (output_weight,) = sparse.encoded(wanted, dtype, tokens)
             output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
@@ -164,11 +172,24 @@ class Sparse24Layer(SparseModule):
         # A graph that is traced asks for every gradient, needed or not.
         if x.requires_grad or is_compiling:
             input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
-            wanted.append(_operand(gemms.grad_input, input_plan))
+            if sparse.gathered_from is None or is_compiling:
+                wanted.append(_operand(gemms.grad_input, input_plan))
+            else:
+                encode = partial(sparse.encoded, [_operand(gemms.grad_input, input_plan)], dtype, tokens)
         operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype, tokens)
         output_weight, input_weight = operands[0], None if wanted[-1] == wanted[0] else operands[-1]
         output = _SparseLinearFunction.apply(
-            x, weight, output_weight, input_weight, bias, sparse.rng_key, gemms, output_plan, input_plan, backend
+            x,
+            weight,
+            output_weight,
+            input_weight,
+            bias,
+            sparse.rng_key,
+            gemms,
+            output_plan,
+            input_plan,
+            backend,
+            encode,
         )
         return method.adapt_output(sparse, x, output)
 

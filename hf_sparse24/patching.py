@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 
 from .adapters.attaching import attach_adapters
@@ -18,6 +19,7 @@ from .config import Sparse24Config
 from .experts import SparseExperts
 from .linear import Sparse24Conv1D, Sparse24Linear
 from .report import PatchReport, make_report
+from .sharding import is_sharded, local, total
 from .sparse_module import SparseModule
 from .targets import find_candidates
 from .weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
@@ -53,13 +55,17 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
 
     Raises:
         ValueError: the model is compiled or wrapped, quantized, already patched with another config, has lazy
-            Parameters, an adapter that is merged, or no layer that the config names, or has NaN or inf in a weight that
-            would be patched.
+            Parameters, an adapter that is merged, or no layer that the config names, has NaN or inf in a weight that
+            would be patched, or DeepSpeed ZeRO-3 is chosen.
     """
     if not isinstance(config, Sparse24Config | None):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
     _check_module(model)
-    _reject_wrapped(model)
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
+            "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
+        )
     current = patched_config(model)
     if current is not None:
         if config is not None and config != current:
@@ -69,6 +75,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             )
         adopt(model)
         return make_report(model, current, find_candidates(model, current))
+    _reject_wrapped(model)
     _reject_quantized(model)
     _reject_lazy(model)
     check_unmerged(model)
@@ -123,11 +130,17 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model is not patched, or compiled or wrapped.
+        ValueError: the model is not patched, or compiled, wrapped or sharded.
     """
     _check_module(model)
-    _reject_wrapped(model)
     weights = sparse_weights(model)
+    for name, weight in weights.items():
+        if is_sharded(weight.master):
+            raise ValueError(
+                f"{name} is sharded, and unpatch_model changes whole weights: export_model(model, directory) in all "
+                f"processes writes the plain model"
+            )
+    _reject_wrapped(model)
     if not weights:
         raise ValueError("the model is not patched; there is nothing to undo")
 
@@ -255,6 +268,19 @@ def _selected(model: nn.Module, config: Sparse24Config) -> list[str] | None:
         return None
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel, DeepSpeed and torch.compile, whose layers have the names that `patch_model`
+    saw."""
+    while True:
+        kind = {cls.__name__ for cls in type(model).__mro__}
+        if "OptimizedModule" in kind:
+            model = model._orig_mod  # type: ignore[assignment]  # attributes of a Module are Tensor | Module
+        elif kind & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
+            model = model.module  # type: ignore[assignment]  # as above
+        else:
+            return model
+
+
 def outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
     """The Transformers models in `module` that are in no other one."""
     if isinstance(module, PreTrainedModel):
@@ -351,7 +377,9 @@ def _reject_lazy(model: nn.Module) -> None:
 
 def reject_non_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError where a named weight has NaN or inf."""
-    bad = [name for name, weight in weights if not weight.is_meta and not torch.isfinite(weight).all()]
+    found = {name: weight for name, weight in weights if not weight.is_meta}
+    counts = [(~torch.isfinite(local(weight))).sum() for weight in found.values()]
+    bad = [name for name, count in zip(found, total(counts, list(found.values()))) if count] if found else []
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(f"NaN or inf in the weights of {', '.join(bad[:5])}{more}; nothing was changed")

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from . import sharding
 from .weight import SparseWeight
 
 
@@ -24,6 +25,13 @@ class SparseModule(nn.Module):
     def phase(self) -> str:
         """`"dense"`: it computes with its master weights; otherwise with its sparse ones."""
         return next(iter(self.sparse24.values())).run_state.phase
+
+    def __setattr__(self, name, value):
+        # FSDP2 gathers by `setattr`: the whole weight, a plain tensor, takes the place of a DTensor.
+        before = self.__dict__.get("_parameters", {}).get(name)
+        if sharding.is_sharded(before) and not sharding.is_sharded(value) and name in self.__dict__.get("sparse24", {}):
+            self.sparse24[name].gathered_from = before
+        super().__setattr__(name, value)
 
     def _apply(self, fn, recurse=True):
         # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.

@@ -3,68 +3,35 @@
 The library speaks of weights, not of layers: a weight is a Parameter of some module, by name, in which groups run along
 one of the last two dimensions. A stack of experts `[experts, out, in]` is one weight, and a method sees its matrices
 one by one: each is pruned as it would be alone, with a state of its own.
+
+Where FSDP2 shards a weight, the Parameter is a DTensor, and three things differ:
+
+- State (masks, scales) is computed from the whole weight, which every process gathers for it, so it is the same on all
+  of them, and shards may begin within a group or a tile.
+- FSDP2 gathers the weight for forward and backward and frees it in between. Encodings of it would stay, so none is
+  kept: the backward pass makes its own from the weight that FSDP2 gathers again.
+- What updates weights (masked decay, optimizers) works on the part that this process holds, `local_views`.
+
+With tensor parallelism a process computes with its part of a weight alone. The state comes from the whole weight too,
+and is split as the weight is, so a part must hold whole groups.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Pattern
 from torch import Tensor, nn
 
+from . import sharding
 from .encodings import Encodings, Forms, RunState, Wanted
-from .gemms import MASTER, PRUNED, Gemms
+from .gemms import MASTER, PRUNED
+from .weight_view import WeightConfig, WeightMethod, WeightView
 
 _OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
 """Forms of a weight `[out, in]` by the forms of its transpose, as which it may be stored."""
-
-
-class WeightView(NamedTuple):
-    """What a method computes with: a weight, or one matrix of a stack, without gradients, and the state that belongs
-    to it.
-
-    Attributes:
-        matrix: `[rows, columns]`, the dense master weight as it is stored: `[out, in]`, or `[in, out]` in GPT-2's
-            `Conv1D`.
-        dim: the dimension of `matrix` that is the input dimension, 0 or 1. Groups of M lie along it.
-        state: what the method remembers of this weight, by name.
-    """
-
-    matrix: Tensor
-    dim: int
-    state: dict[str, Tensor]
-
-
-class WeightMethod(Protocol):
-    """What the layers need of a method; `methods.SparseMethod` has it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def gemms(self) -> Gemms: ...
-    @property
-    def pattern(self) -> Pattern: ...
-
-    def init_state(self, view: WeightView) -> dict[str, Tensor]: ...
-    def init_parameters(self, view: WeightView) -> dict[str, Tensor]: ...
-    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]: ...
-    def state_of_pruned(self, view: WeightView) -> dict[str, Tensor]: ...
-    def check_state(self, view: WeightView) -> str | None: ...
-    def mask(self, view: WeightView, packed: bool) -> Tensor: ...
-    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]: ...
-    def merged(self, weight: "SparseWeight") -> Tensor: ...
-    def adapt_output(self, weight: "SparseWeight", x: Tensor, output: Tensor) -> Tensor: ...
-
-
-class WeightConfig(Protocol):
-    """What all sparse weights of a model share; a `Sparse24Config` that a model is patched with has it."""
-
-    backend: str
-    run_state: RunState
-
-    @property
-    def bound_method(self) -> Any: ...
 
 
 class SparseWeight:
@@ -76,6 +43,9 @@ class SparseWeight:
         config: shared by all weights of a model; with the method, the run state and the backend of the GEMMs.
         state_names, parameter_names: of the method's buffers and Parameters beside this weight.
         state_is_ready: False for a weight that was patched on the meta device, until it has state.
+        gathered_from: with FSDP2, the DTensor that optimizers update, once a pass has gathered it. None otherwise.
+        is_split: whether tensor parallelism lets this process compute with its part of the weight, so that it keeps
+            that part of the state.
         rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws anew every time.
     """
 
@@ -84,6 +54,8 @@ class SparseWeight:
         self.state_names: tuple[str, ...] = ()
         self.parameter_names: tuple[str, ...] = ()
         self.state_is_ready = True
+        self.gathered_from: Tensor | None = None
+        self.is_split = False
         self.rng_key: Tensor | None = None
         self.encodings = Encodings()
 
@@ -140,7 +112,8 @@ class SparseWeight:
 
     @property
     def parameter(self) -> Tensor:
-        """The dense master weight, the Parameter itself."""
+        """The dense master weight as the module has it now. While FSDP2 or tensor parallelism runs the module, a plain
+        tensor: the whole weight, or this process's part; otherwise the Parameter, which is a DTensor with both."""
         stored = self.module._parameters.get(self.name, self.module.__dict__.get(self.name))
         if stored is None:  # DataParallel's replicas have it in their __dict__
             raise RuntimeError(
@@ -148,6 +121,11 @@ class SparseWeight:
                 f"such as a parametrization or PEFT's target_parameters; call unpatch_model(model) before that"
             )
         return stored
+
+    @property
+    def master(self) -> Tensor:
+        """The Parameter that optimizers update."""
+        return self.parameter if self.gathered_from is None else self.gathered_from
 
     @property
     def bias(self) -> Tensor | None:
@@ -188,14 +166,45 @@ class SparseWeight:
 
     def views(self, parameter: Tensor | None = None) -> list[WeightView]:
         """The whole weight, with its state, or each matrix of a stack; or another Parameter of its layout in its place.
+        Within the forward pass of a tensor-parallel layer, the part of both that this process computes with.
 
-        The list has one entry for a weight that is a matrix.
+        The list has one entry for a weight that is a matrix. Where the weight is sharded, every process gathers it, and
+        all must ask.
         """
-        values = (self.parameter if parameter is None else parameter).detach()
-        dim, state = 1 if self.input_dim == -1 else 0, self.state
+        values = self.parameter if parameter is None else parameter
+        part = sharding.whole if sharding.is_sharded(values) else sharding.local
+        return self._views(part(values), {name: part(tensor) for name, tensor in self.state.items()})
+
+    def local_views(self) -> list[WeightView]:
+        """What this process updates of the weight, with that part of the state: all where the weight is not sharded.
+        The list is empty where the process has nothing of it."""
+        master, state = self.master, self.state
+        if not sharding.is_sharded(master):
+            return self.views()
+        matrix = sharding.local(master)
+        if not matrix.numel():
+            return []
+        if not self.is_split:
+            state = {name: self._split(tensor) for name, tensor in state.items()}
+        return self._views(matrix, {name: sharding.local(x).to(matrix.device) for name, x in state.items()})
+
+    def _views(self, values: Tensor, state: dict[str, Tensor]) -> list[WeightView]:
+        dim = 1 if self.input_dim == -1 else 0
         if not self.is_stack:
             return [WeightView(values, dim, state)]
         return [WeightView(matrix, dim, {k: x[i] for k, x in state.items()}) for i, matrix in enumerate(values)]
+
+    def _split(self, state: Tensor) -> Tensor:
+        """State as the weight is split: what has its dimensions, as packed masks have, goes with it; what is a number
+        for a matrix, as a scale is, belongs to all parts."""
+        return sharding.split_like(state, self.master, state.dim() == self.master.dim())
+
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether it is sharded so that a group along the input dimension, or a byte of its packed mask, lies in two
+        processes."""
+        m = self.method.pattern.m
+        return sharding.cuts(self.master, self.input_dim, m) or sharding.cuts(self.master, -1, math.lcm(m, 8))
 
     def view(self) -> WeightView:
         """That of a weight that is one matrix."""
@@ -208,7 +217,25 @@ class SparseWeight:
     def init_state(self) -> None:
         """Compute the method's state from the weight as it is now."""
         self.set_state(self._stacked([self.method.init_state(view) for view in self.views()]))
+        self.split_state()
         self.state_is_ready = True
+
+    def split_state(self) -> None:
+        """With tensor parallelism, keep the part of the state that belongs to this process's part of the weight.
+
+        Raises:
+            ValueError: the split cuts groups.
+        """
+        if not self.is_split:
+            return
+        if self.cuts_groups:
+            (out, inputs), m = self.sizes, self.method.pattern.m
+            raise ValueError(
+                f"tensor parallelism splits the weight {self.name} [{out}, {inputs}] so that groups of {m}, or bytes "
+                f"of packed masks, lie in two processes: each needs a multiple of {math.lcm(m, 8)} of the {inputs} "
+                f"inputs; take fewer processes, or leave the layer dense with exclude_modules"
+            )
+        self.set_state({name: self._split(x) for name, x in self.state.items() if not sharding.is_sharded(x)})
 
     @torch.no_grad()
     def init_parameters(self) -> None:
@@ -237,13 +264,14 @@ class SparseWeight:
         for name, found in self.state.items():
             if self.is_stack and found.shape[:1] != self.parameter.shape[:1]:
                 return f"{name} is of shape {tuple(found.shape)}, not one for each of {len(self.parameter)} experts"
-        without_data = [view._replace(matrix=view.matrix.to("meta")) for view in self.views()]
-        for name, made in self._stacked([self.method.init_state(view) for view in without_data]).items():
+        without_data = torch.empty(self.parameter.shape, dtype=self.parameter.dtype, device="meta")
+        views = self._views(without_data, {name: sharding.whole(tensor) for name, tensor in self.state.items()})
+        for name, made in self._stacked([self.method.init_state(view) for view in views]).items():
             found = self.state[name]
             both_float = made.is_floating_point() and found.is_floating_point()  # in files, of any precision
             if found.shape != made.shape or not (both_float or found.dtype == made.dtype):
                 return f"{name} is {found.dtype} {tuple(found.shape)}, not {made.dtype} {tuple(made.shape)}"
-        reasons = ((i, self.method.check_state(view)) for i, view in enumerate(self.views()))
+        reasons = ((i, self.method.check_state(view)) for i, view in enumerate(views))
         wrong = next(((i, reason) for i, reason in reasons if reason), None)
         if wrong is None:
             return None
@@ -251,8 +279,25 @@ class SparseWeight:
 
     @torch.no_grad()
     def mask(self, packed: bool = False) -> Tensor:
-        """Which entries the method keeps now: bool, the weight's shape, or packed bits along the last dimension."""
+        """Which entries the method keeps now: bool, the weight's shape, or packed bits along the last dimension.
+
+        Where the weight is sharded, every process gathers it, and all must ask.
+        """
         return self._of_each(lambda view: self.method.mask(view, packed))
+
+    @torch.no_grad()
+    def local_mask(self, packed: bool = False) -> Tensor:
+        """The same for what this process updates of the weight. All processes must ask."""
+        if not sharding.is_sharded(self.master):
+            return self.mask(packed)
+        if not self.method.mask_is_local or self.cuts_groups:
+            mask = sharding.local(sharding.split_like(self.mask(), self.master))
+            mask = mask.to(sharding.local(self.master).device)
+            return kernels.pack_bits(mask) if packed else mask
+        masks = [self.method.mask(view, packed) for view in self.local_views()]
+        if not masks:
+            return torch.zeros(0, dtype=torch.uint8 if packed else torch.bool)
+        return torch.stack(masks) if self.is_stack else masks[0]
 
     @torch.no_grad()
     def fresh_mask(self, parameter: Tensor) -> Tensor:
@@ -285,7 +330,7 @@ class SparseWeight:
     def _pruned_to(self, operand: str, dtype: torch.dtype) -> Tensor:
         """A weight operand in the shape and layout of the Parameter."""
         self.check_state()
-        check_whole(self.name, self.parameter)
+        check_sharding(self.name, self.master)
         return self._of_each(lambda view: self.method.prune(view, operand, {"dense": None}, dtype)[0])
 
     def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype, tokens: int) -> list[Tensor]:
@@ -299,13 +344,20 @@ class SparseWeight:
         tokens: int,
         make: Callable[[str, Forms], Sequence[Tensor]],
     ) -> list[Tensor]:
-        made_from = [self.parameter, *self.state.values()]
-        return self.encodings.get(wanted, dtype, made_from, tokens, self.run_state, make)
+        made_from = [self.parameter, *(sharding.local(tensor) for tensor in self.state.values())]
+        if sharding.is_sharded(self.parameter):
+            raise ValueError(
+                f"{self.name} is a DTensor while its layer computes, as torch's parallelize_module leaves it, and "
+                f"older versions of Transformers do; split the model by FSDP2 (fully_shard), or by "
+                f"from_pretrained(tp_plan='auto') of Transformers 5.23"
+            )
+        keep = self.gathered_from is None  # FSDP2 frees what they would be valid for
+        return self.encodings.get(wanted, dtype, made_from, tokens, self.run_state, make, keep)
 
     @torch.no_grad()
     def _encode(self, operand: str, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
         self.check_state()
-        check_whole(self.name, self.parameter)
+        check_sharding(self.name, self.master)
         view = self.view()
         if operand == MASTER:
             return [(view.matrix if view.dim == 1 else view.matrix.t()).to(dtype)]
@@ -359,17 +411,18 @@ def wrong_states(weights: Mapping[str, SparseWeight]) -> str | None:
     return "; ".join(wrong[:5]) or None
 
 
+def check_sharding(name: str, parameter: Tensor) -> None:
+    """Raise ValueError where the weight `name` is split in a way that it cannot be trained in."""
+    reason = sharding.unsupported(parameter)
+    if reason:
+        raise ValueError(f"{name} is {reason}")
+
+
 def check_whole(name: str, parameter: Tensor) -> None:
     """Raise ValueError where a process holds only a part of the weight `name`, with what has split it."""
-    if hasattr(parameter, "ds_id"):
-        found = "partitioned by DeepSpeed ZeRO-3"
-    elif any(cls.__name__ == "DTensor" for cls in type(parameter.data).__mro__):
-        found = "a DTensor, sharded by FSDP2 or tensor parallelism"
-    elif parameter.dim() < 2:
-        found = f"of shape {tuple(parameter.shape)}, flattened by FSDP1"
-    else:
-        return
-    raise ValueError(f"{name} is {found}; this version prunes and trains whole weights: use DDP, or one process")
+    check_sharding(name, parameter)
+    if sharding.is_sharded(parameter):
+        raise ValueError(f"{name} is a DTensor, sharded by FSDP2 or tensor parallelism; do this before sharding")
 
 
 def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:
@@ -390,5 +443,5 @@ def first_of_each(weights: Mapping[str, SparseWeight]) -> dict[str, SparseWeight
     """Without those that share an earlier one's Parameter: a gradient is decayed once, a number counted once."""
     first: dict[int, str] = {}
     for name, weight in weights.items():
-        first.setdefault(id(weight.parameter), name)
+        first.setdefault(id(weight.master), name)
     return {name: weights[name] for name in first.values()}

@@ -1,8 +1,10 @@
 """What every test gets: a fixed seed, quiet progress bars, a registered method of its own, and deprecations of
 Transformers as failures."""
 
+import gc
 import logging
 import os
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -25,6 +27,21 @@ if find_spec("triton"):
 transformers.utils.logging.disable_progress_bar()
 # Tiny tensors gain nothing from threads, and on a busy machine threads that wait for each other cost a factor of 30.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+# Some tests press Ctrl-C, which a shell's background jobs ignore, and their children with them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_search_for_garbage_among_imports():
+    """Accelerate collects garbage at every start of a training. Half a million objects of the libraries would make that
+    longer than the training of a tiny model."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries look for leaks when the interpreter ends
 
 
 @pytest.fixture(autouse=True)

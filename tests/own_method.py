@@ -25,6 +25,7 @@ from hf_sparse24.gemms import Gemms
 from hf_sparse24.methods import StepContext
 from hf_sparse24.methods.schedule import to_steps
 from hf_sparse24.methods.settings import GemmSettings, PhaseSettings, is_length, is_non_negative, setting
+from hf_sparse24.sharding import whole
 from hf_sparse24.weight import SparseWeight, WeightView, first_of_each
 
 ADAPTING = "adapting"
@@ -80,7 +81,8 @@ class OwnMethod(SparseMethod):
     def init_parameters(self, view: WeightView) -> dict[str, Tensor]:
         matrix = view.matrix if view.dim == 1 else view.matrix.t()
         rank = self.settings.rank
-        return {"left": matrix.new_zeros(len(matrix), rank), "right": matrix[:rank].clone()}
+        right = matrix[:rank].clone(memory_format=torch.contiguous_format)  # as it comes back from a file
+        return {"left": matrix.new_zeros(len(matrix), rank), "right": right}
 
     def phase(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> str:
         phase = super().phase(step, total_steps, optimizer)
@@ -97,7 +99,7 @@ class OwnMethod(SparseMethod):
         pruned = weight.pruned()
         if weight.run_state.phase != ADAPTING:
             return pruned
-        low_rank = (weight.parameters["left"] @ weight.parameters["right"]).detach()
+        low_rank = whole(weight.parameters["left"]) @ whole(weight.parameters["right"])
         return pruned + (low_rank if weight.input_dim == -1 else low_rank.t())
 
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
@@ -111,8 +113,8 @@ class OwnMethod(SparseMethod):
     def loss(self, weights: Mapping[str, SparseWeight], context: StepContext) -> Tensor | None:
         if not self.settings.ridge:
             return None
-        squares = [weight.parameter.square().sum() for weight in first_of_each(weights).values()]
+        squares = [weight.master.square().sum() for weight in first_of_each(weights).values()]
         return self.settings.ridge / 2 * torch.stack(squares).sum()
 
     def metrics(self, weights: Mapping[str, SparseWeight]) -> dict[str, float]:
-        return {"adapter_norm": sum(float(weight.parameters["left"].detach().norm()) for weight in weights.values())}
+        return {"adapter_norm": sum(float(whole(weight.parameters["left"]).norm()) for weight in weights.values())}

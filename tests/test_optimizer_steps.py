@@ -255,7 +255,7 @@ def test_training_without_a_controller_says_so_once(monkeypatch):
     assert len(said) == 1
 
 
-def test_dtensors_are_refused():
+def test_dtensors_that_nobody_gathers_are_refused():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -266,13 +266,10 @@ def test_dtensors_are_refused():
         dense = nn.ModuleList([nn.Linear(8, 8)])
         for model in (dense, mlp()):
             model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        message = r"0(.weight)? is a DTensor, sharded by FSDP2 or tensor parallelism; this version .* use DDP"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="0 is a DTensor, sharded by FSDP2 or tensor parallelism; do this before"):
             patch_model(dense, Sparse24Config(target_modules="all-linear"))
         assert type(dense[0]) is nn.Linear
-        with pytest.raises(ValueError, match=message):
-            Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
-        with pytest.raises(ValueError, match="weight is a DTensor"):
+        with pytest.raises(ValueError, match="weight is a DTensor while its layer computes, as torch's"):
             model[0](torch.randn(4, 8))
     finally:
         destroy_process_group()
@@ -281,7 +278,7 @@ def test_dtensors_are_refused():
 def test_flattened_weights_are_refused():
     model = mlp()
     model[0].weight = nn.Parameter(torch.randn(32))
-    with pytest.raises(ValueError, match=r"0.weight is of shape \(32,\), flattened by FSDP1; .* use DDP"):
+    with pytest.raises(ValueError, match=r"0.weight is of shape \(32,\), flattened by FSDP1; use FSDP2"):
         Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
 
 
@@ -290,17 +287,6 @@ def test_partitioned_weights_are_refused():
     model[0].weight.ds_id = 0
     with pytest.raises(ValueError, match=r"0.weight is partitioned by DeepSpeed ZeRO-3"):
         Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
-
-
-def test_optimizers_of_deepspeed_are_refused():
-    class Zero:
-        __module__ = "deepspeed.runtime.zero.stage_1_and_2"
-
-    class Wrapper:  # accelerate's
-        optimizer = Zero()
-
-    with pytest.raises(ValueError, match="DeepSpeed trains shards of the weights"):
-        Sparse24Controller(mlp(), Wrapper(), total_steps=3)
 
 
 def test_what_is_no_optimizer_is_refused():

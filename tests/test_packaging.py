@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 # Lower layers first: a module or folder of hf_sparse24 may import from its own layer and those before it.
 LAYERS = [
     ["version"],
-    ["encodings", "gemms", "gated", "metrics"],
+    ["encodings", "gemms", "gated", "metrics", "sharding"],
+    ["weight_view"],
     ["weight"],
     ["sparse_module"],
     ["methods"],

@@ -7,21 +7,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
-from ..adapters.merging import without_adapters
+from ..adapters.merging import adapters_in, without_adapters
 from ..config import Sparse24Config
 from ..inference import check_packable
 from ..packed import PackedFormat
+from ..patching import unwrap
+from ..sharding import is_sharded, local, rank
 from ..weight import sparse_weights, wrong_states
 from .manifest import MANIFEST, Manifest, sparse_dim
 from .parts import Part, dense_parts, packed_parts
@@ -50,7 +53,9 @@ def export_model(
 
     Args:
         model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
-            merged for the export, so that LoRA and DoRA cost nothing and stay 2:4. Export in one process of many.
+            merged for the export, so that LoRA and DoRA cost nothing and stay 2:4. Where FSDP2 or tensor parallelism
+            shards it, all processes export it together: they gather one tensor at a time, and the first one writes.
+            Otherwise export in one process of many.
         directory: made if absent. A model that it holds is replaced as a whole: at every instant, also where the
             process is killed, the directory has the old model or the new one (see `replacing.py`). Other files in it,
             such as a tokenizer's, stay.
@@ -61,15 +66,22 @@ def export_model(
         max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file of its own.
 
     Raises:
-        ValueError: the model is not patched (use `save_pretrained`), is sharded, has masks or scales that its method
-            cannot have made, or adapters that do not merge into 2:4 weights; a packed export of a model that is dense
-            or sparse by another pattern; or the directory is a training checkpoint, whose dense master weights would
-            be lost, or holds an adapter.
-        RuntimeError: another process is exporting into the directory.
+        ValueError: the model is not patched (use `save_pretrained`), is sharded by FSDP1 or DeepSpeed ZeRO-3, or
+            sharded with adapters, has masks or scales that its method cannot have made, or adapters that do not merge
+            into 2:4 weights; a packed export of a model that is dense or sparse by another pattern; or the directory
+            is a training checkpoint, whose dense master weights would be lost, or holds an adapter.
+        RuntimeError: another process is exporting into the directory; of a sharded model, also that the process which
+            writes has failed.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
-    with without_adapters(unwrapped(model)) as plain:
+    model = unwrapped(model)
+    if _is_sharded(model) and adapters_in(model):
+        raise ValueError(
+            "the model is sharded, and adapters are merged into whole weights: save the adapter, load it on its base "
+            "in one process, and export that"
+        )
+    with without_adapters(model) as plain:
         _export(plain, Path(directory), format, max_shard_size)
 
 
@@ -80,59 +92,107 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         raise ValueError(f"the model is damaged, load it again: {wrong}")
     if format == "packed":
         check_packable(model)
-    _refuse_other_models(directory)
-    with _own_layout(model), replaced_model(directory, outdated=WEIGHT_FILES) as new:
+    with _own_layout(model):
         parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
-        _write(model, new, parts, format, max_shard_size)
+        files = _files(parts, max_shard_size)
+        with _made_together(files) if _is_sharded(model) else nullcontext(True) as writes:
+            if writes:
+                _refuse_other_models(directory)
+                with replaced_model(directory, outdated=WEIGHT_FILES) as new:
+                    _write(model, new, files, format)
 
 
-def _write(model: PreTrainedModel, new: Path, parts: list[Part], format: str, max_shard_size: int | str) -> None:
-    """Write a whole checkpoint into the empty folder `new`."""
-    config: Sparse24Config = model.config.quantization_config
-    with _quantization_config(model, None):
-        with _no_progress_bar():
-            model.save_pretrained(new, state_dict={})  # all but the weights
-        for path in new.glob("*.safetensors"):
-            path.unlink()
-        sparse, files = _write_weights(model, new, parts, max_shard_size)
-    packed = None
-    if format == "packed":
-        names = tuple(part.packed for part in parts if part.packed is not None)
-        packed = config.packed_as(PackedFormat(names, {name: hashes.header for name, hashes in files.items()}))
-    with _quantization_config(model, packed):
-        model.config.save_pretrained(new)
-    manifest = Manifest(format, sparse, {name: hashes.file for name, hashes in files.items()}, config.to_dict())
-    manifest.write(new)
+def _is_sharded(model: nn.Module) -> bool:
+    return any(is_sharded(tensor) for tensor in model.parameters())
 
 
-def _write_weights(
-    model: PreTrainedModel, new: Path, parts: list[Part], max_shard_size: int | str
-) -> tuple[dict[str, int], dict[str, Hashes]]:
-    """Write the files of the weights, and their index where there are several.
+@contextmanager
+def _made_together(files: dict[str, list[Part]]) -> Iterator[bool]:
+    """Let all processes make the same tensors in the same order, which gathers them, also where the first one, which
+    writes them within this block, fails.
 
-    Returns:
-        The dimension of the groups of each sparse tensor, and the hashes of each file.
+    Gives whether this process writes.
     """
+    made = 0
+
+    def counted(part: Part) -> Part:
+        def make() -> Mapping[str, Tensor]:
+            nonlocal made
+            made += 1
+            return part.make()
+
+        return part._replace(make=make)
+
+    parts = [part for chosen in files.values() for part in chosen]
+    files.update({file: [counted(part) for part in chosen] for file, chosen in files.items()})
+    problem: list[BaseException | None] = [None]
+    try:
+        yield rank() == 0
+    except Exception as error:
+        problem = [error]
+    for part in parts[made:]:
+        part.make()
+    seen = [None if problem[0] is None else f"{type(problem[0]).__name__}: {problem[0]}"]
+    dist.broadcast_object_list(seen)
+    if problem[0] is not None:
+        raise problem[0]
+    if seen[0] is not None:
+        raise RuntimeError(f"process 0, which writes the export, has failed: {seen[0]}")
+
+
+def _files(parts: list[Part], max_shard_size: int | str) -> dict[str, list[Part]]:
+    """The parts by the file that they belong into, in the order of writing."""
     shards = split_state_dict_into_shards_factory(
         {str(i): part for i, part in enumerate(parts)},
         get_storage_size=lambda part: sum(tensor.nbytes for tensor in part.like.values()),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
+    return {file: [parts[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
+
+
+def _write(model: PreTrainedModel, new: Path, files: dict[str, list[Part]], format: str) -> None:
+    """Write a whole checkpoint into the empty folder `new`."""
+    config: Sparse24Config = model.config.quantization_config
+    with _config_field(model, "distributed_config", None):
+        with _config_field(model, "quantization_config", None):
+            with _no_progress_bar():
+                model.save_pretrained(new, state_dict={})  # all but the weights
+            for path in new.glob("*.safetensors"):
+                path.unlink()
+            sparse, hashes = _write_weights(model, new, files)
+        packed = None
+        if format == "packed":
+            names = tuple(part.packed for parts in files.values() for part in parts if part.packed is not None)
+            packed = config.packed_as(PackedFormat(names, {name: found.header for name, found in hashes.items()}))
+        with _config_field(model, "quantization_config", packed):
+            model.config.save_pretrained(new)
+    manifest = Manifest(format, sparse, {name: found.file for name, found in hashes.items()}, config.to_dict())
+    manifest.write(new)
+
+
+def _write_weights(
+    model: PreTrainedModel, new: Path, files: dict[str, list[Part]]
+) -> tuple[dict[str, int], dict[str, Hashes]]:
+    """Write the files of the weights, and their index where there are several.
+
+    Returns:
+        The dimension of the groups of each sparse tensor, and the hashes of each file.
+    """
     metadata = {"format": "pt", "hf_sparse24_export": _fingerprint(model)}
-    files: dict[str, Hashes] = {}
+    hashes: dict[str, Hashes] = {}
     sparse: dict[str, int] = {}
     weight_map: dict[str, str] = {}
-    with logging.tqdm(total=len(parts), desc="Exporting", unit="tensor") as progress:
-        for file, keys in shards.filename_to_tensors.items():
-            chosen = [parts[int(key)] for key in keys]
-            like = {name: tensor for part in chosen for name, tensor in part.like.items()}
-            files[file] = write_safetensors(new / file, like, _made(chosen, sparse, progress), metadata)
+    with logging.tqdm(total=sum(map(len, files.values())), desc="Exporting", unit="tensor") as progress:
+        for file, parts in files.items():
+            like = {name: tensor for part in parts for name, tensor in part.like.items()}
+            hashes[file] = write_safetensors(new / file, like, _made(parts, sparse, progress), metadata)
             weight_map |= dict.fromkeys(like, file)
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": weight_map}
+    if len(files) > 1:
+        size = sum(tensor.nbytes for parts in files.values() for part in parts for tensor in part.like.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (new / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return sparse, files
+    return sparse, hashes
 
 
 def _made(parts: list[Part], sparse: dict[str, int], progress: Any) -> Iterator[tuple[str, Tensor]]:
@@ -152,6 +212,7 @@ def _fingerprint(model: PreTrainedModel) -> str:
     """A number that files of one export have in common: the same model gives the same files, another one others."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
+        tensor = local(tensor)
         flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)
         sample = flat[:: max(1, flat.numel() // 256)].contiguous().view(torch.uint8).cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
@@ -160,17 +221,10 @@ def _fingerprint(model: PreTrainedModel) -> str:
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
     """The model that patch_model got, out of what was put around it later."""
-    while True:
-        kind = {cls.__name__ for cls in type(model).__mro__}
-        if "OptimizedModule" in kind:
-            model = model._orig_mod  # type: ignore[assignment]  # attributes of a Module are Tensor | Module
-        elif kind & {"DistributedDataParallel", "DataParallel"}:
-            model = model.module  # type: ignore[assignment]  # as above
-        else:
-            break
+    model = unwrap(model)
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
-        raise ValueError("the model is sharded; gather its state_dict into an unwrapped model, and export that")
+    if "FullyShardedDataParallel" in kinds:
+        raise ValueError("the model is sharded by FSDP1; use FSDP2, or load its checkpoint in one process to export it")
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
     if not sparse_weights(model):
@@ -216,17 +270,17 @@ def _own_layout(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _quantization_config(model: PreTrainedModel, config: Sparse24Config | None) -> Iterator[None]:
-    """Let the model's config say something else for a while; None for nothing about sparsity."""
-    own = model.config.quantization_config
-    if config is None:
-        del model.config.quantization_config
-    else:
-        model.config.quantization_config = config
+def _config_field(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
+    """Let a field of the model's config be another for a while; None for absent."""
+    fields = model.config.__dict__
+    own = {name: fields.pop(name)} if name in fields else {}
+    if value is not None:
+        setattr(model.config, name, value)
     try:
         yield
     finally:
-        model.config.quantization_config = own
+        fields.pop(name, None)
+        fields.update(own)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -20,10 +19,11 @@ from huggingface_hub.errors import (
 )
 from transformers import PreTrainedModel
 
-from ..adapters.bypass import is_adapter
-from ..adapters.merging import without_adapters
+from ..adapters.merging import adapters_in, without_adapters
 from ..patching import INSTANCE_METHODS, patched_config
+from ..sharding import is_sharded, rank
 from ..version import __version__
+from ..weight import sparse_weights
 from .card import CARD, Format, check_arguments, write_model_card
 from .export import WEIGHT_FILES, export_model, unwrapped
 
@@ -73,9 +73,10 @@ def push_to_hub(
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
     check_arguments(format, card)
     model = unwrapped(model)
-    if format == "training" and any(is_adapter(module) for module in model.modules()):
+    reject_sharded(model)
+    if format == "training" and adapters_in(model):
         raise ValueError("format='training': the model has PEFT adapters, which model.push_to_hub of PEFT pushes")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+    if rank() != 0:
         return None
     with readable_errors(repo_id):
         repo_id = hub_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
@@ -95,6 +96,16 @@ def push_to_hub(
             revision=revision,
             create_pr=create_pr,
         )
+
+
+def reject_sharded(model: PreTrainedModel) -> None:
+    """Raise ValueError where processes share the model's weights out: only one of them pushes."""
+    for name, weight in sparse_weights(model).items():
+        if is_sharded(weight.master):
+            raise ValueError(
+                f"{name} is sharded, and one process pushes: call export_model(model, directory) in all of them, then "
+                f"push the directory with `hf upload`"
+            )
 
 
 def save_pretrained(

@@ -11,6 +11,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..inference import is_packable, packed_form
 from ..packed import buffer_names
+from ..sharding import is_sharded, whole
 from ..weight import SparseWeight
 
 
@@ -88,9 +89,9 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 def _plain_part(name: str, tensor: Tensor, weight: SparseWeight | None) -> Part:
     """A tensor as it is, or with the zeros that the model computes with."""
-    like = {name: torch.empty_like(tensor, device="meta")}
+    like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
     if weight is None or weight.run_state.phase == "dense":
-        return Part(like, lambda: {name: tensor})
+        return Part(like, lambda: {name: whole(tensor)})
     return Part(like, lambda: {name: weight.method.merged(weight)}, weight)
 
 
@@ -100,5 +101,14 @@ def _saved_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> 
     beside = {name for key, weight in weights.items() for name in weight.beside(key)}
     ignored = {*(model._keys_to_ignore_on_save or ()), *beside}
     others = {name: x for name, x in state_dict.items() if name not in weights and name not in ignored}
-    kept = remove_tied_weights_from_state_dict(others, model)
+    if any(is_sharded(tensor) for tensor in others.values()):  # the library looks at their memory
+        kept = _first_of_tied(others, model)
+    else:
+        kept = remove_tied_weights_from_state_dict(others, model)
     return {name: tensor for name, tensor in state_dict.items() if name in kept or name in weights}
+
+
+def _first_of_tied(tensors: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Without the names by which a Parameter comes again."""
+    again = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    return {name: tensor for name, tensor in tensors.items() if name not in again}

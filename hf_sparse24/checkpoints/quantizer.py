@@ -14,7 +14,8 @@ from ..config import Sparse24Config
 from ..inference import forget_quantizer, unpack_model
 from ..packed import PackedFormat, packed_weights
 from ..patching import patch_model, patched_config, reject_non_finite
-from ..weight import check_whole, sparse_weights, wrong_states
+from ..sharding import is_sharded
+from ..weight import check_sharding, sparse_weights, wrong_states
 from .packed import check_files, check_packed, make_packed, was_loaded
 
 register_quantization_config("sparse24")(Sparse24Config)
@@ -39,6 +40,10 @@ class Sparse24Quantizer(HfQuantizer):
             make_packed(model, self.quantization_config.packed)
             return
         patch_model(model, self.quantization_config)
+        for weight in sparse_weights(model).values():
+            # Transformers' tensor parallelism then runs the layer's forward on this process's part of input and weight,
+            # in training too, and leaves the sums over processes to itself.
+            weight.module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # of no Module
         # State stays fp32 whatever dtype the weights are loaded in.
         state = {name for name, tensor in _kept_beside(model).items() if not isinstance(tensor, nn.Parameter)}
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
@@ -52,7 +57,8 @@ class Sparse24Quantizer(HfQuantizer):
             return self._finish_packed(model)
         weights = sparse_weights(model)
         for name, weight in weights.items():
-            check_whole(name, weight.parameter)  # `tp_plan` has sharded it by now
+            check_sharding(name, weight.master)  # Transformers has split it by now
+            weight.is_split = (getattr(model, "_tp_size", None) or 1) > 1 and is_sharded(weight.parameter)
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
@@ -68,6 +74,8 @@ class Sparse24Quantizer(HfQuantizer):
             for weight in weights.values():
                 weight.init_state()
                 weight.init_parameters()
+        for weight in weights.values():
+            weight.split_state()
         # Transformers has put its own config object there; the model's is the one that follows the phase of training.
         model.config.quantization_config = patched_config(model)
         forget_quantizer(model)  # the weights are ordinary

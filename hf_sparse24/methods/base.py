@@ -46,11 +46,11 @@ class StepContext:
         return self.groups[name]["lr"]
 
     def mask(self, name: str, weight: SparseWeight) -> Tensor:
-        """The mask of a weight, computed once in a step however many ask; bool or packed bits, as every function of
-        `sparse24_kernels` takes them."""
+        """The mask of what this process updates of a weight, computed once in a step however many ask; bool or packed
+        bits, as every function of `sparse24_kernels` takes them."""
         if name not in self._masks:
             # On a GPU bits: an eighth of the memory. On a CPU packing costs more than it saves.
-            self._masks[name] = weight.mask(packed=self.packed_masks or weight.parameter.is_cuda)
+            self._masks[name] = weight.local_mask(packed=self.packed_masks or weight.master.is_cuda)
         return self._masks[name]
 
 
@@ -84,6 +84,10 @@ class SparseMethod(ABC):
 
     accepts_masks: ClassVar[bool] = False
     """Whether the state is a mask that may come from elsewhere (see `adopt_mask`)."""
+
+    mask_is_local: ClassVar[bool] = False
+    """Whether the mask of a part of a weight, in whole groups along the input dimension, follows from that part and its
+    state. A weight that FSDP2 shards is gathered for its mask otherwise."""
 
     flips_at_refresh: ClassVar[bool] = False
     """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
@@ -186,7 +190,8 @@ class SparseMethod(ABC):
     def check_state(self, view: WeightView) -> str | None:
         """What is wrong with state that this method cannot have made, None where it can have.
 
-        Runs on what was read from a file, and before an export: `view.state` may hold any values, in the right shapes.
+        Runs on what was read from a file, and before an export: `view.state` may hold any values, in the right shapes;
+        `view.matrix` is on the meta device.
         """
         return None
 
@@ -239,7 +244,12 @@ class SparseMethod(ABC):
         return None
 
     def before_step(self, weights: Mapping[str, SparseWeight], context: StepContext) -> None:
-        """Runs right before every optimizer step, once gradients are final."""
+        """Runs right before every optimizer step, once gradients are final.
+
+        With FSDP2 and tensor parallelism `weight.master` and its gradient are DTensors; `sharding.local` gives the part
+        of one that this process updates, and `context.mask` the mask of that part. With DeepSpeed ZeRO-1 and ZeRO-2 all
+        of that is flat, and this runs for each parameter group apart, with the weights of the group.
+        """
         return
 
     def after_step(self, weights: Mapping[str, SparseWeight], context: StepContext) -> None:

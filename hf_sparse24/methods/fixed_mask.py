@@ -27,6 +27,8 @@ from .settings import GemmSettings, PhaseSettings
 class KeptMaskMethod(SparseMethod):
     """A method whose mask is state: the buffer `mask_bits`, packed along the last dimension."""
 
+    mask_is_local = True
+
     @property
     def keeps_fewer(self) -> bool:
         """Whether a mask may keep fewer than N of every M."""

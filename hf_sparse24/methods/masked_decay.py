@@ -13,6 +13,7 @@ import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
+from ..sharding import local, local_gradient
 from ..weight import SparseWeight, first_of_each
 from .base import SparseMethod, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
@@ -58,12 +59,12 @@ class MaskedDecayMethod(SparseMethod):
         masks: list[Tensor] = []
         alphas: list[float] = []
         for name, weight in first_of_each(weights).items():
-            gradient = weight.parameter.grad
-            if gradient is None:
+            parameter, gradient = local(weight.master), local_gradient(weight.master)
+            if gradient is None or not parameter.numel():  # there may be more processes than rows
                 continue
             on_gradient = self.settings.decay_on == "gradient"
-            targets.append(gradient if on_gradient else weight.parameter)
-            parameters.append(weight.parameter)
+            targets.append(gradient if on_gradient else parameter)
+            parameters.append(parameter)
             masks.append(context.mask(name, weight))
             alphas.append(decay if on_gradient else -decay * context.learning_rate(name))
         kernels.foreach_masked_decay_(targets, parameters, masks, alphas)

@@ -31,6 +31,8 @@ from .settings import GRADIENT_ESTIMATORS, GemmSettings, PhaseSettings, one_of, 
 
 @register_method("s-ste")
 class SSTE(SparseMethod):
+    mask_is_local = True
+
     @dataclass(frozen=True, kw_only=True)
     class Settings(PhaseSettings, GemmSettings):
         weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), "see GemmSettings; section 5")

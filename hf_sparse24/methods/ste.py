@@ -27,6 +27,8 @@ from .settings import GemmSettings, PhaseSettings
 class MagnitudeMethod(SparseMethod):
     """A method that keeps the N largest magnitudes of every M, chosen anew from the weights as they are."""
 
+    mask_is_local = True
+
     def mask(self, view: WeightView, packed: bool) -> Tensor:
         return kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed)
 

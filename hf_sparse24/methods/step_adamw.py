@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from transformers.trainer_pt_utils import get_parameter_names
 
+from ..sharding import local, local_gradient, total
 from ..weight import sparse_weights
 from .schedule import to_steps
 
@@ -51,6 +52,9 @@ class StepAdamW(torch.optim.Optimizer):
     `state_dict()` holds everything, AutoSwitch included (in the first masked group), so a resumed run equals an
     uninterrupted one. It needs no memory beyond AdamW's but the window: `v_t - v_{t-1} = (1 - beta2) (g^2 - v_{t-1})`.
     AutoSwitch reads one number from the device per step, and only between `switch_after` and the switch.
+
+    Each process updates its shards of sharded parameters (FSDP2, tensor parallelism); z is the mean over all shards,
+    so all processes switch at the same step.
 
     Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. What it leaves open, and
     where the public re-implementation differs:
@@ -150,8 +154,9 @@ class StepAdamW(torch.optim.Optimizer):
         return next(group for group in self.param_groups if group["masked"])
 
     def _gather(self, group: dict[str, Any]) -> "_Batch":
-        """The parameters of a group that have a gradient, with their state; made at the first gradient."""
-        batch = _Batch([], [], [], [], [])
+        """What this process holds of the parameters of a group that have a gradient, with their state, which is made
+        at the first gradient."""
+        batch = _Batch([], [], [], [], [], [])
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -168,9 +173,15 @@ class StepAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0)  # on the CPU, as AdamW has it: bias correction needs no device
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            for values, value in zip(
-                batch, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-            ):
+            tensors = (
+                local(parameter),
+                local_gradient(parameter),
+                local(state["exp_avg"]),
+                local(state["exp_avg_sq"]),
+                state["step"],
+                parameter,
+            )
+            for values, value in zip(batch, tensors):
                 values.append(value)
         return batch
 
@@ -182,7 +193,9 @@ class StepAdamW(torch.optim.Optimizer):
             beta2 = self._masked_group["betas"][1]
             gradients = [gradient for batch in masked for gradient in batch.grads]
             variances = [variance for batch in masked for variance in batch.exp_avg_sqs]
-            window[step % len(window)] = (1 - beta2) * _mean_distance(gradients, variances, self.switch_rule, device)
+            owners = [owner for batch in masked for owner in batch.owners]
+            z = (1 - beta2) * _mean_distance(gradients, variances, owners, self.switch_rule, device)
+            window[step % len(window)] = z
 
     def _correct_variances(self) -> None:
         """Turn v into v* in place. Of all masked parameters, with a gradient in this step or not."""
@@ -215,7 +228,7 @@ def step_param_groups(
     if decay_names is None:
         decay_names = get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
     decay_names = set(decay_names)
-    masked_weights = {id(weight.parameter) for weight in sparse_weights(model).values()}
+    masked_weights = {id(weight.master) for weight in sparse_weights(model).values()}
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -227,13 +240,15 @@ def step_param_groups(
 
 
 class _Batch(NamedTuple):
-    """Parallel lists, for functions that update many tensors at once."""
+    """Parallel lists, for functions that update many tensors at once. `owners` are the parameters themselves, the other
+    tensors what this process holds of them."""
 
     params: list[Tensor]
     grads: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
+    owners: list[Tensor]
 
 
 def _adamw_step(group: dict[str, Any], batch: _Batch) -> None:
@@ -267,23 +282,26 @@ def _frozen_step(group: dict[str, Any], batch: _Batch) -> None:
     torch._foreach_addcdiv_(batch.params, batch.exp_avgs, denominators, step_sizes)
 
 
-def _mean_distance(gradients: list[Tensor], variances: list[Tensor], rule: str, device: torch.device) -> Tensor:
-    """The mean of |g^2 - v| over all entries, an fp32 scalar on `device`: z_t / (1 - beta2)."""
-    total, count = torch.zeros((), device=device), torch.zeros((), device=device)
+def _mean_distance(
+    gradients: list[Tensor], variances: list[Tensor], owners: list[Tensor], rule: str, device: torch.device
+) -> Tensor:
+    """The mean of |g^2 - v| over all entries, on all processes, an fp32 scalar on `device`: z_t / (1 - beta2)."""
+    sums = []
     # One weight after the other: the lists' functions would hold the distances of all weights at once, which takes
     # memory and, on a CPU, ten times as long.
     for gradient, variance in zip(gradients, variances):
         distance = torch.addcmul(variance, gradient, gradient, value=-1).abs_()
         if rule == "arithmetic":
-            total += distance.sum(dtype=torch.float32).to(device)
-            count += distance.numel()
+            count = torch.tensor(float(distance.numel()))
         else:
             dead = distance == 0
-            total += distance.masked_fill_(dead, 1).log_().sum(dtype=torch.float32).to(device)
-            count += (~dead).sum().to(device)
+            distance.masked_fill_(dead, 1).log_()
+            count = (~dead).sum().float()
+        sums.append(torch.stack([distance.sum(dtype=torch.float32).to(device), count.to(device)]))
+    distance, count = total(sums, owners).sum(0)
     if rule == "arithmetic":
-        return total / count
-    return (total / count.clamp(min=1)).exp()
+        return distance / count
+    return (distance / count.clamp(min=1)).exp()
 
 
 def _check_group(group: dict[str, Any]) -> None:

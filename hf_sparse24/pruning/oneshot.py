@@ -20,7 +20,7 @@ from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import kept_magnitude
 from ..patching import patch_model, patched_config, set_phase, unpatch_model
 from ..report import PatchReport, group_name
-from ..weight import SparseWeight, layer_name, sparse_weights
+from ..weight import SparseWeight, check_whole, layer_name, sparse_weights
 from . import layerwise
 from .calibration import Gram, Sample, calibrate, check_batch, matrix
 
@@ -211,6 +211,8 @@ def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
             f"{stacks[0]} is a stack of experts, and oneshot calibrates linear layers only: leave stacks out with "
             f"exclude_modules={names}, or let patch_model choose their masks by magnitude"
         )
+    for name, weight in weights.items():
+        check_whole(name, weight.master)
     meta = [name for name, weight in weights.items() if weight.parameter.is_meta]
     if meta:
         raise ValueError(

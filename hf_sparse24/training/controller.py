@@ -9,14 +9,21 @@ from typing import Any
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
 from ..methods import StepContext
-from ..patching import adopt, set_phase
-from ..weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
+from ..patching import adopt, set_phase, unwrap
+from ..sharding import local, rank, total
+from ..weight import SparseWeight, first_of_each, layer_name, sparse_weights
+from .optimizers import check_optimizer, followed, groups_of_weights, unscale
 from .random_streams import RandomStreams
+from .ranks import check_ranks_agree
+from .zero import ZeroOptimizer
+
+logger = logging.get_logger(__name__)
 
 
 class Sparse24Controller:
@@ -45,20 +52,25 @@ class Sparse24Controller:
     To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
     controller, in this order. A new controller takes a model over from its earlier one.
 
+    With several processes, each makes its own, at the same place of the program: they compare what they start with, and
+    take the same steps. Masks, scales and phases are the same on all of them; gradients get their masked decay on the
+    part of a weight that a process updates.
+
     Args:
-        model: a patched model, plain or wrapped by DDP.
-        optimizer: the optimizer of its trainable parameters.
+        model: a patched model, plain or wrapped by DDP, `fully_shard` (FSDP2), DeepSpeed ZeRO-1 or ZeRO-2, or tensor
+            parallelism of Transformers. Patch first, then wrap, then make the optimizer.
+        optimizer: the optimizer of its trainable parameters; with DeepSpeed that of its engine, `engine.optimizer`.
         total_steps: optimizer steps of the whole run, finished ones included.
-        seed: of MVUE's random streams, >= 0. Give every process its own (`seed + rank`), so that they draw
-            independently.
+        seed: of MVUE's random streams, >= 0, the same on all processes: they draw independently of each other.
         step: optimizer steps already done, when resuming.
         metrics_interval: the flip rate is measured at steps 1 and every multiple of this; measuring costs two mask
             computations.
 
     Raises:
         ValueError: the model is not patched, the schedule does not fit `total_steps`, a trainable sparse weight is
-            not in the optimizer, the method needs another optimizer or a setting that is still `"auto"`, a weight
-            is sharded, which this version does not support, or a number is out of its range.
+            not in the optimizer, the method needs another optimizer or a setting that is still `"auto"`, or does what
+            has no place in DeepSpeed, a weight is split by FSDP1, DeepSpeed ZeRO-3, or FSDP2 and tensor parallelism at
+            once, processes differ in what they start with, or a number is out of its range.
     """
 
     def __init__(
@@ -74,18 +86,27 @@ class Sparse24Controller:
         _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
         _check_ints(0, total_steps, step=step)
         _check_ints(0, seed=seed)
+        if getattr(model, "broadcast_buffers", False):
+            logger.warning(
+                "DDP copies masks and scales to all processes in every forward pass, so that weights are pruned anew "
+                "for each micro-batch; they are the same anyway: pass broadcast_buffers=False (from torch 2.13 on "
+                "forward_sync_buffers=False), or ddp_broadcast_buffers=False to a Trainer"
+            )
+        model = unwrap(model)
         self.weights = sparse_weights(model)
         attach_adapters(model)  # those that PEFT has not found by its registry
         check_adapters(model)
+        if any(weight.is_split for weight in self.weights.values()) and adapters_in(model):
+            raise ValueError(
+                "adapters around weights that tensor parallelism splits are not supported; use FSDP2 or DDP with them"
+            )
         config = adopt(model)
         if config is None:
             raise ValueError("the model is not patched; call patch_model(model) first")
         self.model, self.total_steps, self.seed, self.metrics_interval = model, total_steps, seed, metrics_interval
         self.method, self.run_state = config.bound_method, config.run_state
-        # accelerate wraps optimizers; a method knows its own by class.
-        is_schedule = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
-        self.optimizer: torch.optim.Optimizer = optimizer if is_schedule else getattr(optimizer, "optimizer", optimizer)
-        _check_optimizer(self.weights, self.optimizer)
+        self.optimizer = followed(optimizer, self.method)
+        check_optimizer(self.weights, self.optimizer)
         self._trained = {name: weight for name, weight in self.weights.items() if _trains(weight)}
         # Below an adapter, no schedule may change what a frozen weight computes.
         self._keeps_phase = not self._trained or _any_frozen_below_adapters(model)
@@ -103,13 +124,18 @@ class Sparse24Controller:
         for weight in self.weights.values():
             if not weight.state_is_ready:
                 weight.init_state()
-        self._streams.set(self.seed, self.step, self.micro_step)
+        numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
+        check_ranks_agree(self.weights, config.to_dict() | numbers)
+        self._set_streams()
         self.run_state.begin_step()
         self.run_state.controller = self
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before_optimizer),
-            self.optimizer.register_step_post_hook(self._after_optimizer),
-        ]
+        if isinstance(self.optimizer, ZeroOptimizer):
+            self._hooks = self.optimizer.follow(self._before_step, self._change_pieces, self._after_step)
+        else:
+            self._hooks = [
+                self.optimizer.register_step_pre_hook(self._before_optimizer),
+                self.optimizer.register_step_post_hook(self._after_optimizer),
+            ]
 
     @property
     def phase(self) -> str:
@@ -133,7 +159,7 @@ class Sparse24Controller:
         The call after an optimizer step's last micro-batch may be left out: the next step starts afresh.
         """
         self.micro_step += 1
-        self._streams.set(self.seed, self.step, self.micro_step)
+        self._set_streams()
 
     def skip_step(self) -> None:
         """Count a step that the optimizer did not take, where whoever counts the run's steps counts such steps."""
@@ -152,6 +178,9 @@ class Sparse24Controller:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
+        self._takes_step = False
+        if kwargs == {"closure": None} and not any(group.get("lr", 1) for group in optimizer.param_groups):
+            return None  # torch.distributed.checkpoint lets the optimizer make its state so, before it loads that
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return self._before_step()
@@ -178,15 +207,16 @@ class Sparse24Controller:
                 f"total_steps={self.total_steps} are done, and the optimizer takes another; make the controller with "
                 f"the steps of the whole run, or call controller.end() to go on without it"
             )
-        self._takes_step = _unscale(self.optimizer)
+        self._takes_step = unscale(self.optimizer)
         if not self._takes_step:
             return
         measures = (self.step + 1) % self.metrics_interval == 0 or self.step == 0
         # Where masks change at refreshes alone, `_refresh` measures their flips.
         keeps_masks = measures and not self.method.flips_at_refresh
         context = self._context(packed_masks=keeps_masks)
-        self._add_gradient_of_loss(context)
-        self.method.before_step(self.weights, context)
+        if not isinstance(self.optimizer, ZeroOptimizer):  # it has the gradients one group at a time
+            self._add_gradient_of_loss(context)
+            self.method.before_step(self.weights, context)
         if keeps_masks:
             self._masks_before = {
                 name: context.mask(name, weight) for name, weight in first_of_each(self.weights).items()
@@ -194,6 +224,11 @@ class Sparse24Controller:
         self.run_state.end_step()
         for weight in self.weights.values():
             weight.clear_encodings()  # the optimizer can use the memory
+
+    @torch.no_grad()
+    def _change_pieces(self) -> None:
+        """Right before ZeRO uses the gradients of a group: what the method adds to this process's part of them."""
+        self.method.before_step(self.optimizer.pieces(self.weights), self._context())
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -209,7 +244,7 @@ class Sparse24Controller:
         elif phase != "dense" and self._trained and self.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self.method.after_step(self.weights, self._context())
-        self._streams.set(self.seed, self.step, self.micro_step)
+        self._set_streams()
         if self.step < self.total_steps:
             self.run_state.begin_step()
         else:
@@ -223,39 +258,46 @@ class Sparse24Controller:
             `sparse_phase`: 1.0 while sparse, 0.0 while dense. `kept_magnitude`: share of the sparse weights' L1 norm
             that the masks keep. `flip_rate`: share of sparse weights that entered or left the mask in the last
             measured step, or, where masks change at refreshes alone, in the last refresh; absent before the first.
-            And what the method adds.
+            And what the method adds. Where weights are sharded, all processes must ask.
         """
-        kept = total = torch.zeros(())
+        sums = []
         for weight in self.weights.values():
-            magnitude = weight.parameter.detach().float().abs()
-            kept = kept + (magnitude * weight.mask()).sum().cpu()
-            total = total + magnitude.sum().cpu()
-        values = {"sparse_phase": float(self.phase != "dense"), "kept_magnitude": float(kept / total.clamp(min=1e-38))}
+            magnitude = local(weight.master).float().abs()
+            sums.append(torch.stack([(magnitude * weight.local_mask()).sum(), magnitude.sum()]).cpu())
+        kept, all_of_it = total(sums, [weight.master for weight in self.weights.values()]).sum(0).tolist()
+        values = {"sparse_phase": float(self.phase != "dense"), "kept_magnitude": kept / max(all_of_it, 1e-38)}
         if self._flips:
-            sizes = sum(self.weights[name].parameter.numel() for name in self._flips)
+            sizes = sum(self.weights[name].master.numel() for name in self._flips)
             values["flip_rate"] = float(sum(self._flips.values())) / sizes
         return values | self.method.metrics(self.weights)
 
     def layer_flip_rates(self) -> dict[str, float]:
         """`flip_rate` by layer, as last measured; a weight that layers share stands under the first of them."""
-        sizes = {name: self.weights[name].parameter.numel() for name in self._flips}
+        sizes = {name: self.weights[name].master.numel() for name in self._flips}
         return {layer_name(name): float(flips) / sizes[name] for name, flips in self._flips.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`."""
         flips = {name: int(count) for name, count in self._flips.items()}
-        return {"step": self.step, "micro_step": self.micro_step, "seed": self.seed, "flips": flips}
+        numbers = {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
+        return {"method": self.method.name, **numbers, "flips": flips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`; load the model's own `state_dict` first.
 
         Raises:
-            ValueError: not what `state_dict` gives, or of another model or a longer run. Nothing is changed then.
+            ValueError: not what `state_dict` gives, or of another method, another model or a longer run. Nothing is
+                changed then.
         """
-        state = {"flips": {}} | state  # 0.1 saved none
+        state = {"flips": {}, "method": self.method.name} | state  # 0.1 saved none
         flips, missing = state["flips"], sorted(set(self.state_dict()) - set(state))
         if missing:
             raise ValueError(f"state={state!r}: lacks {missing}; load what controller.state_dict() gave")
+        if state["method"] != self.method.name:
+            raise ValueError(
+                f"the state is of method {state['method']!r}, and the model is patched with {self.method.name!r}; "
+                f"patch it with the method of the run that goes on, or start a new run from its weights"
+            )
         _check_ints(0, self.total_steps, step=state["step"])
         _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
         unknown = sorted(set(flips) - set(self.weights))
@@ -264,11 +306,14 @@ class Sparse24Controller:
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips = {name: torch.tensor(count) for name, count in flips.items()}
         set_phase(self.model, self.phase)
-        self._streams.set(self.seed, self.step, self.micro_step)
+        self._set_streams()
+
+    def _set_streams(self) -> None:
+        self._streams.set(self.seed + rank(), self.step, self.micro_step)
 
     def _context(self, packed_masks: bool = False) -> StepContext:
         # Asked for anew: loading an optimizer's state gives it other group objects.
-        groups = _groups_of_weights(self.weights, self.optimizer)
+        groups = groups_of_weights(self.weights, self.optimizer)
         phase = self.run_state.phase
         return StepContext(self.step, self.total_steps, phase, self.optimizer, groups, packed_masks)
 
@@ -293,22 +338,22 @@ class Sparse24Controller:
 
     def _refresh(self) -> None:
         """State anew of the weights that train; where only that changes masks, their flips are measured here."""
-        before = (
-            {name: w.mask(packed=True) for name, w in self._trained.items()} if self.method.flips_at_refresh else {}
-        )
+        counted = self._trained if self.method.flips_at_refresh else {}
+        before = {name: weight.local_mask(packed=True) for name, weight in counted.items()}
         for weight in self._trained.values():
             weight.init_state()
         if before:
             self._flips = self._count_flips(before)
 
     def _count_flips(self, before: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By weight, how many of its entries have entered or left the mask since."""
-        after = [self.weights[name].mask(packed=True) for name in before]
-        return dict(zip(before, kernels.count_flips(list(before.values()), after)))
+        """By weight, how many of its entries have entered or left the mask since, on all processes."""
+        after = [self.weights[name].local_mask(packed=True) for name in before]
+        counts = kernels.count_flips(list(before.values()), after)
+        return dict(zip(before, total(list(counts), [self.weights[name].master for name in before])))
 
 
 def _trains(weight: SparseWeight) -> bool:
-    return any(tensor.requires_grad for tensor in (weight.parameter, *weight.parameters.values()))
+    return any(tensor.requires_grad for tensor in (weight.master, *weight.parameters.values()))
 
 
 def _any_frozen_below_adapters(model: nn.Module) -> bool:
@@ -321,46 +366,3 @@ def _check_ints(low: int, high: int | None = None, **values: Any) -> None:
         if type(value) is not int or value < low or (high is not None and value > high):
             allowed = f">= {low}" if high is None else f"in {low}..{high}"
             raise ValueError(f"{name}={value!r}: must be an int {allowed}")
-
-
-def _check_optimizer(weights: dict[str, SparseWeight], optimizer: Any) -> None:
-    """It is one that can be followed, and holds all that is trainable of whole weights."""
-    if type(optimizer).__module__.startswith("deepspeed"):
-        raise ValueError("DeepSpeed trains shards of the weights, which this version does not support; use DDP")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, weight in weights.items():
-        check_whole(name, weight.parameter)
-        own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
-        for trained, tensor in {name: weight.parameter, **own}.items():
-            if tensor.requires_grad and id(tensor) not in held:
-                raise ValueError(
-                    f"the optimizer does not hold {trained}, which is trainable; make the optimizer from this model's "
-                    f"parameters after patch_model, or freeze it"
-                )
-
-
-def _groups_of_weights(weights: dict[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's param group of each weight; frozen weights have none."""
-    owners = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    ids = {name: id(weight.parameter) for name, weight in weights.items()}
-    return {name: owners[key] for name, key in ids.items() if key in owners}
-
-
-def _unscale(optimizer: Any) -> bool:
-    """Let gradients be final where a GradScaler leaves that to the optimizer, as it does to torch's fused ones.
-
-    Returns:
-        False where such an optimizer is going to skip the step, because gradients have overflowed.
-    """
-    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-    if found_inf is not None and found_inf.item():
-        return False
-    if scale is not None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(scale)
-        optimizer.grad_scale = None
-    return True

@@ -94,7 +94,7 @@ def needs_decay(model: nn.Module) -> bool:
 
 def has_trainable_weights(model: nn.Module) -> bool:
     """Whether training changes any sparse weight; adapters leave all of them as they are."""
-    return any(weight.parameter.requires_grad for weight in sparse_weights(model).values())
+    return any(weight.master.requires_grad for weight in sparse_weights(model).values())
 
 
 def set_decay(model: nn.Module, decay: float) -> None:

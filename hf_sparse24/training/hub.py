@@ -29,7 +29,15 @@ from transformers.utils import logging
 from transformers.utils.hub import PushInProgress
 
 from ..checkpoints.card import CARD, PLOT, Format, write_model_card
-from ..checkpoints.hub import commit_folder, hub_api, read_card, readable_errors, repository_card, write_model
+from ..checkpoints.hub import (
+    commit_folder,
+    hub_api,
+    read_card,
+    readable_errors,
+    reject_sharded,
+    repository_card,
+    write_model,
+)
 from ..checkpoints.losses import Control
 from ..patching import patched_config
 from .decay_search import model_of
@@ -107,6 +115,7 @@ class HubTrainer(Trainer):
         """
         if not self._is_patched:
             return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        reject_sharded(self._model)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token if token is not None else self.args.hub_token
         if self.hub_model_id is None:
@@ -131,6 +140,7 @@ class HubTrainer(Trainer):
         token, revision = self.args.hub_token, self.args.hub_revision
         message = f"Training in progress, step {self.state.global_step}"
         try:
+            reject_sharded(self._model)
             jobs = [self._hub.run_as_future(self._staged(message, token, revision, "dense"))]
         except (OSError, ValueError) as error:
             logger.warning(f"nothing was pushed at step {self.state.global_step}, training goes on: {error}")

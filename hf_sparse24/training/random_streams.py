@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..sharding import compute_device
 from ..weight import SparseWeight
 
 
@@ -17,7 +18,7 @@ class RandomStreams:
         self._keys: list[tuple[list[int], Tensor]] = []  # per device, the indices of its weights and their keys
         by_device: dict[torch.device, list[int]] = {}
         for index, weight in enumerate(weights):
-            by_device.setdefault(weight.parameter.device, []).append(index)
+            by_device.setdefault(compute_device(weight.master), []).append(index)
         for device, indices in by_device.items():
             keys = torch.zeros(len(indices), dtype=torch.int64, device=device)
             for index, key in zip(indices, keys.unbind()):

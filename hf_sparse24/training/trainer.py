@@ -4,6 +4,7 @@ from os import PathLike
 from pathlib import Path
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn, optim
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -27,6 +28,7 @@ from .decay_search import (
     tune_masked_decay,
 )
 from .distillation import DistillationConfig, Distiller, LossParts
+from .engines import check_engine
 from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
 
@@ -74,6 +76,8 @@ class Sparse24Trainer(HubTrainer):
             raise ValueError(f"distillation={distillation!r} without a teacher; pass teacher=, or leave both out")
         if model is not None:
             self._patch(model)
+        if args is not None and args.ddp_broadcast_buffers is None:
+            args.ddp_broadcast_buffers = False  # masks and scales are the same on all processes
         super().__init__(model, args, *trainer_args, **kwargs)
         self.distiller = None if teacher is None else Distiller(self, teacher, distillation or DistillationConfig())
         self._loss_parts: LossParts | None = None
@@ -100,6 +104,10 @@ class Sparse24Trainer(HubTrainer):
             checkpoint = last_whole_checkpoint(str(self.args.output_dir))
         elif checkpoint is not None and (damage := checkpoint_damage(checkpoint)):
             raise ValueError(f"cannot resume from {checkpoint}: {damage}; name a whole checkpoint")
+        if self.args.world_size > 1 and self.model_wrapped is self.model:
+            # accelerate (1.15) leaves a model that evaluate() has prepared out of DDP: processes would train apart.
+            self.accelerator._models.clear()
+            vars(model_of(self)).pop("_is_accelerate_prepared", None)
         return super().train(checkpoint, *args, **kwargs)
 
     def _inner_training_loop(
@@ -112,6 +120,7 @@ class Sparse24Trainer(HubTrainer):
                 "the model was patched when this trainer was made, and is not any more: it went through unpatch_model, "
                 "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
             )
+        check_engine(self.accelerator, model)
         if needs_decay(model):
             set_decay(model, self._determine_masked_decay(resume_from_checkpoint))
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -133,12 +142,17 @@ class Sparse24Trainer(HubTrainer):
             middle.
 
         Raises:
-            ValueError: no candidates, a method without masked decay, sparse weights that are all frozen, or data that
-                ends before a probe does.
+            ValueError: no candidates, a method without masked decay, sparse weights that are all frozen, data that
+                ends before a probe does, or DeepSpeed, which takes no second model.
 
         Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.3. Ours measures flips step by step over the last
         quarter of a probe, with masks as the weights ask for them, where the paper compares single refreshes.
         """
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "masked_decay='auto' trains copies of the model, and DeepSpeed takes one model in a process: call "
+                "tune_masked_decay in a run without DeepSpeed, and set the number that it chooses"
+            )
         return tune_masked_decay(self, tuple(candidates), steps)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -235,7 +249,8 @@ class Sparse24Trainer(HubTrainer):
                     f"that number"
                 )
             return decay
-        tuning = self.tune_masked_decay()
+        # The first process decides: what rounding does to flip rates must not let them choose differently.
+        tuning = broadcast_object_list([self.tune_masked_decay()])[0]
         if self.is_world_process_zero():
             print(tuning)
         if tuning.chosen is None:

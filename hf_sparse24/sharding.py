@@ -1,0 +1,127 @@
+"""Sharded tensors: the part of one that this process holds, and all of it.
+
+FSDP2 (`fully_shard`) and Transformers' tensor parallelism keep Parameters as `DTensor`s, which know how they are split
+over the processes of a mesh. These functions take any tensor; a plain one is all of itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if dist.is_available():
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+
+def rank() -> int:
+    """The number of this process, 0 where there is one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor."""
+    return dist.is_available() and isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on the device of its mesh, without gradients. Every process of the mesh must call it."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    sharded = cast("DTensor", tensor.detach())
+    mesh = sharded.device_mesh
+    if sharded.device.type != mesh.device_type:  # offloaded to the CPU: collectives run where the mesh is
+        sharded = cast("DTensor", sharded.to(mesh.device_type))
+    return sharded.full_tensor()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: the same memory, without gradients."""
+    return cast("DTensor", tensor.detach()).to_local() if is_sharded(tensor) else tensor.detach()
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """What this process holds of a parameter's gradient, which is split as the parameter is from then on; None without
+    one. Tensor parallelism leaves gradients of embeddings whole, or still to be summed: all processes must ask."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if is_sharded(parameter) and cast("DTensor", gradient).placements != cast("DTensor", parameter).placements:
+        gradient = cast("DTensor", gradient).redistribute(placements=cast("DTensor", parameter).placements)
+        parameter.grad = gradient
+    return local(gradient)
+
+
+def compute_device(tensor: Tensor) -> torch.device:
+    """Where a Parameter is multiplied: with FSDP2's CPU offloading not where it is kept."""
+    if not is_sharded(tensor) or tensor.device.type == cast("DTensor", tensor).device_mesh.device_type:
+        return tensor.device
+    return torch.device(cast("DTensor", tensor).device_mesh.device_type, torch.accelerator.current_device_index())
+
+
+def split_like(tensor: Tensor, like: Tensor, dims: bool = True) -> Tensor:
+    """Split a tensor that every process has in the way that `like` is, without communication.
+
+    Args:
+        tensor: plain, the same on all processes. like: a DTensor.
+        dims: whether the two have the same dimensions; otherwise every process keeps all of `tensor`, except that the
+            matrices of a stack are divided as those of `like`.
+    """
+    sharded = cast("DTensor", like)
+    is_stack = sharded.dim() > 2
+    kept = [
+        placement if dims or placement.is_replicate() or (is_stack and _dim_of(placement, like) == 0) else Replicate()
+        for placement in sharded.placements
+    ]
+    return distribute_tensor(tensor, sharded.device_mesh, kept, src_data_rank=None)
+
+
+def cuts(tensor: Tensor, dim: int, unit: int) -> bool:
+    """Whether `tensor` is split along dimension `dim` into parts that are no multiples of `unit`."""
+    if not is_sharded(tensor):
+        return False
+    sharded, parts = cast("DTensor", tensor), 1
+    for size, placement in zip(sharded.device_mesh.shape, sharded.placements):
+        if not placement.is_replicate() and _dim_of(placement, tensor) == dim % tensor.dim():
+            parts *= size
+    return parts > 1 and tensor.shape[dim] % (parts * unit) != 0
+
+
+def total(sums: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
+    """The sums over whole tensors from those over what this process holds of them.
+
+    Args:
+        sums: of each tensor in `of`, over its local part: equal shapes. Every process of the meshes must call it.
+
+    Returns:
+        `[len(of), *shape of a sum]`, on the device of the sums, the same on all processes.
+    """
+    result = torch.stack(list(sums))
+    layouts: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(of):
+        if is_sharded(tensor):
+            split = tuple(not placement.is_replicate() for placement in cast("DTensor", tensor).placements)
+            layouts.setdefault((cast("DTensor", tensor).device_mesh, split), []).append(index)
+    for (mesh, split), indices in layouts.items():
+        placements = [Partial() if one else Replicate() for one in split]
+        part = result[indices].to(mesh.device_type)
+        result[indices] = DTensor.from_local(part, mesh, placements, run_check=False).full_tensor().to(result.device)
+    return result
+
+
+def unsupported(parameter: Tensor) -> str | None:
+    """What has split a Parameter in a way that this library cannot train; None where nothing has."""
+    if hasattr(parameter, "ds_id"):
+        return "partitioned by DeepSpeed ZeRO-3; use ZeRO-1 or ZeRO-2, or FSDP2"
+    if parameter.dim() < 2:
+        return f"of shape {tuple(parameter.shape)}, flattened by FSDP1; use FSDP2 (fsdp_version: 2, or fully_shard)"
+    placements = cast("DTensor", parameter).placements if is_sharded(parameter) else ()
+    if sum(not placement.is_replicate() for placement in placements) > 1:
+        return f"split twice, {placements}, as by FSDP2 and tensor parallelism; use one of them"
+    return None
+
+
+def _dim_of(placement: Any, tensor: Tensor) -> int:
+    assert isinstance(placement, Shard) or hasattr(placement, "dim")  # a strided shard is no Shard
+    return placement.dim % tensor.dim()

@@ -1,0 +1,44 @@
+"""Engines of accelerate that cannot train sparse weights as they are set, found before anything starts."""
+
+import os
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from transformers.utils import logging
+
+from ..patching import patched_config
+from ..weight import sparse_weights
+from .zero import check_method
+
+logger = logging.get_logger(__name__)
+
+
+def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails.
+
+    FSDP1 flattens weights. And `cpu_ram_efficient_loading`, in which one process sends the others all weights, fails in
+    accelerate 1.15 where a model has buffers that are saved, such as masks and scales. DeepSpeed ZeRO has no place for
+    what some methods do; `patch_model` has refused ZeRO-3.
+    """
+    config = patched_config(model)
+    zero: Any = getattr(accelerator.state, "deepspeed_plugin", None)
+    if config is not None and zero is not None and zero.zero_stage:
+        check_method(config.bound_method)
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+            logger.warning("accelerate has no FSDP on this device: it runs DDP, and every process has all weights")
+        return
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        raise ValueError(
+            "FSDP1 flattens weights, which then have no rows and columns: use FSDP2, by `fsdp_version: 2` in "
+            'accelerate\'s config file, or fsdp_config={"version": 2} in TrainingArguments'
+        )
+    state = [name for weight in sparse_weights(model).values() for name in weight.state_names]
+    if plugin.cpu_ram_efficient_loading and state:
+        raise ValueError(
+            f"accelerate's cpu_ram_efficient_loading sends weights only, and the method keeps {state[0]!r} beside each "
+            f"of them: set `fsdp_cpu_ram_efficient_loading: false` in accelerate's config file, or "
+            f'fsdp_config={{"cpu_ram_efficient_loading": false}}'
+        )

@@ -1,0 +1,146 @@
+"""DeepSpeed ZeRO-1 and ZeRO-2: the optimizer that the controller follows there. Nothing here imports DeepSpeed.
+
+All processes have whole weights, in the precision that they compute with, so layers, masks and scales are what they are
+in one process. What is optimized is an fp32 copy: the parameters of a group, one after the other, are one flat tensor,
+and each process holds and updates a piece of that. A piece may begin and end anywhere in a weight.
+
+A step takes one group after the other: it unscales and clips the gradient, and lets the optimizer below ZeRO update the
+piece. In the end all processes get all pieces as their weights. So gradients are final group by group, and weights are
+new when the step of ZeRO ends, not when that of the optimizer below does.
+
+Attributes of DeepSpeed's classes that this relies on are in 0.19.8, the version of the tests.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..methods import SparseMethod
+from ..weight import SparseWeight, first_of_each
+
+_ZERO_1_AND_2 = "DeepSpeedZeroOptimizer"
+
+_NEEDS_WHOLE_WEIGHTS = {
+    "make_optimizer": "has an optimizer of its own",
+    "loss": "adds to the loss",
+    "after_step": "changes weights after each step",
+}
+
+
+class WeightPiece(SparseWeight):
+    """A weight as one process optimizes it: `master` is this process's fp32 piece of it, flat, with its gradient.
+
+    Args:
+        weight: some of it is in the piece of its group that this process holds.
+        flat: that piece, whose gradient is final.
+    """
+
+    def __init__(self, weight: SparseWeight, flat: Tensor):
+        self.__dict__.update(weight.__dict__)
+        mapping = _mapping(weight)
+        self._in_weight, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+        self.gathered_from = flat.detach().narrow(0, in_flat.start, in_flat.numel)
+        assert flat.grad is not None  # ZeRO sets it for the step
+        self.gathered_from.grad = flat.grad.narrow(0, in_flat.start, in_flat.numel)
+
+    @torch.no_grad()
+    def local_mask(self, packed: bool = False) -> Tensor:
+        """Never packed: a piece may begin within a byte."""
+        piece = self.mask().flatten().narrow(0, self._in_weight.start, self._in_weight.numel)
+        return piece.to(self.master.device)  # which is the CPU where the optimizer is offloaded
+
+
+class ZeroOptimizer:
+    """What the controller needs of a `torch.optim.Optimizer`, of the optimizer of ZeRO-1 or ZeRO-2.
+
+    Raises:
+        ValueError: it is another optimizer of DeepSpeed, or `check_method` raises it.
+    """
+
+    def __init__(self, zero: Any, method: SparseMethod):
+        if type(zero).__name__ != _ZERO_1_AND_2:
+            raise ValueError(
+                f"DeepSpeed's {type(zero).__name__} is not supported: use ZeRO-1 or ZeRO-2 (zero_optimization.stage 1 "
+                f"or 2, without data_types.grad_accum_dtype and zenflow), or FSDP2 in place of ZeRO-3"
+            )
+        check_method(method)
+        self.zero = zero
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer below, with the model's Parameters; within its step, the group that it takes."""
+        owners = zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups)
+        parameters = {id(flat): held for flat, held in owners}
+        return [group | {"params": parameters[id(_flat(group))]} for group in self.zero.optimizer.param_groups]
+
+    def pieces(self, weights: dict[str, SparseWeight]) -> dict[str, SparseWeight]:
+        """Within a step of the optimizer below, this process's pieces of the weights whose gradients it uses."""
+        (group,), (held,) = self.zero.optimizer.param_groups, self.param_groups
+        ids = {id(parameter) for parameter in held["params"]}
+        return {
+            name: WeightPiece(weight, _flat(group))
+            for name, weight in first_of_each(weights).items()
+            if id(weight.master) in ids and _mapping(weight) is not None
+        }
+
+    def follow(self, begin: Callable[[], None], before_group: Callable[[], None], end: Callable[[], None]) -> list[Any]:
+        """Call `begin` and `end` around each step, and `before_group` when the gradients of a group are final. A step
+        that ZeRO skips, because gradients have overflowed, is none.
+
+        ZeRO's optimizer has no hooks, so its method `step` gets another one in its place.
+
+        Returns:
+            What `remove` is called of, as a list of torch's handles.
+        """
+        zero, take_step, has_begun = self.zero, self.zero.step, False
+
+        def before_optimizer(*_: Any) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                begin()
+            before_group()
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_begun
+            has_begun = False
+            result = take_step(*args, **kwargs)
+            if has_begun:
+                end()
+            return result
+
+        self._handle, self._step = zero.optimizer.register_step_pre_hook(before_optimizer), step
+        zero.step = step
+        return [self]
+
+    def remove(self) -> None:
+        """Follow it no longer. Like torch's handles, this one may be asked twice."""
+        self._handle.remove()
+        if self.zero.step is self._step:
+            del self.zero.step
+
+
+def check_method(method: SparseMethod) -> None:
+    """Raise ValueError where a method needs whole weights around the optimizer's step, as STEP's own optimizer does."""
+    for hook, does in _NEEDS_WHOLE_WEIGHTS.items():
+        if getattr(type(method), hook) is not getattr(SparseMethod, hook):
+            raise ValueError(
+                f"method {method.name!r} {does}, and DeepSpeed ZeRO optimizes flat pieces of the weights, one group "
+                f"after the other; use DDP or FSDP2"
+            )
+
+
+def is_deepspeed(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.runtime")
+
+
+def _mapping(weight: SparseWeight) -> Any:
+    """Where ZeRO has put this process's piece of a weight; None where it has none of it."""
+    return weight.parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed adds it to Parameters
+
+
+def _flat(group: dict[str, Any]) -> Tensor:
+    (flat,) = group["params"]
+    return flat

@@ -1,0 +1,194 @@
+"""Runs a function in several processes with gloo, and what most such tests run: a few steps of training.
+
+Processes are forked from a server that has imported everything once, so a test costs seconds, not imports.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import own_method
+import peft
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
+
+from hf_sparse24 import Sparse24Config, Sparse24Controller, StepAdamW, patch_model, step_param_groups, unpatch_model
+from hf_sparse24.sharding import whole
+from hf_sparse24.weight import sparse_weights
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["ranks", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+# The server looks for modules where Python does by itself, and passes over what it does not find.
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+
+def run(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+    """What `function(rank, world, *args)` returns in each of `world` processes of one group.
+
+    Once more where a process dies by a signal: torch 2.13 corrupts its heap ("malloc(): unaligned tcache chunk") in
+    about one of 350 runs of FSDP2 with gloo, of dense models without this library too.
+
+    Raises:
+        RuntimeError: with the traceback of each process that failed, or did not end in time.
+    """
+    for is_last in (False, False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = [(folder, rank, world, function, args) for rank in range(world)]
+            processes = [_context.Process(target=_rank, args=each) for each in arguments]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(timeout)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            codes = [process.exitcode for process in processes]
+            if {-signal.SIGABRT, -signal.SIGSEGV} & set(codes) and not is_last:
+                continue
+            failed = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+            if failed or any(codes):
+                raise RuntimeError("\n".join([*failed, f"exit codes {codes}"]))
+            return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+    raise AssertionError("the last try returns or raises")
+
+
+def _rank(folder: str, rank: int, world: int, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # accelerate asks, and never uses them
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    try:
+        torch.save(function(rank, world, *args), f"{folder}/{rank}.pt")
+    except BaseException:
+        Path(f"{folder}/{rank}.error").write_text(f"process {rank}:\n{traceback.format_exc()}")
+        os._exit(1)  # the others wait for it in vain
+    torch.distributed.destroy_process_group()
+
+
+def make(name: str, settings: dict[str, Any], engine: str, steps: int, **options: Any) -> tuple:
+    """A tiny patched model, wrapped or sharded by `engine`, with its optimizer and controller."""
+    # Doubles: Adam makes steps of rounding errors in gradients that are next to zero.
+    model = zoo.build(name, **options.pop("sizes", {})).double()
+    if name in zoo.MOE:
+        model.set_experts_implementation("eager")  # the others take no doubles
+    config = Sparse24Config(**settings)
+    if engine == "tp":
+        with tempfile.TemporaryDirectory() as own:
+            folder = [own]
+            torch.distributed.broadcast_object_list(folder)
+            model.save_pretrained(folder[0])  # which the first process alone does
+            torch.distributed.barrier()
+            plan = DistributedConfig(tp_size=torch.distributed.get_world_size())
+            sharded = {"distributed_config": plan, "quantization_config": config}
+            model = type(model).from_pretrained(folder[0], dtype=torch.float64, **sharded).train()
+            torch.distributed.barrier()
+    else:
+        patch_model(model, config)
+    shared = shard(model, engine, **options)
+    if settings["method"] == "step":
+        optimizer = StepAdamW(step_param_groups(model), lr=1e-2, betas=(0.9, 0.5), total_steps=steps)
+    else:
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        cls = own_method.OwnAdamW if settings["method"] == "own" else torch.optim.AdamW
+        optimizer = cls(groups, lr=1e-2, foreach=False)
+    return shared, optimizer, Sparse24Controller(shared, optimizer, total_steps=steps, seed=5)
+
+
+def shard(model: nn.Module, engine: str, **options: Any) -> nn.Module:
+    """`engine`: "one", "ddp", "fsdp2", or "tp", which Transformers has done; options go to `fully_shard`."""
+    if engine == "ddp":
+        return DistributedDataParallel(model, forward_sync_buffers=False, find_unused_parameters=True)
+    if engine == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in next(m for m in model.modules() if isinstance(m, nn.ModuleList)):
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def train(rank: int, world: int, name: str, settings: dict[str, Any], engine: str, steps: int = 6, **options: Any):
+    """Train on this process's part of each batch, two micro-batches a step; "one" and "tp" take those of all `world`.
+
+    Returns:
+        Losses of each step (mean over all data), the weights and state at the end, metrics, and phases.
+    """
+    model, optimizer, controller = make(name, settings, engine, steps, **options)
+    log: list[Any] = []
+    for step in range(steps):
+        log.append(run_step(model, optimizer, controller, step, rank, world, engine))
+    return {"log": log, **state_of(model)}
+
+
+def run_step(model, optimizer, controller, step: int, rank: int, world: int, engine: str) -> tuple:
+    takes_all = engine in ("one", "tp")
+    parts = range(world) if takes_all else [rank]
+    loss = torch.zeros(())
+    for micro in range(2):
+        _sync(model, engine, micro == 1)
+        for part in parts:
+            if engine == "one":  # what process `part` draws
+                controller._streams.set(controller.seed + part, controller.step, micro)
+            batch = zoo.batch(seed=100 * step + 10 * part + micro)
+            part_loss = model(**batch).loss / (2 * len(parts))
+            part_loss.backward()
+            loss += part_loss.detach()
+        if engine != "one":
+            controller.after_micro_step()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([whole(gradient) for gradient in gradients])
+    for gradient in gradients:  # torch's own clips no mixture of DTensors and plain tensors, as tensor parallelism has
+        gradient.mul_((0.5 / (norm + 1e-6)).clamp(max=1))
+    optimizer.step()
+    optimizer.zero_grad()
+    if not takes_all:
+        torch.distributed.all_reduce(loss)
+        loss /= world
+    metrics = controller.metrics() | controller.layer_flip_rates()
+    return float(loss), float(norm), controller.phase, metrics
+
+
+def _sync(model: nn.Module, engine: str, last: bool) -> None:
+    if engine == "ddp":
+        model.require_backward_grad_sync = last
+    elif engine == "fsdp2":
+        model.set_requires_gradient_sync(last)
+
+
+@torch.no_grad()
+def state_of(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """All weights and the methods' state, whole."""
+    module = getattr(model, "module", model)
+    weights = {name: whole(tensor).clone() for name, tensor in module.named_parameters()}
+    masks = {name: weight.mask() for name, weight in sparse_weights(module).items()}
+    state = {
+        f"{name}.{key}": whole(tensor).clone()
+        for name, weight in sparse_weights(module).items()
+        for key, tensor in weight.state.items()
+    }
+    return {"weights": weights, "masks": masks, "state": state}
+
+
+def refusals(model: nn.Module) -> tuple[str, str]:
+    """What adding LoRA to a sharded model, and unpatching it, say."""
+    with pytest.raises(ValueError) as unpatched:
+        unpatch_model(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up_proj"]))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad])
+    with pytest.raises(ValueError) as adapters:
+        Sparse24Controller(adapted, optimizer, total_steps=4)
+    return str(adapters.value), str(unpatched.value)

@@ -1,0 +1,170 @@
+"""Several processes train as one does with the same global batch: DDP and FSDP2, every method."""
+
+import dataclasses
+import re
+
+import pytest
+import ranks
+import torch
+import zoo
+from transformers import TrainingArguments
+
+from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
+from hf_sparse24.patching import patched_config
+from hf_sparse24.weight import sparse_weights
+
+METHODS = {
+    "ste": {},
+    "sr-ste": {"masked_decay": 0.05},
+    "sr-ste-on-weight": {"masked_decay": 0.05, "decay_on": "weight"},
+    "s-ste": {},
+    "s-ste-every-step": {"scale_frozen": False},
+    "t-sr-ste": {"masked_decay": 0.05, "mask_interval": 2, "dense_tail": 1},
+    "step": {"switch_after": 2, "switch_by": 4},
+    "fixed-mask": {"dense_start": 2},
+    "own": {},
+}
+
+
+def settings(name: str) -> dict:
+    method = next(m for m in sorted(METHODS, key=len, reverse=True) if name.startswith(m) and m in NAMES)
+    return {"method": method, "target_modules": "all-linear", **METHODS[name]}
+
+
+NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "own")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_train_as_one(method, engine):
+    check_equal(2, "llama", settings(method), engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_four_processes_train_as_one(method, engine):
+    check_equal(4, "gpt2" if method == "sr-ste" else "llama", settings(method), engine)
+
+
+@pytest.mark.parametrize(
+    "difference, message",
+    [
+        ({"masked_decay": 0.1}, "masked_decay: 0.1, not 0.05"),
+        ({"method": "ste"}, "method: 'ste', not 'sr-ste'"),
+        ({"target_modules": "mlp"}, "target_modules: 'mlp', not 'all-linear'; the sparse weights: "),
+    ],
+)
+def test_processes_with_different_configs_are_told_so(difference, message):
+    for error in ranks.run(2, _differ, difference):
+        assert "process 1 differs from process 0 in" in error and re.search(message, error)
+
+
+def _differ(rank, world, difference):
+    config = settings("sr-ste") | (difference if rank else {})
+    if config["method"] == "ste":
+        config = settings("ste")
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(**config))
+    with pytest.raises(ValueError) as error:
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
+    return str(error.value)
+
+
+def test_processes_that_start_from_different_weights_are_told_so():
+    for error in ranks.run(2, _differ_in_weights):
+        assert re.search("process 1 differs .* in masks and scales: .* made after the same torch.manual_seed", error)
+
+
+def _differ_in_weights(rank, world):
+    model = zoo.build("llama", seed=rank)
+    patch_model(model, Sparse24Config(**settings("s-ste")))
+    with pytest.raises(ValueError) as error:
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
+    return str(error.value)
+
+
+def test_fsdp1_is_refused_by_name():
+    for error in ranks.run(2, _fsdp1):
+        assert "flattened by FSDP1; use FSDP2 (fsdp_version: 2, or fully_shard)" in error
+
+
+def _fsdp1(rank, world):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = zoo.build("llama")
+    patch_model(model)
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(ValueError) as error:
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
+    return str(error.value)
+
+
+def test_random_streams_differ_by_process_and_are_the_same_again():
+    first, again = (ranks.run(2, _keys) for _ in range(2))
+    assert first == again and not set(first[0]) & set(first[1])
+
+
+def _keys(rank, world):
+    model, _, _ = ranks.make("llama", settings("s-ste"), "one", 4)
+    return [int(weight.rng_key) for weight in sparse_weights(model).values()]
+
+
+def _trainer(folder, **settings):
+    model = zoo.build("llama")
+    data = [{name: tensor[0] for name, tensor in zoo.batch(seed, rows=1).items()} for seed in range(64)]
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
+    args = TrainingArguments(str(folder), max_steps=8, learning_rate=1e-2, per_device_train_batch_size=2, **quiet)
+    config = Sparse24Config(**settings)
+    return Sparse24Trainer(model, args, train_dataset=data, eval_dataset=data[:4], sparse24_config=config)
+
+
+def test_a_trainer_that_evaluates_first_still_trains_together(tmp_path):
+    first, second = ranks.run(2, _evaluate_then_train, tmp_path)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _evaluate_then_train(rank, world, folder):
+    trainer = _trainer(folder, method="s-ste")
+    trainer.evaluate()
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    return dict(trainer.model.state_dict())
+
+
+@pytest.mark.slow
+def test_the_first_process_determines_the_masked_decay(tmp_path):
+    first, second = ranks.run(2, _auto_decay, tmp_path)
+    assert first == second and isinstance(first[0], float)
+
+
+def _auto_decay(rank, world, folder):
+    trainer = _trainer(folder, method="sr-ste", masked_decay="auto")
+    tuning = trainer.tune_masked_decay
+    # Whatever the probes say, so that the test does not depend on a feasible candidate.
+    trainer.tune_masked_decay = lambda: dataclasses.replace(tuning((2e-3, 2e-2)), chosen=0.01 + rank)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return patched_config(trainer.model).masked_decay, losses
+
+
+def check_equal(world, model, config, engine, **options):
+    one = ranks.train(0, world, model, config, "one", **{k: v for k, v in options.items() if k == "sizes"})
+    many = ranks.run(world, _train, model, config, engine, options)
+    for result in many:
+        for (loss, norm, phase, metrics), (loss1, norm1, phase1, metrics1) in zip(result["log"], one["log"]):
+            assert phase == phase1
+            assert loss == pytest.approx(loss1, rel=2e-6) and norm == pytest.approx(norm1, rel=1e-6)
+            assert metrics == pytest.approx(metrics1, rel=1e-5, abs=1e-7)
+        for name, mask in one["masks"].items():
+            assert torch.equal(result["masks"][name], mask)
+        for kind in ("weights", "state"):
+            assert result[kind].keys() == one[kind].keys()
+            for name, tensor in one[kind].items():
+                torch.testing.assert_close(result[kind][name], tensor, rtol=1e-9, atol=1e-12)
+    for name, tensor in many[0]["state"].items():
+        assert all(torch.equal(tensor, other["state"][name]) for other in many[1:])
+
+
+def _train(rank, world, model, config, engine, options):
+    return ranks.train(rank, world, model, config, engine, **options)
