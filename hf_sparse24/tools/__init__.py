@@ -1,1 +1,1 @@
-"""The command line: what runs here and why (doctor), and measuring the GEMMs of a model (tune)."""
+"""The command line: `hf-sparse24 doctor`, `tune`, `plan`, `report`, `export`, `inspect` and `verify`."""

@@ -1,8 +1,10 @@
-"""The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's GEMMs, and `export`,
-`inspect` and `verify` handle checkpoints (checkpoints.py)."""
+"""The command `hf-sparse24`: `doctor` says what runs here and why, `tune` measures a model's GEMMs, `plan` predicts
+what training it would cost, `report` draws a run (run_report.py), and `export`, `inspect` and `verify` handle
+checkpoints (checkpoints.py)."""
 
 import argparse
 import importlib
+import math
 import os
 import sys
 
@@ -15,8 +17,11 @@ from ..config import Sparse24Config
 from ..methods import DEFAULT_METHOD, METHODS
 from ..patching import patch_model
 from ..version import __version__
-from . import checkpoints, doctor
+from . import checkpoints, doctor, run_report
 from .models import model_class
+from .plan import plan_training
+from .plan_text import print_plan
+from .sizes import PARALLEL, Setting
 from .tables import print_table
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,10 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("doctor", _doctor, "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"),
         ("tune", _tune, "measure every sparse GEMM that training MODEL asks for, and remember what wins"),
+        ("plan", _plan, "predict what a training step of MODEL would hold, move and gain on many GPUs"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("model", metavar="MODEL", nargs="?" if name == "doctor" else None, help=_MODEL_HELP)
-        command.add_argument("--tokens", type=positive_number, default=8192, help="per step and device (default 8192)")
+        if name != "plan":
+            command.add_argument(
+                "--tokens", type=positive_number, default=8192, help="per step and device (default 8192)"
+            )
         command.add_argument(
             "--method", help=f"{', '.join(sorted(METHODS))}; without it the model's own, or {DEFAULT_METHOD}"
         )
@@ -58,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the GEMMs (default bf16)")
         command.set_defaults(run=run)
+    run_report.add_command(commands)
+    _add_plan_arguments(commands.choices["plan"])
     checkpoints.add_commands(commands)
     for command in commands.choices.values():
         command.add_argument(
@@ -66,14 +77,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--gpus", type=positive_number, required=True, help="one process each")
+    command.add_argument(
+        "--tokens-per-gpu",
+        type=positive_number,
+        required=True,
+        help="of a step; with tp, what all GPUs work on together",
+    )
+    command.add_argument("--parallel", choices=PARALLEL, help="without it ddp if that fits in memory, else fsdp2")
+    command.add_argument("--memory", type=positive_float, default=80, metavar="GB", help="of a GPU (default 80)")
+    command.add_argument(
+        "--sequence", type=positive_number, help="tokens that attend to each other; without it the model's, up to 4096"
+    )
+    command.add_argument("--gradient-checkpointing", action="store_true", help="layers run again in the backward pass")
+
+
 _IMPORT_HELP = "a Python module that registers a method of your own; may be repeated"
 _MODEL_HELP = "a name on the Hub or a directory with a config.json; no weights are loaded"
 
 
 def positive_number(text: str) -> int:
-    number = int(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return number
 
 
@@ -107,6 +143,22 @@ def _tune(options: argparse.Namespace) -> int:
     verdicts = autotune.tune(found, device, on_progress=lambda text: print(f"\r{text:<100.100}", end="", flush=True))
     print()
     print_table([["m x n x k", "runs", "dense us", "sparse us"], *map(_verdict_row, verdicts.items())])
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    model = _patched(options)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    setting = Setting(
+        options.gpus,
+        options.tokens_per_gpu,
+        sequence=min(options.tokens_per_gpu, options.sequence or min(4096, longest)),
+        dtype=_DTYPES[options.dtype],
+        checkpointing=options.gradient_checkpointing,
+        device=doctor.devices()[0],
+    )
+    plan = plan_training(model, setting, options.parallel, options.memory * 1e9)
+    print_plan(options.model, model, plan, options.memory * 1e9)
     return 0
 
 

@@ -13,6 +13,7 @@ from ..patching import patched_config
 from . import reference
 from .controller import Sparse24Controller
 from .resume import check_resumed, restore
+from .run_log import RunLog
 
 
 class Sparse24Callback(TrainerCallback, ExportableState):
@@ -27,14 +28,19 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     model, MVUE's streams follow from seed, process, step, micro-step and layer, and the last flip rate is in
     `trainer_state.json`.
 
+    What that file does not hold, such as flip rates by layer, goes into `sparse24_log.jsonl` beside it at each log, for
+    `hf-sparse24 report` (see `run_log.py`).
+
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
+        run_log: where the world's first process records the run; None elsewhere, and where nothing is logged.
         phase_is_restored: whether the trainer itself has set the phase of the checkpoint that it resumes from.
         is_idle: whether the model is packed, so that its sparsity needs nothing: adapters around it train.
     """
 
     def __init__(self):
         self.controller: Sparse24Controller | None = None
+        self.run_log: RunLog | None = None
         self.phase_is_restored = False
         self.is_idle = False
 
@@ -92,7 +98,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             kwargs["model"],
             kwargs["optimizer"],
             total_steps=state.max_steps,
-            seed=args.seed + args.process_index,
+            seed=args.seed,
             step=state.global_step,
             # Logged by the epoch, the last step is not known ahead: measured at every step, the number is never stale.
             metrics_interval=max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1,
@@ -103,6 +109,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             raise ValueError("this Trainer has two callbacks of class Sparse24Callback; it needs one")
         flips = saved.get("controller", {}).get("flips", {})
         self.controller.load_state_dict(self.controller.state_dict() | {"flips": flips})
+        records = state.is_world_process_zero and args.logging_strategy != "no"
+        self.run_log = RunLog(args, state, self.controller) if records else None
         if state.global_step >= state.max_steps:
             self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
 
@@ -113,6 +121,16 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if not self.is_idle and state.global_step <= state.max_steps and self._running.step < state.global_step:
             self._running.skip_step()  # a GradScaler skipped it, and the Trainer counts it
+        if self.run_log is not None:
+            self.run_log.after_step()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if self.run_log is not None:
+            self.run_log.after_pause()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if self.run_log is not None:
+            self.run_log.after_pause()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is not None:
@@ -123,7 +141,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         if self.controller is None or "loss" not in logs:  # evaluation and the closing summary
             return
-        metrics = self.controller.metrics()
+        # Both on every process: where weights are sharded, all of them compute.
+        metrics, flip_rates = self.controller.metrics(), self.controller.layer_flip_rates()
+        if self.run_log is not None:
+            self.run_log.write(state, flip_rates)
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
 

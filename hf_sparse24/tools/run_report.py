@@ -1,0 +1,324 @@
+"""`hf-sparse24 report RUN`: one HTML file about a Trainer's run, from what it has left in its output directory.
+
+The page needs nothing else: no server, no network. `run_files.py` says what it is made from.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..checkpoints.losses import some_rows
+from ..training.run_log import RUN_LOG, LogLine
+from .page import Figure, page, table
+from .run_files import POINTS, Run, dense_spans, read_run, thinned
+from .svg import Point, Row, Series, Span, heat_map, legend, line_chart, shown
+
+COLUMNS, ROWS = 120, 48
+"""At most so many columns and rows the heat map has; more are averaged."""
+X_LABEL = "optimizer step"
+LABEL = 40
+"""At most so many letters the name of a row has: its end."""
+
+
+def add_command(commands) -> None:
+    """Add `report` to the parser of `hf-sparse24`."""
+    text = "one HTML file about a run: losses, flip rates by layer, masks, schedule, speed, memory, config"
+    command = commands.add_parser("report", help=text, description=text)
+    command.add_argument("directory", metavar="RUN", help="the output_dir of a Trainer")
+    command.add_argument("--dense", metavar="CONTROL_RUN", help="that of a dense run, to compare with")
+    command.add_argument("--output", metavar="FILE.html", help="where to (default RUN/report.html)")
+    command.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    print(f"report  {write_report(options.directory, options.dense, options.output)}")
+    return 0
+
+
+def write_report(
+    directory: str | os.PathLike, dense: str | os.PathLike | None = None, output: str | os.PathLike | None = None
+) -> Path:
+    """Write the report of a run; returns its path.
+
+    Args:
+        directory: the `output_dir` of a Trainer.
+        dense: that of a dense run, to compare with.
+        output: the file; None for `report.html` in `directory`. One that exists is replaced, all at once.
+
+    Raises:
+        ValueError: a directory without a `trainer_state.json`, one that is damaged, or a control that is not dense.
+        OSError: a file cannot be read or written.
+    """
+    run, control = read_run(directory), None if dense is None else read_run(dense)
+    if control is not None and any("sparse_phase" in row for row in control.history.values()):
+        raise ValueError(f"{dense} is a run with sparse weights; --dense takes the control run, of a dense model")
+    path = Path(directory) / "report.html" if output is None else Path(output)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(render(run, control), encoding="utf-8", errors="replace")  # JSON can hold half a letter
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def render(run: Run, control: Run | None = None) -> str:
+    """The page, as text."""
+    is_sparse = run.sparse24 or any("sparse_phase" in row for row in run.history.values())
+    doubt = [] if is_sparse else [f"Nothing in {run.directory} says that sparse weights were trained."]
+    return page(
+        title=f"{run.pattern} training: {run.directory.resolve().name}",
+        notes=[*doubt, *run.notes, *([] if control is None else control.notes)],
+        numbers=_numbers(run, control),
+        figures=_figures(run, control),
+        tables=_tables(run, control),
+    )
+
+
+def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
+    dense = dense_spans(run)
+    span = (0.0, float(max(run.steps, control.steps if control else 0)))
+
+    def figure(
+        id: str, title: str, lines: Sequence[Series], y_label: str, note: str, wide: bool = False, **options: Any
+    ) -> Figure:
+        lines = [line for line in lines if line.points]
+        if not lines:
+            return Figure(id, title, "", note, is_wide=wide)
+        svg = line_chart(id, lines, span, X_LABEL, y_label, shaded=dense, width=1100 if wide else 540, **options)
+        names = legend(lines, "dense phase" if dense else "") if dense or len(lines) > 1 else ""
+        return Figure(id, title, svg, note, names, is_wide=wide)
+
+    def line(name: str, points: list[Point]) -> list[Series]:
+        return [Series(name, points, "sparse")]
+
+    yield figure("loss", "Loss", _losses(run, control), "loss", _loss_notes(run, control), wide=True)
+    if control is not None:
+        note = f"{run.pattern} minus dense, at the steps that both logged."
+        yield figure("difference", "Loss above the dense control", _differences(run, control), "loss", note)
+    rates = [Series(name, one.points("learning_rate"), style) for name, one, style in _runs(run, control)]
+    yield figure("schedule", "Learning rate and phase", rates, "learning rate", _phase_note(run, dense), from_zero=True)
+    yield figure(
+        "flips",
+        "Flip rate",
+        line("flip rate, %", _percent(run.points("flip_rate"))),
+        "% of sparse weights",
+        "Share of the sparse weights that entered or left the mask in the last measured step or mask refresh.",
+        from_zero=True,
+    )
+    yield figure(
+        "kept",
+        "Kept magnitude",
+        line("kept magnitude, %", _percent(run.points("kept_magnitude"))),
+        "% of the L1 norm",
+        "Share of the sparse weights' L1 norm that the masks keep. Of Gaussian weights, 2:4 masks keep 74.5%, "
+        "transposable ones 70.3%.",
+    )
+    yield _layers(run)
+    unit, speed = "tokens", run.measured("tokens_per_second")
+    if not speed:
+        unit, speed = "optimizer steps", run.measured("steps_per_second")
+    note = "Between one log and the next, evaluations and checkpoints left out." if speed else _NO_LOG
+    yield figure("speed", "Throughput", line(f"{unit} per second", speed), f"{unit} per second", note, from_zero=True)
+    memory = run.measured("peak_memory", 1e-9)
+    on_cpu = str(run.facts.get("device", "")).startswith("cpu")
+    note = "Of the first process, on a CPU." if on_cpu else "Allocated by PyTorch on the device of the first process."
+    yield figure(
+        "memory", "Peak memory", line("peak memory, GB", memory), "GB", note if memory else _NO_LOG, from_zero=True
+    )
+
+
+_NO_LOG = f"Not recorded: {RUN_LOG} of the run is missing, or has no such numbers. Earlier versions did not write it."
+
+
+def _runs(run: Run, control: Run | None) -> list[tuple[str, Run, str]]:
+    return [(run.pattern, run, "sparse"), *([] if control is None else [("dense control", control, "dense")])]
+
+
+def _losses(run: Run, control: Run | None) -> list[Series]:
+    series = []
+    for name, one, style in _runs(run, control):
+        series.append(Series(f"{name}, training", one.points("loss"), style))
+        for key in _evaluations(one):
+            part = key.removeprefix("eval_").removesuffix("loss").strip("_")  # of one of several evaluation sets
+            series.append(
+                Series(f"{name}, evaluation {part}".strip(), one.points(key), f"{style} evaluation", has_marks=True)
+            )
+    return series
+
+
+def _differences(run: Run, control: Run) -> list[Series]:
+    series = []
+    for key, name in (("loss", "training"), ("eval_loss", "evaluation")):
+        own, other = ({step: row[key] for step, row in one.history.items() if key in row} for one in (run, control))
+        points = thinned([(step, loss - other[step]) for step, loss in own.items() if step in other])
+        is_evaluation = key == "eval_loss"
+        style = "sparse evaluation" if is_evaluation else "sparse"
+        series.append(Series(name, points, style, has_marks=is_evaluation))
+    return series
+
+
+def _evaluations(run: Run) -> list[str]:
+    """The names of its evaluation losses."""
+    return sorted({key for row in run.history.values() for key in row if re.fullmatch(r"eval_(.+_)?loss", key)})
+
+
+def _loss_notes(run: Run, control: Run | None) -> str:
+    notes = ["Training losses are means since the log before."]
+    for name, one, _ in _runs(run, control):
+        for key in ("loss", *_evaluations(one)):
+            steps = [step for step, row in one.history.items() if key in row and not math.isfinite(row[key])]
+            if steps:
+                more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+                at = ", ".join(map(str, steps[:5]))
+                notes.append(f"{name}: {key} is not finite (a gap) at step {at}{more}.")
+        logs = sum("loss" in row for row in one.history.values())
+        if logs > POINTS:
+            notes.append(f"{name}: each point, here and below, is the mean of {math.ceil(logs / POINTS)} logs.")
+    return " ".join(notes)
+
+
+def _phase_note(run: Run, dense: Sequence[Span]) -> str:
+    if not any("sparse_phase" in row for row in run.history.values()):
+        return "The phase was not logged."
+    if not dense:
+        return "Sparse at every log."
+    said = ", ".join(f"{start + 1:.0f} to {end:.0f}" for start, end in dense)
+    return f"Dense phase: steps {said}, as exact as the logs are frequent."
+
+
+def _layers(run: Run) -> Figure:
+    """The heat map of flip rates by layer."""
+    lines = [line for line in run.lines if line.flip_rates]
+    if not lines:
+        return Figure("layers", "Flip rate by layer", "", _NO_LOG, is_wide=True)
+    sizes = {name: size for start in run.starts for name, size in start.facts["layers"].items()}
+    measured = [name for name in sizes if any(name in line.flip_rates for line in lines)]
+    groups, rule = grouped(measured)
+    together = math.ceil(len(lines) / COLUMNS)
+    columns = [lines[i : i + together] for i in range(0, len(lines), together)]
+    rows = [Row(label, [_mean_rate(column, names, sizes) for column in columns]) for label, names in groups]
+    edges = [min(run.starts[0].step, lines[0].step - 1), *(column[-1].step for column in columns)]
+    notes = [f"Rows: {len(measured)} layers{rule}, the first of the model at the top."]
+    if together > 1:
+        notes.append(f"Each cell is the mean of {together} logs.")
+    notes.append("A cell ends at the step it was logged at; shades follow the square root.")
+    svg = heat_map("layers", rows, edges, X_LABEL, "%")
+    return Figure("layers", "Flip rate by layer", svg, " ".join(notes), is_wide=True)
+
+
+def grouped(names: Sequence[str], most: int = ROWS) -> tuple[list[tuple[str, list[str]]], str]:
+    """The rows of a heat map, at most `most`: of each its label and its layers; and the rule in words.
+
+    Up to `most` layers have a row each. Beyond, layers of one block have one: those whose names agree up to the first
+    number. Where there are more blocks than that, as many neighbours as it takes have one.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        key = name if len(names) <= most else re.sub(r"((?:^|\.)\d+)\..*", r"\1", name)
+        groups.setdefault(key, []).append(name)
+    keys = list(groups)
+    parts = zip(*(key.split(".")[:-1] for key in keys))
+    prefix = "".join(f"{same[0]}." for same in takewhile(lambda names: len(set(names)) == 1, parts))
+    together = math.ceil(len(keys) / most)
+    rows = []
+    for some in (keys[i : i + together] for i in range(0, len(keys), together)):
+        first, last = (key.removeprefix(prefix) for key in (some[0], some[-1]))
+        label = first if len(some) == 1 else f"{first} to {last}"
+        label = label if len(label) <= LABEL else f"…{label[1 - LABEL :]}"
+        rows.append((label, [name for key in some for name in groups[key]]))
+    rule = f" of {prefix}*" if prefix else ""
+    if len(names) > most:
+        rule += ", averaged by block" if together == 1 else f", averaged over {together} blocks each"
+    return rows, rule
+
+
+def _mean_rate(lines: Iterable[LogLine], names: Iterable[str], sizes: Mapping[str, int]) -> float | None:
+    """In %, over the weights of some layers and over lines."""
+    names = list(names)
+    found = [(line.flip_rates[name], sizes[name]) for line in lines for name in names if name in line.flip_rates]
+    weights = sum(size for _, size in found)
+    return 100 * sum(rate * size for rate, size in found) / weights if weights else None
+
+
+def _percent(points: Iterable[Point]) -> list[Point]:
+    return [(x, 100 * y) for x, y in points]
+
+
+def _last(run: Run, key: str) -> float | None:
+    return next((row[key] for row in reversed(run.history.values()) if key in row), None)
+
+
+def _numbers(run: Run, control: Run | None) -> list[tuple[str, str, str]]:
+    """What to see first: what it is, the number, a remark."""
+    own, layers = run.sparse24, run.facts.get("layers")
+    found = [("steps", f"{run.steps:,}", "")]
+    if own.get("method"):
+        found.insert(0, ("method", str(own["method"]), run.pattern))
+    if layers and run.facts.get("parameters"):
+        share = sum(layers.values()) / run.facts["parameters"]
+        found.append(("weights under the pattern", f"{share:.1%}", f"{len(layers)} layers"))
+    for key, name in (("loss", "training loss, last log"), ("eval_loss", "evaluation loss, last")):
+        loss, other = _last(run, key), None if control is None else _last(control, key)
+        if loss is not None:
+            remark = "" if other is None else f"dense control {shown(other)}, difference {loss - other:+.3g}"
+            found.append((name, shown(loss), remark))
+    for key, name in (("flip_rate", "flip rate, last"), ("kept_magnitude", "kept magnitude, last")):
+        value = _last(run, key)
+        if value is not None:
+            found.append((name, f"{100 * value:.3g}%", ""))
+    speeds = [line.steps_per_second for line in run.lines if line.steps_per_second is not None]
+    if speeds:
+        found.append(("steps per second, median", shown(median(speeds)), ""))
+    if run.speed is not None:
+        remark = "with evaluations" if control is None or control.speed is None else f"dense {shown(control.speed)}"
+        found.append(("samples per second, whole run", shown(run.speed), remark))
+    memory = [line.peak_memory for line in run.lines if line.peak_memory is not None]
+    if memory:
+        found.append(("peak memory", f"{max(memory) / 1e9:.3g} GB", ""))
+    return found
+
+
+def _tables(run: Run, control: Run | None) -> list[str]:
+    columns = [("training loss", run, "loss"), ("evaluation loss", run, "eval_loss")]
+    if control is not None:
+        columns += [("dense, training loss", control, "loss"), ("dense, evaluation loss", control, "eval_loss")]
+    columns += [(key.replace("_", " "), run, key) for key in ("flip_rate", "kept_magnitude", "learning_rate")]
+    rows = []
+    for step in some_rows(run.history):
+        cells = [one.history.get(step, {}).get(key) for _, one, key in columns]
+        rows.append([str(step), *("" if value is None else shown(value) for value in cells)])
+    begun = [
+        ("begun" if start.step == 0 else f"resumed at step {start.step}", _date(start.time)) for start in run.starts
+    ]
+    facts = [(name, _text(run.facts[name])) for name in ("device", "processes") if name in run.facts]
+    model = {name: value for name, value in run.config.items() if name != "quantization_config"}
+    return [
+        table("Numbers", rows, [X_LABEL, *(name for name, *_ in columns)], is_wide=True),
+        table("Sparse24Config", _pairs(run.sparse24)),
+        table("Arguments that are not the defaults", _pairs(run.facts.get("arguments"))),
+        table("Run", [*begun, *facts, *_pairs(run.facts.get("versions"))]),
+        table("Model", _pairs(model)),
+    ]
+
+
+def _pairs(values: Any) -> list[tuple[str, str]]:
+    return [(name, _text(value)) for name, value in values.items()] if isinstance(values, dict) else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return ", ".join(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

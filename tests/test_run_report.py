@@ -1,0 +1,406 @@
+"""hf-sparse24 report: the page of a real run in a real browser, and of runs that lack what it draws."""
+
+import json
+import math
+import re
+from html import unescape
+from pathlib import Path
+from xml.etree import ElementTree
+
+import browser
+import pytest
+import zoo
+from test_trainer import arguments, dataset
+from transformers import Trainer
+
+from hf_sparse24 import Sparse24Config, Sparse24Trainer
+from hf_sparse24.tools import run_report, svg
+from hf_sparse24.tools.cli import main
+from hf_sparse24.tools.run_files import dense_spans, read_run, thinned
+from hf_sparse24.tools.run_report import COLUMNS, ROWS, grouped, write_report
+from hf_sparse24.training.run_log import RUN_LOG, read_run_log
+
+STEPS = 8
+CHARTS = ["loss", "difference", "schedule", "flips", "kept", "layers", "speed", "memory"]
+
+
+def train(directory, trainer=Trainer, **settings) -> Path:
+    args = arguments(directory, max_steps=STEPS, learning_rate=0.05, eval_strategy="steps", eval_steps=4)
+    run = trainer(zoo.build("llama"), args, train_dataset=dataset(), eval_dataset=dataset(4), **settings)
+    run.train()
+    run.save_model()
+    run.save_state()
+    return Path(directory)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Path:
+    config = Sparse24Config(method="t-sr-ste", mask_interval=1)
+    return train(tmp_path_factory.mktemp("sparse"), Sparse24Trainer, sparse24_config=config)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("dense"))
+
+
+def made_up(directory: Path, logs: list[dict], start: dict | None = None, lines: list[dict] = [], **config) -> Path:  # noqa: B006
+    """A run as its files tell it."""
+    directory.mkdir(exist_ok=True)
+    state = {"global_step": logs[-1]["step"], "log_history": logs}
+    (directory / "trainer_state.json").write_text(json.dumps(state))
+    if start is not None:
+        entries = [{"step": 0, "time": 0.0, **start}, *lines]
+        (directory / RUN_LOG).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    if config:
+        (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def losses(*values: float, **more) -> list[dict]:
+    return [{"step": 10 * (i + 1), "loss": value, "learning_rate": 1e-3, **more} for i, value in enumerate(values)]
+
+
+def charts(page: str) -> dict[str, ElementTree.Element]:
+    """The charts of a page, by the id of their titles."""
+    found = [ElementTree.fromstring(text) for text in re.findall(r'<svg role="img".*?</svg>', page, re.DOTALL)]
+    return {chart.get("aria-labelledby"): chart for chart in found}
+
+
+def cells(page: str) -> list[list[str]]:
+    """What the cells of the heat map say, by row."""
+    rows = [group for group in charts(page)["layers"] if group.get("class") == "cells"]
+    return [[cell.get("data-tip") for cell in row] for row in rows]
+
+
+def row_names(page: str) -> list[str]:
+    return [group.get("data-row") for group in charts(page)["layers"] if group.get("class") == "cells"]
+
+
+def captions(page: str) -> dict[str, str]:
+    found = re.findall(r'<h2 id="(\w+)">.*?<figcaption>(.*?)</figcaption>', page, re.DOTALL)
+    return {name: unescape(caption) for name, caption in found}
+
+
+def test_in_a_browser(sparse, dense, tmp_path):
+    path = write_report(sparse, dense, tmp_path / "page.html")
+    with browser.new_page() as page:
+        page.open(path)
+        assert page.problems() == [] and page.requests() == [path.as_uri()]
+        sizes = page.evaluate(
+            "Object.fromEntries([...document.querySelectorAll('svg[role=img]')].map(s => "
+            "[s.getAttribute('aria-labelledby'), [s.getBoundingClientRect().width, s.getBoundingClientRect().height]]))"
+        )
+        assert sorted(sizes) == sorted(CHARTS)
+        assert all(width > 300 and height > 100 for width, height in sizes.values())
+        assert page.evaluate("document.querySelectorAll('.cells rect').length") == 6 * STEPS
+        flat = (
+            "[...document.querySelectorAll('.cells rect, .chart .line')].filter(e => !e.getBoundingClientRect().width)"
+        )
+        assert page.evaluate(f"{flat}.length") == 0
+        titles = "[...document.querySelectorAll('svg[role=img]')].map(s => s.ariaLabelledByElements[0].textContent)"
+        assert page.evaluate(f"{titles}.includes('Flip rate by layer')")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+        assert page.evaluate("document.getElementById('tip').hidden")
+        page.hover(".cells:nth-of-type(2) rect:nth-child(2)")
+        rate = read_run_log(sparse / RUN_LOG)[1][1].flip_rates["model.layers.0.mlp.gate_proj"]
+        tip = "document.getElementById('tip').textContent"
+        assert page.evaluate(tip) == f"0.mlp.gate_proj\n{svg.shown(100 * rate)}%, optimizer step 2"
+        page.hover("[aria-labelledby=loss] .tips rect:nth-child(4)")
+        assert "optimizer step 4\n2:4, training: " in page.evaluate(
+            tip
+        ) and "dense control, evaluation: " in page.evaluate(tip)
+
+        colours = []
+        for scheme in ("light", "dark"):
+            page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            styles = "[document.body, document.querySelector('.sparse')].map(e => getComputedStyle(e))"
+            colours.append(page.evaluate(f"{styles}.flatMap(s => [s.backgroundColor, s.color, s.stroke])"))
+        assert colours[0][0] == "rgb(255, 255, 255)" and all(
+            a != b for a, b in zip(*colours) if a != "none" != b and "0, 0, 0, 0" not in a
+        )
+        page.call(
+            "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+        )
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        page.call("Emulation.setEmulatedMedia", media="screen")
+        page.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400  # wide charts scroll by themselves
+
+
+HOSTILE = "</script><script>hacked=1</script><img src=x onerror=hacked=1>\"'&"
+
+
+def test_nothing_of_the_files_becomes_markup(tmp_path):
+    start = {
+        "layers": {f"a.{HOSTILE}": 8, f"b.{HOSTILE}": 8},
+        "config": {"method": HOSTILE, "pattern": HOSTILE, HOSTILE: [HOSTILE]},
+        "arguments": {HOSTILE: HOSTILE},
+        "versions": {HOSTILE: "\ud800"},
+        "device": HOSTILE,
+    }
+    lines = [{"step": 10, "flip_rates": [0.5, 0.25]}]
+    logs = losses(3.0, **{f"eval_{HOSTILE}_loss": 3.0})
+    run = made_up(tmp_path / "run & <b>", logs, start, lines, architectures=[HOSTILE])
+    path = write_report(run)
+    text = path.read_text()
+    assert text.count("<script>") == 1 and "<img" not in text and "<b>" not in text
+    assert row_names(text) == [f"a.{HOSTILE}"[-39:].rjust(40, "…"), f"b.{HOSTILE}"[-39:].rjust(40, "…")]
+    assert cells(text) == [["50%, optimizer step 10"], ["25%, optimizer step 10"]]
+    with browser.new_page() as page:
+        page.open(path)
+        assert page.problems() == [] and page.requests() == [path.as_uri()]
+        assert page.evaluate("typeof hacked") == "undefined"
+        assert page.evaluate("document.title") == f"{HOSTILE} training: run & <b>"
+        # And what the page did not bring itself does not run.
+        page.evaluate("document.body.appendChild(document.createElement('script')).text = 'hacked = 1'")
+        assert page.evaluate("typeof hacked") == "undefined"
+
+
+def test_the_numbers_are_the_recorded_ones(sparse, dense, tmp_path, capsys):
+    path = tmp_path / "page.html"
+    assert main(["report", str(sparse), "--dense", str(dense), "--output", str(path)]) == 0
+    assert capsys.readouterr().out == f"report  {path}\n"
+    page = path.read_text()
+    run, control = read_run(sparse), read_run(dense)
+    assert set(charts(page)) == set(CHARTS)
+    tips = [strip.get("data-tip") for group in charts(page)["loss"] for strip in group if group.get("class") == "tips"]
+    for step, tip in zip(range(1, STEPS + 1), tips):
+        expected = [f"optimizer step {step}"]
+        for name, one in (("2:4", run), ("dense control", control)):
+            for key, kind in (("loss", "training"), ("eval_loss", "evaluation")):
+                if key in one.history[step]:
+                    expected.append(f"{name}, {kind}: {svg.shown(one.history[step][key])}")
+        assert tip.splitlines() == expected and len(expected) == (5 if step % 4 == 0 else 3)
+    rates = [line.flip_rates for line in read_run_log(sparse / RUN_LOG)[1]]
+    assert cells(page) == [
+        [f"{svg.shown(100 * rate[name])}%, optimizer step {step}" for step, rate in enumerate(rates, 1)]
+        for name in rates[0]
+    ]
+    difference = run.history[STEPS]["eval_loss"] - control.history[STEPS]["eval_loss"]
+    assert f"difference {difference:+.3g}" in page
+    # Its dense tail is the last sixth of 8 steps, rounded up.
+    assert dense_spans(run) == [(6, 8)] and "Dense phase: steps 7 to 8" in captions(page)["schedule"]
+    for text in ("t-sr-ste", "mask_interval", "LlamaForCausalLM", "transformers", "cpu", "eval_steps"):
+        assert f">{text}" in page
+
+
+def test_the_place_of_a_line():
+    """A chart's corners are its ranges, to the tenth of a unit."""
+    line = svg.Series("a", [(0, 1.0), (5, 2.0), (10, 3.0)], "sparse")
+    chart = ElementTree.fromstring(svg.line_chart("id", [line], (0, 10), "step", "loss"))
+    (path,) = (element.get("d") for element in chart if element.get("class") == "line sparse")
+    places = [tuple(map(float, place.split())) for place in path.removeprefix("M").split("L")]
+    (left, bottom), (middle, half), (right, top) = places
+    grid = [element.get("d") for element in chart if element.get("class") == "grid"]
+    assert middle == pytest.approx((left + right) / 2, abs=0.1) and half == pytest.approx((top + bottom) / 2, abs=0.1)
+    assert grid[0].startswith(f"M{left:.1f} {bottom:.1f}H{right:.1f}") and grid[-1].startswith(
+        f"M{left:.1f} {top:.1f}H"
+    )
+    labels = [element.text for element in chart if element.get("class") == "end"]
+    assert labels == ["1", "1.5", "2", "2.5", "3"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (3.2, 8.1, [3, 4, 5, 6, 7, 8, 9]),
+        (0, 6e-4, [0, 1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4]),
+        (0, 123456, [0, 50000, 100000, 150000]),
+        (-0.03, 0.05, [-0.04, -0.02, 0, 0.02, 0.04, 0.06]),
+        (2.5, 2.5, [2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8]),
+        (0, 0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+    ],
+)
+def test_ticks(low, high, expected):
+    assert svg.ticks(low, high) == expected
+
+
+def test_a_run_without_a_control(sparse):
+    assert write_report(sparse) == sparse / "report.html"
+    page = (sparse / "report.html").read_text()
+    assert set(charts(page)) == set(CHARTS) - {"difference"} and "dense control" not in page
+
+
+def test_a_run_of_an_earlier_version(tmp_path):
+    """Without a log of its own."""
+    logs = losses(4.0, 3.0, flip_rate=0.1, kept_magnitude=0.7, sparse_phase=1.0)
+    run = made_up(tmp_path / "run", logs, quantization_config={"method": "sr-ste", "pattern": "4:8"})
+    page = write_report(run).read_text()
+    assert set(charts(page)) == {"loss", "schedule", "flips", "kept"}
+    for name in ("layers", "speed", "memory"):
+        assert RUN_LOG in captions(page)[name]
+    assert "<h1>4:8 training: run</h1>" in page and "sr-ste" in page and "evaluation" not in captions(page)["loss"]
+
+
+def test_one_log(tmp_path):
+    start, line = {"layers": {"a": 8}}, {"step": 10, "flip_rates": [0.5], "steps_per_second": 2.0, "peak_memory": 1e9}
+    page = write_report(made_up(tmp_path / "run", losses(4.0), start, [line])).read_text()
+    assert set(charts(page)) == {"loss", "schedule", "layers", "speed", "memory"}
+    marks = [element for element in charts(page)["loss"] if element.tag == "circle"]
+    assert len(marks) == 1 and cells(page) == [["50%, optimizer step 10"]]  # no line without two points
+
+
+def test_losses_that_are_not_finite_are_gaps(tmp_path):
+    control = made_up(tmp_path / "control", losses(4.0, 3.0, 2.0, 1.0))
+    logs = losses(4.0, 3.0, math.nan, math.inf, 2.0, 1.5)
+    run = made_up(tmp_path / "run", logs, method="x")
+    page = write_report(run, control).read_text()
+    lines = [element for element in charts(page)["loss"] if element.get("class") == "line sparse"]
+    assert len(lines) == 2 and "nan" not in "".join(line.get("d") for line in lines)
+    assert "2:4: loss is not finite (a gap) at step 30, 40." in captions(page)["loss"]
+    assert "difference" in charts(page)
+    never = made_up(tmp_path / "never", losses(*[math.nan] * 8))
+    page = write_report(never).read_text()
+    assert "at step 10, 20, 30, 40, 50 and 3 more" in captions(page)["loss"] and "loss" in charts(page)
+
+
+def test_a_model_of_many_layers(tmp_path):
+    """Experts as modules: a row per block, and every number in it."""
+    names = [f"model.layers.{i}.mlp.experts.{j}.{kind}" for i in range(24) for j in range(8) for kind in ("up", "down")]
+    sizes = {name: 100 if name.endswith("up") else 300 for name in names}
+    logs = 3 * COLUMNS
+    lines = [
+        {"step": s + 1, "flip_rates": [(s + 1) / 1000 if name.endswith("up") else 0.0 for name in names]}
+        for s in range(logs)
+    ]
+    history = [{"step": s + 1, "loss": 3.0 + s / logs} for s in range(logs)]
+    path = write_report(made_up(tmp_path / "run", history, {"layers": sizes}, lines))
+    page = path.read_text()
+    assert row_names(page) == [str(i) for i in range(24)]
+    # A quarter of the weights flip, and three logs are one cell.
+    assert all(
+        row[0] == "0.05%, optimizer step 3" and row[-1] == f"{svg.shown((logs - 1) / 40)}%, optimizer step {logs}"
+        for row in cells(page)
+    )
+    caption = captions(page)["layers"]
+    assert "384 layers of model.layers.*, averaged by block" in caption and "mean of 3 logs" in caption
+    assert "each point, here and below, is the mean of 2 logs" in captions(page)["loss"]
+    assert path.stat().st_size < 1e6
+
+
+def test_rows_are_as_few_as_said():
+    names = [f"encoder.layer.{i}.mlp.{kind}" for i in range(16) for kind in "abc"]
+    rows, rule = grouped(names)
+    assert len(rows) == ROWS == len(names) and rule == " of encoder.layer.*"
+    assert rows[0] == ("0.mlp.a", ["encoder.layer.0.mlp.a"])
+    more = [f"{side}.block.{i}.mlp.{kind}" for side in ("encoder", "decoder") for i in range(50) for kind in "ab"]
+    rows, rule = grouped([*more, "head"])
+    assert len(rows) == 34 and "averaged over 3 blocks each" in rule
+    assert rows[0][0] == "encoder.block.0 to encoder.block.2" and len(rows[0][1]) == 6
+    assert [name for _, layers in rows for name in layers] == [*more, "head"]
+
+
+def test_dense_phases(tmp_path):
+    def spans(*phases):
+        logs = [{"step": 10 * (i + 1), "loss": 1.0, "sparse_phase": phase} for i, phase in enumerate(phases)]
+        return dense_spans(read_run(made_up(tmp_path / "run", logs)))
+
+    assert spans(1.0, 1.0, 1.0) == []
+    assert spans(0.0, 0.0, 1.0, 1.0) == [(0, 30)]
+    assert spans(0.0, 1.0, 0.0, 1.0, 0.0) == [(0, 20), (30, 40)]
+    assert spans(1.0, 0.0, 0.0) == [(20, 30)]
+
+
+def test_thinned_points_are_means():
+    points = [(float(x), float(x)) for x in range(10)]
+    assert thinned(points, 10) == points
+    assert thinned(points, 5) == [(1, 0.5), (3, 2.5), (5, 4.5), (7, 6.5), (9, 8.5)]
+    some = thinned([(0, math.nan), (1, 2.0), (2, math.nan), (3, math.inf)], 2)
+    assert some[0] == (1, 2.0) and math.isnan(some[1][1])
+
+
+def test_the_state_of_the_most_steps(sparse, tmp_path):
+    for step in (4, 20, 100):
+        made_up(tmp_path / f"checkpoint-{step}", [{"step": step, "loss": 1.0}])
+    assert read_run(tmp_path).steps == 100
+    made_up(tmp_path, [{"step": 100, "loss": 2.0}])
+    assert read_run(tmp_path).history[100]["loss"] == 2.0
+
+
+def test_a_state_that_is_older_than_the_log_is_told(tmp_path):
+    run = made_up(tmp_path / "run", losses(4.0), {"layers": {"a": 8}, "time": 4e9})
+    assert "trainer_state.json is older than the run" in write_report(run).read_text()
+    run = made_up(tmp_path / "run", losses(4.0), {"layers": {"a": 8}, "time": 1e9})
+    assert "is older than" not in write_report(run).read_text()
+
+
+def test_a_dense_run_is_told(dense, tmp_path):
+    page = write_report(dense, output=tmp_path / "page.html").read_text()
+    assert "says that sparse weights were trained" in page
+
+
+def test_several_evaluation_sets(tmp_path):
+    logs = [*losses(3.0, 2.5), {"step": 20, "eval_code_loss": 2.0}, {"step": 20, "eval_text_loss": 3.0}]
+    page = write_report(made_up(tmp_path / "run", logs)).read_text()
+    assert "2:4, evaluation code" in page and "2:4, evaluation text" in page
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda run: (run / "trainer_state.json").unlink(),
+            "is no run: neither it nor a checkpoint-* in it has a trainer_s",
+        ),
+        (
+            lambda run: (run / "trainer_state.json").write_text('{"global_st'),
+            "trainer_state.json is cut short or damaged",
+        ),
+        (
+            lambda run: (run / "trainer_state.json").write_text("[]"),
+            "trainer_state.json is damaged: it holds no JSON obj",
+        ),
+        (lambda run: (run / "trainer_state.json").write_text("{}"), "trainer_state.json that is damaged: no Trainer"),
+        (
+            lambda run: (run / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"loss": 1}]}'),
+            "trainer_state.json that is damaged: no Trainer",
+        ),
+        (lambda run: (run / "config.json").write_text("{"), "config.json is cut short or damaged"),
+        (lambda run: (run / RUN_LOG).mkdir(), RUN_LOG),
+        (lambda run: (run / "report.html").mkdir(), "report.html"),
+    ],
+)
+def test_what_cannot_be_reported(tmp_path, damage, message, capsys):
+    run = made_up(tmp_path / "run", losses(4.0))
+    damage(run)
+    before = sorted(run.iterdir())
+    assert main(["report", str(run)]) == 2
+    assert message in capsys.readouterr().err and sorted(run.iterdir()) == before
+
+
+def test_a_control_must_be_dense(sparse, dense, tmp_path, capsys):
+    assert main(["report", str(sparse), "--dense", str(sparse)]) == 2
+    assert "is a run with sparse weights; --dense takes the control run" in capsys.readouterr().err
+    assert main(["report", str(sparse), "--dense", str(tmp_path)]) == 2
+    assert f"{tmp_path} is no run" in capsys.readouterr().err
+    assert main(["report", str(sparse), "--output", str(tmp_path / "no" / "page.html")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_report_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    run = made_up(tmp_path / "run", losses(4.0))
+    path = write_report(run)
+    before = path.read_bytes()
+
+    def full(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(run_report.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_report(run)
+    assert path.read_bytes() == before and not list(run.glob("*.part"))
+
+
+def test_without_a_browser_it_is_skipped_or_fails_in_ci(monkeypatch):
+    monkeypatch.setattr(browser.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(
+        pytest.skip.Exception, match=r"no browser: none of chromium.* is installed; `apt-get install chromium`"
+    ):
+        browser.binary()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="apt-get install chromium"):
+        browser.binary()
