@@ -1,4 +1,4 @@
-"""Everything once, in a few minutes on a CPU: data, 2:4 training, plot, save, reload, exports, a sample.
+"""Everything once, in a few minutes on a CPU: data, 2:4 training, plot, report, save, reload, exports, a sample.
 
 `python recipes/quickstart.py` pre-trains a small Llama on the source of Python's standard library as
 `quickstart.yaml` says; flags of `train.py` may follow. It fails if the saved model does not come back bit for bit, or
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from hf_sparse24 import export_model
 from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.tools.run_report import write_report
 from hf_sparse24.weight import sparse_weights
 
 RECIPES = Path(__file__).resolve().parent
@@ -47,6 +48,7 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     print(f"validation loss    {losses[0]:.3f} before, {losses[-1]:.3f} after {trainer.state.global_step} steps")
     print(f"zeros              {sparse_zeros:.1%} of the 2:4 weights, {zeros:.1%} of all parameters")
     print(f"plot               {output / 'training.png'}")
+    print(f"report             {write_report(output)}")
     print(f"model              {output}  (import hf_sparse24, then from_pretrained; goes on training 2:4)")
     print(f"dense export       {size(output / 'export')} in {output / 'export'}  (zeros and all, loads anywhere)")
     if ended == "sparse":

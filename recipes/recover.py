@@ -1,4 +1,4 @@
-"""Does a dense teacher help a pruned model to recover? One dense model, pruned by `oneshot`, trained on in some ways.
+"""Does a dense teacher help a pruned model to recover? A dense model, pruned and trained by `oneshot.py` in some ways.
 
     python recipes/recover.py                        # a small Llama on the standard library's source, three seeds
     python recipes/recover.py --steps 20 --seeds 0   # shorter, to try it out
@@ -10,28 +10,28 @@ the lowest and the highest.
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
+import oneshot
 import stdlib_text
-import torch
 import train
 from methods import MODELS
-from transformers import AutoModelForCausalLM, Trainer
-
-from hf_sparse24 import Sparse24Config, oneshot
 
 RECIPES = Path(__file__).resolve().parent
 CALIBRATION = 64  # blocks
 WAYS = {
-    "labels alone": None,
-    "2/3 KL at T = 2 (AST, the default)": {},
-    "1/3 KL at T = 1 (CAST)": {"weight": 1 / 3, "temperature": 1},
-    "AST and 0.1 SquareHead": {"hidden_weight": 0.1},
+    "dense, trained as long": {"method": "dense"},
+    "labels alone": {},
+    "2/3 KL at T = 2 (AST, the default)": {"distillation": {}},
+    "1/3 KL at T = 1 (CAST)": {"distillation": {"weight": 1 / 3, "temperature": 1}},
+    "AST and 0.1 SquareHead": {"distillation": {"hidden_weight": 0.1}},
 }
+"""Flags of `oneshot.py`; a way that says how to distil has the dense model as its teacher."""
 
 
-def run(data: Path, output: Path, **flags: object) -> tuple[Trainer, float]:
-    """Train as `methods.yaml` says, with `flags` on top; the trainer and its validation loss."""
+def run(main: Callable, data: Path, output: Path, **flags: object) -> list[float]:
+    """Call `main` of a recipe with the flags of `methods.yaml` and `flags`; returns its validation losses."""
     flags = {
         "dataset": f"{data}/train.jsonl",
         "validation_file": f"{data}/validation.jsonl",
@@ -39,8 +39,9 @@ def run(data: Path, output: Path, **flags: object) -> tuple[Trainer, float]:
         "output_dir": output,
         **flags,
     }
-    trainer = train.main([f"{RECIPES}/methods.yaml", *(f"--{name}={value}" for name, value in flags.items())])
-    return trainer, next(log["eval_loss"] for log in reversed(trainer.state.log_history) if "eval_loss" in log)
+    values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in flags.items()}
+    trainer = main([f"{RECIPES}/methods.yaml", *(f"--{name}={value}" for name, value in values.items())])
+    return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -52,40 +53,37 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/recover"), help="default: %(default)s")
     parser.add_argument("--data", default="runs/stdlib_text", help="directory of the text and its tokenizer")
     args = parser.parse_args(argv)
-    data = stdlib_text.prepare(args.data)
-    sizes = {"model_type": "llama", "config_overrides": json.dumps(MODELS["llama"])}
-    dense, loss = run(data, args.output / "dense", method="dense", max_steps=args.dense_steps, **sizes)
-    rows = [("dense", [loss])]
-
-    model = AutoModelForCausalLM.from_pretrained(args.output / "dense").eval()
-    blocks = torch.tensor(dense.train_dataset[:CALIBRATION]["input_ids"])
-    print(oneshot(model, list(blocks.split(8)), Sparse24Config(method="fixed-mask", target_modules="all-linear")))
-    model.save_pretrained(args.output / "pruned")
-    dense.model = dense.model_wrapped = model
-    rows.append(("pruned by oneshot", [dense.evaluate()["eval_loss"]]))
-
-    for way, settings in WAYS.items():
-        teacher = {"teacher": args.output / "dense", "distillation": json.dumps(settings)}
-        losses = [
-            run(
+    data, dense = stdlib_text.prepare(args.data), args.output / "dense"
+    sizes = {"model_type": "llama", "config_overrides": MODELS["llama"]}
+    losses = {
+        "dense": [run(train.main, data, dense, method="dense", max_steps=args.dense_steps, **sizes)[-1]],
+        "pruned by oneshot": [],
+    }
+    for way, flags in WAYS.items():
+        losses[way] = []
+        for seed in args.seeds:
+            start, *_, end = run(
+                oneshot.main,
                 data,
                 args.output / "recovered",
-                model_name_or_path=args.output / "pruned",
-                method="fixed-mask",
+                model_name_or_path=dense,
                 target_modules="all-linear",
+                calibration_blocks=CALIBRATION,
                 max_steps=args.steps,
                 warmup_steps=args.steps // 10,
                 learning_rate=args.learning_rate,
                 seed=seed,
-                **({} if settings is None else teacher),
-            )[1]
-            for seed in args.seeds
-        ]
-        rows.append((way, losses))
+                eval_on_start=True,
+                **flags,
+                **({"teacher": dense} if "distillation" in flags else {}),
+            )
+            losses[way].append(end)
+            if way == "labels alone":
+                losses["pruned by oneshot"].append(start)
     print("\n| model | validation loss |\n|---|---|")
-    for name, losses in rows:
-        spread = f" [{min(losses):.4f}, {max(losses):.4f}]" if len(losses) > 1 else ""
-        print(f"| {name} | {statistics.mean(losses):.4f}{spread} |")
+    for name, values in losses.items():
+        spread = f" [{min(values):.4f}, {max(values):.4f}]" if len(values) > 1 else ""
+        print(f"| {name} | {statistics.mean(values):.4f}{spread} |")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -58,33 +59,39 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
 
 def read_stdlib() -> list[str]:
     """The standard library's modules as text, sorted by path; without tests and installed packages."""
+    return [text for _, text in read_modules()]
+
+
+def read_modules() -> Iterator[tuple[str, str]]:
+    """Name and text of each module, such as `json.decoder`."""
     root = Path(sysconfig.get_path("stdlib"))
-    documents = []
     for path in sorted(root.rglob("*.py")):
-        if SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts):
+        parts = path.relative_to(root).with_suffix("").parts
+        if SKIPPED_DIRECTORIES.intersection(parts):
             continue
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
         if text.strip():
-            documents.append(text)
-    return documents
+            yield ".".join(parts).removesuffix(".__init__"), text
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with eos, pad, mask and unk tokens."""
+def train_tokenizer(
+    texts: list[str], vocab_size: int, special_tokens: dict[str, str] = SPECIAL_TOKENS
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, the same for the same texts. (Training WordPiece gives another one each time.)"""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS.values()),
+        special_tokens=list(special_tokens.values()),
         initial_alphabet=ByteLevel.alphabet(),  # every byte, so that nothing is ever unknown
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens)
 
 
 def replace_file(path: Path, text: str) -> None:

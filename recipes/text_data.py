@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
+from optional import require
 from transformers import PreTrainedTokenizerBase
+
+datasets = require("datasets", "recipes")
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # any other file is text, one document per file
 
@@ -59,7 +61,7 @@ class DataArguments:
             return None
 
 
-def load_text(source: str, args: DataArguments, split: str = "train") -> Dataset | IterableDataset:
+def load_text(source: str, args: DataArguments, split: str = "train") -> datasets.Dataset | datasets.IterableDataset:
     """Documents from local files, or from split `split` of a Hub dataset."""
     files = find_files(source)
     if files:
@@ -72,9 +74,9 @@ def load_text(source: str, args: DataArguments, split: str = "train") -> Dataset
             )
         kind = kinds.pop()
         options = {"sample_by": "document"} if kind == "text" else {}
-        dataset = load_dataset(kind, data_files=files, split="train", streaming=args.streaming, **options)
+        dataset = datasets.load_dataset(kind, data_files=files, split="train", streaming=args.streaming, **options)
     else:
-        dataset = load_dataset(source, args.dataset_config, split=split, streaming=args.streaming)
+        dataset = datasets.load_dataset(source, args.dataset_config, split=split, streaming=args.streaming)
     if args.max_samples is not None:
         dataset = dataset.take(args.max_samples)
     first = next(iter(dataset), None)
@@ -110,7 +112,9 @@ def pack(documents: Iterable[list[int]], separator: int, block_size: int) -> Ite
         buffer = buffer[whole:]
 
 
-def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments):
+def make_blocks(
+    documents: datasets.Dataset | datasets.IterableDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments
+):
     """Tokenize `documents` and pack them: a dataset of `input_ids` of `block_size` tokens each."""
     separator = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if separator is None:
@@ -136,8 +140,8 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
         documents = (row["tokens"] for row in tokenized)
         yield from ({"input_ids": block} for block in pack(documents, separator, args.block_size))
 
-    kind = IterableDataset if args.streaming else Dataset
-    features = Features({"input_ids": List(Value("int32"))})
+    kind = datasets.IterableDataset if args.streaming else datasets.Dataset
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
     return kind.from_generator(blocks, features=features, gen_kwargs={"tokenized": tokenized})
 
 

@@ -1,14 +1,18 @@
 """The recipes run as a user runs them, on tiny models and texts."""
 
+import io
 import json
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +34,7 @@ import recover  # noqa: E402
 import stdlib_text  # noqa: E402
 import text_data  # noqa: E402
 import train  # noqa: E402
+from arguments import parse_arguments, read_yaml  # noqa: E402
 
 TEXTS = [f"def function_{i}(a, b):\n    return a * {i} + b\n" * 6 for i in range(30)]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -201,17 +206,17 @@ def test_recovery(tmp_path, tokenizer, capsys, monkeypatch):
     for name in ("train", "validation"):
         jsonl(tmp_path / "data" / f"{name}.jsonl")
     monkeypatch.setattr(stdlib_text, "prepare", lambda directory: directory)
-    monkeypatch.setattr(recover, "WAYS", dict(list(recover.WAYS.items())[:2]))
+    monkeypatch.setattr(recover, "WAYS", dict(list(recover.WAYS.items())[:3]))
     monkeypatch.setitem(recover.MODELS, "llama", LLAMA | {"max_position_embeddings": 128})
     recover.main(["--dense_steps=2", "--steps=2", "--seeds=0", f"--data={tmp_path / 'data'}", f"--output={tmp_path}"])
-    table = capsys.readouterr().out.splitlines()[-4:]
+    table = capsys.readouterr().out.splitlines()[-5:]
     assert [line.split("|")[1].strip() for line in table] == ["dense", "pruned by oneshot", *recover.WAYS]
     assert all(3 < float(line.split("|")[2]) < 8 for line in table)
 
 
 def test_same_start_as_the_dense_control(tmp_path, tokenizer, text_file):
     runs = [
-        train.make_trainer(*train.parse_arguments(flags(tmp_path, text_file, tokenizer, method=method)))
+        train.make_trainer(*parse_arguments(train.ARGUMENTS, flags(tmp_path, text_file, tokenizer, method=method)))
         for method in ("dense", "s-ste")
     ]
     for dense, sparse in zip(*(run.model.parameters() for run in runs), strict=True):
@@ -253,28 +258,30 @@ def test_yaml_and_flags_on_top(tmp_path, tokenizer, text_file):
     settings |= {"target_modules": "attention", "sparse24": {"weight_grad": "dense"}, "max_steps": 3, "use_cpu": True}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings) + "learning_rate: 1e-3\nbf16: false\ndataset_config: null\n")
-    model_args, data_args, sparse_args, training_args = train.parse_arguments([str(path), "--max_steps", "7"])
+    model_args, _, data_args, sparse_args, _, training_args = parse_arguments(
+        train.ARGUMENTS, [str(path), "--max_steps", "7"]
+    )
     assert (training_args.max_steps, training_args.learning_rate, training_args.bf16) == (7, 1e-3, False)
     assert model_args.config_overrides == LLAMA
     assert (data_args.dataset, data_args.dataset_config) == (text_file, None)
     assert sparse_args.make_config().target_modules == "attention"
     assert sparse_args.make_config().weight_grad == "dense"
     path.write_text(yaml.safe_dump(settings | {"target_modules": ["up_proj", "down_proj"]}))
-    assert train.parse_arguments([str(path)])[2].make_config().target_modules == ["up_proj", "down_proj"]
+    assert parse_arguments(train.ARGUMENTS, [str(path)])[3].make_config().target_modules == ["up_proj", "down_proj"]
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "0.1e-3", ".1e-3", "+1e-4", "1.0e-4", "0.0001"])
 def test_numbers_of_a_yaml_file_are_numbers_at_every_depth(tmp_path, number):
     path = tmp_path / "config.yaml"
     path.write_text(f"sparse24:\n  masked_decay: {number}\n  list: [{number}, e4, 1e, 3]\n")
-    assert train.read_yaml(str(path)) == {"sparse24": {"masked_decay": 1e-4, "list": [1e-4, "e4", "1e", 3]}}
+    assert read_yaml(str(path), train.ARGUMENTS) == {"sparse24": {"masked_decay": 1e-4, "list": [1e-4, "e4", "1e", 3]}}
 
 
 def test_help_shows_the_flags_of_the_script(capsys):
     shown = {}
     for flag in ("-h", "--help", "--help-all"):
         with pytest.raises(SystemExit) as stopped:
-            train.parse_arguments([flag])
+            parse_arguments(train.ARGUMENTS, [flag])
         assert stopped.value.code == 0
         shown[flag] = capsys.readouterr().out
     assert shown["-h"] == shown["--help"] and len(shown["-h"].splitlines()) < 80
@@ -290,16 +297,16 @@ def test_wrong_yaml(tmp_path, content, message):
     path = tmp_path / "config.yaml"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        train.parse_arguments([str(path)])
+        parse_arguments(train.ARGUMENTS, [str(path)])
     with pytest.raises(FileNotFoundError, match="no such file"):
-        train.parse_arguments([str(tmp_path / "absent.yaml")])
+        parse_arguments(train.ARGUMENTS, [str(tmp_path / "absent.yaml")])
 
 
 def test_wrong_type_in_yaml(tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text("block_size: 12.5\n")
     with pytest.raises(SystemExit):
-        train.parse_arguments([str(path)])
+        parse_arguments(train.ARGUMENTS, [str(path)])
     assert "--block_size/--block-size: invalid int value: '12.5'" in capsys.readouterr().err
 
 
@@ -329,12 +336,13 @@ def test_wrong_type_in_yaml(tmp_path, capsys):
         ({"distillation": '{"weight": 2}', "teacher": "t"}, ValueError, "weight=2: must be in"),
         ({"method": "magic"}, ValueError, "method='magic': must be one of dense, fixed-mask, .*s-ste"),
         ({"sparse24": '{"patern": "2:4"}'}, ValueError, r"unknown keys in a Sparse24Config: \['patern'\]"),
-        ({"block_size": 64}, ValueError, "block_size=64: the model has 32 positions"),
+        ({"block_size": 64}, ValueError, "sequences of 64 tokens: the model has 32 positions"),
         ({"block_size": 1}, ValueError, "block_size=1: must be at least 2"),
         ({"validation_split": "1.5"}, ValueError, "validation_split='1.5': a fraction must be between 0 and 1"),
         ({"validation_split": 0.1, "streaming": True}, ValueError, "a stream has no length"),
         ({"validation_split": 0.1, "validation_file": "x.txt"}, ValueError, "both of validation_file"),
         ({"validation_split": 0.9999}, ValueError, "validation_split=0.9999: leaves nothing of"),
+        ({"distributed": '{"tp": 2}'}, ValueError, r"distributed: \['tp'\] are no fields of DistributedConfig"),
         ({"typo": 1}, ValueError, "typo"),
     ],
 )
@@ -343,7 +351,7 @@ def test_clear_errors(tmp_path, tokenizer, text_file, settings, error, message):
     if "tokenizer_name" in settings:
         settings["tokenizer"] = settings.pop("tokenizer_name")
     with pytest.raises(error, match=message):
-        train.make_trainer(*train.parse_arguments(flags(tmp_path, **settings)))
+        train.make_trainer(*parse_arguments(train.ARGUMENTS, flags(tmp_path, **settings)))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -412,6 +420,18 @@ TINY = [
 ]
 
 
+def in_this_process(command: list[str], **_) -> SimpleNamespace:
+    """What `subprocess.run` gives for a Python script, without the seconds that its imports take."""
+    printed, ended_with = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(sys, "argv", command[1:])
+        try:
+            runpy.run_path(command[1], run_name="__main__")
+        except SystemExit as end:
+            ended_with = end.code
+    return SimpleNamespace(returncode=int(ended_with != 0), stdout=printed.getvalue(), stderr=str(ended_with))
+
+
 def test_quickstart_twice_and_its_loud_failures(tmp_path, capsys, monkeypatch):
     arguments = [*TINY, f"--output_dir={tmp_path / 'out'}"]
     for _ in range(2):
@@ -422,12 +442,13 @@ def test_quickstart_twice_and_its_loud_failures(tmp_path, capsys, monkeypatch):
         dense, packed = (int(re.search(rf"{kind} export +(\d+) kB", out)[1]) for kind in ("dense", "packed"))
         assert packed < dense
         assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
+        assert f"report             {tmp_path / 'out' / 'report.html'}\n" in out
+        assert '<g class="cells" data-row="gate_proj"' in (tmp_path / "out" / "report.html").read_text()
+        # The first run has shown that a fresh process loads it.
+        monkeypatch.setattr(quickstart, "subprocess", SimpleNamespace(run=in_this_process))
 
-    trainer = train.make_trainer(
-        *train.parse_arguments(
-            flags(tmp_path, tmp_path / "data/train.jsonl", tmp_path / "data/tokenizer", validation_split=0.1)
-        )
-    )
+    arguments = flags(tmp_path, tmp_path / "data/train.jsonl", tmp_path / "data/tokenizer", validation_split=0.1)
+    trainer = train.make_trainer(*parse_arguments(train.ARGUMENTS, arguments))
     trainer.save_model(tmp_path / "damaged")
     with torch.no_grad():
         trainer.model.lm_head.weight[0, 0] += 1

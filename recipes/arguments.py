@@ -1,0 +1,147 @@
+"""What the flags of every training script have in common: YAML files below the command line, and the sparse flags.
+
+A script names its dataclasses of flags, with TrainingArguments or a subclass of it last, and calls `parse_arguments`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_sparse24 import METHODS, DistillationConfig, Sparse24Config
+
+
+@dataclass
+class SparseArguments:
+    method: str = field(default="s-ste", metadata={"help": f"{', '.join(sorted(METHODS))}; or dense, the control run."})
+    target_modules: list[str] = field(
+        default_factory=lambda: ["mlp"],
+        metadata={"help": "mlp, attention, all-linear, a regular expression, or several name endings."},
+    )
+    sparse24: dict | str | None = field(default=None, metadata={"help": "JSON of further Sparse24Config fields."})
+
+    def __post_init__(self):
+        check_choice("method", self.method, ("dense", *sorted(METHODS)))
+        self.sparse24 = json_object("sparse24", self.sparse24)
+        self.make_config()  # a wrong value shows before anything is loaded
+
+    def make_config(self) -> Sparse24Config | None:
+        """None for the dense control run."""
+        if self.method == "dense":
+            return None
+        targets = self.target_modules
+        if isinstance(targets, list) and len(targets) == 1:  # argparse cannot tell one word from a list of one
+            targets = targets[0]
+        return Sparse24Config.from_dict({"method": self.method, "target_modules": targets, **self.sparse24})
+
+
+@dataclass
+class TeacherArguments:
+    teacher: str | None = field(
+        default=None, metadata={"help": "A model to learn from as well, as the dense original of a pruned one."}
+    )
+    distillation: dict | str | None = field(
+        default=None, metadata={"help": "With teacher: JSON of DistillationConfig, as '{\"temperature\": 1}'."}
+    )
+
+    def __post_init__(self):
+        self.distillation = json_object("distillation", self.distillation)
+        self.make_distillation()
+
+    def make_distillation(self) -> DistillationConfig | None:
+        """None without a teacher."""
+        if self.teacher is None:
+            if self.distillation:
+                raise ValueError("distillation is for a teacher; give --teacher, a name on the Hub or a directory")
+            return None
+        unknown = sorted(self.distillation.keys() - {f.name for f in fields(DistillationConfig)})
+        if unknown:
+            raise ValueError(f"distillation: {unknown} are no fields of DistillationConfig")
+        return DistillationConfig(**self.distillation)
+
+
+def parse_arguments(classes: tuple[type, ...], argv: list[str] | None = None) -> tuple:
+    """The dataclasses from command-line flags, after any number of YAML files that give their defaults; the last wins.
+
+    Args:
+        classes: of flags; the last is TrainingArguments or a subclass of it, whose flags `--help` leaves out.
+        argv: without the name of the program; None for those of this process.
+
+    Raises:
+        ValueError: a key of the YAML file that no class has, a flag that none has, and what the classes raise.
+        FileNotFoundError: no such YAML file.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    usage = "%(prog)s [FILE.yaml ...] [--flag value ...]"
+    parser = HfArgumentParser(classes, allow_abbrev=False, add_help=False, usage=usage)
+    own = HfArgumentParser(classes[:-1], usage=usage, epilog=_MORE)
+    parser.add_argument("-h", "--help", action=_HelpOf, parser=own, help="list the flags of this script")
+    parser.add_argument("--help-all", action="help", help="list those of TrainingArguments as well")
+    while argv and argv[0].endswith((".yaml", ".yml")):
+        parser.set_defaults(**read_yaml(argv.pop(0), classes))
+    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+
+_MORE = (
+    "--help-all lists every flag of transformers.TrainingArguments as well: --output_dir, --max_steps, "
+    "--learning_rate, --per_device_train_batch_size, --bf16, ..."
+)
+
+
+class _HelpOf(argparse.Action):
+    """`--help` without the flags of TrainingArguments, among which one would not find ours."""
+
+    def __init__(self, option_strings, dest, parser, help):
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+        self.parser = parser
+
+    def __call__(self, parser, *args):
+        self.parser.print_help()
+        parser.exit()
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as a number, as YAML 1.2 and JSON do; PyYAML's YAML 1.1 asks for 1.0e-4 and makes it a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(path: str, classes: tuple[type, ...]) -> dict:
+    """Flags of `classes` from a YAML file, numbers as text: argparse then checks them as on the command line."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must be a mapping of flags to values")
+    known = {f.name for cls in classes for f in fields(cls) if f.init}
+    unknown = sorted(str(key) for key in settings.keys() - known)
+    if unknown:
+        raise ValueError(f"{path}: unknown keys {unknown}; the script's --help-all lists the flags")
+    return {key: str(value) if isinstance(value, int | float) else value for key, value in settings.items()}
+
+
+def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
+    """Raises a ValueError that lists what is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+
+
+def json_object(name: str, value: dict | str | None) -> dict:
+    """A flag that holds a JSON object: a text on the command line, a mapping in YAML; absent, an empty one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}={value!r}: not JSON ({error})") from error
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{name}={value!r}: must be a JSON object, as '{{\"key\": 1}}'")
+    return value or {}

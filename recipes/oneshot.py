@@ -1,0 +1,87 @@
+"""Prune a pretrained model to 2:4 in one pass over calibration data, then let it recover, with a teacher if asked.
+
+    python recipes/oneshot.py recipes/finetune/oneshot.yaml --model_name_or_path gpt2 --teacher gpt2
+    python recipes/oneshot.py recipes/finetune/oneshot.yaml recipes/finetune/oneshot-toy.yaml  # a minute, on local data
+
+Prints what pruning did to each layer; with `--eval_on_start true`, the first validation loss is that of the pruned
+model before it trains. `--method dense` is the control run: nothing is pruned, and the dense model trains as much.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from arguments import SparseArguments, TeacherArguments, check_choice, parse_arguments
+from models import ModelArguments, make_model
+from running import checkpoint_to_resume, evaluate_text, leave, sparse_or_dense_trainer, train_and_save
+from text_data import DataArguments, make_datasets
+from train import collate_causal
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+from hf_sparse24 import OneshotReport, oneshot
+from hf_sparse24.pruning.oneshot import CRITERIA
+
+
+@dataclass
+class OneshotArguments(SparseArguments):
+    method: str = field(
+        default="fixed-mask", metadata={"help": "One that keeps masks; or dense, the control run, which is not pruned."}
+    )
+    target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "What to prune, as in train.py."}
+    )
+    criterion: str = field(default="wanda", metadata={"help": ", ".join(CRITERIA)})
+    reconstruct: bool = field(default=True, metadata={"help": "Move the kept weights to what fits best (AdaPrune)."})
+    calibration_blocks: int = field(default=128, metadata={"help": "Training blocks to choose masks by."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("criterion", self.criterion, CRITERIA)
+        if self.calibration_blocks < 1:
+            raise ValueError(f"calibration_blocks={self.calibration_blocks}: must be at least 1")
+
+
+ARGUMENTS = (ModelArguments, DataArguments, OneshotArguments, TeacherArguments, TrainingArguments)
+
+
+def prune(model: PreTrainedModel, blocks: Iterable[dict], args: OneshotArguments, batch_size: int) -> OneshotReport:
+    """Prune in place, by the first of `blocks`, a dataset of `input_ids`."""
+    rows = [block["input_ids"] for block in islice(blocks, args.calibration_blocks)]
+    batches = [batch.to(model.device) for batch in torch.tensor(rows).split(batch_size)]
+    return oneshot(model, batches, args.make_config(), criterion=args.criterion, reconstruct=args.reconstruct)
+
+
+def main(argv: list[str] | None = None) -> Trainer:
+    """Prune, evaluate, train and save, as the arguments say; returns the trainer."""
+    arguments = parse_arguments(ARGUMENTS, argv)
+    model_args, data_args, oneshot_args, teacher_args, training_args = arguments
+    resume = checkpoint_to_resume(training_args)  # before anything is loaded
+    set_seed(training_args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer_name or model_args.model_name_or_path)
+    model = make_model(model_args, AutoModelForCausalLM, tokenizer, data_args.block_size, training_args)
+    with training_args.main_process_first(desc="tokenizing"):
+        train, validation = make_datasets(data_args, tokenizer, training_args.seed)
+    if oneshot_args.method != "dense":
+        model.to(training_args.device)  # every process prunes its own copy, by the same blocks
+        report = prune(model, train, oneshot_args, training_args.per_device_eval_batch_size)
+        if training_args.process_index == 0:
+            print(report)
+    trainer = sparse_or_dense_trainer(
+        oneshot_args,
+        teacher=teacher_args.teacher,
+        distillation=teacher_args.make_distillation(),
+        model=model,
+        args=training_args,
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+        data_collator=collate_causal,
+    )
+    train_and_save(trainer, resume)
+    evaluate_text(trainer)
+    return trainer
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,25 @@
+"""Packages that only some recipes need."""
+
+import importlib
+from types import ModuleType
+
+
+def require(name: str, extra: str) -> ModuleType:
+    """Import a package, or say which command installs it.
+
+    Args:
+        name: of the package, as it is imported.
+        extra: of `setup.cfg` that lists it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise  # it is installed, and lacks something itself
+        raise ImportError(
+            f"this recipe needs {name}: pip install -c constraints.txt -e '.[{extra}]' in the root of the repository",
+            name=name,
+        ) from error

@@ -1,0 +1,89 @@
+"""What every training script does around `Trainer.train`: start or resume, sparse or dense, save and evaluate."""
+
+import math
+from pathlib import Path
+
+from arguments import SparseArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+
+from hf_sparse24 import Sparse24Trainer
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
+    """What `Trainer.train` goes on from: None to start afresh, True for the last checkpoint in `output_dir`.
+
+    Raises:
+        ValueError: a fresh run whose checkpoints would mix with those of an earlier one. `save_total_limit` would
+            delete the new ones first, and a later resume would take the old run's.
+    """
+    given = args.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(given).lower(), given)
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if resume is None and last is not None and args.save_strategy != SaveStrategy.NO:
+        raise ValueError(
+            f"output_dir={args.output_dir!r}: holds {Path(last).name} of an earlier run; --resume_from_checkpoint true "
+            f"goes on from it; to start afresh, name another directory or delete its checkpoints"
+        )
+    return resume
+
+
+def sparse_or_dense_trainer(sparse_args: SparseArguments, *, teacher=None, distillation=None, **shared) -> Trainer:
+    """A Sparse24Trainer, or a plain Trainer for `method="dense"`, the control run.
+
+    Args:
+        teacher, distillation: of Sparse24Trainer.
+        shared: what both trainers take.
+
+    Raises:
+        ValueError: the control run of a 2:4 model, or one with a teacher.
+    """
+    if sparse_args.method != "dense":
+        config = sparse_args.make_config()
+        return Sparse24Trainer(**shared, sparse24_config=config, teacher=teacher, distillation=distillation)
+    if teacher is not None:
+        raise ValueError("teacher is for sparse methods; method='dense' is a plain Trainer")
+    check_dense(shared["model"])
+    return Trainer(**shared)
+
+
+def check_dense(model: PreTrainedModel) -> None:
+    """Raises a ValueError for the control run of a 2:4 model."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        name = model.config.name_or_path
+        raise ValueError(f"method='dense': {name} is a 2:4 model; take a dense one as control")
+
+
+def train_and_save(trainer: Trainer, resume: str | bool | None) -> None:
+    """Train, and save model, state and metrics in `output_dir`."""
+    if isinstance(trainer, Sparse24Trainer) and trainer.is_world_process_zero():
+        print(trainer.patch_report)
+    result = trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    trainer.save_state()
+    save_metrics(trainer, "train", result.metrics)
+
+
+def evaluate_text(trainer: Trainer) -> None:
+    """Evaluate on `eval_dataset`, if there is one; prints and saves the loss in nats per token, and the perplexity."""
+    if trainer.eval_dataset is not None:
+        metrics = trainer.evaluate()
+        metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 100))
+        save_metrics(trainer, "eval", metrics)
+
+
+def save_metrics(trainer: Trainer, split: str, metrics: dict) -> None:
+    """Print the metrics, and write them to `<split>_results.json` and into `all_results.json`."""
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)
+
+
+def leave(trainer: Trainer) -> None:
+    """End a run of one or several processes, which leave together: one that exits early takes the others down.
+
+    What wraps the model for DDP is freed before its process group is destroyed. Freed after it, it holds Python's lock
+    while it waits for a thread of gloo that waits for that lock: torch 2.13 hangs so, once in ten runs or fewer.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
