@@ -4,14 +4,18 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lower-bounds methods gpu lint clean
+.PHONY: demo test test-slow lower-bounds methods gpu lint clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
 
 test: .venv/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# What takes long, one after the other: most of these start several processes themselves.
+test-slow: .venv/.test-installed
+	$(BIN)/python -m pytest -q -m "not gpu and slow"
 
 # The oldest versions that setup.cfg allows, after a change of one: some tests in a venv of their own, and a record that
 # `make test` compares. LOWER_BOUNDS_ARGS='torch==2.13.0+cpu' takes another version of torch.

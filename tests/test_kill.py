@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_kills_in_training_and_exports_lose_nothing():
-    command = [sys.executable, str(Path(__file__).with_name("kill.py")), "3", "5"]
+
+@pytest.mark.parametrize(("training", "exports"), [(3, 5), pytest.param(20, 30, marks=pytest.mark.slow)])
+def test_kills_in_training_and_exports_lose_nothing(training, exports):
+    command = [sys.executable, str(Path(__file__).with_name("kill.py")), str(training), str(exports)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert re.search(r"training: 3 kills, .* no saved step lost, (\d+) of \1 runs ended bit-equal", run.stdout)
-    assert len(re.findall(r"exports: 5 kills, .* none a mix", run.stdout)) == 2
+    assert re.search(rf"training: {training} kills, .* no saved step lost, (\d+) of \1 runs ended bit-eq", run.stdout)
+    assert len(re.findall(rf"exports: {exports} kills, .* none a mix", run.stdout)) == 2
