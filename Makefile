@@ -4,7 +4,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lower-bounds methods gpu lint clean
+.PHONY: demo test test-slow lower-bounds methods figures docs gpu lint clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
@@ -25,6 +25,14 @@ lower-bounds: .venv/.test-installed
 # Every method on two small models, three seeds: what is missing in recipes/results/methods/, then the page.
 methods: .venv/.recipes-installed
 	$(BIN)/python recipes/methods.py
+
+# Every picture of the README and the site, from committed results.
+figures: .venv/.docs-installed
+	$(BIN)/python docs/figures/make.py
+
+# The documentation site, in build/site; warnings are errors. DOCS_ARGS=--serve shows changes as they are made.
+docs: .venv/.docs-installed
+	$(BIN)/python docs/build_site.py $(DOCS_ARGS)
 
 # On a GPU: kernels and GEMMs checked first, then timed, then models. GPU_ARGS='--sections kernels --minutes 4'.
 gpu:

@@ -1,7 +1,8 @@
 """SR-STE: STE plus a pull on the pruned weights towards zero, so that masks settle.
 
 Method card
-    Forward, backward as STE
+    Forward          as STE
+    Backward         as STE
     Regularisation   g <- g + lambda_W (1 - mask) W, once per optimizer step, right before the optimizer steps
     Hyper-parameters masked_decay = lambda_W = 2e-4 (the paper's, for SGD on ImageNet). With Adam the term is divided
                      by sqrt(v), so the right size is another: watch `flip_rate` in the logs. It should rise, then

@@ -29,7 +29,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 where all is well, 1 where a self-test failed, 2 for a wrong argument."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         if options.modules:  # may lie here, where a console script does not look; behind all that is installed
             sys.path.append(os.getcwd())
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-sparse24", description="2:4 sparse training for Transformers")
     parser.add_argument("--version", action="version", version=f"hf-sparse24 {__version__}")
     commands = parser.add_subparsers(required=True)

@@ -1,0 +1,175 @@
+"""Build the documentation site: `make docs`, into build/site. Warnings are errors.
+
+    python docs/build_site.py           # write the generated pages, then the site
+    python docs/build_site.py --serve   # the same, with a server that shows changes
+
+Generated are the pages that repeat what stands elsewhere: the methods (their cards, settings and results), the
+command line, and the committed results.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_sparse24 import METHODS, describe_settings
+from hf_sparse24.tools.cli import make_parser
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "recipes" / "results"
+SITE = ROOT / "build" / "site"
+
+
+def shipped_methods() -> list[str]:
+    """Names of the methods of the library, without those that somebody has registered besides."""
+    return [name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24.")]
+
+
+def read_card(name: str) -> tuple[str, list[tuple[str, str]]]:
+    """The first line of the docstring of a method's file, and its card: labels and texts."""
+    doc = sys.modules[METHODS[name].__module__].__doc__ or ""
+    title, body = doc.split("\n", 1)
+    rows: list[tuple[str, str]] = []
+    for line in body.split("Method card\n")[1].rstrip().splitlines():
+        label, text = line[4:21].strip(), line[21:].strip()
+        if label:
+            rows.append((label, text))
+        else:
+            rows[-1] = (rows[-1][0], f"{rows[-1][1]}\n{text}")
+    return title, rows
+
+
+def method_page(name: str) -> str:
+    title, card = read_card(name)
+    rows = "\n".join(f"| **{label}** | {_cell(text)} |" for label, text in card)
+    settings = "\n".join(f"| `{key}` | {_cell(text)} |" for key, text in describe_settings(name).items())
+    return f"""# `{name}`
+
+{title}
+
+![Validation loss, flip rate and step time of {name} beside the dense control](../images/method-{name}.svg)
+
+```python
+from transformers import AutoModelForCausalLM
+from hf_sparse24 import Sparse24Config, patch_model
+
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+print(patch_model(model, Sparse24Config(method="{name}")))
+```
+
+## The method
+
+| | |
+|---|---|
+{rows}
+
+## Settings
+
+| setting | meaning |
+|---|---|
+{settings}
+"""
+
+
+def command_line_page() -> str:
+    parser = make_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    sections = [
+        f"## `hf-sparse24 {name}`\n\n```text\n{command.format_help().rstrip()}\n```"
+        for name, command in commands.choices.items()
+    ]
+    intro = "What `hf-sparse24 COMMAND --help` prints. The guides show the commands in use: [tuning and the doctor]"
+    intro += "(../guides/tuning.md), [reading the logs](../guides/logs.md), [export and the Hub](../guides/export.md)."
+    return "\n\n".join(["# Command line", intro, *sections]) + "\n"
+
+
+def result_page(name: str) -> str:
+    """A committed page of results; its pictures are copied beside it."""
+    text = (RESULTS / name).read_text()
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        (DOCS / "measured" / picture).write_bytes((RESULTS / picture).read_bytes())
+    return text
+
+
+def costs_page() -> str:
+    files = ["cpu_step_time.json", "cpu_inference.json", "cpu_oneshot.json"]
+    return "\n\n".join(
+        ["# Costs on a CPU", _COSTS, *(_costs(json.loads((RESULTS / file).read_text())) for file in files)]
+    )
+
+
+def _costs(result: dict[str, Any]) -> str:
+    keys = list(result["rows"][0])
+    rows = [[_figure(row[key]) for key in keys] for row in result["rows"]]
+    table = [
+        "| " + " | ".join(line) + " |" for line in [[key.replace("_", " ") for key in keys], ["---"] * len(keys), *rows]
+    ]
+    made = ", ".join(f"{key} {value}" for key, value in result.items() if key not in ("command", "rows"))
+    return "\n".join([f"## `{result['command']}`", "", f"{made[0].upper()}{made[1:]}.", "", *table, ""])
+
+
+_COSTS = (
+    "Time of this library over that of the dense model, paired round by round: median, lowest and highest of the "
+    "rounds. A CPU has no sparse tensor cores, so this is what pruning costs, not what 2:4 sparsity gains. The machine "
+    "is shared and noisy: see the ranges."
+)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table: its lines kept, and its stars, bars and the like shown as they are."""
+    parts = re.split(r"(`[^`]*`)", text.replace("\n", " <br>"))
+    return "".join(part if part.startswith("`") else re.sub(r"([|*_]|<(?!br>))", r"\\\1", part) for part in parts)
+
+
+def pages() -> dict[str, str]:
+    """The generated pages by their path below docs/."""
+    made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
+    made["reference/cli.md"] = command_line_page()
+    made["measured/methods.md"] = result_page("methods.md")
+    made["measured/plan.md"] = result_page("plan.md")
+    made["measured/costs.md"] = costs_page()
+    return made
+
+
+def write_pages() -> None:
+    for path, text in pages().items():
+        (DOCS / path).parent.mkdir(exist_ok=True)
+        (DOCS / path).write_text(text)
+
+
+def build_site() -> int:
+    """Run Zensical; the exit status is 1 where it, or mkdocstrings in it, has a warning."""
+    shutil.rmtree(SITE, ignore_errors=True)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
+    output = run.stdout + run.stderr
+    print(output, end="")
+    warned = re.search(r"^(griffe|WARNING|mkdocs\w*):", output, re.MULTILINE)
+    return 1 if run.returncode or warned else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--serve", action="store_true", help="show the site, and changes as they are made")
+    options = parser.parse_args()
+    os.environ["COLUMNS"] = "100"  # of the command line's help
+    write_pages()
+    if options.serve:
+        return subprocess.run([sys.executable, "-m", "zensical", "serve"], cwd=ROOT).returncode
+    status = build_site()
+    print("failed: see the warnings above" if status else f"built: {SITE / 'index.html'}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
