@@ -48,6 +48,8 @@ def read_card(name: str) -> tuple[str, list[tuple[str, str]]]:
 def method_page(name: str) -> str:
     title, card = read_card(name)
     rows = "\n".join(f"| **{label}** | {_cell(text)} |" for label, text in card)
+    rows = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", rows)
+    rows = rows.replace("recipes/results/methods.md", "[Methods side by side](../measured/methods.md)")
     settings = "\n".join(f"| `{key}` | {_cell(text)} |" for key, text in describe_settings(name).items())
     return f"""# `{name}`
 
@@ -89,14 +91,6 @@ def command_line_page() -> str:
     return "\n\n".join(["# Command line", intro, *sections]) + "\n"
 
 
-def result_page(name: str) -> str:
-    """A committed page of results; its pictures are copied beside it."""
-    text = (RESULTS / name).read_text()
-    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
-        (DOCS / "measured" / picture).write_bytes((RESULTS / picture).read_bytes())
-    return text
-
-
 def costs_page() -> str:
     files = ["cpu_step_time.json", "cpu_inference.json", "cpu_oneshot.json"]
     return "\n\n".join(
@@ -126,17 +120,16 @@ def _figure(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text for a cell of a table: its lines kept, and its stars, bars and the like shown as they are."""
-    parts = re.split(r"(`[^`]*`)", text.replace("\n", " <br>"))
-    return "".join(part if part.startswith("`") else re.sub(r"([|*_]|<(?!br>))", r"\\\1", part) for part in parts)
+    """Text for a cell of a table: its lines joined, but for those that begin with a formula."""
+    text = re.sub(r"\n(?=\w+ = )", "<br>", text).replace("\n", " ")
+    return re.sub(r"<(?!br>)", "&lt;", text).replace("|", r"\|")
 
 
 def pages() -> dict[str, str]:
     """The generated pages by their path below docs/."""
     made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
     made["reference/cli.md"] = command_line_page()
-    made["measured/methods.md"] = result_page("methods.md")
-    made["measured/plan.md"] = result_page("plan.md")
+    made |= {f"measured/{name}": (RESULTS / name).read_text() for name in ("methods.md", "plan.md")}
     made["measured/costs.md"] = costs_page()
     return made
 
@@ -145,6 +138,8 @@ def write_pages() -> None:
     for path, text in pages().items():
         (DOCS / path).parent.mkdir(exist_ok=True)
         (DOCS / path).write_text(text)
+    for picture in RESULTS.glob("methods-*.png"):  # which the page of results shows
+        shutil.copy(picture, DOCS / "measured")
 
 
 def build_site() -> int:

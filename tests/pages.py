@@ -12,27 +12,23 @@ from typing import Any
 import build_site
 import stdlib_text
 import zoo
+from datasets import Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GENERATED = build_site.pages()
-_WRITTEN = [page for page in sorted(DOCS.rglob("*.md")) if str(page.relative_to(DOCS)) not in GENERATED]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes/README.md", *_WRITTEN]
+_FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes/README.md", *sorted(DOCS.rglob("*.md"))]
+# Name to text; those that are generated as they would be now, not as they lie there.
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in _FILES}
+PAGES |= {f"docs/{name}": text for name, text in build_site.pages().items()}
 # What a page loads, and the architecture that stands for it.
 STAND_INS = {"gpt2": "gpt2", "meta-llama/Llama-3.2-1B": "llama", "google-bert/bert-base-uncased": "bert"}
 TEXTS = [f"def function_{i}(a, b):\n    return a * {i} + b\n" for i in range(16)]
 
 
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(page: str, language: str) -> list[str]:
     """The page's fenced code of a language, in order; indentation (lists, tabs, notes) taken off."""
-    found = []
-    for indent, code in re.findall(rf"^( *)```{language}\b[^\n]*\n(.*?)^\1```", page.read_text(), re.M | re.S):
-        found.append(re.sub(rf"^{indent}", "", code, flags=re.M))
-    return found
+    found = re.findall(rf"^( *)```{language}\b[^\n]*\n(.*?)^\1```", PAGES[page], re.MULTILINE | re.DOTALL)
+    return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
 
 
 def prepare(directory: Path) -> dict[str, Any]:
@@ -42,12 +38,11 @@ def prepare(directory: Path) -> dict[str, Any]:
         zoo.build(architecture, vocab_size=300, initializer_range=0.2).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     (directory / "my_text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return {"__name__": "page"}
+    return {"__name__": "page", "data": Dataset.from_dict({key: x.tolist() for key, x in zoo.batch(rows=8).items()})}
 
 
-def run(page: Path, directory: Path, names: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Run the page's Python in `directory`, which must be the working directory; the namespace that it leaves."""
-    scope = prepare(directory) | (names or {})
+def run(page: str, directory: Path) -> None:
+    """Run the page's Python in `directory`, which must be the working directory."""
+    scope = prepare(directory)
     for number, code in enumerate(blocks(page, "python"), 1):
-        exec(compile(code, f"{name_of(page)}, code block {number}", "exec"), scope)
-    return scope
+        exec(compile(code, f"{page}, code block {number}", "exec"), scope)

@@ -1,0 +1,80 @@
+"""The built site: no warnings, no dead links, nothing from elsewhere, every public name, and pages that fit a phone."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import browser
+import build_site
+import pytest
+import sparse24_kernels
+
+import hf_sparse24
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    build_site.write_pages()
+    assert build_site.build_site() == 0
+    return build_site.SITE
+
+
+class Page(HTMLParser):
+    """What a page links to and loads, and the anchors that it has."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.targets: set[str] = set()
+        self.anchors = {""}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        self.targets |= {given[name] for name in ("href", "src") if given.get(name)}
+
+
+def test_links(site):
+    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    assert len(pages) > 50
+    dead = []
+    for path, page in pages.items():
+        for target in page.targets:
+            if re.match(r"https?:|mailto:|data:|javascript:", target):
+                continue
+            file, _, anchor = unquote(target).partition("#")
+            there = (path.parent / file.split("?")[0]).resolve() if file else path
+            if path.name == "404.html":  # its links are those of the root of a server
+                there = (site / file.lstrip("/")).resolve() if file else path
+            if there.is_dir():
+                there = there / "index.html"
+            if not there.exists() or (there in pages and anchor not in pages[there].anchors):
+                dead.append(f"{path.relative_to(site.resolve())}: {target}")
+    assert not dead
+
+
+def test_every_public_name_has_its_place(site):
+    reference = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
+    for package in (hf_sparse24, sparse24_kernels):
+        for name in package.__all__:
+            assert f'id="{package.__name__}.{name}"' in reference, f"{package.__name__}.{name}"
+
+
+PAGES = ["index.html", "concepts/mvue.html", "methods/s-ste.html", "reference/patching.html", "measured/plan.html"]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(site, width):
+    """Nothing is loaded from elsewhere, nothing fails, every picture is there, and no page is wider than its screen."""
+    with browser.new_page() as page:
+        page.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
+        for name in PAGES:
+            page.open(site / name)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
+            assert page.evaluate(broken) == [], name
+            assert not [url for url in page.requests() if not url.startswith(("file:", "data:", "blob:"))], name
+            assert not page.problems(), name
