@@ -37,10 +37,10 @@ class CpuLibrary(autotune_check.Library):
     def synchronize(self):
         pass
 
-    def measure(self, call):
-        result = call()
-        self.turn = not getattr(self, "turn", False)
-        return (50.0 if self.turn else 100.0), result
+    def sampler(self, call):
+        self.is_sparse = not getattr(self, "is_sparse", False)  # the sparse one is asked for first
+        us = 50.0 if self.is_sparse else 100.0
+        return lambda: (us, call())
 
     def peak(self):
         return 1e15
@@ -206,7 +206,7 @@ def test_a_result_of_another_shape_or_layout_is_rejected():
 def test_impossible_times_are_rejected(sparse_us, dense_us):
     library = CpuLibrary(CPU)
     times = [sparse_us, dense_us]
-    library.measure = lambda call: (times.append(times.pop(0)) or times[-1], call())
+    library.sampler = lambda call: lambda: (times.append(times.pop(0)) or times[-1], call())
     library.peak = lambda: 1e19
     with pytest.raises(autotune_check.Rejected, match="cannot be") as caught:
         attempt(library)
@@ -233,10 +233,12 @@ class Liar(Library):
     def compress(self, matrix): return matrix.clone()
     def synchronize(self): pass
     def peak(self): return 1e15
-    def measure(self, call):
-        self.id = None
-        result = call()
-        return {None: 100.0, 0: 90.0, 2: 0.0, 6: 80.0}.get(self.id, 10.0), result
+    def sampler(self, call):
+        def sample():
+            self.id = None
+            result = call()
+            return {None: 100.0, 0: 90.0, 2: 0.0, 6: 80.0}.get(self.id, 10.0), result
+        return sample
     def matmul(self, compressed, dense, problem, algorithm, bias=None):
         self.id = algorithm.id
         if self.id == 4 or algorithm.split_k != 1: raise RuntimeError("not supported\\nmore")

@@ -19,6 +19,7 @@ from .. import cusparselt
 from ..cusparselt import MULTIPLE
 from ..problem import Algorithm, GemmProblem
 from .records import Environment, bucket, bucket_start, current_environment
+from .timing import Exposed, Sample, sampler
 
 MOST_DENSE_ERROR = 8.0
 """In the units of `Case.error`. A dense result that is less accurate cannot be the reference for sparse ones."""
@@ -62,16 +63,8 @@ class Library:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def measure(self, call: Callable[[], Tensor]) -> tuple[float, Tensor]:
-        """Microseconds on the device, with cold caches, and the result."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(4):  # also keeps the device busy while Python and the library prepare the launch
-            self._flush.zero_()
-        start.record()
-        result = call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1000, result
+    def sampler(self, call: Callable[[], Tensor]) -> Sample:
+        return sampler(call, self._flush)
 
     @property
     def _flush(self) -> Tensor:
@@ -257,13 +250,17 @@ def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, eff
         check_bias(library, timed, algorithm)
     sparse_us: list[float] = []
     dense_us: list[float] = []
+    sample_sparse = library.sampler(sparse(timed))
+    sample_dense = library.sampler(lambda: library.dense(timed.matrix, timed.dense, timed.problem))
     rounds = 5 * effort
     while len(sparse_us) < rounds:
-        us, result = library.measure(sparse(timed))
+        try:
+            (us, result), (dense, _) = sample_sparse(), sample_dense()
+        except Exposed as error:
+            raise Rejected(str(error), deny=False) from None
         check_bits(timed, result, expected, algorithm, " while timed")
-        del result
         sparse_us.append(us)
-        dense_us.append(library.measure(lambda: library.dense(timed.matrix, timed.dense, timed.problem))[0])
+        dense_us.append(dense)
         if len(sparse_us) == 1:  # small GEMMs are noisier, and cheap to repeat
             rounds = effort * min(25, max(5, int(1e5 / max(1.0, sparse_us[0] + dense_us[0]))))
     us, dense = statistics.median(sparse_us), statistics.median(dense_us)
