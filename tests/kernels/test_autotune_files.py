@@ -98,7 +98,7 @@ def test_a_bad_record_costs_no_other(bad):
     table = Table(HERE)
     table.add(PROBLEM, (measured(1, 50.0),))
     table.add(other, (measured(2, 50.0),))
-    table.fail(PROBLEM, Algorithm(5), "hung")
+    table.fail(third, Algorithm(5), "hung")
     table.save()
     data = json.loads(user_file().read_text())
     data["entries"][0] = BAD_ENTRIES[bad](data["entries"][0])

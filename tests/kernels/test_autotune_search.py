@@ -27,9 +27,11 @@ def test_search(stand_in):
     verdicts = tune([PROBLEM], CPU, worker=worker.command, on_progress=progress.append)
     assert verdicts == {PROBLEM: choose(PROBLEM, CPU)}
     assert verdicts[PROBLEM][:4] == ("cusparselt", Algorithm(2, -1), 50.0, 100.0)
-    variants = [f"{id}/{split_k}" for id in (2, 4, 5) for split_k in (2, 4, -1)]
+    first = ["0", "17", "20", "12"]
+    rest = [*map(str, range(1, 12)), "13", "14", "15"]  # 7 to 11 and 13 to 15: rejected, eight in a row
+    variants = [f"{id}/{split_k}" for split_k in (2, 4, -1) for id in (2, 4, 5)]
     final = ["2/-1", "2/2", "2", "4", "5"]  # the fastest three, and the fastest deterministic three
-    assert worker.tried() == [*map(str, range(15)), *variants, *final]  # 7 to 14: rejected, eight in a row
+    assert worker.tried() == [*first, *rest, *variants, *final]
     assert [found.algorithm for found in Table(HERE).entries[PROBLEM]] == [
         *(Algorithm(2, -1), Algorithm(2, 2), Algorithm(2), Algorithm(4), Algorithm(5))
     ]
@@ -47,10 +49,27 @@ def test_only_what_the_final_round_measures_is_kept(stand_in):
     assert Algorithm(2) in [failure.algorithm for failure in Table(HERE).failures.values()]
 
 
+def test_what_won_elsewhere_is_tried_first(stand_in):
+    remember(PROBLEM._replace(m=128), measured(9, 50.0), measured(3, 51.0))
+    remember(PROBLEM._replace(m=256), measured(9, 50.0))
+    remember(PROBLEM._replace(m=512), measured(30, 50.0))
+    remember(PROBLEM._replace(transposed=False), measured(7, 50.0))  # another layout's ids may mean something else
+    worker = stand_in(_0=90, max_id=22)
+    tune([PROBLEM], CPU, worker=worker.command)
+    assert worker.tried()[:6] == ["9", "0", "17", "20", "12", "1"]
+
+
+def test_a_finalist_that_fails_makes_room_for_the_next(stand_in):
+    """Screening checks one input; the final round all of them."""
+    worker = stand_in(**{str(number): [50 + number, "wrong" if number < 3 else 50 + number] for number in range(6)})
+    assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].algorithm == Algorithm(3)
+    assert [found.algorithm.id for found in Table(HERE).entries[PROBLEM]] == [3, 4, 5]
+
+
 def test_the_end_of_the_ids(stand_in, tmp_path):
     gap = stand_in(**{"0": 90, "8": 60, "63": 10})  # seven refused ids do not end the search, nor does it go past 64
     tune([PROBLEM], CPU, worker=gap.command)
-    assert [int(name) for name in gap.tried() if "/" not in name][:17] == list(range(17))
+    assert [int(name) for name in gap.tried() if "/" not in name][4:18] == [*range(1, 12), 13, 14, 15]
     gap.log.unlink()
     known = stand_in(**{"max_id": 3, "3": 60, "4": 10})
     assert tune([PROBLEM], CPU, worker=known.command)[PROBLEM].algorithm == Algorithm(3)
@@ -63,7 +82,7 @@ def test_the_end_of_the_ids(stand_in, tmp_path):
 def test_ids_that_kill_every_child_end_too(stand_in):
     worker = stand_in(**{"0": 60} | {str(number): "exit" for number in range(1, 64)})
     assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].algorithm == Algorithm(0)
-    assert [int(name) for name in worker.tried() if "/" not in name] == [*range(9), 0]
+    assert [int(name) for name in worker.tried() if "/" not in name] == [0, 17, 20, 12, *range(1, 9), 0]
 
 
 @pytest.mark.parametrize(
@@ -81,19 +100,20 @@ def test_ids_that_kill_every_child_end_too(stand_in):
     ],
 )
 def test_a_misdeed_is_remembered_and_the_run_goes_on(misdeed, reason, stand_in):
-    worker = stand_in(**{"0": 90, "1": misdeed, "2": 60, "max_id": 2})
-    other = PROBLEM._replace(m=128, n=1024)
-    verdicts = tune([PROBLEM, other], CPU, worker=worker.command)
+    worker = stand_in(**{"0": 90, "1": [misdeed, 40], "2": 60, "max_id": 2})
+    near, other = PROBLEM._replace(n=PROBLEM.n - 16), PROBLEM._replace(m=128, n=1024)
+    verdicts = tune([PROBLEM, near], CPU, worker=worker.command)
     assert [verdict.algorithm for verdict in verdicts.values()] == [Algorithm(2)] * 2
-    assert worker.tried().count("1") == 1  # not for the other size either
+    assert worker.tried().count("1") == 1  # not for a size of the same bucket either
     (failure,) = Table(HERE).failures.values()
     assert failure[:2] == (PROBLEM, Algorithm(1)) and reason in failure.reason
     reset()
     tune([PROBLEM], CPU, worker=worker.command)  # nor in another process
     assert worker.tried().count("1") == 1
-    remember(other, measured(1, 10.0), measured(2, 60.0))  # nor by a table that says it is fast
-    assert choose(other, CPU).algorithm == Algorithm(2)
-    assert choose(other._replace(transposed=False), CPU).reason == autotune.NOT_TUNED
+    remember(PROBLEM, measured(1, 10.0), measured(2, 60.0))  # nor by a table that says it is fast
+    assert choose(PROBLEM, CPU).algorithm == Algorithm(2)
+    remember(other, measured(1, 10.0), measured(2, 60.0))  # another size is checked, and chosen, by itself
+    assert choose(other, CPU).algorithm == Algorithm(1)
 
 
 def test_noise_between_replies_does_no_harm(stand_in):

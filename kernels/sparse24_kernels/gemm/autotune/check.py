@@ -26,7 +26,7 @@ MOST_DENSE_ERROR = 8.0
 
 
 class Rejected(Exception):
-    """The algorithm failed. `deny`: it must not be used for other sizes either."""
+    """The algorithm failed. `deny`: it must not be tried or used again in this bucket."""
 
     def __init__(self, reason: str, deny: bool):
         super().__init__(reason)
@@ -83,7 +83,8 @@ class Library:
 
 
 class Case(NamedTuple):
-    """One input of a problem, and its correct result. The input is `scale` times that of `truth`."""
+    """One input of a problem, and its correct result in the layout of the GEMM's. The input is `scale` times that of
+    `truth`."""
 
     name: str
     problem: GemmProblem
@@ -97,7 +98,6 @@ class Case(NamedTuple):
 
     def error(self, result: Tensor) -> float:
         """The largest error of a result, in units of the error that rounding and fp32 sums can cause per element."""
-        result = result.t() if self.problem.transposed else result
         return float(((result.float() / self.scale**2 - self.truth).abs() / self.unit).max())
 
 
@@ -140,6 +140,11 @@ def first_columns(dense: Tensor, n: int) -> Tensor:
     return dense[:, :n].contiguous() if dense.is_contiguous() else dense.t()[:n].t()
 
 
+def laid_out(product: Tensor, problem: GemmProblem) -> Tensor:
+    """`[m, n]` in the layout of the problem's result: comparing tensors of two layouts takes several times as long."""
+    return (product.t() if problem.transposed else product).contiguous()
+
+
 def prepare(library: Library, problem: GemmProblem) -> list[Case]:
     """The inputs. The first one is also timed.
 
@@ -161,8 +166,8 @@ def prepare(library: Library, problem: GemmProblem) -> list[Case]:
             matrix,
             library.compress(matrix),
             dense,
-            truth[:, :n],
-            unit[:, :n],
+            laid_out(truth[:, :n], problem),
+            laid_out(unit[:, :n], problem),
             scale,
             0.0,
         )
@@ -223,7 +228,7 @@ def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, 
 def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
     """The algorithm itself adds the bias, so the bias is checked too."""
     bias = torch.linspace(-4, 4, case.problem.m, device=case.dense.device).to(case.problem.dtype)
-    column = bias.float()[:, None]
+    column = bias.float()  # of the transposed result
     half_eps = torch.finfo(bias.dtype).eps / 2
     biased = case._replace(truth=case.truth + column, unit=case.unit + half_eps * column.abs())
     check(biased, library.matmul(case.compressed, case.dense, case.problem, algorithm, bias), " with a bias")
@@ -231,6 +236,9 @@ def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
 
 def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, effort: int) -> tuple[float, float]:
     """Microseconds of the sparse GEMM and of the dense one.
+
+    Args:
+        effort: 0 screens, with the first input and three samples; otherwise all inputs, and samples in proportion.
 
     Raises:
         Rejected: a result is wrong, or a time is impossible.
@@ -240,7 +248,7 @@ def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, eff
         return lambda: library.matmul(case.compressed, case.dense, case.problem, algorithm)
 
     timed = cases[0]
-    for case in cases:
+    for case in cases if effort else [timed]:
         first = poisoned(sparse(case), case)
         check(case, first)
         check_bits(case, poisoned(sparse(case), case), first, algorithm)
@@ -252,7 +260,7 @@ def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, eff
     dense_us: list[float] = []
     sample_sparse = library.sampler(sparse(timed))
     sample_dense = library.sampler(lambda: library.dense(timed.matrix, timed.dense, timed.problem))
-    rounds = 5 * effort
+    rounds = 5 * effort or 3
     while len(sparse_us) < rounds:
         try:
             (us, result), (dense, _) = sample_sparse(), sample_dense()
@@ -261,7 +269,7 @@ def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, eff
         check_bits(timed, result, expected, algorithm, " while timed")
         sparse_us.append(us)
         dense_us.append(dense)
-        if len(sparse_us) == 1:  # small GEMMs are noisier, and cheap to repeat
+        if effort and len(sparse_us) == 1:  # small GEMMs are noisier, and cheap to repeat
             rounds = effort * min(25, max(5, int(1e5 / max(1.0, sparse_us[0] + dense_us[0]))))
     us, dense = statistics.median(sparse_us), statistics.median(dense_us)
     fastest = 2e6 * timed.problem.m * timed.problem.n * timed.problem.k / (1.1 * library.peak())

@@ -83,7 +83,11 @@ Entries = dict[GemmProblem, tuple[Measured, ...]]
 
 
 class Failure(NamedTuple):
-    """An algorithm that hung, crashed or gave wrong numbers, and the problem where it did."""
+    """An algorithm that hung, crashed or gave wrong numbers, and the problem where it did.
+
+    It excludes the algorithm from that problem's bucket, and from no other size: all of them are checked by themselves,
+    and a time-out on a busy machine, or a wrong result of one odd size, would else cost every other size its best.
+    """
 
     problem: GemmProblem
     algorithm: Algorithm
@@ -91,8 +95,7 @@ class Failure(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """The algorithm, and the dtype and layout at whose sizes it is excluded: only few sizes are ever checked."""
-        return (*self.problem[3:], self.algorithm)
+        return self.problem._replace(n=bucket(self.problem.n)), self.algorithm
 
 
 def problem_record(problem: GemmProblem) -> dict[str, Any]:

@@ -6,8 +6,9 @@ No candidate runs in this process. A child (`worker.py`) gets one candidate per 
     {"ok": true, "sparse_us": 188.7, "dense_us": 289.5}
     {"ok": false, "reason": "wrong numbers ...", "deny": true}
 
-"algorithm": null prepares a problem; that reply may have "max_id". "deny" means that the algorithm must not be used for
-any size, "rejected" that the library itself refused the call.
+"algorithm": null prepares a problem; that reply may have "max_id". "deny" means that the algorithm must not be used in
+this bucket again, "rejected" that the library itself refused the call. "effort" 0 screens: one input is checked, three
+times are taken. Finalists are checked on every input and timed longer.
 """
 
 import math
@@ -31,9 +32,13 @@ MOST_IDS = 64
 REJECTED_IN_A_ROW = 8
 """Ids are tried until so many in a row are refused or kill the child. The range of ids differs between dtypes and
 layouts, so no constant marks its end, and a few refused ids may come before good ones."""
+FIRST_IDS = (0, 17, 20, 12)
+"""Tried before the others: the default, and the usual winners of bf16 on an H100 (published sweep:
+github.com/bcacdwk/vllmbench at 92a8ca4)."""
 SPLIT_K = (2, 4, SEGMENT_K)
+"""Segment-k last: it was seen to hang."""
 FEW = 3
-"""How many of the fastest are tried with split-k, and how many reach the final round."""
+"""How many of the fastest are tried with split-k, and how many are measured again at the end."""
 
 
 class Search:
@@ -67,11 +72,12 @@ class Search:
             last = self._prepare().get("max_id")
             start = time.monotonic()
             # Time may end each round early, except the final one: only its measurements are kept.
-            screened = self._try_all(self._ids(last), start + 0.7 * seconds)
-            fastest = sorted(screened, key=_by_speedup)[:FEW]
-            variants = [Algorithm(best.algorithm.id, split_k) for best in fastest for split_k in SPLIT_K]
-            screened += self._try_all(variants, start + 0.9 * seconds)
-            final = self._try_all(finalists(screened), math.inf, effort=3)
+            screened: list[Measured] = []
+            self._try_all(self._ids(last), screened, start + 0.7 * seconds)
+            fastest = [found.algorithm for found in sorted(screened, key=_by_speedup)[:FEW]]
+            variants = [Algorithm(best.id, split_k) for split_k in SPLIT_K for best in fastest]
+            self._try_all(variants, screened, start + 0.9 * seconds)
+            final = self._final_round(screened)
         except Died as error:
             return f"the worker failed: {error}"
         except Unprepared as error:
@@ -82,14 +88,35 @@ class Search:
         return None
 
     def _ids(self, last: Any) -> Iterator[Algorithm]:
+        """The likely ones first, because time may not last for all: what won at other sizes, then `FIRST_IDS`."""
         count = min(MOST_IDS, last + 1) if isinstance(last, int) else MOST_IDS
+        likely = [number for number in (*self.table.winners(self.problem), *FIRST_IDS) if number < count]
+        yield from map(Algorithm, dict.fromkeys(likely))
+        self.rejected_in_a_row = 0
         for number in range(count):
             if self.rejected_in_a_row == REJECTED_IN_A_ROW:
                 return
-            yield Algorithm(number)
+            if number not in likely:
+                yield Algorithm(number)
 
-    def _try_all(self, algorithms: Iterable[Algorithm], deadline: float, effort: int = 1) -> list[Measured]:
-        measured = []
+    def _final_round(self, screened: list[Measured]) -> list[Measured]:
+        """The fastest, and the fastest without split-k, checked on every input and measured again: the best of many
+        measurements is biased. Where one fails, the next takes its place."""
+        final: list[Measured] = []
+
+        def finalists() -> Iterator[Algorithm]:
+            for algorithm in (found.algorithm for found in sorted(screened, key=_by_speedup)):
+                deterministic = [found for found in final if found.algorithm.split_k == 1]
+                if len(final) < FEW or (algorithm.split_k == 1 and len(deterministic) < FEW):
+                    yield algorithm
+
+        self._try_all(finalists(), final, math.inf, effort=3)
+        return final
+
+    def _try_all(
+        self, algorithms: Iterable[Algorithm], measured: list[Measured], deadline: float, effort: int = 0
+    ) -> None:
+        """Try candidates until the deadline; what passes goes into `measured` at once."""
         for algorithm in algorithms:
             if time.monotonic() > deadline:
                 break
@@ -97,7 +124,6 @@ class Search:
                 measured += self._try(algorithm, effort)
                 self.tried += 1
                 self.report(self.tried, max((found.speedup for found in measured), default=None))
-        return measured
 
     def _try(self, algorithm: Algorithm, effort: int) -> list[Measured]:
         """One candidate: a list with its measurement, or an empty list."""
@@ -143,13 +169,6 @@ class Search:
 
 class Unprepared(Exception):
     """The child cannot make the problem's inputs, or dense math on them is inaccurate."""
-
-
-def finalists(screened: list[Measured]) -> list[Algorithm]:
-    """The fastest, and the fastest without split-k, to be measured again: the best of many measurements is biased."""
-    ordered = [measured.algorithm for measured in sorted(screened, key=_by_speedup)]
-    deterministic = [algorithm for algorithm in ordered if algorithm.split_k == 1]
-    return list(dict.fromkeys(ordered[:FEW] + deterministic[:FEW]))
 
 
 def _by_speedup(measured: Measured) -> float:

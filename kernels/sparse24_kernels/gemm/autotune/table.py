@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
@@ -72,6 +73,11 @@ class Table:
         alike = problem._replace(n=bucket(problem.n))
         found = [key for key in self.entries if key._replace(n=bucket(key.n)) == alike]
         return {key: self.entries[key] for key in sorted(found, key=lambda key: -key.n)}
+
+    def winners(self, problem: GemmProblem) -> list[int]:
+        """Ids that were fastest for other problems of this dtype and layout, the most frequent first."""
+        alike = [found[0].algorithm.id for key, found in self.entries.items() if found and key[3:] == problem[3:]]
+        return [number for number, _ in Counter(alike).most_common()]
 
     def unusable(self, problem: GemmProblem, algorithm: Algorithm) -> str | None:
         """Why an algorithm is neither tried nor used for a problem and its bucket, or None where it may be."""
