@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import gate, gemms
+from benchmarks import gate
 from benchmarks import run as run_module
 from cslt import StandIn, counting_stand_in, stand_in  # noqa: F401 (fixtures)
 from gpu_run import CPU, LAYERS, SHAPES, FakeMachine, run, times, tiny, tuned  # noqa: F401 (fixtures)
@@ -31,13 +31,19 @@ def test_the_gate_of_layers_passes_what_is_right_and_catches_what_is_not(stand_i
             check()
 
 
-def test_a_red_gate_reports_no_speed(tiny, tuned, times, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch, "_cslt_sparse_mm", StandIn(wrong_ids=(0, 3)).matmul)
+def test_what_a_red_check_is_for_is_withheld(tiny, tuned, times, monkeypatch, tmp_path):
+    """By method: one that is right is measured, and dense math always is."""
+    names = [str(("Linear", method, SHAPES[0], "bfloat16", "eager")) for method in modules.METHODS]
+    wrong = [(names[0], lambda: 1 / 0), (names[1], lambda: None)]
+    monkeypatch.setattr(modules, "checks", lambda device: wrong)
     code, result, page = run(tmp_path, "mlps")
-    assert code == 1 and result["unfinished"] == "gate of the GEMMs" and not result["sections"]
-    assert "no speed is reported" in page and "is allowed" in page
-    monkeypatch.setattr(gemms, "checks", lambda _: [("a", lambda: None)])
-    assert run(tmp_path, "mlps")[1]["unfinished"] == "gate of the layers"
+    assert code == 1 and "unfinished" not in result and "ZeroDivisionError" in page
+    gated, _, forward = result["sections"]["MLP blocks"]["rows"].values()
+    found = {way: "withheld" in x.get("error", "") for way, x in (gated["times"] | forward["times"]).items()}
+    assert {way for way, is_withheld in found.items() if is_withheld} == {"s-ste", "s-ste, auto", "packed"}
+    code, result, _ = run(tmp_path, "mlps", "--despite-gate")
+    gated, _, forward = result["sections"]["MLP blocks"]["rows"].values()
+    assert code == 1 and "us" in gated["times"]["s-ste"] and "s-ste: unverified" in gated["facts"]
 
 
 def test_layers(tiny, tuned, times, tmp_path):
@@ -111,7 +117,7 @@ def test_generation(tiny_models, monkeypatch, entry):
 
 
 def test_generation_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
-    def call(child, function, entry, way, seconds):
+    def call(child, function, entry, way, seconds, log):
         assert function == "recipes.benchmarks.models:generate"
         if way == "patched":
             return None, "it died of SIGKILL"
@@ -144,7 +150,7 @@ def test_a_training_run(tiny_models, stand_in, entry, method):
 
 
 def test_training_runs_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
-    def call(child, function, entry, method, seconds):
+    def call(child, function, entry, method, seconds, log):
         assert function == "recipes.benchmarks.models:train" and seconds <= 180
         if method == "s-ste" and "compile" in entry:
             return None, "it died of SIGKILL"

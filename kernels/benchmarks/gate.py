@@ -1,4 +1,4 @@
-"""Gates: no speed is reported unless every result is right, on this device and at the sizes that are timed.
+"""Gates: no speed is reported of what gives wrong results, on this device and at the sizes that are timed.
 
 A check is a name and a function that raises. Compiling a few hundred kernels takes minutes, so processes share the
 checks. `checks` here are those of the kernels: the cases, the workloads, and what only a GPU can show.
@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .operations import Workload, tensors, workloads
-from .run import NOT_RUN, Run, Section
+from .run import NOT_RUN, Row, Run, Section
 from .timing import captured, describe
 
 Check = tuple[str, Callable[[], None]]
@@ -35,19 +36,22 @@ WORKER = [sys.executable, "-P", "-m", "benchmarks.gate"]
 
 
 class Gate(Section):
-    """Runs `module.checks(device)`, and ends the run where one fails.
+    """Runs `module.checks(device)`. Sections withhold what a check that failed is for (`Run.unverified`).
 
     A check that was not reached has not failed; `operations.py` withholds the rows whose own check that is.
     """
-
-    is_gate = True
 
     def __init__(self, name: str, groups: tuple[str, ...], module: str, share: int):
         self.name, self.groups, self.module, self.share = name, groups, module, share
 
     def execute(self, run: Run) -> None:
+        if earlier := self.earlier(run):
+            run.result["gates"][self.name] = earlier
+            print(f"  taken from {run.options.gate.name}", flush=True)
+            return
         start, options = time.monotonic(), run.options
-        results = run_all(self.module, run.machine.device, run.left(reserve=5), options.processes, options.only)
+        limit = run.left(reserve=5)
+        results = run_all(self.module, run.machine.device, limit, options.processes, options.only, run.log)
         not_reached = [name for name, error in results.items() if error.startswith(NOT_RUN)]
         failed = {name: error for name, error in results.items() if error and name not in not_reached}
         passed = len(results) - len(failed) - len(not_reached)
@@ -55,11 +59,34 @@ class Gate(Section):
         run.result["gates"][self.name] = found
         print(f"  {passed} passed, {len(not_reached)} not reached, {len(failed)} failed: {failed}", flush=True)
         if failed or not passed:
-            raise AssertionError(f"{len(failed)} checks failed, {passed} passed")
+            run.result["errors"][self.name] = f"{len(failed)} checks failed, {passed} passed"
+
+    def earlier(self, run: Run) -> Row | None:
+        """What this gate found in the run of `--gate`, where that was on the same device and with the same code.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if run.options.gate is None:
+            return None
+        theirs, ours = json.loads(run.options.gate.read_text()), run.result["environment"]
+        for key in ("device", "commit", "torch", "triton", "cusparselt"):
+            if theirs["environment"].get(key) != ours.get(key):
+                raise ValueError(f"--gate: {key} was {theirs['environment'].get(key)}, and is {ours.get(key)}")
+        if "dirty" in str(ours["commit"]):
+            raise ValueError(f"--gate: the commit is {ours['commit']}: nobody knows whether the code is the same")
+        return theirs["gates"].get(self.name)
 
 
-def run_all(module: str, device: torch.device, seconds: float, processes: int, text: str) -> dict[str, str]:
-    """The error of each check, or "", within `seconds`, in so many processes (0: in this one)."""
+def run_all(
+    module: str,
+    device: torch.device,
+    seconds: float,
+    processes: int,
+    text: str,
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, str]:
+    """The error of each check, or "", within `seconds`, in so many processes (0: in this one); tracebacks to `log`."""
     checks_of.cache_clear()
     names = [name for name in checks_of(module, str(device)) if text in name]
     end, results = time.monotonic() + seconds, dict.fromkeys(names, NOT_RUN)
@@ -68,7 +95,7 @@ def run_all(module: str, device: torch.device, seconds: float, processes: int, t
         for name in queue:  # of a list, which threads can share
             if (left := end - time.monotonic()) <= 0:
                 return
-            _, error = call(child, "benchmarks.gate:run_one", module, str(device), name, seconds=left)
+            _, error = call(child, "benchmarks.gate:run_one", module, str(device), name, seconds=left, log=log)
             results[name] = error if time.monotonic() < end else f"{NOT_RUN}: {error}"
 
     def run_in_a_child(queue: Iterator[str]) -> None:
@@ -99,23 +126,34 @@ def run_one(module: str, device: str, name: str) -> None:
                 torch.cuda.empty_cache()
 
 
-def call(child: Child | None, function: str, *arguments: Any, seconds: float) -> tuple[Any, str]:
+def call(
+    child: Child | None,
+    function: str,
+    *arguments: Any,
+    seconds: float,
+    log: Callable[[str], None] = lambda text: None,
+) -> tuple[Any, str]:
     """What `function` ("module:name") returns in a process of its own, of JSON; and its error, or how that ended."""
     request = {"function": function, "arguments": arguments}
+    where = f"{function}{arguments}"
     try:
         reply = child.ask(request, seconds) if child else answer(request)
     except Died as died:
+        log(f"{where}\n{died}\n{child.last_output() if child else ''}")
         return None, str(died)
+    if reply["error"]:
+        log(f"{where}\n{reply['traceback']}")
     return reply["found"], reply["error"]
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     module, name = request["function"].split(":")
+    found, error, trace = None, "", ""
     try:
-        found, error = getattr(importlib.import_module(module), name)(*request["arguments"]), ""
+        found = getattr(importlib.import_module(module), name)(*request["arguments"])
     except Exception as raised:
-        found, error = None, describe(raised)
-    return {"number": request.get("number"), "ok": not error, "found": found, "error": error}
+        error, trace = describe(raised), "".join(traceback.format_exception(raised))
+    return {"number": request.get("number"), "ok": not error, "found": found, "error": error, "traceback": trace}
 
 
 def checks(device: torch.device) -> list[Check]:

@@ -179,16 +179,14 @@ class Operations(Section):
         return {"ours": entry.target}
 
     def measure(self, run: Run, entry: Workload) -> Row:
-        gate = run.result["gates"].get("gate of the kernels", {})
-        if str(entry) in (*gate.get("failed", ()), *gate.get("not_reached", ())):
-            return {"error": "withheld: the gate has not verified it"}
+        reason = run.unverified("gate of the kernels", str(entry), must_be_reached=True)
         size = entry.bytes()
         # So many that no call finds its inputs in the cache.
         sets = [entry.arguments(run.machine.device) for _ in range(min(64, -(-4 * run.machine.l2_bytes // size)))]
         ways: dict[str, Baseline] = {COPY: partial(copy_of, size), "ours": lambda found: partial(entry.call, found)}
         ways |= baselines(entry) if entry in self.with_baselines else {}
         makers = {way: partial(lambda make: [make(x) for x in sets], make) for way, make in ways.items()}
-        row = run.compare(makers, 60)
+        row = run.compare(makers, 60, {"ours": reason} if reason else {})
         ours = row["times"]["ours"]
         if "us" in ours:
             row["facts"] |= {"GB/s": size / ours["us"] / 1e3, "call, us": ours["host_us"]}

@@ -56,17 +56,38 @@ class Run:
 
     def note(self, error: BaseException, where: str) -> str:
         """An error as one line for the report; its traceback goes into a log beside it."""
-        with open(f"{self.path}.log", "a") as log:
-            log.write(f"{where}\n{clean(''.join(traceback.format_exception(error)))}\n")
+        self.log(f"{where}\n{''.join(traceback.format_exception(error))}")
         return describe(error)
 
-    def compare(self, makers: Mapping[str, Maker], limit: float = 40) -> Row:
-        """Several ways to do the same work, sampled in turn: the time or the error of each."""
+    def log(self, text: str) -> None:
+        """Into the log beside the report."""
+        with open(f"{self.path}.log", "a") as log:
+            log.write(f"{clean(text)}\n")
+
+    def unverified(self, gate: str, text: str, must_be_reached: bool = False) -> str | None:
+        """Why the gate does not vouch for what checks with this text in their names check; None where it does."""
+        found = self.result["gates"].get(gate)
+        if found is None or not found["passed"]:
+            return f"the {gate} has verified nothing"
+        names = [*found["failed"], *(found["not_reached"] if must_be_reached else ())]
+        wrong = [name for name in names if text in name]
+        return f"the {gate} has not verified {wrong[0]}" if wrong else None
+
+    def compare(self, makers: Mapping[str, Maker], limit: float = 40, withheld: Mapping[str, str] = {}) -> Row:
+        """Several ways to do the same work, sampled in turn: the time or the error of each.
+
+        `withheld` are ways that a gate does not vouch for, with the reason: they have that instead of a time, or with
+        `--despite-gate` beside it.
+        """
         times: dict[str, Row] = {}
         samplers: dict[str, Sampler] = {}
+        if not self.options.despite_gate:
+            times |= {way: {"error": f"withheld: {reason}"} for way, reason in withheld.items()}
         try:
             with time_limit(min(limit, self.left(reserve=5))):
                 for name, make in makers.items():
+                    if name in times:
+                        continue
                     try:
                         samplers[name] = self.machine.prepare(make())
                     except Exception as error:  # one that fails must not stop the others
@@ -78,7 +99,8 @@ class Run:
                 times |= timing.in_turn(samplers)
         except (Exception, OutOfTime) as error:
             times |= {name: {"error": self.note(error, "sampling")} for name in samplers}
-        return {"times": {name: times[name] for name in makers}, "facts": {}}
+        facts = {f"{way}: unverified": reason for way, reason in withheld.items() if "us" in times[way]}
+        return {"times": {name: times[name] for name in makers}, "facts": facts}
 
 
 class Section:
@@ -89,7 +111,6 @@ class Section:
         share: of the time, in proportion to the sections still to come.
         base: the way that others are compared with, or None.
         note: what a reader of the table must know.
-        is_gate: an error in it ends the run, so that no speed is reported.
     """
 
     name: str
@@ -97,7 +118,6 @@ class Section:
     share = 10
     base: str | None = None
     note = ""
-    is_gate = False
 
     def entries(self) -> Sequence[Any]:
         """What is measured, in order of importance, for time may run out. Their strings are the rows' names."""
@@ -132,7 +152,8 @@ class Section:
 
 
 def execute(run: Run, sections: list[Section]) -> int:
-    """Execute the sections; the exit code. An exception ends its section, and in a gate the run."""
+    """Execute the sections; the exit code. An exception ends its section alone: time on a GPU is scarce, and sections
+    withhold what a gate has not verified."""
     for i, section in enumerate(sections):
         now = time.monotonic()
         run.end = now + (run.finish - now) * section.share / sum(other.share for other in sections[i:])
@@ -143,11 +164,8 @@ def execute(run: Run, sections: list[Section]) -> int:
             section.execute(run)
         except Exception as error:
             run.result["errors"][section.name] = run.note(error, section.name)
-            if section.is_gate:
-                break
         run.result["environment"][f"clocks after {section.name}"] = run.machine.clocks()
-    else:
-        del run.result["unfinished"]
+    del run.result["unfinished"]
     write(run.result, run.path)
     return int(bool(run.result["errors"]))
 
@@ -177,7 +195,7 @@ def page(result: dict[str, Any]) -> str:
     for name, gate in result["gates"].items():
         lines += ["", f"## {name.capitalize()}", ""]
         lines += [f"{gate['passed']} checks passed, {len(gate['failed'])} failed, in {gate['seconds']:.0f} s."]
-        lines += ["**Red: no speed is reported.**"] if gate["failed"] or not gate["passed"] else []
+        lines += ["**Red: what these checks are for is withheld.**"] if gate["failed"] or not gate["passed"] else []
         lines += ["", *(f"- {check}: {error}" for check, error in gate["failed"].items())]
         lines += [f"- **not reached**: {name}" for name in gate["not_reached"]]
     for name, section in result["sections"].items():
@@ -230,6 +248,10 @@ def main(sections: list[Section], output: Path, arguments: list[str], machine: A
     parser.add_argument("--output", type=Path, default=output, help="folder of the results")
     parser.add_argument("--only", default="", help="only what has this text in its name, checks included")
     parser.add_argument("--processes", type=int, default=processes, help="of a gate; 0: in this one")
+    parser.add_argument(
+        "--gate", type=Path, help="JSON of an earlier run: take its gates, if commit and device are ours"
+    )
+    parser.add_argument("--despite-gate", action="store_true", help="measure what no gate vouches for, marked so")
     parser.add_argument("--list", action="store_true", help="print what would be measured and stop; needs no GPU")
     options = parser.parse_args(arguments)
     if options.list:

@@ -93,9 +93,10 @@ def in_turn(samplers: dict[str, Sampler], samples: int = 9) -> dict[str, dict[st
 
 
 def ratio(times: dict[str, dict[str, Any]], base: str, name: str) -> float | None:
-    """How many times faster `name` is than `base`, where both were timed in the same manner."""
+    """How many times faster `name` is than `base`; None where one was called in a loop, which times the host too, or
+    the two were timed in different manners."""
     one, other = times.get(base, {}), times.get(name, {})
-    if "us" not in one or "us" not in other or one["how"][:4] != other["how"][:4]:
+    if "us" not in one or "us" not in other or one["how"] != other["how"] or one["how"].startswith("loop"):
         return None
     return one["us"] / other["us"]
 

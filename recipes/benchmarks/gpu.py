@@ -2,9 +2,11 @@
 
     python recipes/benchmarks/gpu.py [--minutes 8.5] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
-`--sections` takes any of kernels, gemms, layers, mlps, trainer, inference, and models for the last four, which need
-Transformers. A check that fails ends the run before any speed that depends on it. What a section leaves of its share of
-the time is for the next. Results are DIR/gpu_<device>_<date>.json and .md, complete after every row, and a .log.
+`--sections` takes any of smoke, kernels, gemms, layers, mlps, trainer, inference, and models for the last four, which
+need Transformers. What a check that fails is for is withheld, or marked with --despite-gate; --gate RESULT.json takes
+the gates of an earlier run. What a section leaves of its share of the time is for the next. Results are
+DIR/gpu_<device>_<date>.json and .md, complete after every row, and a .log with tracebacks. To go on in another run on a
+fresh machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled kernels).
 """
 
 import os

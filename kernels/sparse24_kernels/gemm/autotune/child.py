@@ -71,6 +71,10 @@ class Child:
         self.has_answered = True
         return reply
 
+    def last_output(self) -> str:
+        """The last lines that the last process wrote to stderr."""
+        return b"".join(self._stderr).decode(errors="replace")
+
     def _start(self) -> IO[bytes]:
         """Start the process and the threads that read its output; returns its input."""
         paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -103,7 +107,7 @@ class Child:
         except (subprocess.TimeoutExpired, ValueError):
             how = "it closed its output"
         self._stop()
-        lines = b"".join(self._stderr).decode(errors="replace").strip().splitlines()
+        lines = self.last_output().strip().splitlines()
         return f"{how}: {lines[-1][:300]}" if lines else how
 
     def _stop(self) -> None:
