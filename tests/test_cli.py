@@ -1,5 +1,6 @@
 """hf-sparse24 doctor and tune, on a machine without a GPU and on a pretended one."""
 
+import subprocess
 import sys
 from importlib.metadata import version
 
@@ -198,3 +199,8 @@ def test_usage(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     assert "usage: hf-sparse24" in capsys.readouterr().err
+
+
+def test_as_a_module():
+    run = subprocess.run([sys.executable, "-m", "hf_sparse24", "--version"], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == f"hf-sparse24 {__version__}\n"

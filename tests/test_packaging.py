@@ -35,7 +35,7 @@ LAYERS = [
     ["inference"],
     ["checkpoints", "pruning", "training"],
     ["tools"],
-    ["__init__"],
+    ["__init__", "__main__"],
 ]
 
 

@@ -24,13 +24,14 @@ if __name__ == "__main__":
     if missing := [name for name in ("torch", "triton") if not find_spec(name)]:
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
-from benchmarks import gemms, operations, packed, run, tilelang_gemm
+from benchmarks import gemms, operations, packed, run, smoke, tilelang_gemm
 from benchmarks.gate import Gate
 
 from recipes.benchmarks import models, modules
 
 MODELS = ("layers", "mlps", "trainer", "inference", "models")
 SECTIONS = [  # in order: what is wrong in a kernel is wrong in the GEMMs too
+    smoke.Smoke(),
     Gate("gate of the kernels", ("kernels",), "benchmarks.gate", 20),
     operations.Operations(),
     Gate("gate of the GEMMs", ("gemms", *MODELS), "benchmarks.gemms", 6),

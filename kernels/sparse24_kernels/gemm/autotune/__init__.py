@@ -8,8 +8,8 @@ stays the same until the process ends, `tune` measures its bucket, or `reset` is
 in the bucket, not on the n of the first call, so all processes of a training run agree, and a graph that torch.compile
 makes for a dynamic n holds for the whole bucket.
 
-The modules: `search.py` chooses the candidates, `child.py` runs `worker.py` in a process of its own, `check.py` is what
-the worker does, `records.py` and `table.py` are what is remembered.
+The modules: `search.py` chooses the candidates, `child.py` runs `worker.py` in a process of its own, `check.py` and
+`timing.py` are what the worker does, `records.py` and `table.py` what is remembered.
 """
 
 import operator

@@ -54,7 +54,7 @@ class Environment(NamedTuple):
     cusparselt: str
 
     def file_name(self) -> str:
-        readable = re.sub(r"[^A-Za-z0-9.+]+", "-", "_".join(self)).strip("-")
+        readable = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(self)).strip("-")
         return f"{readable}-{hashlib.sha256(json.dumps(self).encode()).hexdigest()[:8]}.json"
 
 

@@ -1,0 +1,8 @@
+"""`python -m hf_sparse24`: the command `hf-sparse24`, also where it is not on the path."""
+
+import sys
+
+from .tools.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
