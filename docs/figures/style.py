@@ -127,7 +127,7 @@ def render(name: str) -> str:
 
 
 def svg(text: str, made: Picture) -> str:
-    """Matplotlib's SVG with our colours, fonts, size and title, and coordinates of two decimals."""
+    """Matplotlib's SVG with our colours, fonts, size and title, and coordinates of two decimals; the same each time."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
@@ -136,6 +136,11 @@ def svg(text: str, made: Picture) -> str:
     text = text.replace(" font-family: 'DejaVu Sans';", "").replace("'DejaVu Sans Mono'", _MONO)
     for stand_in, (variable, _, _) in COLOURS.items():
         text = text.replace(stand_in, f"var(--{variable})")
+    # Matplotlib hashes where objects are in memory; nothing refers to its other names.
+    referred = list(dict.fromkeys(re.findall(r"#([mp][0-9a-f]{10})", text)))
+    for number, identifier in enumerate(referred):
+        text = text.replace(identifier, f"i{number}")
+    text = re.sub(r' id="(?!i\d+")[^"]*"', "", text)
     end = text.index(">") + 1
     head = f'{text[: end - 1]} role="img">\n <title>{escape(made.title)}</title>\n <style>\n{_stylesheet()} </style>'
     text = re.sub(r'(?<= d=")[^"]*', lambda path: " ".join(path[0].split()), head + text[end:])
