@@ -31,7 +31,7 @@ def over_dense(model: str, variant: str) -> list[float]:
     return [run["eval_loss"] - dense["eval_loss"] for run, dense in zip(runs(model, variant), runs(model, "dense"))]
 
 
-def _curve(
+def draw_curve(
     axis: Axes, model: str, variant: str, key: str, colour: str, label: str, line: str = "-", steps_of: str = "default"
 ) -> None:
     """Mean over seeds of what was logged, and the range; steps without a value left out."""
@@ -69,8 +69,8 @@ def hero(figure: Figure) -> None:
     arrow(left, (8.6, 4), (9.85, 4), INK)
     left.text(0, 9.2, "Of every four neighbours in a row,", fontsize=13, color=INK, va="center")
     left.text(0, 10.2, "the two smaller become zero.", fontsize=13, va="center")
-    _curve(right, "llama", "dense", "loss", MUTED, _with_loss("dense"), "--")
-    _curve(right, "llama", "s-ste", "loss", BLUE, _with_loss("s-ste"))
+    draw_curve(right, "llama", "dense", "loss", MUTED, _with_loss("dense"), "--")
+    draw_curve(right, "llama", "s-ste", "loss", BLUE, _with_loss("s-ste"))
     right.set(xlabel="step", ylabel="training loss", title="Llama, 1.2M parameters, on a CPU", ylim=(4.6, 8.6))
     right.legend(title="validation loss, 3 seeds", title_fontsize=12.5, alignment="left")
 
@@ -129,8 +129,8 @@ def method(name: str, figure: Figure) -> None:
     top, middle, bottom = figure.subfigures(3, 1, height_ratios=[1, 0.95, 0.62])
     axes = top.subplots(1, 2, sharey=True)
     for axis, (model, (label, colour)) in zip(axes, MODELS.items()):
-        _curve(axis, model, "dense", "loss", MUTED, "dense", "--")
-        _curve(axis, model, name, "loss", colour, name)
+        draw_curve(axis, model, "dense", "loss", MUTED, "dense", "--")
+        draw_curve(axis, model, name, "loss", colour, name)
         axis.set(title=label, xlabel="step", xlim=(0, 205))
         _shade_dense(axis, name)
         axis.legend(loc="upper right")
@@ -142,7 +142,7 @@ def method(name: str, figure: Figure) -> None:
         _dots(loss, values, y, colour, None)
         loss.text(max(values) + 0.006, y, f"{statistics.mean(values):+.3f}", va="center", color=colour)
         line = "steps-post" if name == "t-sr-ste" else "default"
-        _curve(flips, model, name, "flip_rate", colour, label, steps_of=line)
+        draw_curve(flips, model, name, "flip_rate", colour, label, steps_of=line)
     loss.axvline(0, color=MUTED, linestyle="--", linewidth=1.4)
     loss.set(yticks=[0, 1], ylim=(1.5, -0.6), title="Validation loss over dense", xlim=(-0.06, 0.14))
     loss.set_yticklabels(["Llama", "GPT-2"])

@@ -178,7 +178,6 @@ def matrix(
     largest: float | None = None,
     at: tuple[float, float] = (0, 0),
     groups: str = "rows",
-    numbers: str | None = None,
     colour: str | None = None,
     gap: float = 0.35,
 ) -> tuple[float, float]:
@@ -189,7 +188,6 @@ def matrix(
         values: rows of numbers. largest: the magnitude of the full colour; by default the largest one.
         at: x and y of the upper left corner, in cells.
         groups: what stands apart: groups of four in `"rows"`, in `"columns"`, `"both"` or `"none"`.
-        numbers: a format for the value in each cell.
         colour: one colour for both signs.
 
     Returns:
@@ -202,13 +200,12 @@ def matrix(
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             x, y = at[0] + j + j // 4 * x_gap, at[1] + i + i // 4 * y_gap
-            fill = colour or (BLUE if value > 0 else ORANGE)
-            alpha = 0 if value == 0 else 0.12 + 0.83 * min(1.0, abs(value) / largest)
-            axis.add_patch(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, facecolor=fill, alpha=round(alpha, 2)))
             if value == 0:
-                axis.add_patch(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, facecolor="none", edgecolor=GRID, linewidth=1))
-            if numbers is not None:
-                axis.text(x + 0.5, y + 0.53, numbers.format(value), ha="center", va="center", fontsize=11)
+                look = {"facecolor": "none", "edgecolor": GRID, "linewidth": 1}
+            else:
+                alpha = 0.12 + 0.83 * min(1.0, abs(value) / largest)
+                look = {"facecolor": colour or (BLUE if value > 0 else ORANGE), "alpha": round(alpha, 2)}
+            axis.add_patch(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, **look))
     rows, columns = len(values), len(values[0])
     return at[0] + columns + (columns - 1) // 4 * x_gap, at[1] + rows + (rows - 1) // 4 * y_gap
 
