@@ -1,6 +1,7 @@
 """Figures of the documentation: each draws, is committed as drawn, is used, and is readable on light and dark pages."""
 
 import base64
+import functools
 import io
 import re
 import xml.etree.ElementTree as ElementTree
@@ -19,9 +20,14 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@functools.cache
+def drawn(name: str) -> str:
+    return style.render(name)
+
+
 @pytest.mark.parametrize("name", style.PICTURES)
 def test_a_figure_draws(name):
-    svg = style.render(name)
+    svg = drawn(name)
     root = ElementTree.fromstring(svg)
     assert root.find("{*}title").text == style.PICTURES[name].title
     assert len(svg) < 60_000
@@ -34,7 +40,7 @@ def test_the_committed_file_is_what_is_drawn(name):
     pinned = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
     if version("matplotlib") != pinned:
         pytest.skip(f"files are drawn by matplotlib {pinned}, this is {version('matplotlib')}")
-    assert (make.IMAGES / f"{name}.svg").read_text() == style.render(name), "run `make figures`"
+    assert (make.IMAGES / f"{name}.svg").read_text() == drawn(name), "run `make figures`"
 
 
 def test_committed_files_are_the_registered_ones():

@@ -35,7 +35,10 @@ COLOURS = {
     PURPLE: ("purple", "#96438f", "#d999d6"),
     GREY: ("grey", "#7a828c", "#8b95a3"),
 }
-BACKGROUNDS = {"light": ["#ffffff"], "dark": ["#0d1117", "#1e2129"]}  # of GitHub, and of the site
+BACKGROUNDS = {
+    "light": ["#ffffff"],
+    "dark": ["#0d1117", "#0b0c0f", "#1e2129"],
+}  # of GitHub, of the site, and a lighter one
 
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 _MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
@@ -148,7 +151,8 @@ def svg(text: str, made: Picture) -> str:
 
 
 def _rounded(number: re.Match) -> str:
-    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".").replace("-0", "0", float(number[0]) > -0.005)
+    value = round(float(number[0]), 2) + 0.0  # never -0
+    return f"{value:g}"
 
 
 def _stylesheet() -> str:
@@ -203,7 +207,7 @@ def matrix(
             if value == 0:
                 look = {"facecolor": "none", "edgecolor": GRID, "linewidth": 1}
             else:
-                alpha = 0.12 + 0.83 * min(1.0, abs(value) / largest)
+                alpha = 0.22 + 0.73 * min(1.0, abs(value) / largest)
                 look = {"facecolor": colour or (BLUE if value > 0 else ORANGE), "alpha": round(alpha, 2)}
             axis.add_patch(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, **look))
     rows, columns = len(values), len(values[0])
