@@ -1,0 +1,444 @@
+"""Figures of the concept pages: what 2:4 is, which GEMM can use it, and how methods choose what stays."""
+
+import statistics
+
+import sparse24_kernels as kernels
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from results import METHODS, MODELS, draw_curve
+from sparse24_kernels import count_flips, mvue, nm_mask, nm_prune, s_ste_scale, soft_threshold, transposable_mask
+from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, bare, cells, matrix, picture
+from torch import Tensor
+
+from hf_sparse24 import Sparse24Config
+from hf_sparse24.metrics import kept_magnitude
+from hf_sparse24.training.decay_search import FEASIBLE
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# 2:4 and the hardware
+
+
+@picture(
+    "hardware-packed",
+    "A row of sixteen 2:4 weights in four groups becomes eight values and eight two-bit positions: 18 bytes instead of "
+    "32 in bf16",
+    600,
+    235,
+)
+def packed(figure: Figure) -> None:
+    axis = figure.subplots()
+    cells(axis, 20.6, 7.6, left=-2.6, top=-0.9)
+    row = nm_prune(torch.randn(1, 16, generator=generator(2)))
+    right, _ = matrix(axis, row.tolist(), 2.2)
+    axis.text(-0.3, 0.5, "weights", ha="right", va="center")
+    axis.text(right, -0.35, "16 x 16 bits", ha="right", color=MUTED)
+    for group in range(4):
+        left = group * 4.35
+        kept = [i for i in range(4) if row[0, group * 4 + i]]
+        values = [[row[0, group * 4 + i].item() for i in kept]]
+        matrix(axis, values, 2.2, (left + 1, 3))
+        for place, i in enumerate(kept):
+            arrow(axis, (left + i + 0.5, 1.1), (left + place + 1.5, 2.9))
+            axis.text(left + place + 1.5, 5.5, f"{i:02b}", ha="center", va="center", family="DejaVu Sans Mono")
+            axis.add_patch(Rectangle((left + place + 1.05, 5.05), 0.9, 0.9, fill=False, edgecolor=GRID, linewidth=1))
+    axis.text(-0.3, 3.5, "values", ha="right", va="center")
+    axis.text(right, 4.55, "8 x 16 bits", ha="right", color=MUTED)
+    axis.text(-0.3, 5.5, "positions", ha="right", va="center")
+    axis.text(right, 6.55, "8 x 2 bits", ha="right", color=MUTED)
+
+
+# Rows of tokens, geometric mean, lowest and highest speed-up over the shapes of LLM layers; bf16, H100 PCIe, cuSPARSELt
+# 0.8.1 over cuBLASLt, each with its best algorithm. Raw data of arXiv 2603.05232 (bcacdwk/vllmbench, commit 92a8ca4).
+PUBLISHED = {
+    "up to 128": (0.87, 0.43, 1.49),
+    "256 to 512": (1.11, 0.67, 1.57),
+    "1024": (1.39, 0.89, 1.99),
+    "2048 to 4096": (1.50, 0.94, 1.89),
+    "8192 to 16384": (1.57, 1.35, 1.74),
+}
+
+
+@picture(
+    "hardware-gemm",
+    "Published speed-ups of one 2:4 GEMM over a dense one by the number of tokens: 0.87 at up to 128 tokens, rising to "
+    "1.57 at 8192 to 16384; the theoretical factor is 2",
+    600,
+    300,
+)
+def published_gemm(figure: Figure) -> None:
+    axis = figure.subplots()
+    for y, (mean, lowest, highest) in enumerate(PUBLISHED.values()):
+        axis.plot([lowest, highest], [y, y], color=BLUE, linewidth=2)
+        axis.plot(mean, y, "o", color=BLUE, markersize=8)
+        axis.text(mean, y - 0.22, f"{mean:.2f}", ha="center", color=BLUE)
+    for x, label in [(1, "as fast as dense"), (2, "theory")]:
+        axis.axvline(x, color=MUTED, linestyle="--", linewidth=1.4)
+        axis.text(x, -0.75, label, ha="center", color=MUTED)
+    axis.set(yticks=range(len(PUBLISHED)), ylim=(4.5, -0.65), xlim=(0.35, 2.15), ylabel="tokens in the GEMM")
+    axis.set_yticklabels(PUBLISHED)
+    axis.set(xlabel="one GEMM: 2:4 over dense, H100 PCIe, bf16 (published, not ours)")
+    axis.grid(axis="y", visible=False)
+
+
+# The three GEMMs
+
+
+@picture(
+    "gemms",
+    "The three GEMMs of a linear layer. Output contracts over in, grad_input over out, grad_weight over tokens; the "
+    "operand that can be 2:4 has its groups of four along that dimension",
+    600,
+    560,
+)
+def gemms(figure: Figure) -> None:
+    rows, inner, outer = 5, 8, 8  # tokens are drawn as 8 where they are contracted
+    gemm_rows = [
+        ("output", ("X", "T", "in", rows, inner), ("Wᵀ", "in", "out", inner, outer), ("Z", "T", "out"), 1, "in"),
+        ("grad_input", ("dZ", "T", "out", rows, outer), ("W", "out", "in", outer, inner), ("dX", "T", "in"), 1, "out"),
+        ("grad_weight", ("dZᵀ", "out", "T", 8, 8), ("X", "T", "in", 8, inner), ("dW", "out", "in"), 0, "T"),
+    ]
+    wanted = ["W 2:4 along in: any 2:4 mask", "W 2:4 along out: a transposable mask", "dZ 2:4 along tokens: MVUE"]
+    for axis, (name, left, right, result, sparse, along), text in zip(figure.subplots(3, 1), gemm_rows, wanted):
+        cells(axis, 36.5, 13.2, left=-1.4, top=-3)
+        axis.text(-1.2, -2.3, name, weight="bold", fontsize=14)
+        axis.text(35, -2.3, text, color=BLUE, ha="right")
+        x = 0.0
+        for position, (symbol, first, second, height, width) in enumerate((left, right)):
+            top = (8 - height) / 2
+            if position == sparse:
+                values = torch.ones(height, width)
+                groups = "rows" if position == 0 else "columns"
+                keep = nm_mask(torch.rand(height, width, generator=generator(3)), dim=1 if position == 0 else 0)
+                end, _ = matrix(axis, (values * keep).tolist(), 1.3, (x, top), groups, gap=0.4)
+            else:
+                axis.add_patch(Rectangle((x, top), width, height, facecolor=GREY, alpha=0.25))
+                end = x + width
+            axis.text(
+                (x + end) / 2,
+                top + height + (1.3 if position == sparse else 0.9),
+                symbol,
+                ha="center",
+                va="center",
+                weight="bold",
+                fontsize=15,
+            )
+            contracted = {"color": ORANGE, "weight": "bold"}
+            down, across = (contracted if (position == 1) else {}), (contracted if position == 0 else {})
+            axis.text((x + end) / 2, top - 0.35, second, ha="center", **across)
+            axis.text(x - 0.25, top + height / 2, first, ha="right", va="center", **down)
+            x = end + 3.6
+            if position == 0:
+                axis.text(end + 0.9, 4, "x", ha="center", va="center", fontsize=15)
+        axis.text(x - 2.5, 4, "=", ha="center", va="center", fontsize=15)
+        height, width = left[3], right[4]
+        top = (8 - height) / 2
+        axis.add_patch(Rectangle((x + 0.6, top), width, height, facecolor=GREY, alpha=0.25))
+        axis.text(
+            x + 0.6 + width / 2, top + height + 0.9, result[0], ha="center", va="center", weight="bold", fontsize=15
+        )
+        axis.text(x + 0.6 + width / 2, top - 0.35, result[2], ha="center")
+        axis.text(x + 0.35, top + height / 2, result[1], ha="right", va="center")
+        axis.text(x + 10, 4, f"sums\nover\n{along}", color=ORANGE, va="center", weight="bold")
+
+
+# Hard and soft threshold
+
+
+def _moving_groups() -> tuple[Tensor, Tensor]:
+    """One weight from -1.5 to 1.5 beside three that stay."""
+    moving = torch.linspace(-1.5, 1.5, 601)
+    return moving, torch.stack([moving, *torch.tensor([0.3, -0.6, 1.0]).expand(601, 3).t()], dim=1)
+
+
+def _plot_jumps(axis: Axes, x: Tensor, y: Tensor, **line) -> None:
+    """A curve without the vertical strokes that would join its jumps."""
+    y = y.clone()
+    y[1:][(y[1:] - y[:-1]).abs() > 0.05] = torch.nan
+    axis.plot(x.tolist(), y.tolist(), **line)
+
+
+@picture(
+    "thresholds",
+    "Four weights of a group, pruned, while one of them moves from -1.5 to 1.5. With a hard threshold two of them jump "
+    "by 0.6 where the moving weight overtakes -0.6; with a soft threshold all four curves are continuous",
+    600,
+    300,
+)
+def thresholds(figure: Figure) -> None:
+    moving, groups = _moving_groups()
+    axes = figure.subplots(1, 2, sharey=True)
+    lines = [("moving", BLUE, 3), ("0.3", GREEN, 2), ("-0.6", ORANGE, 2), ("1.0", PURPLE, 2)]
+    for axis, pruned, title in zip(axes, (nm_prune(groups), soft_threshold(groups)), ("hard", "soft (S-STE)")):
+        for i, (label, colour, width) in enumerate(lines):
+            _plot_jumps(axis, moving, pruned[:, i], color=colour, linewidth=width, label=label)
+        axis.set(title=title, xlabel="the moving weight", ylim=(-1.65, 1.65), xticks=[-1.5, -0.6, 0, 0.6, 1.5])
+    axes[0].set(ylabel="what is multiplied")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, columnspacing=1.2)
+
+
+@picture(
+    "thresholds-loss",
+    "The loss of the same group against the moving weight: with a hard threshold it jumps where the mask changes, with "
+    "a soft one it has kinks but no jump",
+    600,
+    270,
+)
+def thresholds_loss(figure: Figure) -> None:
+    moving, groups = _moving_groups()
+    target = torch.tensor([1.0, 0.2, -0.2, 1.0])
+    scale = s_ste_scale(torch.randn(64, 64, generator=generator()))
+    axis = figure.subplots()
+    for pruned, colour, label in [
+        (nm_prune(groups), ORANGE, "hard threshold"),
+        (soft_threshold(groups, scale=scale), BLUE, "soft threshold, with scale"),
+    ]:
+        _plot_jumps(axis, moving, ((pruned - target) ** 2).sum(1), color=colour, label=label)
+    axis.set(xlabel="the moving weight (target: 1.0)", ylabel="squared error", xticks=[-1.5, -0.6, 0, 0.6, 1.0, 1.5])
+    axis.legend()
+
+
+# Transposable masks
+
+
+TILE = [[0.9, 0.8, 0.1, 0.3], [0.7, 0.2, 0.4, 0.1], [0.8, 0.6, 0.5, 0.2], [0.1, 0.9, 0.2, 0.7]]
+
+
+@picture(
+    "transposable",
+    "A 4 x 4 tile of magnitudes under two masks. The two largest of each row keep 5.8 of the sum but leave columns "
+    "with 3, 3, 1 and 1; the best transposable mask keeps 5.1 with two in every row and column",
+    600,
+    260,
+)
+def transposable(figure: Figure) -> None:
+    axis = figure.subplots()
+    cells(axis, 18.6, 7.5, left=-0.2, top=-1.7)
+    tile = torch.tensor(TILE)
+    masks = [
+        ("magnitudes", torch.ones_like(tile, dtype=torch.bool)),
+        ("2:4 by rows", nm_mask(tile)),
+        ("transposable", transposable_mask(tile)),
+    ]
+    for place, (title, mask) in enumerate(masks):
+        x = place * 6.4
+        matrix(axis, (tile * mask).tolist(), 1.3, (x, 0), "none", colour=BLUE)
+        for i in range(4):
+            for j in range(4):
+                colour = INK if mask[i, j] else GREY
+                axis.text(x + j + 0.5, i + 0.53, f"{TILE[i][j]:.1f}", color=colour, ha="center", va="center")
+        axis.text(x + 2, -1.05, title, ha="center", weight="bold")
+        axis.text(x + 2, -0.3, f"sum {(tile * mask).sum():.1f}", ha="center", color=MUTED)
+        if place:
+            for i in range(4):
+                for count, at in [
+                    (int(mask[i].sum()), (x + 4.35, i + 0.53)),
+                    (int(mask[:, i].sum()), (x + i + 0.5, 4.5)),
+                ]:
+                    axis.text(
+                        *at, str(count), ha="center", va="center", color=GREEN if count == 2 else ORANGE, weight="bold"
+                    )
+            axis.text(x + 2, 5.25, "kept per column", ha="center", color=MUTED, fontsize=12)
+
+
+@picture(
+    "transposable-kept",
+    "Share of the L1 norm of a Gaussian matrix that a 2:4 mask keeps: 0.745 by rows, 0.703 best transposable, 0.692 "
+    "greedy, 0.631 two-approx",
+    600,
+    215,
+)
+def transposable_kept(figure: Figure) -> None:
+    weight = torch.randn(1024, 1024, generator=generator())
+    kept = {"by rows": kept_magnitude(weight, nm_mask(weight))}
+    for solver in ("exact", "greedy", "two-approx"):
+        kept[f'"{solver}"'] = kept_magnitude(weight, transposable_mask(weight, solver=solver))
+    axis = figure.subplots()
+    axis.barh(range(4), list(kept.values()), color=[GREY, BLUE, GREEN, PURPLE], height=0.62)
+    for y, value in enumerate(kept.values()):
+        axis.text(value + 0.01, y, f"{value:.3f}", va="center")
+    axis.set(yticks=range(4), ylim=(3.5, -0.5), xlim=(0, 0.84), xlabel="kept share of the L1 norm, Gaussian weights")
+    axis.set_yticklabels(kept)
+    axis.grid(axis="y", visible=False)
+
+
+# MVUE
+
+
+@picture(
+    "mvue",
+    "Top: the mean of MVUE draws of four numbers approaches the numbers themselves within a few hundred draws. Bottom: "
+    "squared error of one draw relative to the gradient: the exact estimator is below the approximate one for "
+    "Gaussian, Laplace and log-normal gradients; keeping the two largest has less error, but it is biased",
+    600,
+    560,
+)
+def mvue_means(figure: Figure) -> None:
+    top, bottom = figure.subplots(2, 1)
+    group, draws = torch.tensor([0.2, -0.5, 1.0, 2.3]), 2000
+    means = mvue(group.repeat(draws, 1), key=0).double().cumsum(0) / torch.arange(1, draws + 1)[:, None]
+    shown = [i - 1 for i in sorted({round(10 ** (e / 24)) for e in range(80)}) if i <= draws]
+    for i, colour in enumerate((BLUE, ORANGE, GREEN, PURPLE)):
+        top.axhline(group[i].item(), color=colour, linestyle=":", linewidth=1.5)
+        top.plot([s + 1 for s in shown], means[shown, i].tolist(), color=colour)
+        top.text(2150, group[i].item(), f"{group[i].item():.1f}", color=colour, va="center")
+    top.set(xscale="log", xlim=(1, 2000), xlabel="draws", ylabel="mean of the draws", title="Four numbers")
+    top.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+    top.minorticks_off()
+
+    size = (4000, 4)
+    signs = torch.randn(size, generator=generator(1)).sign()
+    gradients = {
+        "Gaussian": torch.randn(size, generator=generator()),
+        "Laplace": torch.empty(size).exponential_(generator=generator()) * signs,
+        "log-normal": torch.randn(size, generator=generator()).mul(1.5).exp() * signs,
+    }
+    estimates = [
+        ("exact", BLUE, lambda x: mvue_error(x, "exact")),
+        ("approx", GREEN, lambda x: mvue_error(x, "approx")),
+        ("two largest (biased)", GREY, lambda x: ((nm_prune(x) - x) ** 2).sum().item() / (x**2).sum().item()),
+    ]
+    for shift, (label, colour, error) in zip((-0.28, 0, 0.28), estimates):
+        values = [error(x) for x in gradients.values()]
+        bottom.bar([i + shift for i in range(3)], values, width=0.25, color=colour, label=label)
+        for i, value in enumerate(values):
+            bottom.text(i + shift, value + 0.008, f"{value:.3f}", ha="center", fontsize=12)
+    bottom.set(xticks=range(3), ylabel="squared error / squared size", title="Error of one draw", ylim=(0, 0.58))
+    bottom.set_xticklabels(gradients)
+    bottom.grid(axis="x", visible=False)
+    bottom.legend()
+
+
+def mvue_error(x: Tensor, estimator: str, draws: int = 40) -> float:
+    """Mean squared error of a 2:4 draw, relative to the squared size of the gradient."""
+    errors = sum((((mvue(x, estimator=estimator, key=key) - x).double()) ** 2).sum().item() for key in range(draws))
+    return errors / draws / (x.double() ** 2).sum().item()
+
+
+# Flip rate and masked decay
+
+
+@picture(
+    "flip-rate",
+    "Flip rate per step of ste and sr-ste on two tiny models, 200 steps: it peaks at the end of the warm-up, at about "
+    "0.007 (Llama) and 0.011 (GPT-2), then falls to zero; with masked decay it is lower throughout",
+    600,
+    280,
+)
+def flip_rates(figure: Figure) -> None:
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (model, (title, _)) in zip(axes, MODELS.items()):
+        draw_curve(axis, model, "ste", "flip_rate", MUTED, "ste: no decay", "--")
+        draw_curve(axis, model, "sr-ste", "flip_rate", BLUE, "sr-ste: decay 2e-4")
+        axis.set(title=title, xlabel="step", xlim=(0, 205), ylim=(0, 0.0125))
+        axis.legend()
+    axes[0].set(ylabel="flip rate per step")
+
+
+def toy_flip_rates(decay: float | None, steps: int = 240) -> list[float]:
+    """Flip rates of a 64 x 64 linear layer that learns another one's outputs by Adam; decay None: a dense layer, and
+    the mask that it would have. In fp64, so that no other machine rounds a mask differently."""
+    draw = generator()
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw, dtype=torch.float64)
+
+    target, weight = normal(64, 64), normal(64, 64) * 0.5
+    first, second, mask = torch.zeros_like(weight), torch.zeros_like(weight), nm_mask(weight)
+    rates = []
+    for step in range(1, steps + 1):
+        x, noise = normal(16, 64), normal(16, 64)
+        used = weight if decay is None else weight * mask
+        gradient = (x @ (used - target).t() + noise).t() @ x / 16
+        if decay:
+            kernels.masked_decay_(gradient, weight, mask, decay)
+        first.lerp_(gradient, 0.1)
+        second.lerp_(gradient**2, 0.05)
+        rate = 4e-3 * min(1, step / 40)
+        weight -= rate * (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
+        before, mask = mask, nm_mask(weight)
+        rates.append(count_flips([before], [mask]).item() / mask.numel())
+    return rates
+
+
+@picture(
+    "flip-rate-decay",
+    "A toy layer with a constant learning rate. Left: without decay masks flip more often than the would-be masks of a "
+    "dense layer; with decay 2 somewhat less often; with decay 30 hardly at all in the warm-up. Right: the ratio mu of "
+    "sparse and dense flip rates falls from 1.5 to 0 as the decay grows; 2 lies between 0.60 and 0.95",
+    600,
+    310,
+)
+def flip_rate_decay(figure: Figure) -> None:
+    left, right = figure.subplots(1, 2)
+    dense = toy_flip_rates(None)
+    decays = (0, 0.1, 0.3, 1, 2, 5, 10, 30)
+    rates = {decay: toy_flip_rates(decay) for decay in decays}
+    for label, values, colour, line in [
+        ("no decay", rates[0], ORANGE, "-"),
+        ("dense", dense, MUTED, "--"),
+        ("decay 2", rates[2], BLUE, "-"),
+        ("decay 30", rates[30], PURPLE, "-"),
+    ]:
+        smooth = [statistics.mean(values[i : i + 20]) for i in range(0, len(values), 10) if i + 20 <= len(values)]
+        left.plot([i * 10 + 10 for i in range(len(smooth))], smooth, line, color=colour, label=label)
+    left.set(xlabel="step", ylabel="flip rate per step", ylim=(0, 0.0068), title="Flip rate of a toy layer")
+    left.legend(ncols=2, columnspacing=1, loc="upper right")
+    window = slice(30, 50)  # the end of the warm-up
+    mu = [statistics.mean(rates[decay][window]) / statistics.mean(dense[window]) for decay in decays]
+    right.axhspan(*FEASIBLE, color=GREEN, alpha=0.25, linewidth=0)
+    right.text(0.012, statistics.mean(FEASIBLE), "feasible", color=GREEN, va="center")
+    right.plot([max(decay, 0.03) for decay in decays], mu, "o-", color=BLUE)
+    right.set(xscale="log", xlim=(0.01, 50), ylim=(0, 1.7), title="mu = sparse / dense", xlabel="decay (0 at the left)")
+    right.set_xticks([0.03, 0.1, 1, 10], ["0", "0.1", "1", "10"])
+    right.minorticks_off()
+
+
+# Phases
+
+
+@picture(
+    "phases",
+    "When each method is sparse in a run of 300 steps with default settings: s-ste, sr-ste, ste and fixed-mask "
+    "throughout; t-sr-ste for five sixths, with a mask refresh every 40 steps, then dense; step dense until its "
+    "switch, which comes between 10 and 50 percent",
+    600,
+    310,
+)
+def phases(figure: Figure) -> None:
+    axis, total = figure.subplots(), 300
+    bare(axis)
+    for y, name in enumerate(METHODS):
+        method = Sparse24Config(method=name).bind()
+        schedule = method.schedule(total)
+        tail = total if schedule.first_tail is None else schedule.first_tail
+        _phase(axis, y, 0, schedule.first_sparse, "dense")
+        _phase(axis, y, schedule.first_sparse, tail, "sparse")
+        _phase(axis, y, tail, total, "dense")
+        if name == "step":
+            earliest = method.settings.switch_after * total
+            axis.plot([earliest, schedule.first_sparse], [y + 0.5] * 2, color=PURPLE, linewidth=3)
+            axis.text(
+                schedule.first_sparse + 4, y + 0.5, "range of the switch", color=PURPLE, fontsize=11.5, va="center"
+            )
+        if name == "t-sr-ste":
+            refreshes = [step for step in range(1, tail) if method.refreshes_state(step, total)]
+            axis.plot(refreshes, [y - 0.37] * len(refreshes), "v", color=ORANGE, markersize=7)
+            axis.text(refreshes[-1] + 10, y - 0.45, "mask refresh", color=ORANGE, fontsize=11.5, va="center")
+        axis.text(-6, y, name, ha="right", va="center")
+    axis.set(xlim=(-58, total + 2), ylim=(len(METHODS) + 0.1, -0.6))
+    for fraction in (0, 0.1, 0.5, 5 / 6, 1):
+        axis.axvline(fraction * total, ymin=0.07, color=GRID, linewidth=1, zorder=0)
+        axis.text(fraction * total, len(METHODS) - 0.1, f"{fraction:.0%}", ha="center", color=MUTED, fontsize=12)
+
+
+def _phase(axis: Axes, y: int, start: int, end: int, phase: str) -> None:
+    if end > start:
+        colour, alpha = (BLUE, 0.55) if phase == "sparse" else (GREY, 0.3)
+        axis.add_patch(Rectangle((start, y - 0.27), end - start, 0.54, facecolor=colour, alpha=alpha))
+        axis.text((start + end) / 2, y, phase, ha="center", va="center", fontsize=12)

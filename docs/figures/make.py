@@ -1,0 +1,34 @@
+"""Draw every figure of the README and the site: `make figures`, into docs/images.
+
+python docs/figures/make.py             # all of them; files that no figure has any more are removed
+python docs/figures/make.py hero mvue   # these
+"""
+
+import argparse
+from pathlib import Path
+
+import concepts  # noqa: F401  registers its figures
+import results  # noqa: F401  the same
+from style import PICTURES, render
+
+IMAGES = Path(__file__).resolve().parent.parent / "images"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(PICTURES)}")
+    names = parser.parse_args(argv).names
+    if unknown := set(names) - PICTURES.keys():
+        parser.error(f"no figure is called {', '.join(sorted(unknown))}")
+    IMAGES.mkdir(exist_ok=True)
+    for name in names or PICTURES:
+        path = IMAGES / f"{name}.svg"
+        path.write_text(render(name))
+        print(f"{path}  {path.stat().st_size / 1024:.0f} KB")
+    for path in IMAGES.glob("*.svg"):
+        if path.stem not in PICTURES:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    main()
