@@ -62,7 +62,7 @@ def draw_curve(
 def hero(figure: Figure) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[1.12, 1])
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
-    cells(left, 18.7, 12.6, left=-0.2, top=-2.6)
+    cells(left, 19.5, 12.6, left=-0.2, top=-2.6)
     for x, values, title in [(0, weight, "dense"), (10.1, nm_prune(weight), "2:4 sparse")]:
         matrix(left, values.tolist(), 2.2, (x, 0))
         left.text(x + 4.17, -0.55, title, ha="center", weight="bold", fontsize=14)
