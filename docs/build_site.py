@@ -55,7 +55,7 @@ def method_page(name: str) -> str:
 
 {title}
 
-![Validation loss, flip rate and step time of {name} beside the dense control](../images/method-{name}.svg)
+![Training and validation loss, flip rate and step time of {name} beside the dense control](../images/method-{name}.svg)
 
 ```python
 from transformers import AutoModelForCausalLM
@@ -89,6 +89,18 @@ def command_line_page() -> str:
     intro = "What `hf-sparse24 COMMAND --help` prints. The guides show the commands in use: [tuning and the doctor]"
     intro += "(../guides/tuning.md), [reading the logs](../guides/logs.md), [export and the Hub](../guides/export.md)."
     return "\n\n".join(["# Command line", intro, *sections]) + "\n"
+
+
+def methods_page() -> str:
+    """The committed page, with the site's picture of the same runs."""
+    text = re.sub(r"!\[[^]]*\]\(methods-[^)]*\)\n", "", (RESULTS / "methods.md").read_text())
+    return text.replace("\n\n## ", f"\n\n{_CURVES}\n\n## ", 1)
+
+
+_CURVES = (
+    "![Training loss over the dense control, step by step, for every method and variant on both models]"
+    "(../images/curves.svg)"
+)
 
 
 def costs_page() -> str:
@@ -129,7 +141,8 @@ def pages() -> dict[str, str]:
     """The generated pages by their path below docs/."""
     made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
     made["reference/cli.md"] = command_line_page()
-    made |= {f"measured/{name}": (RESULTS / name).read_text() for name in ("methods.md", "plan.md")}
+    made["measured/methods.md"] = methods_page()
+    made["measured/plan.md"] = (RESULTS / "plan.md").read_text()
     made["measured/costs.md"] = costs_page()
     return made
 
@@ -138,8 +151,6 @@ def write_pages() -> None:
     for path, text in pages().items():
         (DOCS / path).parent.mkdir(exist_ok=True)
         (DOCS / path).write_text(text)
-    for picture in RESULTS.glob("methods-*.png"):  # which the page of results shows
-        shutil.copy(picture, DOCS / "measured")
 
 
 def build_site() -> int:
