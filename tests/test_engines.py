@@ -15,7 +15,7 @@ from hf_sparse24 import export_model
 from hf_sparse24.weight import sparse_weights
 
 PAGE = Path(__file__).parent.parent / "docs/engines.md"
-(SNIPPET,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+_, SNIPPET = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)  # after the one that exports
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "llama": {"num_hidden_layers": 1}, "bert": {"num_hidden_layers": 1}}
 
 

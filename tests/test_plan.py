@@ -279,8 +279,10 @@ def test_wrong_arguments(directory, wrong):
     assert stopped.value.code == 2
 
 
-def test_one_gpu_moves_nothing():
-    assert plan_step(patched("s-ste"), Setting(1, 16, 16)).collectives == []
+def test_one_gpu_moves_nothing_and_has_no_buckets():
+    one, two = (plan_step(patched("s-ste"), Setting(gpus, 16, 16, parallel="ddp")) for gpus in (1, 2))
+    assert one.collectives == []
+    assert two.memory.keys() - one.memory.keys() == {"DDP's buckets, fp32"}
 
 
 @pytest.mark.slow

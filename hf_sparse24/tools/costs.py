@@ -72,7 +72,7 @@ def by_group(leaves: Iterable[Leaf]) -> dict[str | None, list[Leaf]]:
 def held(leaves: Sequence[Leaf], parallel: str, ranks: int) -> dict[str, int]:
     """Bytes of parameters, gradients and AdamW's state that the first process holds, which has the most.
 
-    DDP's buckets are a second copy of the gradients.
+    DDP's buckets are a second copy of the gradients; one process alone has none.
     """
     if parallel == "ddp":
         sizes = gradients = [leaf.numel for leaf in leaves]
@@ -86,7 +86,7 @@ def held(leaves: Sequence[Leaf], parallel: str, ranks: int) -> dict[str, int]:
         "gradients, fp32": sum(gradients) * MASTER_BYTES,
         "AdamW's moments, fp32": 2 * sum(sizes) * MASTER_BYTES,
     }
-    return found | ({"DDP's buckets, fp32": sum(sizes) * MASTER_BYTES} if parallel == "ddp" else {})
+    return found | ({"DDP's buckets, fp32": sum(sizes) * MASTER_BYTES} if parallel == "ddp" and ranks > 1 else {})
 
 
 def unsharded(leaves: Sequence[Leaf], gather_bytes: int) -> int:

@@ -29,7 +29,8 @@ def header(name: str, model: PreTrainedModel, plan: Plan) -> list[str]:
     again = ", gradient checkpointing" if setting.checkpointing else ""
     return [
         f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them in 2:4 layers",
-        f"{setting.gpus} GPUs, {setting.parallel}, {setting.tokens} tokens per GPU and step in sequences of "
+        f"{setting.gpus} GPU{'s' if setting.gpus > 1 else ''}, {setting.parallel}, "
+        f"{setting.tokens} tokens per GPU and step in sequences of "
         f"{setting.sequence}, {_name(setting.dtype)}{again}: computed, not measured",
     ]
 
