@@ -87,7 +87,7 @@ def control_metrics(control: Control | None) -> dict[str, float]:
     metrics = dict(control) if isinstance(control, Mapping) else last_evaluation(by_step(control_logs(control)))
     if not metrics and not isinstance(control, Mapping):
         raise ValueError(
-            f"dense_control={str(control)!r}: that run logged no evaluation; evaluate it as it trains (eval_strategy=), "
+            f"dense_control={str(control)!r}: that run logged no evaluation; evaluate it as it trains (eval_strategy), "
             f"or pass what control.evaluate() returns"
         )
     wrong = [name for name, value in metrics.items() if not isinstance(value, int | float)]
