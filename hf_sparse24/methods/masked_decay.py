@@ -47,7 +47,10 @@ class MaskedDecayMethod(SparseMethod):
 
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
         if self.settings.masked_decay == AUTO:
-            raise ValueError("masked_decay='auto': only Sparse24Trainer determines it; give the controller a number")
+            raise ValueError(
+                "masked_decay='auto': only Sparse24Trainer determines it; set a number here, such as the one that "
+                "Sparse24Trainer(...).tune_masked_decay() chooses"
+            )
         super().check_run(total_steps, optimizer)
 
     def before_step(self, weights: Mapping[str, SparseWeight], context: StepContext) -> None:
