@@ -96,6 +96,9 @@ def test_wrong_arguments_are_named(tmp_path):
     for control in (tmp_path, "nowhere.json", tmp_path / "other.json", {}, {"eval_loss": "low"}):
         with pytest.raises(ValueError, match="dense_control="):
             make_model_card(model, dense_control=control)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 9, "loss": 3.0}]}))
+    with pytest.raises(ValueError, match="that run logged no evaluation; evaluate it as it trains"):
+        make_model_card(model, dense_control=tmp_path)
     with pytest.raises(ValueError, match="format='zip': must be one of"):
         make_model_card(model, format="zip")
     with pytest.raises(TypeError, match="'lisence' is neither an argument nor metadata"):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import export_model
 from hf_sparse24.checkpoints import replacing
 from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
+from hf_sparse24.patching import set_phase
 
 OUTDATED = re.compile(r"model.*\.safetensors(\.index\.json)?")
 CHANGES = ("link", "mkdir", "remove", "replace", "rmdir", "symlink", "unlink")
@@ -208,6 +209,15 @@ def test_a_model_that_was_not_patched(tmp_path):
     with pytest.raises(ValueError, match="LlamaForCausalLM is no model that patch_model got"):
         del model.config.quantization_config
         export_model(model, tmp_path)
+
+
+def test_an_export_of_a_dense_phase_says_so(tmp_path, caplog):
+    model = patched()
+    export_model(model, tmp_path / "sparse")
+    assert not caplog.records
+    set_phase(model, "dense")
+    export_model(model, tmp_path / "dense")
+    assert "no weight in" in caplog.text and "dense_tail=0" in caplog.text
 
 
 def test_wrapped_models_are_looked_through(tmp_path):

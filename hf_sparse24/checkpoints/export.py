@@ -31,6 +31,8 @@ from .parts import Part, dense_parts, packed_parts
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import Hashes, write_safetensors
 
+logger = logging.get_logger(__name__)
+
 FORMATS = ("dense", "packed")
 
 WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
@@ -97,6 +99,11 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         files = _files(parts, max_shard_size)
         with _made_together(files) if _is_sharded(model) else nullcontext(True) as writes:
             if writes:
+                if weights and all(weight.run_state.phase == "dense" for weight in weights.values()):
+                    logger.warning(
+                        f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
+                        f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
+                    )
                 _refuse_other_models(directory)
                 with replaced_model(directory, outdated=WEIGHT_FILES) as new:
                     _write(model, new, files, format)

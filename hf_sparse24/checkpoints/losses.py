@@ -85,6 +85,11 @@ def control_metrics(control: Control | None) -> dict[str, float]:
     if control is None:
         return {}
     metrics = dict(control) if isinstance(control, Mapping) else last_evaluation(by_step(control_logs(control)))
+    if not metrics and not isinstance(control, Mapping):
+        raise ValueError(
+            f"dense_control={str(control)!r}: that run logged no evaluation; evaluate it as it trains (eval_strategy), "
+            f"or pass what control.evaluate() returns"
+        )
     wrong = [name for name, value in metrics.items() if not isinstance(value, int | float)]
     if wrong or not metrics:
         raise ValueError(f"dense_control={control!r}: must have numbers by name, such as {{'eval_loss': 3.21}}")

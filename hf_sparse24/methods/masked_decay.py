@@ -19,6 +19,9 @@ from .base import SparseMethod, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
 
 AUTO = "auto"
+MASKED_DECAY = (
+    "lambda_W >= 0, the pull of pruned weights towards zero; 'auto' lets Sparse24Trainer find it by short probes"
+)
 
 
 def is_decay(value: Any) -> str | None:
@@ -29,11 +32,7 @@ def is_decay(value: Any) -> str | None:
 class MaskedDecaySettings(MethodSettings):
     """How strong the decay is, and what it acts on."""
 
-    masked_decay: float | str = setting(
-        2e-4,
-        is_decay,
-        "lambda_W >= 0, the pull of pruned weights towards zero; 'auto' lets Sparse24Trainer find it by short probes",
-    )
+    masked_decay: float | str = setting(2e-4, is_decay, MASKED_DECAY)
     decay_on: str = setting(
         "gradient",
         one_of("gradient", "weight"),
@@ -47,7 +46,10 @@ class MaskedDecayMethod(SparseMethod):
 
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
         if self.settings.masked_decay == AUTO:
-            raise ValueError("masked_decay='auto': only Sparse24Trainer determines it; give the controller a number")
+            raise ValueError(
+                "masked_decay='auto': only Sparse24Trainer determines it; set a number here, such as the one that "
+                "Sparse24Trainer(...).tune_masked_decay() chooses"
+            )
         super().check_run(total_steps, optimizer)
 
     def before_step(self, weights: Mapping[str, SparseWeight], context: StepContext) -> None:

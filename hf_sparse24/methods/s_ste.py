@@ -26,7 +26,7 @@ from torch import Tensor
 from ..encodings import Forms
 from ..weight import WeightView
 from .base import SparseMethod, register_method
-from .settings import GRADIENT_ESTIMATORS, GemmSettings, PhaseSettings, one_of, setting
+from .settings import GRADIENT_ESTIMATORS, WEIGHT_GRAD, GemmSettings, PhaseSettings, one_of, setting
 
 
 @register_method("s-ste")
@@ -35,7 +35,7 @@ class SSTE(SparseMethod):
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(PhaseSettings, GemmSettings):
-        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), "see GemmSettings; section 5")
+        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), f"{WEIGHT_GRAD} (section 5)")
         scale_rule: str = setting("mse", one_of(*kernels.SCALE_RULES), "what the scale keeps (Table 2 picks 'mse')")
         scale_frozen: bool = setting(
             True,

@@ -23,6 +23,10 @@ RESERVED = (*SHARED, "phase", "quant_method", "hf_sparse24_version", "settings",
 """What a setting cannot be called, because a config has it already."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
+WEIGHT_GRAD = (
+    "how the output gradient is pruned in the grad_weight GEMM, groups along tokens: 'dense' not at all, 'mvue' to a "
+    "random unbiased 2:4 estimate of least variance, 'mvue-approx' to one of two draws, 'mvue-1:2' to a 1:2 estimate"
+)
 
 
 def setting(default: Any, check: Check, text: str) -> Any:
@@ -119,14 +123,11 @@ class MethodSettings:
 class GemmSettings(MethodSettings):
     """What happens to the operands of the three GEMMs besides the sparse weight (see `gemms.standard_gemms`)."""
 
-    weight_grad: str = setting(
+    weight_grad: str = setting("dense", one_of(*GRADIENT_ESTIMATORS), WEIGHT_GRAD)
+    input_grad: str = setting(
         "dense",
         one_of(*GRADIENT_ESTIMATORS),
-        "how the output gradient is pruned in the grad_weight GEMM, groups along tokens: not at all, 2:4 with least "
-        "variance, by the two-draw 2:4 estimate, or 1:2",
-    )
-    input_grad: str = setting(
-        "dense", one_of(*GRADIENT_ESTIMATORS), "the same for the grad_input GEMM, groups along output features"
+        "as weight_grad, in the grad_input GEMM, groups along output features",
     )
     activations: str = setting(
         "dense", one_of("dense", "2:4"), "'2:4' prunes the activations by magnitude in the output GEMM"

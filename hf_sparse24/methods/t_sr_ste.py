@@ -27,10 +27,11 @@ from torch import Tensor
 from ..weight import WeightView
 from .base import register_method
 from .fixed_mask import KeptMaskMethod
-from .masked_decay import MaskedDecayMethod, MaskedDecaySettings, is_decay
+from .masked_decay import MASKED_DECAY, MaskedDecayMethod, MaskedDecaySettings, is_decay
 from .schedule import to_steps
 from .settings import (
     GRADIENT_ESTIMATORS,
+    WEIGHT_GRAD,
     GemmSettings,
     PhaseSettings,
     is_length,
@@ -47,10 +48,14 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(MaskedDecaySettings, PhaseSettings, GemmSettings):
-        masked_decay: float | str = setting(6e-5, is_decay, "see MaskedDecaySettings; their GPT-2 124M")
+        masked_decay: float | str = setting(6e-5, is_decay, f"{MASKED_DECAY}; the default is that of GPT-2 124M")
         mask_interval: int | float = setting(40, is_positive_length, "length between mask refreshes (section 5)")
-        mask_solver: str = setting("exact", one_of(*kernels.SOLVERS), "see sparse24_kernels.transposable_mask")
-        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), "see GemmSettings; section 5")
+        mask_solver: str = setting(
+            "exact",
+            one_of(*kernels.SOLVERS),
+            "what finds a mask: 'exact' and, slowly, 'min-cost-flow' the best one; 'greedy' and 'two-approx' keep less",
+        )
+        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), f"{WEIGHT_GRAD} (section 5)")
         dense_tail: int | float = setting(
             1 / 6, is_length, "length of dense training at the end: 50k of 300k steps (section 4.4)"
         )
