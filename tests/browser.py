@@ -56,10 +56,10 @@ class Page:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def open(self, path: Path) -> None:
-        """Load a file, and wait until all of it is there."""
+    def open(self, page: Path | str) -> None:
+        """Load a file or an address, and wait until all of it is there."""
         self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 
