@@ -14,8 +14,13 @@ from .targets import Candidate
 class ReportRow:
     """Layers that differ only in their numbers: `model.layers.*.mlp.up_proj`. A stack of experts counts as a layer.
 
-    `weights` counts the elements of their weight matrices, shared ones once: no biases, and nothing that a method or
-    an adapter keeps beside them. `note` says in what sparse ones differ from what the method does elsewhere.
+    Attributes:
+        group: what their names have in common.
+        layers: how many they are.
+        weights: elements of their weight matrices, shared ones once: no biases, and nothing that a method or an adapter
+            keeps beside them.
+        skipped: why they stayed dense; None where they are sparse.
+        note: in what sparse ones differ from what the method does elsewhere; None where they do not.
     """
 
     group: str

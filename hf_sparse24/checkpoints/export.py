@@ -57,8 +57,8 @@ def export_model(
             shards it, all processes export it together: they gather one tensor at a time, and the first one writes.
             Otherwise export in one process of many.
         directory: made if absent. A model that it holds is replaced as a whole: at every instant, also where the
-            process is killed, the directory has the old model or the new one (see `replacing.py`). Other files in it,
-            such as a tokenizer's, stay.
+            process is killed, the directory has the old model or the new one. Other files in it, such as a tokenizer's,
+            stay.
         format: `"dense"`, ordinary weights with zeros in them, which any engine reads; after a dense tail, dense ones.
             `"packed"`, 2:4 weights without their zeros, 9/16 of their bytes in bf16, which `from_pretrained` reads
             where hf_sparse24 is imported (docs/packed_format.md). Sparse weights whose input size is no multiple of 8
@@ -72,6 +72,13 @@ def export_model(
             is a training checkpoint, whose dense master weights would be lost, or holds an adapter.
         RuntimeError: another process is exporting into the directory; of a sharded model, also that the process which
             writes has failed.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model)
+        >>> export_model(model, "my-export", format="packed")
+        >>> packed = AutoModelForCausalLM.from_pretrained("my-export")
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")

@@ -59,7 +59,8 @@ class OneshotReport:
     """What `oneshot` did. Print it, or read its fields.
 
     Attributes:
-        criterion, reconstruct: the arguments.
+        criterion: the argument of `oneshot`.
+        reconstruct: the argument of `oneshot`.
         layers: one `LayerReport` for each pruned weight, in module order.
         patch: what `patch_model` said: which layers are sparse, which are not and why.
     """
@@ -117,13 +118,13 @@ def oneshot(
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
             kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
             full length are usual. All batches with the same names run the same blocks in the same order.
-        config: of a method that takes masks from elsewhere; None for the default
-            settings of `"fixed-mask"`. Selects the layers as in `patch_model`.
+        config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
+            the layers as in `patch_model`.
         criterion: what a weight is kept for, in every group of M inputs:
             `"magnitude"` its absolute value;
-            `"wanda"` that times the norm of its input;
-            `"sparsegpt"` what pruning it costs once the weights to its right have made up for it, which they then do;
-            weights of inputs that are never active become zero;
+            `"wanda"` that times the norm of its input (arXiv 2306.11695);
+            `"sparsegpt"` what pruning it costs once the weights to its right have made up for it, which they then do
+            (arXiv 2301.00774); weights of inputs that are never active become zero;
             `"existing"` its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
             can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
@@ -138,14 +139,23 @@ def oneshot(
     Raises:
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
             another method or with a dense start, which would choose other masks; stacked experts among its targets,
-            which are not calibrated; an unknown `criterion`; a
-            negative `damping`; no data, or batches of something else; batches with the same names that run other
-            blocks; targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model
-            without zeros.
+            which are not calibrated; an unknown `criterion`; a negative `damping`; no data, or batches of something
+            else; batches with the same names that run other blocks; targeted layers that no token reaches; activations
+            with NaN or inf; `"existing"` for a model without zeros.
 
-    Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction; see `layerwise` for the others.
-    Our deviations from their code: one damped least-squares problem for weights and bias, solved to its minimum instead
-    of 1000 steps of Adam; every criterion, magnitude too, sees the inputs that the pruned blocks before it give.
+    Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
+    one damped least-squares problem for weights and bias, solved to its minimum instead of 1000 steps of Adam; every
+    criterion, magnitude too, sees the inputs that the pruned blocks before it give.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> batches = [torch.randint(300, (4, 32)) for _ in range(4)]
+        >>> report = oneshot(model, batches, criterion="sparsegpt")
+        >>> len(report.layers) == len(report.patch.patched)
+        True
+        >>> print(report)
+        one-shot 2:4 by sparsegpt masks, weights reconstructed; ...
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
     _check_arguments(model, config, criterion, damping)
