@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from html import escape
 
 from torch import nn
 
 from .config import Sparse24Config
+from .html_tables import html_table
 from .targets import Candidate
 
 
@@ -65,10 +65,7 @@ class PatchReport:
         return "\n".join([self._summary(), *lines])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
-        rows = ["".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) for row in self.rows]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{escape(self._summary())}</p><table><tr>{head}</tr>{body}</table>"
+        return html_table(self._summary(), _COLUMNS, map(_cells, self.rows))
 
     def _summary(self) -> str:
         layers = len(self.patched) + len(self.skipped)

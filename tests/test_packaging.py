@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["version", "html_tables"],
     ["encodings", "gemms", "gated", "metrics", "sharding"],
+    ["progress"],
     ["weight_view"],
     ["weight"],
     ["sparse_module"],

@@ -24,12 +24,15 @@ from ..config import Sparse24Config
 from ..inference import check_packable
 from ..packed import PackedFormat
 from ..patching import unwrap
+from ..progress import Progress
 from ..sharding import is_sharded, local, rank
 from ..weight import sparse_weights, wrong_states
 from .manifest import MANIFEST, Manifest, sparse_dim
 from .parts import Part, dense_parts, packed_parts
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import Hashes, write_safetensors
+
+logger = logging.get_logger(__name__)
 
 FORMATS = ("dense", "packed")
 
@@ -190,7 +193,7 @@ def _write_weights(
     hashes: dict[str, Hashes] = {}
     sparse: dict[str, int] = {}
     weight_map: dict[str, str] = {}
-    with logging.tqdm(total=sum(map(len, files.values())), desc="Exporting", unit="tensor") as progress:
+    with Progress("export", sum(map(len, files.values())), "tensor", logger.info) as progress:
         for file, parts in files.items():
             like = {name: tensor for part in parts for name, tensor in part.like.items()}
             hashes[file] = write_safetensors(new / file, like, _made(parts, sparse, progress), metadata)
@@ -202,7 +205,7 @@ def _write_weights(
     return sparse, hashes
 
 
-def _made(parts: list[Part], sparse: dict[str, int], progress: Any) -> Iterator[tuple[str, Tensor]]:
+def _made(parts: list[Part], sparse: dict[str, int], progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the parts one by one, while `sparse` gets the dimension of the groups of those that are sparse."""
     for part in parts:
         if part.packed is not None:

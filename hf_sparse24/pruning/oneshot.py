@@ -6,7 +6,7 @@ computes twice for each batch, once dense and once pruned, so the work is linear
 Gram matrices of one block are kept, and for each batch the output of the last finished block; see `replay`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..config import Sparse24Config
+from ..html_tables import html_table
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import kept_magnitude
 from ..patching import patch_model, patched_config, set_phase, unpatch_model
+from ..progress import Progress
 from ..report import PatchReport, group_name
 from ..weight import SparseWeight, check_whole, layer_name, sparse_weights
 from . import layerwise
@@ -27,6 +29,7 @@ from .calibration import Gram, Sample, calibrate, check_batch, matrix
 logger = logging.get_logger(__name__)
 
 CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
+_COLUMNS = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class LayerReport:
     damping: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OneshotReport:
     """What `oneshot` did. Print it, or read its fields.
 
@@ -71,10 +74,28 @@ class OneshotReport:
     patch: PatchReport
 
     def __str__(self) -> str:
+        table = [_COLUMNS, *self._rows()]
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = [
+            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
+            for line in table
+        ]
+        return "\n".join([self._title(), *lines])
+
+    def __repr__(self) -> str:
+        return f"<OneshotReport: {self._title()}; {len(self.layers)} layers>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), _COLUMNS, self._rows())
+
+    def _title(self) -> str:
+        how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
+        return f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         groups: dict[str, list[LayerReport]] = {}
         for layer in self.layers:
             groups.setdefault(group_name(layer.name), []).append(layer)
-        table = [("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")]
         for name, group in groups.items():
             kept, masked, error = (
                 f"{sum(getattr(layer, field) for layer in group) / len(group):.1%}"
@@ -82,14 +103,7 @@ class OneshotReport:
             )
             tokens, dropped = min(layer.tokens for layer in group), sum(layer.dropped for layer in group)
             worst = f"{max(layer.error for layer in group):.1%}"
-            table.append((name, str(len(group)), f"{tokens:,}", kept, f"{dropped:,}", masked, error, worst))
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = [
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-            for line in table
-        ]
-        how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
-        return "\n".join([f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs", *lines])
+            yield name, str(len(group)), f"{tokens:,}", kept, f"{dropped:,}", masked, error, worst
 
 
 @torch.no_grad()
@@ -174,7 +188,9 @@ def oneshot(
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         # A Gram matrix costs as much as running the block: only what moves weights needs it.
         kind = Gram if reconstruct or criterion == "sparsegpt" else Sample
-        with closing(calibrate(model, weights, batches, kind)) as blocks:
+        total = len({id(weight.parameter) for weight in weights.values()})
+        pruning = Progress(f"one-shot pruning by {criterion}", total, "layer", logger.info)
+        with pruning, closing(calibrate(model, weights, batches, kind)) as blocks:
             for name, inputs in ((name, inputs) for block in blocks for name, inputs in block.items()):
                 weight = weights[name]
                 if id(weight.parameter) not in masks:  # a weight that layers share is pruned where it runs first
@@ -182,6 +198,7 @@ def oneshot(
                     originals[name] = (weight.parameter.to("cpu", copy=True), bias)
                     reports[name], mask = _prune_weight(name, weight, inputs, criterion, reconstruct, damping)
                     masks[id(weight.parameter)] = mask
+                    pruning.update(note=f"{layer_name(name)}, error {reports[name].error:.1%}")
                 weight.set_state(weight.method.adopt_mask(weight.view(), masks[id(weight.parameter)]))
         set_phase(model, "sparse")
     except BaseException:

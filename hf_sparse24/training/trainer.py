@@ -61,6 +61,7 @@ class Sparse24Trainer(HubTrainer):
 
     Attributes:
         patch_report: what `patch_model` said of the model; None before there is one, and for a packed model.
+        decay_tuning: what the search for `masked_decay="auto"` found; None before it, and without it.
 
     Raises:
         ValueError: what `patch_model` raises, a teacher that does not fit the model, and, when training starts, a
@@ -92,6 +93,7 @@ class Sparse24Trainer(HubTrainer):
     ):
         self.sparse24_config = sparse24_config
         self.patch_report: PatchReport | None = None
+        self.decay_tuning: DecayTuning | None = None
         if teacher is None and distillation is not None:
             raise ValueError(f"distillation={distillation!r} without a teacher; pass teacher=, or leave both out")
         if model is not None:
@@ -279,9 +281,9 @@ class Sparse24Trainer(HubTrainer):
                 )
             return decay
         # The first process decides: what rounding does to flip rates must not let them choose differently.
-        tuning = broadcast_object_list([self.tune_masked_decay()])[0]
+        tuning = self.decay_tuning = broadcast_object_list([self.tune_masked_decay()])[0]
         if self.is_world_process_zero():
-            print(tuning)
+            logger.info(str(tuning))
         if tuning.chosen is None:
             low, high = FEASIBLE
             raise ValueError(
