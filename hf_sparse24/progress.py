@@ -1,4 +1,5 @@
-"""Progress of long work: a bar where somebody can see one, a line a minute elsewhere, and one line at the end.
+"""What the library says: progress of long work, as a bar where somebody can see one, a line a minute elsewhere, and one
+line at the end; and logs, of the main process alone.
 
 The bars are Transformers', so `transformers.utils.logging.disable_progress_bar()` turns them off.
 """
@@ -6,8 +7,9 @@ The bars are Transformers', so `transformers.utils.logging.disable_progress_bar(
 import sys
 import time
 from collections.abc import Callable
+from logging import Logger, LogRecord
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm.auto import tqdm
 from transformers.utils import logging
@@ -83,15 +85,22 @@ class Progress:
         """What was done, how much, and how long it took."""
         return f"{self.what}: {count(self.done, self.unit)} in {duration(self.seconds)}"
 
+    def close(self) -> None:
+        """End the bar, and say the summary; `with` does it where no exception ends the work."""
+        self._bar.close()
+        if self._say is not None:
+            self._say(self.summary())
+
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
-        if kind is None and self._say is not None:
-            self._say(self.summary())
+        if kind is None:
+            self.close()
+        else:
+            self._bar.close()
 
     def _line(self, note: str | None) -> str:
         parts = [f"{self.what}: {self.done}", duration(self.seconds)]
@@ -100,6 +109,24 @@ class Progress:
             parts = [f"{self.what}: {self.done} of {count(self._total, self.unit)}", f"{duration(self.seconds)} so far"]
             parts += [] if left is None else [f"about {duration(left)} left"]
         return ", ".join([*parts, *([note] if note else [])])
+
+
+def get_logger(name: str) -> Logger:
+    """A logger as Transformers makes them, which is silent in all processes but the first: all of them find the same.
+
+    Args:
+        name: of the module.
+
+    Returns:
+        The logger.
+    """
+    logger = cast(Logger, logging.get_logger(name))
+    logger.addFilter(_is_main_process)
+    return logger
+
+
+def _is_main_process(record: LogRecord) -> bool:
+    return rank() == 0
 
 
 def is_watched() -> bool:
