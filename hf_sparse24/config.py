@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, overload
 
@@ -18,7 +17,10 @@ from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
 from .module_names import check_module_names
 from .packed import PackedFormat
+from .progress import get_logger
 from .version import __version__
+
+logger = get_logger(__name__)
 
 
 class Sparse24Config(QuantizationConfigMixin):
@@ -299,9 +301,8 @@ class Sparse24Config(QuantizationConfigMixin):
             known = sorted({*SHARED, *_names_of(method.Settings)})
             raise ValueError(f"unknown keys in a Sparse24Config: {unknown}; known are {known}{upgrade}")
         if is_newer:
-            warnings.warn(
-                f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known",
-                stacklevel=2,
+            logger.warning(
+                f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known"
             )
         config = cls(**values)
         if phase not in method.phases:

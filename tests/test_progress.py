@@ -121,6 +121,22 @@ def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):
     assert said == ["one-shot pruning by wanda: 6 layers", f"export: {len(model.state_dict()) - 6} tensors"]
 
 
+def test_loggers_of_other_processes_are_silent(caplog, monkeypatch):
+    logger = progress.get_logger("hf_sparse24.config")
+    assert progress.get_logger("hf_sparse24.config") is logger and len(logger.filters) == 1
+    logger.warning("said by the first process")
+    monkeypatch.setattr(progress, "rank", lambda: 1)
+    logger.warning("said by another one")
+    assert caplog.messages == ["said by the first process"]
+
+
+def test_every_logger_is_made_here():
+    for path in (ROOT / "hf_sparse24").rglob("*.py"):
+        text = path.read_text()
+        assert "logging.get_logger" not in text or path.name == "progress.py", path
+        assert "warnings.warn" not in text, path
+
+
 def prints(path: Path) -> list[int]:
     """Lines on which a file calls print."""
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))

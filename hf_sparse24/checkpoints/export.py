@@ -24,7 +24,7 @@ from ..config import Sparse24Config
 from ..inference import check_packable
 from ..packed import PackedFormat
 from ..patching import unwrap
-from ..progress import Progress
+from ..progress import Progress, get_logger
 from ..sharding import is_sharded, local, rank
 from ..weight import sparse_weights, wrong_states
 from .manifest import MANIFEST, Manifest, sparse_dim
@@ -32,7 +32,7 @@ from .parts import Part, dense_parts, packed_parts
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import Hashes, write_safetensors
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 FORMATS = ("dense", "packed")
 

@@ -13,20 +13,19 @@ from dataclasses import dataclass
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ..config import Sparse24Config
 from ..html_tables import html_table
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import kept_magnitude
 from ..patching import patch_model, patched_config, set_phase, unpatch_model
-from ..progress import Progress
+from ..progress import Progress, get_logger
 from ..report import PatchReport, group_name
 from ..weight import SparseWeight, check_whole, layer_name, sparse_weights
 from . import layerwise
 from .calibration import Gram, Sample, calibrate, check_batch, matrix
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
 _COLUMNS = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")

@@ -9,13 +9,13 @@ from typing import Any
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
 from ..methods import StepContext
 from ..patching import adopt, set_phase, unwrap
+from ..progress import get_logger
 from ..sharding import local, rank, total
 from ..weight import SparseWeight, first_of_each, layer_name, sparse_weights
 from .optimizers import check_optimizer, followed, groups_of_weights, unscale
@@ -23,7 +23,7 @@ from .random_streams import RandomStreams
 from .ranks import check_ranks_agree
 from .zero import ZeroOptimizer
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Sparse24Controller:

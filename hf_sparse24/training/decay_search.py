@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
-from transformers.utils import logging
 
 from ..html_tables import html_table
 from ..methods.masked_decay import AUTO
 from ..patching import patched_config, set_phase
-from ..progress import Progress
+from ..progress import Progress, get_logger
 from ..weight import sparse_weights
 from .callback import Sparse24Callback
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
 FEASIBLE = (0.60, 0.95)

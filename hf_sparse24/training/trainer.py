@@ -11,12 +11,12 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
-from transformers.utils import logging
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
 from ..packed import packed_weights
 from ..patching import patch_model, patched_config
+from ..progress import get_logger
 from ..report import PatchReport
 from .callback import Sparse24Callback
 from .decay_search import (
@@ -34,7 +34,7 @@ from .engines import check_engine
 from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Sparse24Trainer(HubTrainer):
