@@ -30,7 +30,6 @@ class Choice(NamedTuple):
     reason: str
 
 
-@cache
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8: bool = False) -> Choice:
     """Which implementation of the pruning functions runs on a device, and why.
 
@@ -56,6 +55,11 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)
     check_is(bool, "choose_kernels", fp8=fp8)
+    return _choose_kernels(device, dtype, fp8)
+
+
+@cache
+def _choose_kernels(device: torch.device, dtype: torch.dtype, fp8: bool) -> Choice:
     if device.type != "cuda":
         return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
     if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes
