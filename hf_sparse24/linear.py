@@ -153,7 +153,7 @@ class Sparse24Layer(SparseModule):
             dtype: of the result; None for that of `.weight`.
 
         Returns:
-            Shape and layout of `.weight`, N:M along the input dimension, never -0.0. Pruned anew; without gradients.
+            Shape and layout of `.weight`, sparse along the input dimension, never -0.0. Pruned anew; without gradients.
         """
         return self.sparse24["weight"].pruned(dtype)
 

@@ -115,10 +115,10 @@ def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):
         oneshot(model, batches, Sparse24Config(method="fixed-mask"))
         export_model(model, tmp_path)
     shown = terminal.getvalue()
-    for part in ("calibration", "one-shot pruning by wanda", "export", "error"):
+    for part in ("calibration", "pruning by wanda", "export", "error"):
         assert part in shown
     said = [message.partition(" in ")[0] for message in caplog.messages]
-    assert said == ["one-shot pruning by wanda: 6 layers", f"export: {len(model.state_dict()) - 6} tensors"]
+    assert said == ["pruning by wanda: 6 layers", f"export: {len(model.state_dict()) - 6} tensors"]
 
 
 def test_loggers_of_other_processes_are_silent(caplog, monkeypatch):

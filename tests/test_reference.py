@@ -86,6 +86,8 @@ def test_docstring(tree, path):
         if part.is_function and documented.name != "SparseMethod":
             returns = str(part.returns)
             assert returns == "None" or "returns" in found, f"{part.path} returns {returns}: no Returns:"
+            for entry in getattr(found.get("returns"), "value", []):  # "text: more text" would be a type and its text
+                assert str(entry.annotation) == returns, f"{part.path}: Returns: starts with {entry.annotation!s}:"
             assert "raises" in found or not raises(part), f"{part.path} raises: no Raises:"
 
 

@@ -188,7 +188,7 @@ def oneshot(
         # A Gram matrix costs as much as running the block: only what moves weights needs it.
         kind = Gram if reconstruct or criterion == "sparsegpt" else Sample
         total = len({id(weight.parameter) for weight in weights.values()})
-        pruning = Progress(f"one-shot pruning by {criterion}", total, "layer", logger.info)
+        pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
         with pruning, closing(calibrate(model, weights, batches, kind)) as blocks:
             for name, inputs in ((name, inputs) for block in blocks for name, inputs in block.items()):
                 weight = weights[name]
@@ -197,7 +197,7 @@ def oneshot(
                     originals[name] = (weight.parameter.to("cpu", copy=True), bias)
                     reports[name], mask = _prune_weight(name, weight, inputs, criterion, reconstruct, damping)
                     masks[id(weight.parameter)] = mask
-                    pruning.update(note=f"{layer_name(name)}, error {reports[name].error:.1%}")
+                    pruning.update(note=f"error {reports[name].error:.1%}")
                 weight.set_state(weight.method.adopt_mask(weight.view(), masks[id(weight.parameter)]))
         set_phase(model, "sparse")
     except BaseException:

@@ -266,10 +266,10 @@ class Sparse24Controller:
         """What to log now.
 
         Returns:
-            `sparse_phase`: 1.0 while sparse, 0.0 while dense. `kept_magnitude`: share of the sparse weights' L1 norm
-            that the masks keep. `flip_rate`: share of sparse weights that entered or left the mask in the last
-            measured step, or, where masks change at refreshes alone, in the last refresh; absent before the first.
-            And what the method adds. Where weights are sharded, all processes must ask.
+            `sparse_phase` is 1.0 while sparse, 0.0 while dense. `kept_magnitude` is the share of the sparse weights' L1
+            norm that the masks keep. `flip_rate` is the share of sparse weights that entered or left the mask in the
+            last measured step, or, where masks change at refreshes alone, in the last refresh; it is absent before the
+            first. And what the method adds. Where weights are sharded, all processes must ask.
         """
         sums = []
         for weight in self.weights.values():

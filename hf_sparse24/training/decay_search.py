@@ -90,7 +90,7 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
     mu: dict[float, float] = {}
-    with Progress("masked decay", None, "step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
+    with Progress("masked decay", None, "probe step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
         dense = _probe(trainer, None, steps, progress, len(candidates) + 1)
         if dense == 0:
             raise ValueError(

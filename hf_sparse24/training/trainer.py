@@ -73,9 +73,8 @@ class Sparse24Trainer(HubTrainer):
         >>> ids = torch.randint(300, (16,))
         >>> data = [{"input_ids": ids, "labels": ids}] * 16
         >>> arguments = TrainingArguments("out", max_steps=2, logging_steps=1, report_to="none")
-        >>> trainer = Sparse24Trainer(
-        ...     model, arguments, train_dataset=data, sparse24_config=Sparse24Config(method="sr-ste")
-        ... )
+        >>> config = Sparse24Config(target_modules="all-linear")
+        >>> trainer = Sparse24Trainer(model, arguments, train_dataset=data, sparse24_config=config)
         >>> output = trainer.train()
         >>> "flip_rate" in trainer.state.log_history[0]
         True
@@ -116,7 +115,7 @@ class Sparse24Trainer(HubTrainer):
         return model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`, which a resumed run goes on from as if it had not been interrupted.
+        """As `Trainer.train`. A resumed run goes on as if it had not been interrupted.
 
         Args:
             resume_from_checkpoint: a checkpoint's directory; True for the newest one in the output directory that is
@@ -125,7 +124,7 @@ class Sparse24Trainer(HubTrainer):
             kwargs: further arguments of `Trainer.train`, by name.
 
         Returns:
-            What `Trainer.train` does: steps, mean loss and metrics.
+            Steps, mean loss and metrics, as `Trainer.train` returns them.
 
         Raises:
             ValueError: the checkpoint is cut short, or is of another method, pattern or choice of layers.

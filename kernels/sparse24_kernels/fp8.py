@@ -20,9 +20,9 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
             57344, for backward operands).
 
     Returns:
-        The quantised tensor, shape and (where dense) strides of `x`, never -0.0, so that 2:4 stays 2:4; and the fp32
-        scalar s, by which the result of a GEMM with it must be divided. A tensor of zeros has the largest finite s.
-        Where `x` holds NaN the scale is NaN, where it holds inf the scale is 0; neither synchronises the device.
+        The quantised tensor, shape and (where dense) strides of `x`, never -0.0, so that sparse stays sparse; and the
+        fp32 scalar s, by which the result of a GEMM with it must be divided. A tensor of zeros has the largest finite
+        s. Where `x` holds NaN the scale is NaN, where it holds inf the scale is 0; neither synchronises the device.
 
     Raises:
         ValueError: another `format`, or an `x` that is no tensor of fp64, fp32, bf16 or fp16.
@@ -50,8 +50,8 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
         format: `"e4m3"` (max 448, for forward operands) or `"e5m2"` (max 57344, for backward operands).
 
     Returns:
-        Shape, dtype and (where dense) strides of `x`. Zeros stay zeros, never -0.0, so 2:4 stays 2:4. All zeros, and
-        empty tensors, come back as they are.
+        Shape, dtype and (where dense) strides of `x`. Zeros stay zeros, never -0.0, so sparse stays sparse. All zeros,
+        and empty tensors, come back as they are.
 
     Raises:
         ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not check, because that would

@@ -21,7 +21,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         kind: `"swiglu"` (SiLU), `"geglu"` (GELU, tanh approximation) or `"geglu-exact"` (GELU by erf).
 
     Returns:
-        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out; an
+        Shape, dtype and memory layout of `gate`; row-major in is row-major out, column-major in is column-major out; an
         input with gaps (half of a projection) gives a result without gaps. Computed in fp32, fp64 in fp64, and
         rounded once. Each gradient has the layout of its input. Differentiable once, in reverse mode.
 

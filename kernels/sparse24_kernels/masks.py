@@ -49,7 +49,7 @@ def pack_bits(mask: Tensor) -> Tensor:
         mask: bool `[..., K]`, with at least one dimension.
 
     Returns:
-        uint8 `[..., ceil(K/8)]`: bit j of byte i is element 8i + j, so the lowest bit is the first element. Bits beyond
+        uint8 `[..., ceil(K/8)]`. Bit j of byte i is element 8i + j, so the lowest bit is the first element. Bits beyond
         K are 0.
 
     Raises:

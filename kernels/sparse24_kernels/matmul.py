@@ -21,7 +21,7 @@ def compress(matrix: Tensor, compression: Compression | None = None) -> Tensor:
         compression: `plan.compression` of its GEMM; None for a size that the library does not pad.
 
     Returns:
-        `[m, compression.columns]` in the dtype of `matrix`: values and indices together, for `sparse_linear` and
+        `[m, compression.columns]` in the dtype of `matrix`, values and indices together, for `sparse_linear` and
         `sparse_mm` alone to read.
 
     Raises:

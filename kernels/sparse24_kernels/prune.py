@@ -150,7 +150,7 @@ def prune_forms(
             matrix, and its size must be one that the library does not pad. Entries of other forms are ignored.
 
     Returns:
-        One result per form, in the order of `forms`: a tensor, or a `Packed`.
+        One result per form, in the order of `forms`, a tensor or a `Packed`.
 
     Raises:
         ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not needed, a
