@@ -7,7 +7,6 @@ import inspect
 import logging
 import re
 import textwrap
-import tomllib
 
 import griffe
 import pages
@@ -46,10 +45,9 @@ def find(tree, path: str):
 
 
 def sections(documented) -> dict[str, object]:
-    options = tomllib.loads((pages.ROOT / "zensical.toml").read_text())["project"]["plugins"]["mkdocstrings"]
-    own = options["handlers"]["python"]["options"].get("docstring_options", {})
-    parsed = documented.docstring.parse("google", **own)
-    return {section.kind.value: section for section in parsed}
+    """The parts of a docstring. What is below Returns is one text, as the site's settings should have it as well."""
+    whole = {"returns_multiple_items": False, "returns_named_value": False}
+    return {section.kind.value: section for section in documented.docstring.parse("google", **whole)}
 
 
 def names_in(found: dict[str, object], kind: str) -> list[str]:

@@ -134,12 +134,13 @@ def oneshot(
         config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
             the layers as in `patch_model`.
         criterion: what a weight is kept for, in every group of M inputs:
-            `"magnitude"` its absolute value;
-            `"wanda"` that times the norm of its input (arXiv 2306.11695);
-            `"sparsegpt"` what pruning it costs once the weights to its right have made up for it, which they then do
-            (arXiv 2301.00774); weights of inputs that are never active become zero;
-            `"existing"` its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
-            can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
+
+            * `"magnitude"`: its absolute value;
+            * `"wanda"`: that times the norm of its input (arXiv 2306.11695);
+            * `"sparsegpt"`: what pruning it costs once the weights to its right have made up for it, which they then do
+              (arXiv 2301.00774); weights of inputs that are never active become zero;
+            * `"existing"`: its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
+              can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
             layer's output (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
         damping: pulls towards the dense weights, as a share of the mean squared input; what SparseGPT and the
