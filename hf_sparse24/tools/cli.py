@@ -144,16 +144,11 @@ def _tune(options: argparse.Namespace) -> int:
     print(f"{count(len(found), 'GEMM')}; Ctrl-C keeps what is done", flush=True)
     with Progress("tuning", len(found), "GEMM", partial(print, flush=True)) as progress:
         verdicts = autotune.tune(
-            found, device, on_progress=lambda step: progress.update(step.number - progress.done, _candidates(step))
+            found, device, on_progress=lambda step: progress.update(step.number - progress.done, str(step))
         )
         progress.update(len(found) - progress.done, "")
     print_table([["m x n x k", "runs", "dense us", "sparse us"], *map(_verdict_row, verdicts.items())])
     return 0
-
-
-def _candidates(step: autotune.Progress) -> str:
-    best = "" if step.best_speedup is None else f", best {step.best_speedup:.2f} times dense"
-    return f"{step.problem.m} x {step.problem.n} x {step.problem.k}, {step.tried} candidates tried{best}"
 
 
 def _plan(options: argparse.Namespace) -> int:

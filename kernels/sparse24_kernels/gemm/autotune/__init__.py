@@ -52,13 +52,20 @@ class Verdict(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speedup of the round."""
+    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speedup of the round.
+
+    `str` says what is behind the bar: the problem, and what is known of it.
+    """
 
     problem: GemmProblem
     number: int
     total: int
     tried: int
     best_speedup: float | None
+
+    def __str__(self) -> str:
+        best = "" if self.best_speedup is None else f", best {self.best_speedup:.2f} times dense"
+        return f"{self.problem.m} x {self.problem.n} x {self.problem.k}, {self.tried} candidates tried{best}"
 
 
 _given: dict[tuple[GemmProblem, torch.device, bool], Verdict] = {}
