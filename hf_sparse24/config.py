@@ -3,20 +3,24 @@
 import copy
 import dataclasses
 import sys
-import warnings
-from collections.abc import Iterator
-from typing import Any
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self, overload
 
 from packaging.version import Version
 from sparse24_kernels import BACKENDS, Pattern
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .encodings import RunState
+from .html_tables import html_table
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
 from .module_names import check_module_names
 from .packed import PackedFormat
+from .progress import get_logger
 from .version import __version__
+
+logger = get_logger(__name__)
 
 
 class Sparse24Config(QuantizationConfigMixin):
@@ -27,7 +31,8 @@ class Sparse24Config(QuantizationConfigMixin):
     of a patched model follows its run: settings of the method may change, nothing else.
 
     Args:
-        method: the name of a registered method; see `hf_sparse24.methods`.
+        method: the name of a registered method: `"s-ste"`, `"t-sr-ste"`, `"sr-ste"`, `"step"`, `"fixed-mask"`, `"ste"`,
+            or one of your own (`register_method`). `METHODS` has them all.
         pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Only `"2:4"` has
             hardware.
         target_modules: `"mlp"`, `"attention"` or `"all-linear"`; the end of a module's name, such as `"up_proj"` or
@@ -38,12 +43,14 @@ class Sparse24Config(QuantizationConfigMixin):
         exclude_modules: what to leave dense, in the same words.
         layers_to_transform: block indices (an int or a list) to restrict the change to; None for all. What no block
             has is an error.
-        backend: `"auto"`, or one of `sparse24_kernels.BACKENDS` for the GEMMs.
+        backend: what runs the GEMMs. `"auto"` takes sparse tensor cores where a measurement of `hf-sparse24 tune` says
+            that they are faster, and dense math on the pruned weights elsewhere; `"dense"` and `"cusparselt"` always
+            take the one or the other.
         dense_start: length of dense training before sparsity starts: an int counts optimizer steps, a float below 1 is
-            a fraction of training. None for what the method says.
-        dense_tail: length of dense training after it ends.
-        settings: of the method, such as `masked_decay` and `mask_interval` of `"t-sr-ste"`; `describe_settings(name)`
-            says what they mean.
+            a fraction of training. None for the method's default.
+        dense_tail: length of dense training after sparsity ends, in the same units. None for the method's default.
+        settings: of the method, such as `masked_decay` and `mask_interval` of `"t-sr-ste"`; `describe_settings(method)`
+            lists them with their meanings and defaults.
 
     All values are those of JSON. Scalars of NumPy and torch are taken as the number that they hold; numbers in strings
     are refused.
@@ -55,8 +62,13 @@ class Sparse24Config(QuantizationConfigMixin):
         patch_with: the config that a packed checkpoint is to be unpacked and patched with; None without one.
 
     Raises:
-        ValueError: with the field, the value and what is allowed.
-        TypeError: a name that no registered method has a setting of.
+        ValueError: a value that is not allowed; the message has the field, the value and what is allowed.
+        TypeError: a keyword that is a setting of no registered method.
+
+    Examples:
+        >>> config = Sparse24Config(method="t-sr-ste", target_modules="all-linear", mask_interval=20)
+        >>> config.mask_interval, config.dense_tail
+        (20, 0.16666666666666666)
     """
 
     quant_method: str = "sparse24"  # type: ignore[assignment]  # Transformers' enum has only its own methods
@@ -121,7 +133,11 @@ class Sparse24Config(QuantizationConfigMixin):
             self._bound.use_settings(self.settings)
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What Transformers sets on a checkpoint's config where `from_pretrained` gets this one as well."""
+        """What Transformers sets on a checkpoint's config where `from_pretrained` gets this one as well.
+
+        Returns:
+            This config, by the name of the attribute that takes it.
+        """
         return {"settings": self}
 
     def _take_settings(self, passed: "Sparse24Config") -> None:
@@ -141,45 +157,70 @@ class Sparse24Config(QuantizationConfigMixin):
             )
         self.__dict__.update(self.replace(**passed._given, backend=passed.backend).__dict__)
 
-    def replace(self, **changes: Any) -> "Sparse24Config":
-        """A config with some fields changed, that no model is patched with; checked like a new one."""
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, that no model is patched with; checked like a new config.
+
+        Args:
+            changes: arguments of `Sparse24Config`, settings of the method included.
+
+        Returns:
+            The new config; this one stays as it is.
+        """
         fields = {name: getattr(self, name) for name in SHARED} | self._given
         config = type(self)(**(fields | changes))
         config.run_state.phase = self.run_state.phase
         return config
 
-    def packed_as(self, packed: PackedFormat) -> "Sparse24Config":
-        """The config of the packed model that a model with this config becomes."""
+    def packed_as(self, packed: PackedFormat) -> Self:
+        """The config of the packed model that a model with this config becomes.
+
+        Args:
+            packed: which weights are packed.
+
+        Returns:
+            The new config; this one stays as it is.
+        """
         config = self.replace()
         config.__dict__["packed"] = packed
         return config
 
     def bind(self) -> SparseMethod:
-        """Make the method for a model that is to be patched: settings that change here from now on change there."""
+        """Make the method for a model that is to be patched: settings that change here from now on change there.
+
+        Returns:
+            The method.
+        """
         self.__dict__["_bound"] = method_class(self.method)(self.settings, Pattern.parse(self.pattern))
         return self.bound_method
 
     @property
     def bound_method(self) -> SparseMethod:
-        """The method of the model that is patched with this config."""
+        """The method of the model that is patched with this config; ValueError where none is."""
         if self._bound is None:
             raise ValueError("no model is patched with this config; patch_model(model, config) makes the model its own")
         return self._bound
 
     @property
     def n(self) -> int:
+        """N of the pattern N:M."""
         return Pattern.parse(self.pattern).n
 
     @property
     def m(self) -> int:
+        """M of the pattern N:M."""
         return Pattern.parse(self.pattern).m
 
     @property
     def phase(self) -> str:
-        """What the weights of the model that carries this config are used as; see `RunState`."""
+        """How the model with this config computes now: `"sparse"`, `"dense"`, or another phase of its method."""
         return self.run_state.phase
 
     def to_dict(self) -> dict[str, Any]:
+        """What goes into `config.json`.
+
+        Returns:
+            All fields and settings by name, flat, with `quant_method`, `phase` and the version of this library.
+        """
         return self._fields() | {
             "quant_method": self.quant_method,
             "phase": self.run_state.phase,
@@ -199,16 +240,45 @@ class Sparse24Config(QuantizationConfigMixin):
     __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
 
     def difference(self, other: "Sparse24Config") -> str:
-        """The fields in which another config differs, for messages."""
+        """The fields in which another config differs, for messages.
+
+        Args:
+            other: any config.
+
+        Returns:
+            Such as `"method='ste', now 's-ste'"`; empty where they are equal.
+        """
         ours, theirs = self._fields(), other._fields()
         names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
         return ", ".join(f"{name}={ours.get(name)!r}, now {theirs.get(name)!r}" for name in names)
 
+    @overload
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: Literal[False] = False, **kwargs: Any
+    ) -> Self: ...
+
+    @overload
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool, **kwargs: Any
+    ) -> Self | tuple[Self, dict[str, Any]]: ...
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Self | tuple[Self, dict[str, Any]]:
         """Read what `to_dict` wrote, or a dict with any of the arguments.
 
         A config of a later version is read, with a warning, if this version knows all its keys.
+
+        Args:
+            config_dict: the dict, as `quantization_config` of a `config.json` has it.
+            return_unused_kwargs: return `kwargs` too, as Transformers asks.
+            kwargs: not used.
+
+        Returns:
+            The config; with `return_unused_kwargs` a tuple of it and `kwargs`.
 
         Raises:
             ValueError: a key this version does not know, or a value it does not allow.
@@ -231,9 +301,8 @@ class Sparse24Config(QuantizationConfigMixin):
             known = sorted({*SHARED, *_names_of(method.Settings)})
             raise ValueError(f"unknown keys in a Sparse24Config: {unknown}; known are {known}{upgrade}")
         if is_newer:
-            warnings.warn(
-                f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known",
-                stacklevel=2,
+            logger.warning(
+                f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known"
             )
         config = cls(**values)
         if phase not in method.phases:
@@ -244,12 +313,53 @@ class Sparse24Config(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
 
-def describe_settings(method: str) -> dict[str, str]:
-    """What each setting of a method means, with its default."""
-    return {
-        field.name: f"{field.metadata.get('text', '')} (default {field.default!r})"
-        for field in dataclasses.fields(method_class(method).Settings)
-    }
+class SettingTexts(dict[str, str]):
+    """The settings of a method by name, each with its meaning. A dict that prints, and shows in a notebook, as a table.
+
+    Args:
+        method: the method's name.
+        texts: name to meaning.
+    """
+
+    def __init__(self, method: str, texts: Mapping[str, str]):
+        super().__init__(texts)
+        self.method = method
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        lines = (
+            textwrap.fill(text, 100, initial_indent=f"{name:<{width}}  ", subsequent_indent=" " * (width + 2))
+            for name, text in self.items()
+        )
+        return "\n".join([f"settings of {self.method}", *lines])
+
+    def _repr_html_(self) -> str:
+        return html_table(f"settings of {self.method}", ("setting", "meaning"), self.items())
+
+
+def describe_settings(method: str) -> SettingTexts:
+    """What each setting of a method means, with its default: the keywords that `Sparse24Config(method=...)` takes.
+
+    Args:
+        method: the name of a registered method.
+
+    Returns:
+        A dict of name to meaning, with the default. Print it, or show it in a notebook, for a table.
+
+    Raises:
+        ValueError: no method is registered by that name; the message lists those that are.
+
+    Examples:
+        >>> describe_settings("sr-ste")["masked_decay"]
+        "lambda_W >= 0, the pull of pruned weights towards zero, ... (default 0.0002)"
+        >>> print(describe_settings("t-sr-ste"))
+        settings of t-sr-ste
+        ...
+    """
+    fields = dataclasses.fields(method_class(method).Settings)
+    return SettingTexts(
+        method, {field.name: f"{field.metadata.get('text', '')} (default {field.default!r})" for field in fields}
+    )
 
 
 def _names_of(settings: type[MethodSettings]) -> list[str]:

@@ -24,9 +24,10 @@ from weakref import WeakSet
 import torch
 from sparse24_kernels import Compression
 from torch import Tensor, nn
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from .progress import get_logger
+
+logger = get_logger(__name__)
 
 Forms = Mapping[str, Compression | None]
 """Forms of a matrix by the names that `sparse24_kernels.prune_forms` knows; for compressed ones, how to compress."""

@@ -36,15 +36,23 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
     `state_dict` stay what they are, outputs change by rounding alone. The layers are called as modules, so it does not
     matter whether the model is patched before or after.
 
-    A module is fused if it has the layers of one of `LAYOUTS` and no other weights, and if it *behaves* like
-    `output(act(gate) * up)` with one of the `KINDS`: its own forward must say so on tiny layers put in the place of
-    its own, in train mode. Everything else, an MLP with dropout for instance, is left alone.
+    A module is fused if its linear layers have the names that Llama (`gate_proj`, `up_proj`, `down_proj`), Phi-3
+    (`gate_up_proj`, `down_proj`), LFM2 (`w1`, `w3`, `w2`) or ModernBERT (`Wi`, `Wo`) gives them, if it has no other
+    weights, and if it *behaves* like `output(act(gate) * up)` with one of `sparse24_kernels.GATED_ACTIVATIONS`: its own
+    forward must say so on tiny layers put in the place of its own, in train mode. Everything else, an MLP with dropout
+    for instance, is left alone.
 
     Args:
-        model: any model, on any device, meta included.
+        model: any model, patched or not, on any device, meta included.
 
     Returns:
         Names of all modules that are fused now, in module order. Fusing again changes nothing.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+        >>> fuse_gated_mlps(model)[0]
+        'model.layers.0.mlp'
     """
     fused = []
     for name, module in model.named_modules():
@@ -58,7 +66,14 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
 
 
 def unfuse_gated_mlps(model: nn.Module) -> list[str]:
-    """Undo `fuse_gated_mlps`, in place; returns the names of the modules that were fused."""
+    """Undo `fuse_gated_mlps`, in place.
+
+    Args:
+        model: any model.
+
+    Returns:
+        Names of the modules that were fused, in module order.
+    """
     fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
     for module in fused.values():
         module.__class__ = module.unfused_class

@@ -31,6 +31,14 @@ def pack_model(model: nn.Module) -> int:
     Raises:
         ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, no weight
             that can be packed, or an adapter that is merged; or it is a part of a larger model.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model)
+        >>> freed = pack_model(model)
+        >>> type(model.transformer.h[0].mlp.c_fc).__name__
+        'PackedConv1D'
     """
     config = check_packable(model)
     check_unmerged(model)
@@ -62,6 +70,9 @@ def pack_model(model: nn.Module) -> int:
 @torch.no_grad()
 def unpack_model(model: nn.Module) -> nn.Module:
     """Turn a packed model into an ordinary one, in place: dense weights with zeros, ready for `patch_model`.
+
+    Args:
+        model: a packed model, of `pack_model`, or loaded from a packed export.
 
     Returns:
         The same model.

@@ -133,6 +133,13 @@ class Sparse24Layer(SparseModule):
         """Turn `module` into a sparse layer in place: same object, same Parameters, same hooks.
 
         State comes from the weight as it is; on the meta device it waits for a checkpoint.
+
+        Args:
+            module: a dense layer.
+            config: that of the model, which `patch_model` has bound to it.
+
+        Returns:
+            The same module.
         """
         SparseWeight.attach(module, "weight", cls.input_dim, config)
         module.__dict__["dense_class"] = type(module)
@@ -140,8 +147,14 @@ class Sparse24Layer(SparseModule):
         return module
 
     def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that the GEMMs use while sparse: shape and layout of `.weight`, N:M along the input dimension,
-        never -0.0. `dtype` is that of the result, by default the master's."""
+        """The weight that the GEMMs use while sparse.
+
+        Args:
+            dtype: of the result; None for that of `.weight`.
+
+        Returns:
+            Shape and layout of `.weight`, sparse along the input dimension, never -0.0. Pruned anew; without gradients.
+        """
         return self.sparse24["weight"].pruned(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,13 +217,29 @@ def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:
 
 
 class Sparse24Linear(Sparse24Layer, nn.Linear):
-    """`nn.Linear` whose GEMMs use a 2:4 sparse weight. `.weight` `[out, in]` is the dense master."""
+    """`nn.Linear` whose GEMMs use an N:M sparse weight. `patch_model` makes it, of a layer that is there.
+
+    The optimizer updates the dense master weight; the GEMMs multiply by what the method prunes it to, and the gradient
+    of that goes straight through to the master. What the method keeps beside it is in buffers whose names begin with
+    `sparse24_`.
+
+    Attributes:
+        weight: the dense master weight, a Parameter `[out, in]`. `sparse_weight()` is what the GEMMs use.
+        bias: as in the dense layer: `[out]`, or None.
+    """
 
     input_dim = -1
 
 
 class Sparse24Conv1D(Sparse24Layer, Conv1D):
-    """GPT-2's `Conv1D`, a linear layer with its weight stored `[in, out]`, made sparse along `in`."""
+    """GPT-2's `Conv1D` with an N:M sparse weight: a linear layer whose weight is stored `[in, out]`, sparse along `in`.
+
+    Otherwise it is like `Sparse24Linear`; `patch_model` makes it.
+
+    Attributes:
+        weight: the dense master weight, a Parameter `[in, out]`. `sparse_weight()` is what the GEMMs use.
+        bias: `[out]`, as in the dense layer.
+    """
 
     input_dim = -2
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"

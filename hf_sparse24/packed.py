@@ -171,11 +171,27 @@ class PackedLayer(PackedModule):
 
 
 class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its weight is computed
-    """`nn.Linear` with a packed 2:4 weight."""
+    """`nn.Linear` with a packed 2:4 weight, for inference and under adapters. `pack_model` makes it.
+
+    The weight lies in two buffers, `packed_weight_values` `[out, in / 2]` in the model's dtype and
+    `packed_weight_indices` uint8 `[out, in / 8]`. Gradients reach the input, not the weight.
+
+    Attributes:
+        weight: the dense `[out, in]` weight with its zeros, a fresh copy at every read; writes to it are lost.
+        bias: as in the dense layer: `[out]`, or None.
+    """
 
 
 class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
-    """GPT-2's `Conv1D` with a packed 2:4 weight: the buffers are those of `[out, in]`, `.weight` is `[in, out]`."""
+    """GPT-2's `Conv1D` with a packed 2:4 weight, for inference and under adapters. `pack_model` makes it.
+
+    The two buffers are those of `PackedLinear`: `packed_weight_values` `[out, in / 2]` and `packed_weight_indices`
+    uint8 `[out, in / 8]`.
+
+    Attributes:
+        weight: the dense `[in, out]` weight with its zeros, a fresh copy at every read; writes to it are lost.
+        bias: `[out]`, as in the dense layer.
+    """
 
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"
 

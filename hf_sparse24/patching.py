@@ -48,15 +48,26 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         model: any causal or masked language model of Transformers, or a module whose layers stand in `nn.ModuleList`s.
             May be on the meta device. Its own config says from then on that it is sparse, where that is one of
             Transformers.
-        config: `None` for `Sparse24Config()`, or for the config the model already has.
+        config: what becomes sparse, and by which method; copied, so that the caller's object stays as it is. None for
+            `Sparse24Config()`, or for the config the model already has.
 
     Returns:
-        A `PatchReport`; print it. Patching again with an equal config changes nothing and returns the report.
+        A report of what is sparse, what is not, and why; print it. Patching again with an equal config changes nothing
+        and returns the report.
 
     Raises:
         ValueError: the model is compiled or wrapped, quantized, already patched with another config, has lazy
             Parameters, an adapter that is merged, or no layer that the config names, has NaN or inf in a weight that
             would be patched, or DeepSpeed ZeRO-3 is chosen.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> report = patch_model(model, Sparse24Config(target_modules="mlp"))
+        >>> report.patched[0]
+        'transformer.h.0.mlp.c_fc'
+        >>> print(report)
+        2:4 sparse by s-ste: ...
     """
     if not isinstance(config, Sparse24Config | None):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
@@ -119,18 +130,25 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
 def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     """Turn a patched model back into plain Transformers, in place.
 
+    Its controller ends. Where `model` is a part of a sparse model, the rest stays sparse.
+
     Args:
         model: a model that `patch_model` changed.
         sparse: keep the weights the model computes with, so that its outputs stay the same: the sparse ones in the
             sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights.
-
-    Its controller ends. Where `model` is a part of a sparse model, the rest stays sparse.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: the model is not patched, or compiled, wrapped or sharded.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model)
+        >>> unpatch_model(model).transformer.h[0].mlp.c_fc.weight.eq(0).float().mean()
+        tensor(0.5000)
     """
     _check_module(model)
     weights = sparse_weights(model)

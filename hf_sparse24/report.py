@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from html import escape
 
 from torch import nn
 
 from .config import Sparse24Config
+from .html_tables import html_table
 from .targets import Candidate
 
 
@@ -14,8 +14,13 @@ from .targets import Candidate
 class ReportRow:
     """Layers that differ only in their numbers: `model.layers.*.mlp.up_proj`. A stack of experts counts as a layer.
 
-    `weights` counts the elements of their weight matrices, shared ones once: no biases, and nothing that a method or
-    an adapter keeps beside them. `note` says in what sparse ones differ from what the method does elsewhere.
+    Attributes:
+        group: what their names have in common.
+        layers: how many they are.
+        weights: elements of their weight matrices, shared ones once: no biases, and nothing that a method or an adapter
+            keeps beside them.
+        skipped: why they stayed dense; None where they are sparse.
+        note: in what sparse ones differ from what the method does elsewhere; None where they do not.
     """
 
     group: str
@@ -60,10 +65,7 @@ class PatchReport:
         return "\n".join([self._summary(), *lines])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
-        rows = ["".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) for row in self.rows]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{escape(self._summary())}</p><table><tr>{head}</tr>{body}</table>"
+        return html_table(self._summary(), _COLUMNS, map(_cells, self.rows))
 
     def _summary(self) -> str:
         layers = len(self.patched) + len(self.skipped)

@@ -17,7 +17,7 @@ class WeightView(NamedTuple):
 
     Attributes:
         matrix: `[rows, columns]`, the dense master weight as it is stored: `[out, in]`, or `[in, out]` in GPT-2's
-            `Conv1D`.
+            `Conv1D`. Without gradients, and never to be written to.
         dim: the dimension of `matrix` that is the input dimension, 0 or 1. Groups of M lie along it.
         state: what the method remembers of this weight, by name.
     """

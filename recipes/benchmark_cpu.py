@@ -15,7 +15,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from hf_sparse24 import (
     patch_model,
     step_param_groups,
 )
+from hf_sparse24.progress import Progress, count, duration
 
 QUICKSTART = LlamaConfig(
     vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
@@ -126,13 +128,25 @@ def measure_oneshot(rounds: int) -> list[dict]:
 def take_turns(runs: dict, rounds: int) -> dict:
     """Seconds of each run in each round, after one that warms up."""
     seconds = {name: [] for name in runs}
-    for round_ in range(rounds + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
+    with Progress("timing", (rounds + 1) * len(runs), "run", leave=False) as progress:
+        for round_ in range(rounds + 1):
+            for name, run in runs.items():
+                with quiet():  # the bars of what is timed, not this one
+                    start = time.perf_counter()
+                    run()
+                    if round_:
+                        seconds[name].append(time.perf_counter() - start)
+                progress.update(note=str(name))
     return seconds
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.enable_progress_bar()
 
 
 def summary(times: list[float], baseline: list[float]) -> dict:
@@ -155,7 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="default: recipes/results/cpu_*.json")
     arguments = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
+    start = time.perf_counter()
     rows = MEASURES[arguments.what](arguments.rounds)
     for row in rows:
         print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), sep="\t")
@@ -173,6 +187,7 @@ def main() -> None:
     output = arguments.output or RESULTS / FILES[arguments.what]
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_file(output, json.dumps(result, indent=2) + "\n")
+    print(f"{count(len(rows), 'row')} in {duration(time.perf_counter() - start)}: {output}")
 
 
 if __name__ == "__main__":

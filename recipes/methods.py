@@ -13,6 +13,7 @@ import json
 import platform
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -22,6 +23,7 @@ import train
 import transformers
 
 from hf_sparse24 import __version__
+from hf_sparse24.progress import Progress
 
 RECIPES = Path(__file__).resolve().parent
 RESULTS = RECIPES / "results" / "methods"
@@ -199,13 +201,15 @@ def main(argv: list[str] | None = None) -> None:
     names = [(model, variant, seed) for seed in SEEDS for model in MODELS for variant in VARIANTS]
     if not args.report:
         stdlib_text.prepare(args.data)
-        for model, variant, seed in names[index::count]:
-            path = args.results / f"{model}-{variant}-seed{seed}.json"
-            if path.exists() or args.only not in path.stem:
-                continue
-            result = run(model, variant, seed, args.data, args.steps)
-            print(f"{path.stem}: {result['eval_loss']:.4f} in {result['train_seconds']:.0f} s", flush=True)
-            stdlib_text.replace_file(path, json.dumps(result) + "\n")
+        paths = {args.results / f"{'-'.join(name[:2])}-seed{name[2]}.json": name for name in names[index::count]}
+        missing = {path: name for path, name in paths.items() if args.only in path.stem and not path.exists()}
+        with Progress("runs", len(missing), "run", partial(print, flush=True)) as progress:
+            for path, (model, variant, seed) in missing.items():
+                progress.update(0, path.stem)
+                result = run(model, variant, seed, args.data, args.steps)
+                print(f"{path.stem}: {result['eval_loss']:.4f} in {result['train_seconds']:.0f} s", flush=True)
+                stdlib_text.replace_file(path, json.dumps(result) + "\n")
+                progress.update()
     page = args.results.parent / "methods.md"
     stdlib_text.replace_file(page, report(args.results))
     print(page)

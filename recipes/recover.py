@@ -18,6 +18,8 @@ import stdlib_text
 import train
 from methods import MODELS
 
+from hf_sparse24.progress import Progress
+
 RECIPES = Path(__file__).resolve().parent
 CALIBRATION = 64  # blocks
 WAYS = {
@@ -55,10 +57,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     data, dense = stdlib_text.prepare(args.data), args.output / "dense"
     sizes = {"model_type": "llama", "config_overrides": MODELS["llama"]}
+    progress = Progress("training runs", 1 + len(WAYS) * len(args.seeds), "run", print)
     losses = {
         "dense": [run(train.main, data, dense, method="dense", max_steps=args.dense_steps, **sizes)[-1]],
         "pruned by oneshot": [],
     }
+    progress.update()
     for way, flags in WAYS.items():
         losses[way] = []
         for seed in args.seeds:
@@ -78,8 +82,10 @@ def main(argv: list[str] | None = None) -> None:
                 **({"teacher": dense} if "distillation" in flags else {}),
             )
             losses[way].append(end)
+            progress.update(note=way)
             if way == "labels alone":
                 losses["pruned by oneshot"].append(start)
+    progress.close()
     print("\n| model | validation loss |\n|---|---|")
     for name, values in losses.items():
         spread = f" [{min(values):.4f}, {max(values):.4f}]" if len(values) > 1 else ""

@@ -158,13 +158,14 @@ def test_tune(directory, capsys, monkeypatch, stand_in):  # noqa: F811
 
     def tune(problems, device, on_progress):
         asked.extend(problems)
-        on_progress("half way")
+        on_progress(autotune.Progress(asked[1], 1, len(asked), 7, 1.5))
         return {problem: verdict(problem, device) for problem in problems}
 
     monkeypatch.setattr(autotune, "tune", tune, raising=False)
     assert main(["tune", directory, "--tokens", "64", "--dtype", "fp16"]) == 0
     printed = capsys.readouterr().out
     assert len(asked) == 4 and all(problem.dtype == torch.float16 for problem in asked)
+    assert printed.startswith("4 GEMMs; Ctrl-C keeps what is done\ntuning: 4 GEMMs in ")
     assert "64 x 64 x 32" in printed and "cusparselt: measured" in printed and "1.2" in printed
 
 

@@ -70,13 +70,15 @@ def test_nothing_is_touched(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(tuned.model.state_dict().values(), plain.model.state_dict().values()))
 
 
-def test_auto(tmp_path, monkeypatch, capsys):
+def test_auto(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(
         "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 0.8, 2e-4: 0.4}, 6e-5)
     )
     run = make_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
-    run.train()
-    assert patched_config(run.model).masked_decay == 6e-5 and "6.0e-05" in capsys.readouterr().out
+    with caplog.at_level("INFO", logger="hf_sparse24"):
+        run.train()
+    assert patched_config(run.model).masked_decay == 6e-5 and run.decay_tuning.chosen == 6e-5
+    assert any("6.0e-05" in message for message in caplog.messages)
     # A resumed run takes the number it began with, and does not probe again.
     monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
     for checkpoint in (True, str(tmp_path / "checkpoint-6")):

@@ -18,8 +18,9 @@ import hf_sparse24
 ROOT = Path(__file__).parent.parent
 # Lower layers first: a module or folder of hf_sparse24 may import from its own layer and those before it.
 LAYERS = [
-    ["version"],
-    ["encodings", "gemms", "gated", "metrics", "sharding"],
+    ["version", "html_tables", "sharding"],
+    ["progress"],
+    ["encodings", "gemms", "gated", "metrics"],
     ["weight_view"],
     ["weight"],
     ["sparse_module"],

@@ -78,9 +78,19 @@ def make_model_card(
             `base_model`; and `base_model_relation`. Where `datasets` says what the results were measured on, they
             become metadata too.
 
+    Returns:
+        The card, with this library's part between two comments; of `existing`, everything outside them stays.
+
     Raises:
         ValueError: the model is not patched, the format is unknown, or `dense_control` has no metrics.
         TypeError: an argument that neither this function nor the metadata of a card has.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model)
+        >>> card = make_model_card(model, model_id="me/gpt2-sparse", license="mit", results={"eval_loss": 3.2})
+        >>> card.save("README.md")
     """
     config = patched_config(model)
     if config is None:

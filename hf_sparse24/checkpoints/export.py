@@ -24,6 +24,7 @@ from ..config import Sparse24Config
 from ..inference import check_packable
 from ..packed import PackedFormat
 from ..patching import unwrap
+from ..progress import Progress, get_logger
 from ..sharding import is_sharded, local, rank
 from ..weight import sparse_weights, wrong_states
 from .manifest import MANIFEST, Manifest, sparse_dim
@@ -31,7 +32,7 @@ from .parts import Part, dense_parts, packed_parts
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import Hashes, write_safetensors
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 FORMATS = ("dense", "packed")
 
@@ -59,8 +60,8 @@ def export_model(
             shards it, all processes export it together: they gather one tensor at a time, and the first one writes.
             Otherwise export in one process of many.
         directory: made if absent. A model that it holds is replaced as a whole: at every instant, also where the
-            process is killed, the directory has the old model or the new one (see `replacing.py`). Other files in it,
-            such as a tokenizer's, stay.
+            process is killed, the directory has the old model or the new one. Other files in it, such as a tokenizer's,
+            stay.
         format: `"dense"`, ordinary weights with zeros in them, which any engine reads; after a dense tail, dense ones.
             `"packed"`, 2:4 weights without their zeros, 9/16 of their bytes in bf16, which `from_pretrained` reads
             where hf_sparse24 is imported (docs/packed_format.md). Sparse weights whose input size is no multiple of 8
@@ -74,6 +75,13 @@ def export_model(
             is a training checkpoint, whose dense master weights would be lost, or holds an adapter.
         RuntimeError: another process is exporting into the directory; of a sharded model, also that the process which
             writes has failed.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model)
+        >>> export_model(model, "my-export", format="packed")
+        >>> packed = AutoModelForCausalLM.from_pretrained("my-export")
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
@@ -190,7 +198,7 @@ def _write_weights(
     hashes: dict[str, Hashes] = {}
     sparse: dict[str, int] = {}
     weight_map: dict[str, str] = {}
-    with logging.tqdm(total=sum(map(len, files.values())), desc="Exporting", unit="tensor") as progress:
+    with Progress("export", sum(map(len, files.values())), "tensor", logger.info) as progress:
         for file, parts in files.items():
             like = {name: tensor for part in parts for name, tensor in part.like.items()}
             hashes[file] = write_safetensors(new / file, like, _made(parts, sparse, progress), metadata)
@@ -202,7 +210,7 @@ def _write_weights(
     return sparse, hashes
 
 
-def _made(parts: list[Part], sparse: dict[str, int], progress: Any) -> Iterator[tuple[str, Tensor]]:
+def _made(parts: list[Part], sparse: dict[str, int], progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the parts one by one, while `sparse` gets the dimension of the groups of those that are sparse."""
     for part in parts:
         if part.packed is not None:

@@ -46,8 +46,8 @@ def push_to_hub(
 ) -> CommitInfo | None:
     """Upload an export of a patched model, with a model card, to the Hub. `model.push_to_hub(repo_id)` does the same.
 
-    The repository is made if it is not there. Its card keeps what its author wrote (see `card.py`), weight files that
-    the export replaces go, other files stay. Of several processes only the first one pushes.
+    The repository is made if it is not there. Its card keeps what its author wrote, weight files that the export
+    replaces go, other files stay. Of several processes only the first one pushes.
 
     Args:
         model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
@@ -57,8 +57,14 @@ def push_to_hub(
             hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
             only where hf_sparse24 is imported; the card says so.
         processing_class: a tokenizer or processor to upload with it.
-        commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as for
-            `PreTrainedModel.push_to_hub`.
+        commit_message: the first line of the commit; None for what was uploaded.
+        commit_description: the rest of its message.
+        private: whether a repository that is made here is private; None for your organisation's default.
+        token: of the Hub; None or True for the one that you are logged in with.
+        revision: a branch to commit to; None for `"main"`.
+        create_pr: open a pull request with the commit instead.
+        max_shard_size: bytes of one file at most, such as `"5GB"`.
+        tags: of the card, in addition to those of this library.
         card: what `make_model_card` takes: `license`, `datasets`, `results`, `dense_control` and others.
 
     Returns:

@@ -18,7 +18,7 @@ from .schedule import Schedule
 from .settings import RESERVED, GemmSettings, MethodSettings, PhaseSettings, shown
 
 METHODS: dict[str, type["SparseMethod"]] = {}
-"""The registered methods by name."""
+"""The registered methods by name: those of this library, and those that `register_method` has added."""
 
 
 @dataclass
@@ -26,7 +26,8 @@ class StepContext:
     """What a method's training hooks are told; made anew for every optimizer step.
 
     Attributes:
-        step: optimizer steps done. total_steps: of the whole run.
+        step: optimizer steps done.
+        total_steps: optimizer steps of the whole run.
         phase: how the model computes now.
         optimizer: the optimizer itself, never a wrapper.
         groups: the optimizer's parameter group of each trainable weight.
@@ -42,12 +43,26 @@ class StepContext:
     _masks: dict[str, Tensor] = field(default_factory=dict)
 
     def learning_rate(self, name: str) -> float:
-        """That of the weight `name`."""
+        """The learning rate of a weight.
+
+        Args:
+            name: of the weight, as the hook's `weights` have it.
+
+        Returns:
+            What the optimizer uses now.
+        """
         return self.groups[name]["lr"]
 
     def mask(self, name: str, weight: SparseWeight) -> Tensor:
-        """The mask of what this process updates of a weight, computed once in a step however many ask; bool or packed
-        bits, as every function of `sparse24_kernels` takes them."""
+        """The mask of what this process updates of a weight, computed once in a step however many ask.
+
+        Args:
+            name: of the weight.
+            weight: the weight.
+
+        Returns:
+            bool or packed bits, as every function of `sparse24_kernels` takes them.
+        """
         if name not in self._masks:
             # On a GPU bits: an eighth of the memory. On a CPU packing costs more than it saves.
             self._masks[name] = weight.local_mask(packed=self.packed_masks or weight.master.is_cuda)
@@ -69,12 +84,27 @@ class SparseMethod(ABC):
     Then `Sparse24Config(method="my-method", strength=0.2)` and everything else works as for the methods of this
     package. What computes on tensors is a pure function of a `WeightView`; nothing is decided inside forward, which
     gradient checkpointing repeats. What changes during training changes in the hooks that run between steps.
+
+    You never make an instance: `patch_model` does, of the registered class.
+
+    What the hooks get: `view`, a `WeightView`; `weights`, the sparse weights of the model by name, of which `master` is
+    the dense Parameter, `state` the buffers of `init_state` and `parameters` the tensors of `init_parameters`;
+    `context`, a `StepContext`; `step`, the optimizer steps done, and `total_steps`, those of the whole run.
+
+    Args:
+        settings: an instance of the class's `Settings`.
+        pattern: N:M of the config.
+
+    Attributes:
+        settings: the settings as they are now.
+        pattern: N:M of the config.
     """
 
     name: ClassVar[str]
     """Set by `register_method`."""
 
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    """The frozen dataclass of the method's settings."""
 
     phases: ClassVar[tuple[str, ...]] = ("sparse", "dense")
     """In `"dense"` a layer computes with its master weight, in every other phase with what the method prunes it to."""
@@ -118,14 +148,35 @@ class SparseMethod(ABC):
 
     @abstractmethod
     def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
-        """A weight operand of the GEMMs in each of `forms`, in `dtype`, without -0.0.
+        """A weight operand of the GEMMs in the forms that they take it. Use `prune_by` with a rule of the kernels, or
+        `forms_of` with a result of your own.
 
-        `operand` is a `Gemm.weight`: `"pruned"` must be N:M along `view.dim`. Use `prune_by` with a rule of the
-        kernels, or `forms_of` with a result of your own.
+        Args:
+            view: the weight and its state.
+            operand: which weight: `"pruned"`, which must be N:M along `view.dim`, or a name that `make_gemms` gives to
+                another one.
+            forms: name of a form (see `sparse24_kernels.prune_forms`) to how it is compressed.
+            dtype: of the result.
+
+        Returns:
+            One result per form, without -0.0.
         """
 
-    def prune_by(self, view: WeightView, forms: Forms, dtype: torch.dtype, rule: str, **arguments: Any):
-        """Prune by a rule of `sparse24_kernels.prune_forms`, in one pass."""
+    def prune_by(
+        self, view: WeightView, forms: Forms, dtype: torch.dtype, rule: str, **arguments: Any
+    ) -> Sequence[Any]:
+        """Prune by a rule of `sparse24_kernels.prune_forms`, in one pass.
+
+        Args:
+            view: the weight and its state.
+            forms: as `prune` gets them.
+            dtype: as `prune` gets it.
+            rule: `"magnitude"`, `"soft-threshold"` or `"mask"`.
+            arguments: of the rule: `scale=` of the soft threshold, `mask=` of the mask.
+
+        Returns:
+            What `prune` returns.
+        """
         compressions = {form: compression for form, compression in forms.items() if compression is not None}
         return kernels.prune_forms(
             view.matrix,
@@ -139,8 +190,16 @@ class SparseMethod(ABC):
         )
 
     def forms_of(self, result: Tensor, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
-        """The forms of a matrix that a method has pruned by itself, in the layout of `view.matrix`; its zeros are what
-        compressed forms leave out."""
+        """The forms of a matrix that a method has pruned by itself.
+
+        Args:
+            result: the pruned matrix, in the layout of `view.matrix`; compressed forms leave out its zeros.
+            forms: as `prune` gets them.
+            dtype: as `prune` gets it.
+
+        Returns:
+            What `prune` returns.
+        """
         view = WeightView(result, 1, {})
         return self.prune_by(view, forms, dtype, "mask", mask=result != 0)
 
@@ -227,11 +286,15 @@ class SparseMethod(ABC):
     def make_optimizer(
         self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any
     ) -> torch.optim.Optimizer | None:
-        """The optimizer that the method needs, None where any will do.
+        """The optimizer that the method needs.
 
         Args:
             groups: of `step_param_groups`; those of sparse weights have `"masked": True`.
+            total_steps: optimizer steps of the whole run.
             arguments: `lr`, `betas` and `eps` as users give them.
+
+        Returns:
+            The optimizer, None where any will do.
         """
         return None
 
@@ -273,10 +336,24 @@ def register_method(name: str) -> Callable[[Method], Method]:
 
     Loading a checkpoint of the method needs the registration too: import the module that has it first.
 
+    Args:
+        name: what `Sparse24Config(method=...)` calls it.
+
+    Returns:
+        The decorator, which returns the class itself.
+
     Raises:
         ValueError: a name that is taken by another class (running a notebook's cell again is fine), a class that
             lacks `mask` or `prune` or one of the phases `"sparse"` and `"dense"`, or settings that are not a frozen
             dataclass derived from `MethodSettings` with every field made by `setting(...)`.
+
+    Examples:
+        >>> @register_method("my-ste")
+        ... class MySTE(METHODS["ste"]):
+        ...     def refreshes_state(self, step, total_steps):
+        ...         return step % 10 == 0
+        >>> Sparse24Config(method="my-ste").method
+        'my-ste'
     """
 
     def register(cls: Method) -> Method:

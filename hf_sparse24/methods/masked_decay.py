@@ -19,9 +19,6 @@ from .base import SparseMethod, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
 
 AUTO = "auto"
-MASKED_DECAY = (
-    "lambda_W >= 0, the pull of pruned weights towards zero; 'auto' lets Sparse24Trainer find it by short probes"
-)
 
 
 def is_decay(value: Any) -> str | None:
@@ -30,14 +27,24 @@ def is_decay(value: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedDecaySettings(MethodSettings):
-    """How strong the decay is, and what it acts on."""
+    """How strongly pruned weights are pulled towards zero, and by what.
 
-    masked_decay: float | str = setting(2e-4, is_decay, MASKED_DECAY)
+    Attributes:
+        masked_decay: the strength, lambda_W.
+        decay_on: whether it acts through the gradient or on the weight itself.
+    """
+
+    masked_decay: float | str = setting(
+        2e-4,
+        is_decay,
+        "lambda_W >= 0, the pull of pruned weights towards zero, once per optimizer step; 'auto' lets Sparse24Trainer "
+        "find it before training, by short probes of the first steps",
+    )
     decay_on: str = setting(
         "gradient",
         one_of("gradient", "weight"),
         "'gradient' adds lambda_W * weight to the pruned weights' gradient (Hu et al. 2024); 'weight' takes "
-        "lr * lambda_W * weight off them directly, past Adam's normalisation",
+        "lr * lambda_W * weight off the pruned weights themselves, past Adam's normalisation",
     )
 
 

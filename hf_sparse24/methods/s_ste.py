@@ -26,7 +26,7 @@ from torch import Tensor
 from ..encodings import Forms
 from ..weight import WeightView
 from .base import SparseMethod, register_method
-from .settings import GRADIENT_ESTIMATORS, WEIGHT_GRAD, GemmSettings, PhaseSettings, one_of, setting
+from .settings import GemmSettings, PhaseSettings, one_of, setting, with_default
 
 
 @register_method("s-ste")
@@ -35,12 +35,17 @@ class SSTE(SparseMethod):
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(PhaseSettings, GemmSettings):
-        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), f"{WEIGHT_GRAD} (section 5)")
-        scale_rule: str = setting("mse", one_of(*kernels.SCALE_RULES), "what the scale keeps (Table 2 picks 'mse')")
+        weight_grad: str = with_default(GemmSettings, "weight_grad", "mvue", "section 5 of the paper")
+        scale_rule: str = setting(
+            "mse",
+            one_of(*kernels.SCALE_RULES),
+            "what S-STE's scale keeps of the dense weight: 'mse' the least squared difference (Table 2 picks it), 'l1' "
+            "its L1 norm; 'none' is no scale",
+        )
         scale_frozen: bool = setting(
             True,
             one_of(True, False),
-            "whether the scale stays what it was when sparsity began; False recomputes it every step, which the paper "
+            "True keeps the scale that sparsity began with; False recomputes it after every step, which the paper "
             "shows to be harmful (Fig. 4)",
         )
 

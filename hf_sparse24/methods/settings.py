@@ -23,15 +23,40 @@ RESERVED = (*SHARED, "phase", "quant_method", "hf_sparse24_version", "settings",
 """What a setting cannot be called, because a config has it already."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
-WEIGHT_GRAD = (
-    "how the output gradient is pruned in the grad_weight GEMM, groups along tokens: 'dense' not at all, 'mvue' to a "
-    "random unbiased 2:4 estimate of least variance, 'mvue-approx' to one of two draws, 'mvue-1:2' to a 1:2 estimate"
-)
+
+LENGTH = "an int counts optimizer steps, a float below 1 is a fraction of training"
+"""What the values of a setting that `is_length` checks mean."""
 
 
 def setting(default: Any, check: Check, text: str) -> Any:
-    """A field of a `Settings` class: its default, its check, and what it means (with the source of the default)."""
+    """A field of a `Settings` class.
+
+    Args:
+        default: the value of a config that does not give one; of a type that JSON has.
+        check: says in words what a value must be, where it is not, and None where it is. This module has `one_of`,
+            `is_non_negative`, `is_length` and `is_positive_length`.
+        text: what the setting means, with the source of the default. `describe_settings` shows it.
+
+    Returns:
+        A field for a dataclass, typed as any value so that it can stand behind an annotation.
+    """
     return dataclasses.field(default=default, metadata={"check": check, "text": text})
+
+
+def with_default(group: "type[MethodSettings]", name: str, default: Any, source: str) -> Any:
+    """A field of a group of settings, for a method that has another default.
+
+    Args:
+        group: the class that has the setting, such as `GemmSettings`.
+        name: of the setting.
+        default: of this method.
+        source: of that default, added to the text.
+
+    Returns:
+        A field for a dataclass, as `setting` makes it, with the check of the group.
+    """
+    (field,) = (field for field in dataclasses.fields(group) if field.name == name)
+    return setting(default, field.metadata["check"], f"{field.metadata['text']}; the default is that of {source}")
 
 
 def one_of(*allowed: Any) -> Check:
@@ -107,7 +132,7 @@ class MethodSettings:
     """The base of all settings: checks every field when it is made.
 
     Raises:
-        ValueError: with the field, the value and what is allowed.
+        ValueError: a value that a field's check refuses; with the field, the value and what is allowed.
     """
 
     def __post_init__(self) -> None:
@@ -121,28 +146,53 @@ class MethodSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSettings(MethodSettings):
-    """What happens to the operands of the three GEMMs besides the sparse weight (see `gemms.standard_gemms`)."""
+    """What happens to the operands of the three GEMMs besides the sparse weight.
 
-    weight_grad: str = setting("dense", one_of(*GRADIENT_ESTIMATORS), WEIGHT_GRAD)
+    Attributes:
+        weight_grad: how the output gradient is pruned in the grad_weight GEMM.
+        input_grad: how it is pruned in the grad_input GEMM.
+        activations: whether the activations are pruned in the output GEMM.
+        fp8: whether all three GEMMs simulate FP8.
+    """
+
+    weight_grad: str = setting(
+        "dense",
+        one_of(*GRADIENT_ESTIMATORS),
+        "how the output gradient dZ is pruned in the grad_weight GEMM (dW = dZ^T X), in groups along tokens: 'dense' "
+        "not at all; at random and without bias, 'mvue' 2:4 with the least variance, 'mvue-approx' 2:4 by the cheaper "
+        "two-draw estimate, 'mvue-1:2' to one of every two",
+    )
     input_grad: str = setting(
         "dense",
         one_of(*GRADIENT_ESTIMATORS),
-        "as weight_grad, in the grad_input GEMM, groups along output features",
+        "how the output gradient dZ is pruned in the grad_input GEMM (dX = dZ W), in groups along output features; the "
+        "values mean the same as those of weight_grad",
     )
     activations: str = setting(
-        "dense", one_of("dense", "2:4"), "'2:4' prunes the activations by magnitude in the output GEMM"
+        "dense",
+        one_of("dense", "2:4"),
+        "'2:4' prunes the activations X in the output GEMM (Z = X W^T): the two largest magnitudes of every four "
+        "features are kept; 'dense' leaves them as they are",
     )
     fp8: bool = setting(
-        False, one_of(True, False), "simulate FP8 GEMMs: E4M3 forward, E5M2 backward, one current scale per tensor"
+        False,
+        one_of(True, False),
+        "True rounds the operands of all three GEMMs to FP8, E4M3 forward and E5M2 backward, with one current scale "
+        "per tensor, and multiplies in the model's dtype: a simulation, which costs time",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSettings(MethodSettings):
-    """When a run is sparse."""
+    """When a run is sparse.
 
-    dense_start: int | float = setting(0, is_length, "length of dense training before sparsity starts")
-    dense_tail: int | float = setting(0, is_length, "length of dense training after sparsity ends")
+    Attributes:
+        dense_start: length of dense training before sparsity starts.
+        dense_tail: length of dense training after sparsity ends.
+    """
+
+    dense_start: int | float = setting(0, is_length, f"length of dense training before sparsity starts: {LENGTH}")
+    dense_tail: int | float = setting(0, is_length, f"length of dense training after sparsity ends: {LENGTH}")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,7 @@ import torch
 
 from .base import register_method
 from .schedule import Schedule
-from .settings import GemmSettings, is_length, one_of, setting
+from .settings import LENGTH, GemmSettings, is_length, one_of, setting
 from .ste import MagnitudeMethod
 from .step_adamw import SWITCH_RULES, StepAdamW
 
@@ -30,11 +30,18 @@ class STEP(MagnitudeMethod):
     @dataclass(frozen=True, kw_only=True)
     class Settings(GemmSettings):
         switch_rule: str = setting(
-            "arithmetic", one_of(*SWITCH_RULES), "option I or II: the mean that decides when the variance is frozen"
+            "arithmetic",
+            one_of(*SWITCH_RULES),
+            "how AutoSwitch averages the change of Adam's variance over all sparse weights, 'arithmetic' (option I) or "
+            "'geometric' (option II): sparsity begins, and the variance freezes, once that average stays below eps",
         )
-        switch_after: int | float = setting(0.1, is_length, "length before which AutoSwitch never switches")
-        switch_by: int | float = setting(0.5, is_length, "length at which it switches in any case")
-        dense_tail: int | float = setting(0, is_length, "length of dense training after sparsity ends")
+        switch_after: int | float = setting(
+            0.1, is_length, f"length of training before which AutoSwitch never switches: {LENGTH}"
+        )
+        switch_by: int | float = setting(
+            0.5, is_length, f"length of training at which it switches in any case: {LENGTH}"
+        )
+        dense_tail: int | float = setting(0, is_length, f"length of dense training after sparsity ends: {LENGTH}")
 
     def schedule(self, total_steps: int) -> Schedule:
         """For the check that a sparse step is left: sparsity starts as late as it may."""

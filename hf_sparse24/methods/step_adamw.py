@@ -1,7 +1,7 @@
 """StepAdamW: AdamW that freezes the variance of masked weights once it can be trusted. The optimizer of STEP."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +35,15 @@ class StepAdamW(torch.optim.Optimizer):
     Args:
         params: parameter groups. Those with `"masked": True` take part in AutoSwitch and in phase 2; all others are
             plain AdamW throughout. `step_param_groups` makes the groups of a patched model.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; the masked groups must agree on betas and eps.
+        lr: learning rate, as in `torch.optim.AdamW`.
+        betas: decay rates of the moments, as there; the masked groups must agree on them.
+        eps: as there, and the threshold of AutoSwitch; the masked groups must agree on it.
+        weight_decay: as there.
         total_steps: optimizer steps of the whole run, >= 2.
         switch_rule: `"arithmetic"` or `"geometric"`.
-        switch_after, switch_by: lengths, an int of optimizer steps or a float below 1, a fraction of `total_steps`.
+        switch_after: length of training before which AutoSwitch never switches: an int counts optimizer steps, a float
+            below 1 is a fraction of `total_steps`.
+        switch_by: length of training at which it switches in any case, in the same units.
 
     Attributes:
         switched: whether phase 2 has begun.
@@ -66,11 +71,19 @@ class StepAdamW(torch.optim.Optimizer):
     * A window that is not full decides nothing; averages over few z let the first quiet steps decide.
     * Option II leaves out entries with v_t = v_{t-1} exactly. One dead entry would make its mean zero, and so switch at
       `switch_after` whatever all others do. If every entry is dead, z_t is 1 - beta2.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model, Sparse24Config(method="step"))
+        >>> optimizer = StepAdamW(step_param_groups(model), lr=1e-4, total_steps=1000)
+        >>> optimizer.switched, optimizer.switch_by
+        (False, 500)
     """
 
     def __init__(
         self,
-        params,
+        params: Iterable[dict[str, Any]],
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -107,10 +120,12 @@ class StepAdamW(torch.optim.Optimizer):
 
     @property
     def switched(self) -> bool:
+        """Whether phase 2 has begun."""
         return self.switch_step is not None
 
     @property
     def switch_step(self) -> int | None:
+        """How many steps phase 1 took; None while it lasts."""
         return self._auto_switch["switch_step"]
 
     @property
@@ -119,8 +134,18 @@ class StepAdamW(torch.optim.Optimizer):
         return next(group["auto_switch"] for group in self.param_groups if "auto_switch" in group)
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """Take one step; returns what `closure` returns, None without one."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: computes the loss and its gradients anew, as in `torch.optim.AdamW`.
+
+        Returns:
+            What `closure` returns; None without one.
+
+        Raises:
+            RuntimeError: a masked parameter gets its first gradient in phase 2, or a gradient is a sparse tensor.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -142,7 +167,14 @@ class StepAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the `state_dict()` of a `StepAdamW` with the same groups."""
+        """Go on from the `state_dict()` of a `StepAdamW` with the same groups.
+
+        Args:
+            state_dict: what `state_dict()` gave.
+
+        Raises:
+            ValueError: the state of another optimizer, or of other groups.
+        """
         if not any("auto_switch" in group for group in state_dict["param_groups"]):
             raise ValueError("this is not the state of a StepAdamW: it does not say whether the variance is frozen")
         super().load_state_dict(state_dict)
@@ -214,7 +246,7 @@ class StepAdamW(torch.optim.Optimizer):
 def step_param_groups(
     model: nn.Module, weight_decay: float = 0.01, decay_names: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of a patched model as groups for `StepAdamW`.
+    """The trainable parameters of a patched model as groups for `StepAdamW`, in a training loop of your own.
 
     Args:
         model: a patched model. Its sparse weights go into groups with `"masked": True`.

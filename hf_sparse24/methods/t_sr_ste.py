@@ -27,18 +27,9 @@ from torch import Tensor
 from ..weight import WeightView
 from .base import register_method
 from .fixed_mask import KeptMaskMethod
-from .masked_decay import MASKED_DECAY, MaskedDecayMethod, MaskedDecaySettings, is_decay
+from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .schedule import to_steps
-from .settings import (
-    GRADIENT_ESTIMATORS,
-    WEIGHT_GRAD,
-    GemmSettings,
-    PhaseSettings,
-    is_length,
-    is_positive_length,
-    one_of,
-    setting,
-)
+from .settings import LENGTH, GemmSettings, PhaseSettings, is_positive_length, one_of, setting, with_default
 
 
 @register_method("t-sr-ste")
@@ -48,16 +39,20 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(MaskedDecaySettings, PhaseSettings, GemmSettings):
-        masked_decay: float | str = setting(6e-5, is_decay, f"{MASKED_DECAY}; the default is that of GPT-2 124M")
-        mask_interval: int | float = setting(40, is_positive_length, "length between mask refreshes (section 5)")
+        masked_decay: float | str = with_default(MaskedDecaySettings, "masked_decay", 6e-5, "the paper's GPT-2 124M")
+        mask_interval: int | float = setting(
+            40, is_positive_length, f"length between mask refreshes, in which masks stay (section 5): {LENGTH}"
+        )
         mask_solver: str = setting(
             "exact",
             one_of(*kernels.SOLVERS),
-            "what finds a mask: 'exact' and, slowly, 'min-cost-flow' the best one; 'greedy' and 'two-approx' keep less",
+            "how the transposable mask is found: 'exact' keeps the largest possible L1 norm (2:4 over all 90 patterns "
+            "of a 4 x 4 tile, other N:M by 'min-cost-flow', which needs OR-tools); 'greedy' and 'two-approx' are fast "
+            "for any N:M, and keep less",
         )
-        weight_grad: str = setting("mvue", one_of(*GRADIENT_ESTIMATORS), f"{WEIGHT_GRAD} (section 5)")
-        dense_tail: int | float = setting(
-            1 / 6, is_length, "length of dense training at the end: 50k of 300k steps (section 4.4)"
+        weight_grad: str = with_default(GemmSettings, "weight_grad", "mvue", "section 5 of the paper")
+        dense_tail: int | float = with_default(
+            PhaseSettings, "dense_tail", 1 / 6, "section 4.4 of the paper, 50k of 300k steps"
         )
 
     @property

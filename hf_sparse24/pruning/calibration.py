@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
+from ..progress import Progress
 from ..weight import SparseWeight, layer_name
 from . import layerwise
 from .replay import Batch, Course, Effect, Replay, warn_of_whole_passes
@@ -172,7 +172,7 @@ def calibrate(
         if name in found:
             last_input.add_to(found[name], args[0] if args else next(iter(kwargs.values())))
 
-    progress = logging.tqdm(total=total, desc="calibration", unit="batch")
+    progress = Progress("calibration", total, "batch")
     with progress, _evaluating(model), Replay(model) as replay:
         order, courses = _survey(replay, blocks, batches)
         with ExitStack() as hooks:

@@ -6,27 +6,29 @@ computes twice for each batch, once dense and once pruned, so the work is linear
 Gram matrices of one block are kept, and for each batch the output of the last finished block; see `replay`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ..config import Sparse24Config
+from ..html_tables import html_table
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import kept_magnitude
 from ..patching import patch_model, patched_config, set_phase, unpatch_model
+from ..progress import Progress, get_logger
 from ..report import PatchReport, group_name
 from ..weight import SparseWeight, check_whole, layer_name, sparse_weights
 from . import layerwise
 from .calibration import Gram, Sample, calibrate, check_batch, matrix
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
+_COLUMNS = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,13 @@ class LayerReport:
     damping: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OneshotReport:
     """What `oneshot` did. Print it, or read its fields.
 
     Attributes:
-        criterion, reconstruct: the arguments.
+        criterion: the argument of `oneshot`.
+        reconstruct: the argument of `oneshot`.
         layers: one `LayerReport` for each pruned weight, in module order.
         patch: what `patch_model` said: which layers are sparse, which are not and why.
     """
@@ -70,10 +73,28 @@ class OneshotReport:
     patch: PatchReport
 
     def __str__(self) -> str:
+        table = [_COLUMNS, *self._rows()]
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = [
+            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
+            for line in table
+        ]
+        return "\n".join([self._title(), *lines])
+
+    def __repr__(self) -> str:
+        return f"<OneshotReport: {self._title()}; {len(self.layers)} layers>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), _COLUMNS, self._rows())
+
+    def _title(self) -> str:
+        how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
+        return f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         groups: dict[str, list[LayerReport]] = {}
         for layer in self.layers:
             groups.setdefault(group_name(layer.name), []).append(layer)
-        table = [("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")]
         for name, group in groups.items():
             kept, masked, error = (
                 f"{sum(getattr(layer, field) for layer in group) / len(group):.1%}"
@@ -81,14 +102,7 @@ class OneshotReport:
             )
             tokens, dropped = min(layer.tokens for layer in group), sum(layer.dropped for layer in group)
             worst = f"{max(layer.error for layer in group):.1%}"
-            table.append((name, str(len(group)), f"{tokens:,}", kept, f"{dropped:,}", masked, error, worst))
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = [
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-            for line in table
-        ]
-        how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
-        return "\n".join([f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs", *lines])
+            yield name, str(len(group)), f"{tokens:,}", kept, f"{dropped:,}", masked, error, worst
 
 
 @torch.no_grad()
@@ -117,15 +131,16 @@ def oneshot(
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
             kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
             full length are usual. All batches with the same names run the same blocks in the same order.
-        config: of a method that takes masks from elsewhere; None for the default
-            settings of `"fixed-mask"`. Selects the layers as in `patch_model`.
+        config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
+            the layers as in `patch_model`.
         criterion: what a weight is kept for, in every group of M inputs:
-            `"magnitude"` its absolute value;
-            `"wanda"` that times the norm of its input;
-            `"sparsegpt"` what pruning it costs once the weights to its right have made up for it, which they then do;
-            weights of inputs that are never active become zero;
-            `"existing"` its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
-            can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
+
+            * `"magnitude"`: its absolute value;
+            * `"wanda"`: that times the norm of its input (arXiv 2306.11695);
+            * `"sparsegpt"`: what pruning it costs once the weights to its right have made up for it, which they then do
+              (arXiv 2301.00774); weights of inputs that are never active become zero;
+            * `"existing"`: its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
+              can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
             layer's output (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
         damping: pulls towards the dense weights, as a share of the mean squared input; what SparseGPT and the
@@ -138,14 +153,23 @@ def oneshot(
     Raises:
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
             another method or with a dense start, which would choose other masks; stacked experts among its targets,
-            which are not calibrated; an unknown `criterion`; a
-            negative `damping`; no data, or batches of something else; batches with the same names that run other
-            blocks; targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model
-            without zeros.
+            which are not calibrated; an unknown `criterion`; a negative `damping`; no data, or batches of something
+            else; batches with the same names that run other blocks; targeted layers that no token reaches; activations
+            with NaN or inf; `"existing"` for a model without zeros.
 
-    Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction; see `layerwise` for the others.
-    Our deviations from their code: one damped least-squares problem for weights and bias, solved to its minimum instead
-    of 1000 steps of Adam; every criterion, magnitude too, sees the inputs that the pruned blocks before it give.
+    Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
+    one damped least-squares problem for weights and bias, solved to its minimum instead of 1000 steps of Adam; every
+    criterion, magnitude too, sees the inputs that the pruned blocks before it give.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> batches = [torch.randint(300, (4, 32)) for _ in range(4)]
+        >>> report = oneshot(model, batches, criterion="sparsegpt")
+        >>> len(report.layers) == len(report.patch.patched)
+        True
+        >>> print(report)
+        one-shot 2:4 by sparsegpt masks, weights reconstructed; ...
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
     _check_arguments(model, config, criterion, damping)
@@ -164,7 +188,9 @@ def oneshot(
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         # A Gram matrix costs as much as running the block: only what moves weights needs it.
         kind = Gram if reconstruct or criterion == "sparsegpt" else Sample
-        with closing(calibrate(model, weights, batches, kind)) as blocks:
+        total = len({id(weight.parameter) for weight in weights.values()})
+        pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
+        with pruning, closing(calibrate(model, weights, batches, kind)) as blocks:
             for name, inputs in ((name, inputs) for block in blocks for name, inputs in block.items()):
                 weight = weights[name]
                 if id(weight.parameter) not in masks:  # a weight that layers share is pruned where it runs first
@@ -172,6 +198,7 @@ def oneshot(
                     originals[name] = (weight.parameter.to("cpu", copy=True), bias)
                     reports[name], mask = _prune_weight(name, weight, inputs, criterion, reconstruct, damping)
                     masks[id(weight.parameter)] = mask
+                    pruning.update(note=f"error {reports[name].error:.1%}")
                 weight.set_state(weight.method.adopt_mask(weight.view(), masks[id(weight.parameter)]))
         set_phase(model, "sparse")
     except BaseException:

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from ..progress import get_logger
+
+logger = get_logger(__name__)
 
 Batch = dict[str, Tensor]
 """Keyword arguments of a model."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig
-from transformers.utils import logging
 
 from ..checkpoints.export import FORMATS, export_model
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
 from ..packed import buffer_names
+from ..progress import Progress, duration
 from ..report import group_name, shown_count
 from ..weight import sparse_weights
 from .models import model_class
@@ -99,14 +99,11 @@ def _verify(options: argparse.Namespace) -> int:
     directory = _local(options.checkpoint)
     tensors = Tensors(directory)
     listing = read_listing(directory, tensors)
-    found = list(
-        logging.tqdm(
-            verify(directory, listing, tensors),
-            desc="Verifying",
-            total=len(listing.files) + len(listing.weights),
-            leave=False,
-        )
-    )
+    found = []
+    with Progress("verification", len(listing.files) + len(listing.weights), "tensor", leave=False) as progress:
+        for finding in verify(directory, listing, tensors):
+            found.append(finding)
+            progress.update()
     print(_heading(listing))
     groups: dict[str, list[int]] = {}
     for finding in found:
@@ -131,7 +128,8 @@ def _verify(options: argparse.Namespace) -> int:
         files = (
             "" if not count else ", and 1 file is as exported" if count == 1 else f", and {count} files are as exported"
         )
-        print(f"verified: all {len(listing.weights)} weights are {listing.pattern}{files}")
+        took = f"; read in {duration(progress.seconds)}"
+        print(f"verified: all {len(listing.weights)} weights are {listing.pattern}{files}{took}")
     return int(bool(problems) or not listing.weights)
 
 

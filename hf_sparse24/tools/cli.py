@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import sys
+from functools import partial
 
 import torch
 from sparse24_kernels import GemmProblem
@@ -16,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..config import Sparse24Config
 from ..methods import DEFAULT_METHOD, METHODS
 from ..patching import patch_model
+from ..progress import Progress, count
 from ..version import __version__
 from . import checkpoints, doctor, run_report
 from .models import model_class
@@ -139,9 +141,12 @@ def _tune(options: argparse.Namespace) -> int:
     if reason:
         raise ValueError(f"nothing to tune here: {reason}")
     found = doctor.problems(_patched(options), options.tokens, _DTYPES[options.dtype])
-    print(f"{len(found)} GEMMs; Ctrl-C keeps what is done")
-    verdicts = autotune.tune(found, device, on_progress=lambda text: print(f"\r{text:<100.100}", end="", flush=True))
-    print()
+    print(f"{count(len(found), 'GEMM')}; Ctrl-C keeps what is done", flush=True)
+    with Progress("tuning", len(found), "GEMM", partial(print, flush=True)) as progress:
+        verdicts = autotune.tune(
+            found, device, on_progress=lambda step: progress.update(step.number - progress.done, str(step))
+        )
+        progress.update(len(found) - progress.done, "")
     print_table([["m x n x k", "runs", "dense us", "sparse us"], *map(_verdict_row, verdicts.items())])
     return 0
 

@@ -29,7 +29,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     `trainer_state.json`.
 
     What that file does not hold, such as flip rates by layer, goes into `sparse24_log.jsonl` beside it at each log, for
-    `hf-sparse24 report` (see `run_log.py`).
+    `hf-sparse24 report`.
 
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
@@ -53,19 +53,41 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         return self.controller
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`."""
+        """What the Trainer writes into `trainer_state.json`.
+
+        Returns:
+            A dict of plain numbers, that of the controller under `controller`.
+        """
         controller = {} if self.controller is None else self.controller.state_dict()
         return {"args": {}, "attributes": {}, "controller": controller}
 
     @classmethod
     def add_to(cls, trainer: Trainer, match_reference: bool = True) -> "Sparse24Callback":
-        """Install the callback in `trainer`, ahead of those that report logs; returns it, or the one that is there.
+        """Install the callback in a Trainer, ahead of those that report logs. Call it before `trainer.train()`.
 
-        Before training, the reference model of TRL's trainers (DPO, KTO, GRPO, RLOO) gets the weights that the patched
-        policy begins with; `match_reference=False` leaves it as it is (see `reference.py`).
+        Args:
+            trainer: any `transformers.Trainer` whose model is patched.
+            match_reference: give the reference model of TRL's trainers (DPO, KTO, GRPO, RLOO) the weights that the
+                patched policy begins with; False leaves it as it is, which may be the dense checkpoint.
+
+        Returns:
+            The callback, or the one that is there already.
 
         Raises:
             ValueError: a reference that cannot be what the policy is at the start.
+
+        Examples:
+            >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+            >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+            >>> _ = patch_model(model)
+            >>> ids = torch.randint(300, (16,))
+            >>> data = [{"input_ids": ids, "labels": ids}] * 16
+            >>> arguments = TrainingArguments("out", max_steps=2, report_to="none")
+            >>> trainer = Trainer(model, arguments, train_dataset=data)
+            >>> callback = Sparse24Callback.add_to(trainer)
+            >>> output = trainer.train()
+            >>> callback.controller.step
+            2
         """
         callbacks = trainer.callback_handler.callbacks
         callback = next((present for present in callbacks if isinstance(present, cls)), None)

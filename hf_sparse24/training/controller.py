@@ -9,13 +9,13 @@ from typing import Any
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
 from ..methods import StepContext
 from ..patching import adopt, set_phase, unwrap
+from ..progress import get_logger
 from ..sharding import local, rank, total
 from ..weight import SparseWeight, first_of_each, layer_name, sparse_weights
 from .optimizers import check_optimizer, followed, groups_of_weights, unscale
@@ -23,31 +23,18 @@ from .random_streams import RandomStreams
 from .ranks import check_ranks_agree
 from .zero import ZeroOptimizer
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Sparse24Controller:
     """Runs a patched model's sparsity in a training loop of your own.
 
-    ```python
-    patch_model(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    controller = Sparse24Controller(model, optimizer, total_steps=1000)
-    for batch in data:
-        for micro_batch in batch:
-            model(**micro_batch).loss.backward()
-            controller.after_micro_step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    ```
-
     It follows the optimizer: right before each of its steps, when gradients are final, the method adds its own; right
     after, it counts the step, switches the phase and refreshes state. A call of `optimizer.step()` that takes no step,
     as accelerate skips it while gradients accumulate, or a GradScaler when they overflow, is none here.
 
-    Pruned weights are kept from one step to the next, for all micro-batches in between. Whoever writes weights there
-    through `.data` calls `weight.clear_encodings()` on `sparse_weights(model).values()`.
+    Pruned weights are kept from one step to the next, for all micro-batches in between. Code that writes weights there
+    through `.data` must call `weight.clear_encodings()` on `hf_sparse24.weight.sparse_weights(model).values()`.
 
     To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
     controller, in this order. A new controller takes a model over from its earlier one.
@@ -71,6 +58,30 @@ class Sparse24Controller:
             not in the optimizer, the method needs another optimizer or a setting that is still `"auto"`, or does what
             has no place in DeepSpeed, a weight is split by FSDP1, DeepSpeed ZeRO-3, or FSDP2 and tensor parallelism at
             once, processes differ in what they start with, or a number is out of its range.
+
+    Attributes:
+        model: the model, out of what was put around it.
+        optimizer: the optimizer that is followed, never a wrapper.
+        weights: the sparse weights by name.
+        total_steps: optimizer steps of the whole run.
+        step: optimizer steps done.
+        micro_step: micro-batches done since.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        >>> controller = Sparse24Controller(model, optimizer, total_steps=2)
+        >>> for step in range(2):
+        ...     for micro_batch in range(2):
+        ...         ids = torch.randint(300, (1, 16))
+        ...         model(input_ids=ids, labels=ids).loss.backward()
+        ...         controller.after_micro_step()
+        ...     optimizer.step()  # the controller acts right before and right after
+        ...     optimizer.zero_grad()
+        >>> controller.step
+        2
     """
 
     def __init__(
@@ -255,10 +266,10 @@ class Sparse24Controller:
         """What to log now.
 
         Returns:
-            `sparse_phase`: 1.0 while sparse, 0.0 while dense. `kept_magnitude`: share of the sparse weights' L1 norm
-            that the masks keep. `flip_rate`: share of sparse weights that entered or left the mask in the last
-            measured step, or, where masks change at refreshes alone, in the last refresh; absent before the first.
-            And what the method adds. Where weights are sharded, all processes must ask.
+            `sparse_phase` is 1.0 while sparse, 0.0 while dense. `kept_magnitude` is the share of the sparse weights' L1
+            norm that the masks keep. `flip_rate` is the share of sparse weights that entered or left the mask in the
+            last measured step, or, where masks change at refreshes alone, in the last refresh; it is absent before the
+            first. And what the method adds. Where weights are sharded, all processes must ask.
         """
         sums = []
         for weight in self.weights.values():
@@ -272,18 +283,29 @@ class Sparse24Controller:
         return values | self.method.metrics(self.weights)
 
     def layer_flip_rates(self) -> dict[str, float]:
-        """`flip_rate` by layer, as last measured; a weight that layers share stands under the first of them."""
+        """`flip_rate` by layer, as last measured; a weight that layers share stands under the first of them.
+
+        Returns:
+            Name of the layer to share of its weights that entered or left the mask. Empty before the first measurement.
+        """
         sizes = {name: self.weights[name].master.numel() for name in self._flips}
         return {layer_name(name): float(flips) / sizes[name] for name, flips in self._flips.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`."""
+        """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`.
+
+        Returns:
+            `method`, `step`, `micro_step`, `seed`, and `flips`, a dict by name of the weight.
+        """
         flips = {name: int(count) for name, count in self._flips.items()}
         numbers = {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
         return {"method": self.method.name, **numbers, "flips": flips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`; load the model's own `state_dict` first.
+
+        Args:
+            state: what `state_dict()` gave.
 
         Raises:
             ValueError: not what `state_dict` gives, or of another method, another model or a longer run. Nothing is

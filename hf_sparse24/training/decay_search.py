@@ -19,17 +19,21 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
+from ..html_tables import html_table
 from ..methods.masked_decay import AUTO
 from ..patching import patched_config, set_phase
+from ..progress import Progress, get_logger
 from ..weight import sparse_weights
 from .callback import Sparse24Callback
+
+logger = get_logger(__name__)
 
 CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
 FEASIBLE = (0.60, 0.95)
 STEPS, MIN_STEPS = 100, 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DecayTuning:
     """What the probes found. Print it.
 
@@ -44,12 +48,23 @@ class DecayTuning:
     chosen: float | None
 
     def __str__(self) -> str:
+        rows = (f"{candidate:>9}  mu {mu}  {verdict}".rstrip() for candidate, mu, verdict in self._rows())
+        return "\n".join([self._title(), *rows])
+
+    def __repr__(self) -> str:
+        return f"<DecayTuning: chosen={self.chosen} of {list(self.mu)}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), ("masked_decay", "mu", ""), self._rows())
+
+    def _title(self) -> str:
+        return f"masked decay, by flip rate over that of dense training ({self.dense_flip_rate:.2e} per step)"
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
         low, high = FEASIBLE
-        lines = [f"masked decay, by flip rate over that of dense training ({self.dense_flip_rate:.2e} per step)"]
         for candidate, mu in self.mu.items():
             verdict = "chosen" if candidate == self.chosen else "feasible" if low <= mu <= high else ""
-            lines.append(f"{candidate:>9.1e}  mu {mu:5.3f}  {verdict}".rstrip())
-        return "\n".join(lines)
+            yield f"{candidate:.1e}", f"{mu:5.3f}", verdict
 
 
 def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int | None) -> DecayTuning:
@@ -74,13 +89,16 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
         raise ValueError("every sparse weight is frozen, as by adapters: no mask flips, and no masked decay acts")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
-    dense = _probe(trainer, None, steps)
-    if dense == 0:
-        raise ValueError(
-            "no mask flipped at the end of the dense probe, so there is no rate to compare with: probe longer, by "
-            "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
-        )
-    mu = {candidate: _probe(trainer, candidate, steps) / dense for candidate in candidates}
+    mu: dict[float, float] = {}
+    with Progress("masked decay", None, "probe step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
+        dense = _probe(trainer, None, steps, progress, len(candidates) + 1)
+        if dense == 0:
+            raise ValueError(
+                "no mask flipped at the end of the dense probe, so there is no rate to compare with: probe longer, by "
+                "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
+            )
+        for candidate in candidates:
+            mu[candidate] = _probe(trainer, candidate, steps, progress, len(candidates) + 1) / dense
     low, high = FEASIBLE
     feasible = [candidate for candidate in mu if low <= mu[candidate] <= high]
     middle = (low + high) / 2
@@ -111,11 +129,17 @@ def model_of(trainer: Trainer) -> nn.Module:
     return trainer.model
 
 
-def _probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
-    """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
+def _probe(
+    trainer: Trainer, decay: float | None, steps: int | None, progress: Progress | None = None, probes: int = 1
+) -> float:
+    """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps.
+
+    `progress` is that of all `probes`.
+    """
     with _untouched_randomness():
         model = copy.deepcopy(model_of(trainer))
-        watch = _Watch(model_of(trainer), steps)
+        name = "dense probe" if decay is None else f"probe of {decay:.1e}"
+        watch = _Watch(model_of(trainer), steps, progress, name, probes)
         callbacks: list[TrainerCallback] = [DefaultFlowCallback(), watch]
         set_decay(model, decay or 0.0)
         if decay is None:
@@ -141,12 +165,13 @@ def _probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
 class _Watch(TrainerCallback):
     """Counts the flips of the masks that the weights ask for, whatever masks the model holds, and ends the probe."""
 
-    def __init__(self, patched: nn.Module, steps: int | None):
+    def __init__(self, patched: nn.Module, steps: int | None, progress: Progress | None, name: str, probes: int):
         self.weights, self.asked, self.steps = sparse_weights(patched), steps, 0
         self.size = sum(weight.parameter.numel() for weight in self.weights.values())
         self.done = 0
         self.flips: list[float] = []
         self.last: list[Tensor] | None = None
+        self.progress, self.name, self.probes = progress, name, probes
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if state.max_steps < MIN_STEPS:
@@ -155,9 +180,14 @@ class _Watch(TrainerCallback):
                 f"{MIN_STEPS}: set masked_decay to a number"
             )
         self.steps = min(STEPS, state.max_steps) if self.asked is None else self.asked
+        if self.progress is not None:
+            self.progress.total = self.probes * self.steps
+            self.progress.update(0, self.name)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.done = state.global_step
+        if self.progress is not None:
+            self.progress.update(note=self.name)
         if self.done >= self.steps - self.steps // 4:
             parameters = dict(kwargs["model"].named_parameters(remove_duplicate=False))
             masks = [weight.fresh_mask(parameters[name]) for name, weight in self.weights.items()]

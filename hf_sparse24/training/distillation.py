@@ -33,12 +33,14 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """How much the teacher counts.
+    """How much the teacher of a `Sparse24Trainer` counts beside the labels.
+
+        loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student) + hidden_weight * SquareHead
 
     The defaults are AST's for GPT-2 (arXiv 2407.20584): 1/3 cross entropy + 2/3 KL at T = 2. CAST (arXiv 2509.25996)
     has weight=1/3 and temperature=1, and found hidden states to hurt.
 
-    Attributes:
+    Args:
         weight: of the KL divergence, in [0, 1]; the cross entropy has the rest.
         temperature: T > 0, which divides both models' logits. The KL divergence is multiplied by T^2, so that its
             gradients keep their size.
@@ -47,7 +49,11 @@ class DistillationConfig:
             token by token: the mean of a whole batch is that of its few largest tokens, and differs by micro-batch.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or weights that give the teacher no effect.
+
+    Examples:
+        >>> DistillationConfig(weight=0.5, temperature=1.0)
+        DistillationConfig(weight=0.5, temperature=1.0, hidden_weight=0.0)
     """
 
     weight: float = 2 / 3

@@ -5,13 +5,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from transformers.utils import logging
 
 from ..patching import patched_config
+from ..progress import get_logger
 from ..weight import sparse_weights
 from .zero import check_method
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def check_engine(accelerator: Accelerator, model: nn.Module) -> None:

@@ -25,7 +25,6 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import PreTrainedModel, Trainer
 from transformers.modelcard import TrainingSummary, extract_hyperparameters_from_trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
-from transformers.utils import logging
 from transformers.utils.hub import PushInProgress
 
 from ..checkpoints.card import CARD, PLOT, Format, write_model_card
@@ -40,9 +39,10 @@ from ..checkpoints.hub import (
 )
 from ..checkpoints.losses import Control
 from ..patching import patched_config
+from ..progress import get_logger
 from .decay_search import model_of
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _FOLDERS: dict[str, str] = {
     HubStrategy.CHECKPOINT: "last-checkpoint",

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.utils import logging
 
 from ..inference import unpack_model
 from ..packed import packed_weights
 from ..patching import patched_config, set_phase, unpatch_model
+from ..progress import get_logger
 from ..weight import sparse_weights
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _LONG_RUN = 10**9
 """Steps of a run in which no length of a phase rounds to nothing."""

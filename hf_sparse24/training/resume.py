@@ -15,15 +15,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
 from ..config import Sparse24Config
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..patching import patched_config, set_phase
+from ..progress import get_logger
 from ..tuners.origin import ADAPTER_CONFIG, recorded_config
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 CONFIG = "config.json"
 OWN_CONFIG = "sparse24_config.json"

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.trainer_callback import TrainerState
 from transformers.training_args import TrainingArguments
-from transformers.utils import logging
 
 from ..patching import patched_config
+from ..progress import get_logger
 from ..version import __version__
 from ..weight import first_of_each, layer_name
 from .controller import Sparse24Controller
@@ -39,7 +39,7 @@ try:
 except ImportError:  # Windows: the peak of a process on a CPU is not known
     resource = None  # type: ignore[assignment]  # it stands for a module
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 RUN_LOG = "sparse24_log.jsonl"
 

@@ -17,9 +17,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from ..progress import get_logger
+
+logger = get_logger(__name__)
 
 CHUNK = 2**24
 """Elements of a chunk of logits: 64 MiB in fp32."""

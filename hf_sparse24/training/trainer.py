@@ -2,19 +2,21 @@
 
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn, optim
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
-from transformers.utils import logging
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
 from ..packed import packed_weights
 from ..patching import patch_model, patched_config
+from ..progress import get_logger
 from ..report import PatchReport
 from .callback import Sparse24Callback
 from .decay_search import (
@@ -32,7 +34,7 @@ from .engines import check_engine
 from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Sparse24Trainer(HubTrainer):
@@ -40,38 +42,57 @@ class Sparse24Trainer(HubTrainer):
 
     Where the method has an optimizer of its own, it makes that from the learning rate, betas, eps and weight decay of
     its arguments. With `masked_decay="auto"` it determines the decay before it trains. `push_to_hub` and
-    `args.push_to_hub` share the export of the model, and training checkpoints where `args.hub_strategy` asks for them
-    (see `HubTrainer`).
+    `args.push_to_hub` share the export of the model, and training checkpoints where `args.hub_strategy` asks for them.
 
     Args:
+        model: as for `Trainer`: dense, patched or packed; None with `model_init=`, whose model is patched when it is
+            made.
+        args: as for `Trainer`. `ddp_broadcast_buffers` becomes False where it is None: masks and scales are the same on
+            all processes.
+        trainer_args: further arguments of `Trainer`, by position.
         sparse24_config: how to patch the model. `None` keeps a model that is patched or packed as it is, and patches
             any other with `Sparse24Config()`.
         teacher: a dense or sparse language model of the same tokens, or its name or directory, whose predictions the
-            model learns beside the labels (see `distillation.py`). Frozen, and no part of checkpoints. Evaluation is
+            model learns beside the labels (see `DistillationConfig`). Frozen, and no part of checkpoints. Evaluation is
             without it: `eval_loss` is the cross entropy, as that of a run without a teacher. The log has
             `cross_entropy` and `distillation_loss` beside `loss`.
         distillation: how much the teacher counts; `None` for `DistillationConfig()`.
+        kwargs: further arguments of `Trainer`, by name.
 
     Attributes:
-        patch_report: what `patch_model` said of the model.
+        patch_report: what `patch_model` said of the model; None before there is one, and for a packed model.
+        decay_tuning: what the search for `masked_decay="auto"` found; None before it, and without it.
 
     Raises:
         ValueError: what `patch_model` raises, a teacher that does not fit the model, and, when training starts, a
             schedule that does not fit the number of steps, or probes that find no feasible decay.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, TrainingArguments
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> ids = torch.randint(300, (16,))
+        >>> data = [{"input_ids": ids, "labels": ids}] * 16
+        >>> arguments = TrainingArguments("out", max_steps=2, logging_steps=1, report_to="none")
+        >>> config = Sparse24Config(target_modules="all-linear")
+        >>> trainer = Sparse24Trainer(model, arguments, train_dataset=data, sparse24_config=config)
+        >>> output = trainer.train()
+        >>> "flip_rate" in trainer.state.log_history[0]
+        True
     """
 
     def __init__(
         self,
-        model=None,
-        args=None,
-        *trainer_args,
+        model: PreTrainedModel | nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *trainer_args: Any,
         sparse24_config: Sparse24Config | None = None,
         teacher: nn.Module | str | PathLike | None = None,
         distillation: DistillationConfig | None = None,
-        **kwargs,
+        **kwargs: Any,
     ):
         self.sparse24_config = sparse24_config
         self.patch_report: PatchReport | None = None
+        self.decay_tuning: DecayTuning | None = None
         if teacher is None and distillation is not None:
             raise ValueError(f"distillation={distillation!r} without a teacher; pass teacher=, or leave both out")
         if model is not None:
@@ -93,8 +114,17 @@ class Sparse24Trainer(HubTrainer):
         self._patch(model)
         return model
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As `Trainer.train`; `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole.
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`. A resumed run goes on as if it had not been interrupted.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's directory; True for the newest one in the output directory that is
+                whole.
+            args: further arguments of `Trainer.train`, by position.
+            kwargs: further arguments of `Trainer.train`, by name.
+
+        Returns:
+            Steps, mean loss and metrics, as `Trainer.train` returns them.
 
         Raises:
             ValueError: the checkpoint is cut short, or is of another method, pattern or choice of layers.
@@ -250,9 +280,9 @@ class Sparse24Trainer(HubTrainer):
                 )
             return decay
         # The first process decides: what rounding does to flip rates must not let them choose differently.
-        tuning = broadcast_object_list([self.tune_masked_decay()])[0]
+        tuning = self.decay_tuning = broadcast_object_list([self.tune_masked_decay()])[0]
         if self.is_world_process_zero():
-            print(tuning)
+            logger.info(str(tuning))
         if tuning.chosen is None:
             low, high = FEASIBLE
             raise ValueError(

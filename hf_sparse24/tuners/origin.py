@@ -26,15 +26,15 @@ import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
 from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
 from ..packed import PackedWeight, packed_weights
 from ..patching import patch_model, patched_config, set_phase, unpatch_model
+from ..progress import get_logger
 from ..weight import SparseWeight, sparse_weights
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 KEY = "sparse24"

@@ -25,6 +25,7 @@ from sparse24_kernels.dispatch import KERNEL_DTYPES
 from sparse24_kernels.gemm.autotune.child import Child, Died
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm.auto import tqdm
 
 from .operations import Workload, tensors, workloads
 from .run import NOT_RUN, Row, Run, Section
@@ -97,17 +98,20 @@ def run_all(
                 return
             _, error = call(child, "benchmarks.gate:run_one", module, str(device), name, seconds=left, log=log)
             results[name] = error if time.monotonic() < end else f"{NOT_RUN}: {error}"
+            bar.update()
 
     def run_in_a_child(queue: Iterator[str]) -> None:
         with Child(WORKER) as child:
             run_some(queue, child)
 
     queue = iter(names)
-    with ThreadPoolExecutor(max(1, processes)) as pool:
-        list(pool.map(run_in_a_child, [queue] * processes))
-    # Processes share the device's memory. A check that found none left now gets all of it.
-    again = [name for name, error in results.items() if re.search("out ?of ?memory", error, re.I)]
-    run_some(iter(again) if processes else queue)
+    with tqdm(total=len(names), desc="checks", unit="check", disable=None, leave=False) as bar:  # in terminals alone
+        with ThreadPoolExecutor(max(1, processes)) as pool:
+            list(pool.map(run_in_a_child, [queue] * processes))
+        # Processes share the device's memory. A check that found none left now gets all of it.
+        again = [name for name, error in results.items() if re.search("out ?of ?memory", error, re.I)]
+        bar.total += len(again)
+        run_some(iter(again) if processes else queue)
     return results
 
 

@@ -22,6 +22,7 @@ import torch
 import triton
 from sparse24_kernels import GemmProblem
 from sparse24_kernels.gemm import cusparselt
+from tqdm.auto import tqdm
 
 from . import timing
 from .timing import Cuda, Maker, OutOfTime, Sampler, describe, ratio, time_limit
@@ -140,20 +141,25 @@ class Section:
         entries = [entry for entry in self.entries() if run.options.only in str(entry)]
         rows: dict[str, Row] = {str(entry): {"error": NOT_RUN} for entry in entries}
         run.result["sections"][self.name] = {"note": self.note, "base": self.base, "rows": rows}
-        for entry in entries:
-            if run.left() < NEEDED:
-                return
-            try:
-                rows[str(entry)] = self.measure(run, entry) | {"goals": self.goals(entry)}
-            except (Exception, OutOfTime) as error:  # no memory for the operands, say
-                rows[str(entry)] = {"error": run.note(error, f"{self.name}: {entry}")}
-            run.machine.forget()
-            write(run.result, run.path)
+        # disable=None: no bar where stderr is no terminal.
+        with tqdm(total=len(entries), desc=self.name, unit="entry", disable=None, leave=False) as bar:
+            for entry in entries:
+                if run.left() < NEEDED:
+                    return
+                bar.set_postfix_str(str(entry))
+                try:
+                    rows[str(entry)] = self.measure(run, entry) | {"goals": self.goals(entry)}
+                except (Exception, OutOfTime) as error:  # no memory for the operands, say
+                    rows[str(entry)] = {"error": run.note(error, f"{self.name}: {entry}")}
+                run.machine.forget()
+                write(run.result, run.path)
+                bar.update()
 
 
 def execute(run: Run, sections: list[Section]) -> int:
     """Execute the sections; the exit code. An exception ends its section alone: time on a GPU is scarce, and sections
     withhold what a gate has not verified."""
+    start = time.monotonic()
     for i, section in enumerate(sections):
         now = time.monotonic()
         run.end = now + (run.finish - now) * section.share / sum(other.share for other in sections[i:])
@@ -167,6 +173,7 @@ def execute(run: Run, sections: list[Section]) -> int:
         run.result["environment"][f"clocks after {section.name}"] = run.machine.clocks()
     del run.result["unfinished"]
     write(run.result, run.path)
+    print(f"{i + 1} of {len(sections)} sections in {time.monotonic() - start:.0f} s", flush=True)
     return int(bool(run.result["errors"]))
 
 

@@ -14,17 +14,24 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
     """`grad += alpha * (1 - mask) * weight`, in place: pull pruned weights towards zero through the gradient.
 
     Args:
-        grad, weight: same shape; the gradient may have another dtype. The result is rounded once.
-        mask: true where the weight is kept; bool of the same shape, or its packed bits.
-        alpha: lambda_W. Negative ones push away from zero; `decay_on="weight"` uses that on the weight itself.
+        grad: the gradient, changed in place; any shape, fp64, fp32, bf16 or fp16. The result is rounded once.
+        weight: same shape; may have another dtype of these.
+        mask: true where the weight is kept; bool of the same shape, or its packed bits (`pack_bits`).
+        alpha: lambda_W, the strength; any finite number. A negative one pushes away from zero, which the setting
+            `decay_on="weight"` uses, with the weight in place of the gradient.
 
     Returns:
         `grad`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices that do not fit each other, or an `alpha` that is not finite.
 
     Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10).
+
+    Examples:
+        >>> weight = torch.tensor([3.0, -2.0, 1.0, 0.5])
+        >>> masked_decay_(torch.zeros(4), weight, nm_mask(weight), alpha=0.5)
+        tensor([0.0000, 0.0000, 0.5000, 0.2500])
     """
     check_is(Tensor, "masked_decay_", grad=grad, weight=weight, mask=mask)
     foreach_masked_decay_([grad], [weight], [mask], [alpha])
@@ -34,7 +41,17 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
 def foreach_masked_decay_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
 ) -> None:
-    """`masked_decay_` for many weights: where there are kernels, one launch per device for a whole model."""
+    """`masked_decay_` for many weights: where there are kernels, one launch per device for a whole model.
+
+    Args:
+        grads: a list of gradients, changed in place.
+        weights: the weight of each gradient.
+        masks: the mask of each weight.
+        alphas: the strength for each weight.
+
+    Raises:
+        ValueError: lists of different lengths, or what `masked_decay_` refuses of one weight.
+    """
     check_tensors("foreach_masked_decay_", grads=grads, weights=weights, masks=masks)
     if not isinstance(alphas, (list, tuple)):
         raise ValueError(f"foreach_masked_decay_: alphas={described(alphas)}: must be a list of numbers")

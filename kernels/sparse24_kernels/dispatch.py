@@ -18,22 +18,48 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
-    """What was chosen, and the reason in words."""
+    """What was chosen, and the reason in words.
+
+    Attributes:
+        backend: its name: `"triton"` or `"reference"` of `choose_kernels`, `"dense"` or `"cusparselt"` of
+            `choose_backend`.
+        reason: for people, such as `"the kernels need a CUDA device, not cpu"`.
+    """
 
     backend: str
     reason: str
 
 
-@cache
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8: bool = False) -> Choice:
-    """What works on tensors of `dtype` on `device`: `"triton"` or `"reference"`, with the reason in words.
+    """Which implementation of the pruning functions runs on a device, and why.
 
-    Triton runs 2:4 (and MVUE's 1:2) on CUDA devices from Ampere on, and from Hopper on where the result is FP8
-    (older devices round FP8 twice, or cannot convert to it). Other patterns run the reference everywhere.
+    The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more, and of
+    9.0 (Hopper) or more where the result is FP8: older devices round to FP8 twice, or cannot convert to it. Other
+    patterns run the reference everywhere.
+
+    Args:
+        device: where the tensors are.
+        dtype: theirs. The kernels take fp32, bf16 and fp16; masks and other bytes are no obstacle.
+        fp8: whether the result is FP8.
+
+    Returns:
+        `"triton"` or `"reference"` (plain PyTorch, on any device), with the reason in words.
+
+    Raises:
+        ValueError: an argument of another type.
+
+    Examples:
+        >>> choose_kernels(torch.device("cpu")).backend
+        'reference'
     """
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)
     check_is(bool, "choose_kernels", fp8=fp8)
+    return _choose_kernels(device, dtype, fp8)
+
+
+@cache
+def _choose_kernels(device: torch.device, dtype: torch.dtype, fp8: bool) -> Choice:
     if device.type != "cuda":
         return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
     if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes

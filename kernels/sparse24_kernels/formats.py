@@ -11,7 +11,18 @@ from torch import Tensor
 
 
 class Pattern(NamedTuple):
-    """N:M sparsity: at most `n` of every `m` consecutive elements are not zero."""
+    """N:M sparsity: at most `n` of every `m` consecutive elements are not zero.
+
+    Attributes:
+        n: elements that are kept of each group, 0 < n < m.
+        m: size of a group.
+
+    Examples:
+        >>> Pattern.parse("2:4")
+        Pattern(n=2, m=4)
+        >>> str(Pattern(4, 8))
+        '4:8'
+    """
 
     n: int
     m: int
@@ -19,6 +30,12 @@ class Pattern(NamedTuple):
     @classmethod
     def parse(cls, pattern: str) -> "Pattern":
         """Read `"2:4"`.
+
+        Args:
+            pattern: `"N:M"` with 0 < N < M, each of at most nine digits.
+
+        Returns:
+            The pattern.
 
         Raises:
             ValueError: `pattern` is not `"N:M"` with 0 < N < M.
@@ -33,11 +50,15 @@ class Pattern(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A 2:4 matrix `[R, K]`, or a stack of them, without its zeros: 9/16 of the bytes in bf16. Device-independent.
+    """A 2:4 matrix `[R, K]`, or a stack of them, without its zeros: 9/16 of the bytes in bf16.
 
-    `values` `[R, K/2]`: the two kept elements of every four, in order. `indices` uint8 `[R, K/8]`: their places in the
-    four, two bits each, first element lowest; the lower of the two groups in a byte is in the lower four bits.
-    Read as int16, `indices` is the row-major metadata that NVIDIA's documentation of the sparse instructions uses.
+    The format does not depend on the device, so it is the one to save. `pack_nm` makes it. Read as int16, `indices` is
+    the row-major metadata that NVIDIA's documentation of the sparse instructions uses.
+
+    Attributes:
+        values: `[..., R, K/2]`, the two kept elements of every four, in order.
+        indices: uint8 `[..., R, K/8]`, their places in the four, two bits each, first element lowest. A byte holds two
+            groups, the first of them in its lower four bits.
     """
 
     values: Tensor
@@ -45,11 +66,14 @@ class Packed(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """How a sparse library stores 2:4 matrices of one size. Plain ints, so torch.compile carries it as a constant.
+    """How a sparse library stores 2:4 matrices `[m, k]` of one size. `plan_gemm` gives it; you pass it on.
 
-    `columns`: a compressed `[m, k]` is `[m, columns]`; 9 k / 16 where the library does not pad.
-    `layout`: number of the layout that pruning kernels can write (`gemm.layout.layout_of`), or -1 where only the
-    library knows the layout and has to compress a pruned matrix.
+    Plain ints, so that torch.compile carries it as a constant.
+
+    Attributes:
+        columns: the compressed matrix is `[m, columns]`: 9 k / 16 columns, or more where the library pads.
+        layout: number of the layout, for kernels that prune and compress in one pass; -1 where only the library knows
+            the layout, so that it compresses the pruned matrix.
     """
 
     columns: int

@@ -7,6 +7,7 @@ from .checks import check_floating, check_one_of
 from .dispatch import implementation
 
 FP8_FORMATS = ("e4m3", "e5m2")
+"""Names of the FP8 formats: `"e4m3"` with the largest value 448, `"e5m2"` with 57344."""
 
 
 def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
@@ -19,14 +20,18 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
             57344, for backward operands).
 
     Returns:
-        The quantised tensor, shape and (where dense) strides of `x`, never -0.0, so that 2:4 stays 2:4; and the fp32
-        scalar s, by which the result of a GEMM with it must be divided. A tensor of zeros has the largest finite s.
-        Where `x` holds NaN the scale is NaN, where it holds inf the scale is 0; neither synchronises the device.
+        The quantised tensor, shape and (where dense) strides of `x`, never -0.0, so that sparse stays sparse; and the
+        fp32 scalar s, by which the result of a GEMM with it must be divided. A tensor of zeros has the largest finite
+        s. Where `x` holds NaN the scale is NaN, where it holds inf the scale is 0; neither synchronises the device.
 
     Raises:
-        ValueError: another `format`.
+        ValueError: another `format`, or an `x` that is no tensor of fp64, fp32, bf16 or fp16.
 
     Reference: S-STE (arXiv 2409.09099), section 5; Micikevicius et al. 2022 (arXiv 2209.05433) for the formats.
+
+    Examples:
+        >>> fp8_quantize(torch.tensor([1.0, -2.0]), "e4m3")
+        (tensor([ 224., -448.], dtype=torch.float8_e4m3fn), tensor(224.))
     """
     check_floating("fp8_quantize", x=x)
     check_one_of(FP8_FORMATS, format=format)
@@ -45,14 +50,18 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
         format: `"e4m3"` (max 448, for forward operands) or `"e5m2"` (max 57344, for backward operands).
 
     Returns:
-        Shape, dtype and (where dense) strides of `x`. Zeros stay zeros, never -0.0, so 2:4 stays 2:4. All zeros, and
-        empty tensors, come back as they are.
+        Shape, dtype and (where dense) strides of `x`. Zeros stay zeros, never -0.0, so sparse stays sparse. All zeros,
+        and empty tensors, come back as they are.
 
     Raises:
         ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not check, because that would
             synchronise the GPU: there, one NaN or inf turns the whole result into NaN, which shows in the loss.
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
+
+    Examples:
+        >>> fp8_simulate(torch.tensor([1.0, 0.3]), "e5m2")
+        tensor([1.0000, 0.2857])
     """
     check_floating("fp8_simulate", x=x)
     check_one_of(FP8_FORMATS, format=format)

@@ -9,17 +9,19 @@ from .checks import check_device, check_floating, check_one_of
 from .dispatch import implementation
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-exact")
+"""Names of the gated activations: by SiLU, by the tanh approximation of GELU, and by GELU itself."""
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """`act(gate) * up`, the middle of a gated MLP, as one differentiable operation.
 
     Args:
-        gate, up: same shape and floating dtype, any strides.
+        gate: what the activation function is applied to; any shape and strides, fp64, fp32, bf16 or fp16.
+        up: what its result is multiplied by; same shape and dtype, any strides.
         kind: `"swiglu"` (SiLU), `"geglu"` (GELU, tanh approximation) or `"geglu-exact"` (GELU by erf).
 
     Returns:
-        Shape, dtype and memory layout of `gate`: row-major in, row-major out; column-major in, column-major out; an
+        Shape, dtype and memory layout of `gate`; row-major in is row-major out, column-major in is column-major out; an
         input with gaps (half of a projection) gives a result without gaps. Computed in fp32, fp64 in fp64, and
         rounded once. Each gradient has the layout of its input. Differentiable once, in reverse mode.
 
@@ -28,6 +30,10 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
     Reference: Shazeer 2020 (arXiv 2002.05202) for the functions; Hu et al. 2024 (arXiv 2404.01847) for keeping the
     memory layout, which their code does for "geglu" only.
+
+    Examples:
+        >>> gated_activation(torch.tensor([1.0, -1.0]), torch.tensor([2.0, 2.0]), "swiglu")
+        tensor([ 1.4621, -0.5379])
     """
     check_one_of(GATED_ACTIVATIONS, kind=kind)
     check_floating("gated_activation", gate=gate, up=up)

@@ -18,18 +18,24 @@ def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool 
     """Mark the `n` largest magnitudes in each group of `m` along `dim`.
 
     Args:
-        weight: any shape; the size of `dim` must be a multiple of `m`.
-        n, m: the pattern, 0 < n < m.
+        weight: fp64, fp32, bf16 or fp16, any shape; the size of `dim` must be a multiple of `m`.
+        n: entries to keep of each group, 0 < n < m.
+        m: size of a group.
         dim: the dimension that groups run along.
-        packed: return `pack_bits` of the mask.
+        packed: return the mask as packed bits, those of `pack_bits`.
 
     Returns:
-        bool, shape of `weight`, exactly `n` of every `m` true. Ties keep the lower index, NaN counts as largest.
+        bool, shape of `weight`, exactly `n` of every `m` true; or its packed bits. Ties keep the lower index, NaN
+        counts as largest.
 
     Raises:
         ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
 
     Reference: SR-STE (arXiv 2102.04010), section 3.
+
+    Examples:
+        >>> nm_mask(torch.tensor([0.1, -3.0, 2.0, 1.0]))
+        tensor([False,  True,  True, False])
     """
     check_pattern("nm_mask", n, m)
     check_is(bool, "nm_mask", packed=packed)
@@ -37,7 +43,22 @@ def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool 
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """bool `[..., K]` -> uint8 `[..., ceil(K/8)]`: bit j of byte i is element 8i + j (little end first)."""
+    """Store a mask in an eighth of its memory, eight entries in a byte.
+
+    Args:
+        mask: bool `[..., K]`, with at least one dimension.
+
+    Returns:
+        uint8 `[..., ceil(K/8)]`. Bit j of byte i is element 8i + j, so the lowest bit is the first element. Bits beyond
+        K are 0.
+
+    Raises:
+        ValueError: no bool tensor, or one without dimensions.
+
+    Examples:
+        >>> pack_bits(torch.tensor([True, False, True, True]))
+        tensor([13], dtype=torch.uint8)
+    """
     check_is(Tensor, "pack_bits", mask=mask)
     if mask.dtype != torch.bool or not mask.dim():
         raise ValueError(f"pack_bits takes a bool mask with a last dimension, got {mask.dtype} {tuple(mask.shape)}")
@@ -45,7 +66,18 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
-    """uint8 `[..., ceil(size/8)]` -> bool `[..., size]`, the inverse of `pack_bits`."""
+    """The mask that `pack_bits` has packed.
+
+    Args:
+        packed: uint8 `[..., ceil(size/8)]`.
+        size: of the mask's last dimension, which its bytes do not tell.
+
+    Returns:
+        bool `[..., size]`.
+
+    Raises:
+        ValueError: no uint8 tensor with that many bytes in its last dimension, or a negative size.
+    """
     check_is(Tensor, "unpack_bits", packed=packed)
     check_size("unpack_bits", size=size)
     if packed.dtype != torch.uint8 or not packed.dim() or packed.shape[-1] != mask_bytes(size):
@@ -59,13 +91,20 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     """The number of entries in which masks differ, pair by pair: one kernel launch per device for a whole model.
 
     Args:
-        before, after: masks as packed bits or bool; both of a pair with the same shape, dtype and device.
+        before: masks, bool or packed bits (`pack_bits`), of any shapes.
+        after: as many masks; both of a pair have the same shape, dtype and device.
 
     Returns:
-        int64 `[len(before)]`, on the device of the first.
+        int64 `[len(before)]`, on the device of the first mask.
 
     Raises:
         ValueError: lists of different lengths, a pair of different shapes, dtypes or devices, or another dtype.
+
+    Examples:
+        >>> before = nm_mask(torch.tensor([4.0, 3.0, 2.0, 1.0]))
+        >>> after = nm_mask(torch.tensor([4.0, 1.0, 2.0, 3.0]))
+        >>> count_flips([before], [after])
+        tensor([2])
     """
     check_tensors("count_flips", before=before, after=after)
     if len(before) != len(after):

@@ -17,8 +17,12 @@ def compress(matrix: Tensor, compression: Compression | None = None) -> Tensor:
     version: never save it (`pack_nm` is for that).
 
     Args:
-        matrix: bf16 or fp16, both sizes multiples of 16.
-        compression: of the plan of its GEMM; None for a size that the library does not pad.
+        matrix: bf16 or fp16, both sizes multiples of 16, on a GPU that runs sparse GEMMs.
+        compression: `plan.compression` of its GEMM; None for a size that the library does not pad.
+
+    Returns:
+        `[m, compression.columns]` in the dtype of `matrix`, values and indices together, for `sparse_linear` and
+        `sparse_mm` alone to read.
 
     Raises:
         ValueError: a dtype, size or device that sparse GEMMs do not take.
@@ -39,10 +43,11 @@ def sparse_linear(
     """`F.linear(x, weight, bias)` with a 2:4 weight.
 
     Args:
-        x: `[..., in]`.
-        weight: without an algorithm, `[out, in]`, any strides; with one, what `compress` made of it.
-        bias: `[out]` or None.
-        algorithm: of the plan of `linear_problem`.
+        x: `[..., in]`, fp64, fp32, bf16 or fp16; bf16 or fp16 with an algorithm.
+        weight: in the dtype of `x`. Without an algorithm, `[out, in]`, any strides; with one, what `compress` made of
+            it.
+        bias: `[out]` in the dtype of `x`, or None.
+        algorithm: `plan.algorithm` of `plan_gemm(linear_problem(...), ...)`; None is dense math.
 
     Returns:
         `[..., out]` in the operands' dtype, row-major.
@@ -50,6 +55,14 @@ def sparse_linear(
     Raises:
         ValueError: shapes, dtypes or devices of the operands that do not fit each other, or, with an algorithm, that
             sparse GEMMs do not take.
+
+    Examples:
+        >>> weight = nm_prune(torch.randn(16, 32))
+        >>> x = torch.randn(8, 32)
+        >>> plan = plan_gemm(linear_problem(tokens=8, out=16, inputs=32, dtype=x.dtype), x.device)
+        >>> operand = compress(weight, plan.compression) if plan.is_sparse else weight
+        >>> sparse_linear(x, operand, algorithm=plan.algorithm).shape
+        torch.Size([8, 16])
     """
     check_floating("sparse_linear", x=x, weight=weight)
     check_matrix("sparse_linear", weight=weight)
@@ -65,10 +78,10 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
     Not differentiable where a kernel runs: the gradient of x is `grad @ unpack_nm(packed)`.
 
     Args:
-        x: `[..., in]`.
-        packed: of `[out, in]` in the dtype of x, 2:4 along `in`.
+        x: `[..., in]`, fp64, fp32, bf16 or fp16.
+        packed: what `pack_nm` made of a weight `[out, in]` in the dtype of `x`.
         bias: `[out]` in that dtype, or None.
-        plan: of `plan_packed`; None makes it.
+        plan: of `plan_packed`; None makes it here.
 
     Returns:
         `[..., out]` in the operands' dtype, row-major, summed in fp32 (of fp64 operands in fp64). By dense math it has
@@ -76,6 +89,11 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
 
     Raises:
         ValueError: shapes, dtypes or devices of the operands that do not fit each other.
+
+    Examples:
+        >>> packed = pack_nm(nm_prune(torch.randn(16, 32)))
+        >>> packed_linear(torch.randn(8, 32), packed).shape
+        torch.Size([8, 16])
     """
     check_floating("packed_linear", x=x)
     check_packed("packed_linear", packed)
@@ -106,15 +124,17 @@ def sparse_mm(sparse: Tensor, dense: Tensor, *, algorithm: Algorithm | None = No
     """`sparse @ dense` with a 2:4 left operand.
 
     Args:
-        sparse: without an algorithm, `[m, k]`, 2:4 along k; with one, what `compress` made of it.
-        dense: `[k, n]`, any strides.
-        algorithm: of the plan of `mm_problem`.
+        sparse: without an algorithm, `[m, k]`, 2:4 along k; with one, what `compress` made of it. fp64, fp32, bf16 or
+            fp16; bf16 or fp16 with an algorithm.
+        dense: `[k, n]` in the same dtype, any strides.
+        algorithm: `plan.algorithm` of `plan_gemm(mm_problem(...), ...)`; None is dense math.
 
     Returns:
         `[m, n]` in the operands' dtype, row-major.
 
     Raises:
-        ValueError: as for `sparse_linear`.
+        ValueError: shapes, dtypes or devices of the operands that do not fit each other, or, with an algorithm, that
+            sparse GEMMs do not take.
     """
     check_floating("sparse_mm", sparse=sparse, dense=dense)
     check_matrix("sparse_mm", sparse=sparse, dense=dense)

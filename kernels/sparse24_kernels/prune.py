@@ -30,10 +30,33 @@ COMPRESSED = {"compressed": "dense", "compressed-transposed": "transposed"}
 """Compressed forms, and the dense form that the library compresses for each."""
 FORMS = ("dense", "transposed", "packed", "packed-transposed", *COMPRESSED)
 SCALE_RULES = ("mse", "l1", "none")
+"""Names of the rules for S-STE's scale; see `s_ste_scale`."""
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    """`apply_mask(weight, nm_mask(weight, n, m, dim), dtype)` in one pass. Not differentiable."""
+    """Keep the `n` largest magnitudes of each group of `m`: `apply_mask(weight, nm_mask(weight, ...))` in one pass.
+
+    Not differentiable.
+
+    Args:
+        weight: fp64, fp32, bf16 or fp16, any shape; the size of `dim` must be a multiple of `m`.
+        n: entries to keep of each group, 0 < n < m.
+        m: size of a group.
+        dim: the dimension that groups run along.
+        dtype: of the result, one of these or FP8 (which saturates); None for that of `weight`.
+
+    Returns:
+        Shape of `weight`; the dropped entries are +0.0. Ties keep the lower index, NaN counts as largest.
+
+    Raises:
+        ValueError: a pattern outside 0 < n < m, a size that `m` does not divide, or another dtype.
+
+    Reference: SR-STE (arXiv 2102.04010), section 3.
+
+    Examples:
+        >>> nm_prune(torch.tensor([0.1, -3.0, 2.0, 1.0]))
+        tensor([ 0., -3.,  2.,  0.])
+    """
     return _prune_checked("nm_prune", weight, "magnitude", n, m, dim, None, None, dtype, ["dense"])[0]
 
 
@@ -41,12 +64,19 @@ def apply_mask(weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -
     """`weight` where `mask` is true and +0.0 elsewhere, never -0.0; NaN and inf show even there. Not differentiable.
 
     Args:
-        weight: any shape.
-        mask: bool of that shape, or its packed bits.
-        dtype: of the result; None for that of `weight`.
+        weight: fp64, fp32, bf16 or fp16, any shape.
+        mask: bool of that shape, or its packed bits (`pack_bits`).
+        dtype: of the result, one of these or FP8 (which saturates); None for that of `weight`.
+
+    Returns:
+        Shape of `weight`.
 
     Raises:
-        ValueError: a mask of another shape.
+        ValueError: a mask of another shape or dtype, or on another device.
+
+    Examples:
+        >>> apply_mask(torch.tensor([1.0, 2.0]), torch.tensor([False, True]))
+        tensor([0., 2.])
     """
     return _prune_checked("apply_mask", weight, "mask", 2, 4, -1, mask, None, dtype, ["dense"])[0]
 
@@ -57,8 +87,10 @@ def soft_threshold(
     """S-STE's continuous pruning: `sign(w) * max(|w| - t, 0) * scale`, t the (m-n)-th smallest magnitude of the group.
 
     Args:
-        weight: any shape; the size of `dim` must be a multiple of `m`.
-        n, m, dim: the pattern and the dimension of its groups.
+        weight: fp64, fp32, bf16 or fp16, any shape; the size of `dim` must be a multiple of `m`.
+        n: entries to keep of each group, 0 < n < m.
+        m: size of a group.
+        dim: the dimension that groups run along.
         scale: floating 0-d tensor that multiplies the result (see `s_ste_scale`), or None for 1.
         dtype: of the result, in the same pass; None for that of `weight`. FP8 saturates.
 
@@ -71,6 +103,10 @@ def soft_threshold(
         ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.
 
     Reference: S-STE (arXiv 2409.09099), section 4.1, with gamma = 0.
+
+    Examples:
+        >>> soft_threshold(torch.tensor([4.0, -3.0, 2.0, 1.0]))
+        tensor([ 2., -1.,  0.,  0.])
     """
     return _prune_checked("soft_threshold", weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense"])[0]
 
@@ -103,19 +139,28 @@ def prune_forms(
             most two of every four (of more, the last two are stored). They do not have what the rule drops, not even
             NaN. Packed and compressed exclude each other in one direction.
         rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
-        n, m, dim, scale, dtype: as for `soft_threshold`.
-        mask: as for `apply_mask`.
+        n: entries to keep of each group, 0 < n < m; 2 for packed and compressed forms.
+        m: size of a group; 4 for packed and compressed forms.
+        dim: the dimension that groups run along, for magnitude and soft threshold.
+        mask: of the rule `"mask"`, as for `apply_mask`.
+        scale: of the rule `"soft-threshold"`, as there.
+        dtype: of the results; None for that of `weight`. FP8 saturates.
         compressions: for a compressed form, the `Compression` of the plan of its GEMM (`plan_gemm`). If that has a
             layout, the kernel writes the form in the same pass. Without an entry, the library compresses the pruned
             matrix, and its size must be one that the library does not pad. Entries of other forms are ignored.
 
     Returns:
-        One result per form.
+        One result per form, in the order of `forms`, a tensor or a `Packed`.
 
     Raises:
         ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not needed, a
             compressed form where no sparse GEMM can run.
         RuntimeError: a compressed form whose size is not that of its `Compression`.
+
+    Examples:
+        >>> dense, packed = prune_forms(torch.randn(16, 32), ["dense", "packed"])
+        >>> torch.equal(unpack_nm(packed), dense)
+        True
     """
     check_floating("prune_forms", weight=weight)
     check_matrix("prune_forms", weight=weight)
@@ -151,12 +196,26 @@ def prune_forms(
 
 
 def pack_nm(weight: Tensor) -> Packed:
-    """Store a matrix `[R, K]`, or a stack of them, that is 2:4 along K (a multiple of 8) without its zeros.
+    """Store a matrix that is 2:4 along its last dimension without its zeros.
 
-    Of a matrix that is not 2:4 the two largest of every four are stored.
+    Of a matrix that is not 2:4 the two largest magnitudes of every four are stored.
+
+    Args:
+        weight: `[R, K]`, or a stack `[..., R, K]`, fp64, fp32, bf16 or fp16; K must be a multiple of 8.
+
+    Returns:
+        Values `[..., R, K/2]` in the dtype of `weight`, and their indices.
 
     Raises:
         ValueError: no matrix of floating numbers, or a K that is no multiple of 8.
+
+    Examples:
+        >>> weight = nm_prune(torch.randn(2, 8))
+        >>> packed = pack_nm(weight)
+        >>> packed.values.shape, packed.indices.shape
+        (torch.Size([2, 4]), torch.Size([2, 1]))
+        >>> torch.equal(unpack_nm(packed), weight)
+        True
     """
     check_floating("pack_nm", weight=weight)
     if weight.dim() < 2:
@@ -168,7 +227,13 @@ def pack_nm(weight: Tensor) -> Packed:
 
 
 def unpack_nm(packed: Packed) -> Tensor:
-    """The dense `[..., R, K]` matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
+    """The dense matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
+
+    Args:
+        packed: values `[..., R, K/2]` and indices `[..., R, K/8]`; the values may be FP8, too.
+
+    Returns:
+        `[..., R, K]` in the dtype of the values.
 
     Raises:
         ValueError: shapes, dtypes or devices of values and indices that do not fit each other.
@@ -182,7 +247,10 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
     """S-STE's beta, the factor of S(W), the soft threshold of W.
 
     Args:
-        weight, n, m, dim: as for `soft_threshold`.
+        weight: fp64, fp32, bf16 or fp16, any shape; the size of `dim` must be a multiple of `m`.
+        n: entries to keep of each group, 0 < n < m.
+        m: size of a group.
+        dim: the dimension that groups run along.
         rule: `"mse"` minimises `||W - beta * S(W)||^2`, so beta is `<W, S(W)> / ||S(W)||^2`; `"l1"` keeps the L1 norm,
             `||W||_1 / ||S(W)||_1`; `"none"` is 1.
 
@@ -195,7 +263,12 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
         ValueError: a pattern outside 0 < n < m, a size that `m` does not divide, or an unknown rule.
 
     Reference: S-STE (arXiv 2409.09099), section 4.2 and Table 2, where "minimise MSE" is chosen. The paper does not say
-        which L1 norm is kept; ours is that of the dense weight.
+    which L1 norm is kept; ours is that of the dense weight.
+
+    Examples:
+        >>> weight = torch.tensor([4.0, -3.0, 2.0, 1.0])
+        >>> s_ste_scale(weight)
+        tensor(2.2000)
     """
     check_pattern("s_ste_scale", n, m)
     check_one_of(SCALE_RULES, rule=rule)

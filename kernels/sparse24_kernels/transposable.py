@@ -8,6 +8,7 @@ from .dispatch import implementation
 from .formats import empty_mask
 
 SOLVERS = ("exact", "min-cost-flow", "greedy", "two-approx")
+"""Names of the solvers for transposable masks; see `transposable_mask`."""
 
 
 def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exact", packed: bool = False) -> Tensor:
@@ -16,11 +17,12 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
     Args:
         weight: `[R, C]`, both multiples of `m`. The m x m tiles are those of the matrix itself, so the mask of W is the
             mask of W^T (the public code of Hubara et al. cuts 64 consecutive weights of a row instead).
-        n, m: the pattern, 0 < n < m.
+        n: entries to keep in every row and column of a tile, 0 < n < m.
+        m: size of a group, and of a tile's rows and columns.
         solver: `"exact"` is the optimum: 2:4 over all 90 patterns, any other by `"min-cost-flow"` (needs OR-tools).
             `"greedy"` keeps the largest that still fits; `"two-approx"` is the paper's 2-approximation, which prunes
             the smallest. Both are fast, any pattern, any device, and keep less.
-        packed: return `pack_bits` of the mask.
+        packed: return the mask as packed bits, those of `pack_bits`.
 
     Returns:
         bool `[R, C]`. The optimal solvers keep exactly n in every row and column of every tile; the others at most n.
@@ -32,9 +34,14 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
         ImportError: min-cost-flow without OR-tools.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 3 and Algorithm 1; Hu et al. 2024 (arXiv 2404.01847),
-        Algorithm 1 for the 90 patterns. Ours scores in fp32 (an fp64 weight in fp64), where two sums may round to a
-        tie, and uses 2.1e37 for inf, NaN and larger magnitudes; theirs may score in TF32. Their public dynamic code
-        calls a greedy sweep that keeps "2-approximation"; here the two have different names.
+    Algorithm 1 for the 90 patterns. Ours scores in fp32 (an fp64 weight in fp64), where two sums may round to a
+    tie, and uses 2.1e37 for inf, NaN and larger magnitudes; theirs may score in TF32. Their public dynamic code
+    calls a greedy sweep that keeps "2-approximation"; here the two have different names.
+
+    Examples:
+        >>> mask = transposable_mask(torch.randn(4, 8))
+        >>> mask.sum(1), mask.sum(0)
+        (tensor([4, 4, 4, 4]), tensor([2, 2, 2, 2, 2, 2, 2, 2]))
     """
     check_pattern("transposable_mask", n, m)
     check_floating("transposable_mask", weight=weight)

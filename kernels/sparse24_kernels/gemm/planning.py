@@ -17,8 +17,8 @@ from .packed import PACKED
 from .problem import Algorithm, GemmProblem
 
 BACKENDS = ("dense", "cusparselt")
-"""Backends of the GEMMs that can be requested. `dense` is dense math on the pruned values, on any device; `cusparselt`
-runs on Nvidia's sparse tensor cores. A third, `packed`, is for packed weights alone (`plan_packed`)."""
+"""Backends of the GEMMs that can be requested. `"dense"` is dense math on the pruned values, on any device;
+`"cusparselt"` runs on Nvidia's sparse tensor cores. A third, `"packed"`, is for packed weights (`plan_packed`)."""
 
 FEW_TOKENS = 64
 """Tokens that a packed weight is multiplied by as it is. Reading it takes longer than multiplying until then, and any
@@ -26,7 +26,14 @@ other way moves four times the bytes: it is written dense, and read again. An es
 
 
 class GemmPlan(NamedTuple):
-    """How one GEMM runs, and why. `algorithm` and `compression` are None for dense math."""
+    """How one GEMM runs, and why.
+
+    Attributes:
+        backend: `"dense"`, `"cusparselt"`, or, of `plan_packed` alone, `"packed"`.
+        reason: in words, with the measured times where there are any.
+        algorithm: what `sparse_linear` and `sparse_mm` take; None except for `"cusparselt"`.
+        compression: what `compress`, `prune_forms` and `mvue` take; None except for `"cusparselt"`.
+    """
 
     backend: str
     reason: str
@@ -47,7 +54,14 @@ def check_backend(requested: str) -> None:
 def choose_backend(requested: str, device: torch.device) -> Choice:
     """Turn `"auto"` or a backend's name into the backend that may run on `device`, with the reason in words.
 
-    Where that is `cusparselt`, `plan_gemm` still decides every GEMM by itself.
+    Where that is `"cusparselt"`, `plan_gemm` still decides every GEMM by itself.
+
+    Args:
+        requested: `"auto"`, or one of `BACKENDS`.
+        device: where the GEMMs run.
+
+    Returns:
+        `"dense"` or `"cusparselt"`, with the reason.
 
     Raises:
         ValueError: `requested` is not `"auto"` or one of `BACKENDS`, or it is `"cusparselt"` where that cannot run.
@@ -69,7 +83,7 @@ def choose_backend(requested: str, device: torch.device) -> Choice:
 def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto") -> GemmPlan:
     """How to run `problem` on `device`. The plan decides which form of the sparse operand is needed.
 
-    A graph of torch.compile holds for all n of one bucket (see `autotune`), where sparse GEMMs are possible at all.
+    Measurements, and a graph of torch.compile, hold for all n of one bucket: close sizes share one measurement.
 
     Args:
         problem: of `linear_problem` or `mm_problem`; n may be symbolic while torch.compile traces.
@@ -79,8 +93,17 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
             library's default one where nothing was measured; dense math runs where every algorithm failed its checks.
             `"dense"` is dense math.
 
+    Returns:
+        The plan, with its reason. Dense math where nothing was measured (`hf-sparse24 tune` measures).
+
     Raises:
         ValueError: an unknown backend, or `"cusparselt"` where `device` cannot run it.
+
+    Examples:
+        >>> problem = linear_problem(tokens=4096, out=4096, inputs=1024, dtype=torch.bfloat16)
+        >>> plan = plan_gemm(problem, torch.device("cpu"))
+        >>> plan.backend, plan.is_sparse
+        ('dense', False)
     """
     check_is(GemmProblem, "plan_gemm", problem=problem)
     choice = choose_backend(backend, device)
@@ -108,10 +131,18 @@ def _dense(reason: str) -> GemmPlan:
 
 
 def gemm_unsupported(problem: GemmProblem, device: torch.device, backend: str = "auto") -> str | None:
-    """Why the sparse operand `[m, k]` cannot go to sparse tensor cores, whatever the speed; None where it can.
+    """Why the sparse operand `[m, k]` cannot go to sparse tensor cores, whatever the speed.
+
+    Args:
+        problem: of `linear_problem` or `mm_problem`.
+        device: where the operands are.
+        backend: `"auto"` or one of `BACKENDS`.
+
+    Returns:
+        The reason in words; None where it can.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, a `problem` that is no GemmProblem, or a `device` that is no device.
     """
     check_backend(backend)
     check_is(GemmProblem, "gemm_unsupported", problem=problem)
@@ -124,6 +155,13 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
 
     Few tokens on a GPU take the kernel that reads the weight packed. Otherwise an operand is made in every call:
     compressed where a sparse algorithm is known to be faster, or else dense. On a CPU it is dense.
+
+    Args:
+        problem: of `linear_problem`.
+        device: where the operands are.
+
+    Returns:
+        The plan, for `packed_linear`.
 
     Raises:
         ValueError: `problem` is no GemmProblem, or `device` no device.

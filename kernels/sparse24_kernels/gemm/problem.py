@@ -10,8 +10,15 @@ from ..checks import check_is, check_size
 class GemmProblem(NamedTuple):
     """A 2:4 operand `[m, k]`, sparse along k, times a dense operand `[k, n]`.
 
-    `dense_is_column_major`: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
-    `transposed`: the result is a contiguous `[n, m]`, not `[m, n]`.
+    `linear_problem` and `mm_problem` make the two kinds that training has.
+
+    Attributes:
+        m: rows of the sparse operand.
+        n: columns of the dense operand; the tokens of a linear layer.
+        k: what is contracted.
+        dtype: of the operands and the result.
+        dense_is_column_major: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
+        transposed: the result is a contiguous `[n, m]`, not `[m, n]`.
     """
 
     m: int
@@ -25,7 +32,10 @@ class GemmProblem(NamedTuple):
 class Algorithm(NamedTuple):
     """One way of a sparse library to run a GEMM. The meaning of an id depends on the library's version and device.
 
-    `split_k`: parts that k is split into (-1: segment-k). `split_k_mode`: how they are summed (-1: library's default).
+    Attributes:
+        id: the library's number for it.
+        split_k: parts that k is split into, whose results are summed; 1 for none, -1 for the library's segment-k.
+        split_k_mode: how they are summed, by the library's number; -1 for its default.
     """
 
     id: int = 0
@@ -34,14 +44,40 @@ class Algorithm(NamedTuple):
 
 
 def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem:
-    """`F.linear` of `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`."""
+    """`F.linear` of `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`.
+
+    Args:
+        tokens: rows of the activations, all dimensions but the last one together.
+        out: output size of the layer.
+        inputs: its input size, which is contracted.
+        dtype: of the operands.
+
+    Returns:
+        The problem, for `plan_gemm` and `plan_packed`.
+
+    Raises:
+        ValueError: a size that is no int or negative, or a `dtype` that is none.
+    """
     check_size("linear_problem", tokens=tokens, out=out, inputs=inputs)
     check_is(torch.dtype, "linear_problem", dtype=dtype)
     return GemmProblem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
 
 
 def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> GemmProblem:
-    """A sparse `[m, k]` times a dense `[k, n]`, both row-major, such as dZ^T X."""
+    """A sparse `[m, k]` times a dense `[k, n]`, both row-major, such as dZ^T X of the grad_weight GEMM.
+
+    Args:
+        m: rows of the sparse operand.
+        n: columns of the dense operand.
+        k: what is contracted.
+        dtype: of the operands.
+
+    Returns:
+        The problem, for `plan_gemm`.
+
+    Raises:
+        ValueError: a size that is no int or negative, or a `dtype` that is none.
+    """
     check_size("mm_problem", m=m, n=n, k=k)
     check_is(torch.dtype, "mm_problem", dtype=dtype)
     return GemmProblem(m, n, k, dtype, dense_is_column_major=False, transposed=False)

@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 class Progress(NamedTuple):
     """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speedup of the round.
 
-    `str` makes one line of it.
+    `str` says what is behind the bar: the problem, and what is known of it.
     """
 
     problem: GemmProblem
@@ -65,11 +65,7 @@ class Progress(NamedTuple):
 
     def __str__(self) -> str:
         best = "" if self.best_speedup is None else f", best {self.best_speedup:.2f} times dense"
-        shape = f"{self.problem.m} x {self.problem.n} x {self.problem.k}"
-        return f"{self.number + 1} of {self.total}: {shape}, {self.tried} candidates tried{best}"
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self), spec)
+        return f"{self.problem.m} x {self.problem.n} x {self.problem.k}, {self.tried} candidates tried{best}"
 
 
 _given: dict[tuple[GemmProblem, torch.device, bool], Verdict] = {}

@@ -1,0 +1,81 @@
+"""What reports show of themselves in a notebook: small tables, escaped, without colours of their own; short reprs."""
+
+from html.parser import HTMLParser
+
+import pytest
+import torch
+import zoo
+
+from hf_sparse24 import Sparse24Config, describe_settings, oneshot, patch_model
+from hf_sparse24.html_tables import html_table
+from hf_sparse24.training.decay_search import DecayTuning
+
+
+class Cells(HTMLParser):
+    """The text of each cell by row, and whether every tag is closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert dict(attrs).keys() <= {"style"} and "color" not in str(attrs) and "background" not in str(attrs)
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def reports():
+    model = zoo.build("llama")
+    pruned = oneshot(model, [torch.randint(64, (2, 16)) for _ in range(2)], Sparse24Config(method="fixed-mask"))
+    return {
+        "patch": patch_model(zoo.build("gpt2")),
+        "oneshot": pruned,
+        "tuning": DecayTuning(1e-3, {6e-5: 0.8, 2e-4: 0.4}, 6e-5),
+        "settings": describe_settings("t-sr-ste"),
+    }
+
+
+def test_tables(reports):
+    rows = {name: Cells(report._repr_html_()).rows for name, report in reports.items()}
+    assert rows["patch"][0] == ["module group", "layers", "weights", "sparse"]
+    assert rows["oneshot"][1][:2] == ["model.layers.*.mlp.gate_proj", "2"] and len(rows["oneshot"]) == 4
+    assert rows["tuning"][1:] == [["6.0e-05", "0.800", "chosen"], ["2.0e-04", "0.400", ""]]
+    assert [name for name, _ in rows["settings"][1:]] == list(reports["settings"])
+
+
+def test_a_table_and_the_text_have_the_same_cells(reports):
+    for report in reports.values():
+        words = str(report).split()
+        for row in Cells(report._repr_html_()).rows:
+            if report is not reports["settings"]:  # it wraps its lines, and has no head
+                assert all(word in words for cell in row[:1] for word in cell.split() if word != "masked_decay")
+
+
+def test_everything_is_escaped():
+    text = html_table("<script>", ["<b>"], [["a & b", '<img src="x">']])
+    assert "<script>" not in text and "<img" not in text and "a &amp; b" in text and "&lt;b&gt;" in text
+
+
+def test_reprs_are_short(reports):
+    for name in ("patch", "oneshot", "tuning"):
+        assert repr(reports[name]).startswith("<") and len(repr(reports[name])) < 200
+
+
+def test_settings_are_a_dict_still(reports):
+    settings = reports["settings"]
+    assert isinstance(settings, dict) and settings == dict(settings)
+    assert max(map(len, str(settings).splitlines())) <= 100

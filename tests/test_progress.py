@@ -1,0 +1,177 @@
+"""Long work shows itself: a bar where somebody watches, a few lines in logs elsewhere, one line at the end; and the
+library prints nothing by itself."""
+
+import ast
+import io
+import os
+import pty
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from transformers.utils import logging
+
+import hf_sparse24
+from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, progress
+from hf_sparse24.progress import Progress, count, duration, is_watched
+
+ROOT = Path(__file__).parent.parent
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def bars():
+    """conftest turns them off for all tests."""
+    logging.enable_progress_bar()
+    yield
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def watching() -> Iterator[Terminal]:
+    with redirect_stderr(Terminal()) as stream:
+        yield stream
+
+
+def test_a_terminal_gets_a_bar_and_the_log_one_line():
+    said = []
+    with watching() as terminal, Progress("calibration", 3, "batch", said.append) as progress:
+        for _ in range(3):
+            progress.update(note="layer")
+    shown = terminal.getvalue()
+    assert "calibration: 100%" in shown and "3/3" in shown and "batch/s" in shown and "layer" in shown
+    assert len(said) == 1 and said[0].startswith("calibration: 3 batches in 0.")
+
+
+def test_a_log_gets_no_bar_but_a_line_a_minute(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    said = []
+    with Progress("tuning", 10, "GEMM", said.append) as bar:
+        for _ in range(10):
+            now[0] += 25
+            bar.update(note="64 x 64")
+    assert said == [
+        "tuning: 3 of 10 GEMMs, 75.0 s so far, about 3 min left, 64 x 64",
+        "tuning: 6 of 10 GEMMs, 2 min so far, about 2 min left, 64 x 64",
+        "tuning: 9 of 10 GEMMs, 4 min so far, about 25.0 s left, 64 x 64",
+        "tuning: 10 GEMMs in 4 min",
+    ]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_was_interrupted_has_no_summary():
+    said = []
+    with pytest.raises(KeyboardInterrupt), Progress("export", 2, "tensor", said.append):
+        raise KeyboardInterrupt
+    assert said == []
+
+
+def test_one_process_speaks(monkeypatch):
+    monkeypatch.setattr(progress, "rank", lambda: 1)
+    said = []
+    with watching() as terminal, Progress("export", 1, "tensor", said.append) as bar:
+        bar.update()
+    assert said == [] and terminal.getvalue() == "" and bar.done == 1
+
+
+def test_transformers_switch_turns_bars_off():
+    logging.disable_progress_bar()
+    with watching() as terminal, Progress("export", 1, "tensor") as bar:
+        bar.update()
+    assert terminal.getvalue() == ""
+
+
+def test_who_watches(monkeypatch):
+    with watching():
+        assert is_watched()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert not is_watched()
+    monkeypatch.setattr(sys, "stderr", None)  # pythonw
+    assert not is_watched()
+    monkeypatch.setattr(progress, "tqdm", type("tqdm", (type("tqdm_notebook", (), {}),), {}))
+    assert is_watched()
+
+
+def test_words():
+    assert [count(1, "batch"), count(2, "batch"), count(1000, "layer")] == ["1 batch", "2 batches", "1,000 layers"]
+    assert [duration(s) for s in (0.04, 99, 150, 7200)] == ["0.0 s", "99.0 s", "2 min", "2.0 h"]
+
+
+def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):
+    model = zoo.build("llama")
+    batches = [torch.randint(64, (2, 16)) for _ in range(3)]
+    with watching() as terminal, caplog.at_level("INFO", logger="hf_sparse24"):
+        oneshot(model, batches, Sparse24Config(method="fixed-mask"))
+        export_model(model, tmp_path)
+    shown = terminal.getvalue()
+    for part in ("calibration", "pruning by wanda", "export", "error"):
+        assert part in shown
+    said = [message.partition(" in ")[0] for message in caplog.messages]
+    assert said == ["pruning by wanda: 6 layers", f"export: {len(model.state_dict()) - 6} tensors"]
+
+
+def test_loggers_of_other_processes_are_silent(caplog, monkeypatch):
+    logger = progress.get_logger("hf_sparse24.config")
+    assert progress.get_logger("hf_sparse24.config") is logger and len(logger.filters) == 1
+    logger.warning("said by the first process")
+    monkeypatch.setattr(progress, "rank", lambda: 1)
+    logger.warning("said by another one")
+    assert caplog.messages == ["said by the first process"]
+
+
+def test_every_logger_is_made_here():
+    for path in (ROOT / "hf_sparse24").rglob("*.py"):
+        text = path.read_text()
+        assert "logging.get_logger" not in text or path.name == "progress.py", path
+        assert "warnings.warn" not in text, path
+
+
+def prints(path: Path) -> list[int]:
+    """Lines on which a file calls print."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+
+
+def test_the_library_prints_nothing():
+    """Only the command line does; the worker of the autotuner answers on its standard output, by `os.write`."""
+    for folder in ("hf_sparse24", "kernels/sparse24_kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "tools" not in path.parts:
+                assert not prints(path), path
+
+
+@pytest.mark.parametrize("package", ["hf_sparse24", "kernels/sparse24_kernels"])
+def test_tqdm_is_used_in_one_place(package):
+    """So that bars look alike, and are hidden alike; the kernels tell a callback instead."""
+    for path in (ROOT / package).rglob("*.py"):
+        assert "tqdm" not in path.read_text() or path.name == "progress.py" or "disable_tqdm" in path.read_text(), path
+
+
+def test_verify_in_a_real_terminal(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model)
+    export_model(model, tmp_path)
+    command = [sys.executable, "-m", "hf_sparse24.tools.cli", "verify", str(tmp_path)]
+    paths = os.pathsep.join([str(Path(hf_sparse24.__file__).parents[1]), str(ROOT / "kernels")])
+    main_end, other_end = pty.openpty()
+    termios.tcsetwinsize(other_end, (24, 80))  # tqdm shows nothing where there is no room
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, stderr=other_end, stdout=subprocess.PIPE, env=environment, text=True, check=True)
+    os.close(other_end)
+    seen = os.read(main_end, 100_000).decode()
+    os.close(main_end)
+    assert "verification:" in seen and "tensor/s" in seen
+    assert "; read in " in done.stdout
+    piped = subprocess.run(command, capture_output=True, env=environment, text=True, check=True)
+    assert "verification" not in piped.stderr
