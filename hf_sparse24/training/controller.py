@@ -246,14 +246,14 @@ class Sparse24Controller:
         """Right after an optimizer step: counts it, switches the phase, refreshes state."""
         self.step += 1
         self.micro_step = 0
-        if self._masks_before:
-            self._flips = self._count_flips(self._masks_before)
-            self._masks_before = {}
         phase = self.phase
         if phase != self.run_state.phase:
             self._enter_phase()
         elif phase != "dense" and self._trained and self.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
+        if self._masks_before:  # of a step and of the refresh after it
+            self._flips = self._count_flips(self._masks_before)
+            self._masks_before = {}
         self.method.after_step(self.weights, self._context())
         self._set_streams()
         if self.step < self.total_steps:
