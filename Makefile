@@ -4,18 +4,23 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lower-bounds methods figures docs gpu lint clean
+.PHONY: demo test test-slow coverage lower-bounds methods figures docs gpu lint lint-check dist clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
 
-test: .venv/.test-installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
+test: lint-check
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # What takes long, one after the other: most of these start several processes themselves.
 test-slow: .venv/.test-installed
 	$(BIN)/python -m pytest -q -m "not gpu and slow"
+
+# Which lines the CPU tests run, by module, and build/coverage/html/index.html; CONTRIBUTING.md says what it cannot see.
+coverage: .venv/.test-installed
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n 2 --dist loadfile
+	$(BIN)/coverage combine -q && $(BIN)/coverage html -q && $(BIN)/coverage report
 
 # The oldest versions that setup.cfg allows, after a change of one: some tests in a venv of their own, and a record that
 # `make test` compares. LOWER_BOUNDS_ARGS='torch==2.13.0+cpu' takes another version of torch.
@@ -38,11 +43,35 @@ docs: .venv/.docs-installed
 gpu:
 	$(GPU_PYTHON) recipes/benchmarks/gpu.py $(GPU_ARGS)
 
+# Fix what ruff can fix, then check.
 lint: .venv/.test-installed
-	$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(BIN)/lint-imports && $(BIN)/mypy
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(MAKE) lint-check
+
+# The one list of checks: for `make test`, for CI and for pre-commit.
+SCHEMA := $(BIN)/check-jsonschema -q --builtin-schema
+lint-check: .venv/.test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	@test ! -e kernels/__init__.py || { echo "kernels/ is a source root: its __init__.py shadows PyPI's kernels"; exit 1; }
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.dependabot .github/dependabot.yml
+	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml, $(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(SCHEMA) vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor -q --offline --pedantic .github
+
+# A source distribution and a wheel in dist/, made as a release makes them, and the wheel tried in a venv of its own.
+dist: .venv/.release-installed
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/try_wheel.py dist/*.whl
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv runs build dist *.egg-info
 
 # One stamp per extra, made anew when what it installs changes.
 .venv/.%-installed: setup.cfg constraints.txt

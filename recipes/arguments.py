@@ -88,6 +88,33 @@ def parse_arguments(classes: tuple[type, ...], argv: list[str] | None = None) ->
     return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
 
 
+# What the toy settings read, and the command that makes it.
+TOY_DATA = {
+    "runs/stdlib_text": "python recipes/stdlib_text.py",
+    "runs/tiny_tasks": "python recipes/tiny_tasks.py",
+    "runs/tiny_chats": "python recipes/tiny_chats.py",
+    "runs/quickstart": "make demo",
+    "runs/quickstart-dense": "python recipes/train.py recipes/quickstart.yaml --method dense "
+    "--output_dir runs/quickstart-dense",
+}
+_READ = ("dataset", "validation_file", "tokenizer_name", "model_name_or_path", "teacher", "chat_template_path")
+
+
+def check_toy_data(arguments: tuple) -> None:
+    """Raises a FileNotFoundError that names the command, where toy data or a toy model is not there.
+
+    Without it, `from_pretrained` and `load_dataset` take the path for a name on the Hub.
+
+    Args:
+        arguments: what `parse_arguments` returns.
+    """
+    for name in _READ:
+        for path in (Path(value) for part in arguments if (value := getattr(part, name, None))):
+            command = TOY_DATA.get("/".join(path.parts[:2]))
+            if command is not None and not path.exists():
+                raise FileNotFoundError(f"{name}={str(path)!r}: not there; `{command}` makes it")
+
+
 _MORE = (
     "--help-all lists every flag of transformers.TrainingArguments as well: --output_dir, --max_steps, "
     "--learning_rate, --per_device_train_batch_size, --bf16, ..."

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from arguments import SparseArguments, check_choice, parse_arguments
+from arguments import SparseArguments, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
-from running import checkpoint_to_resume, leave, save_metrics, sparse_or_dense_trainer, train_and_save
+from running import checkpoint_to_resume, leave, run, save_metrics, sparse_or_dense_trainer, train_and_save
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -130,6 +130,7 @@ def make_trainer(
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate on every validation split and save, as the arguments say; returns the trainer."""
     arguments = parse_arguments(ARGUMENTS, argv)
+    check_toy_data(arguments)
     resume = checkpoint_to_resume(arguments[-1])  # before anything is loaded
     trainer, held_out = make_trainer(*arguments)
     train_and_save(trainer, resume)
@@ -140,4 +141,4 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run(main))

@@ -11,10 +11,10 @@ LoRA on a dense model.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arguments import SparseArguments, check_choice, parse_arguments
+from arguments import SparseArguments, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
-from running import checkpoint_to_resume, evaluate_text, leave, sparse_or_dense_trainer, train_and_save
+from running import checkpoint_to_resume, evaluate_text, leave, run, sparse_or_dense_trainer, train_and_save
 from text_data import DataArguments, make_datasets
 from train import collate_causal
 from transformers import (
@@ -140,6 +140,7 @@ def make_trainer(
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate, save, merge and export, as the arguments say; returns the trainer, its model merged."""
     arguments = parse_arguments(ARGUMENTS, argv)
+    check_toy_data(arguments)
     lora_args, training_args = arguments[-2:]
     resume = checkpoint_to_resume(training_args)  # before anything is loaded
     trainer = make_trainer(*arguments)
@@ -150,4 +151,4 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run(main))

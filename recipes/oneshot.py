@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
-from arguments import SparseArguments, TeacherArguments, check_choice, parse_arguments
+from arguments import SparseArguments, TeacherArguments, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
-from running import checkpoint_to_resume, evaluate_text, leave, sparse_or_dense_trainer, train_and_save
+from running import checkpoint_to_resume, evaluate_text, leave, run, sparse_or_dense_trainer, train_and_save
 from text_data import DataArguments, make_datasets
 from train import collate_causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
@@ -55,6 +55,7 @@ def prune(model: PreTrainedModel, blocks: Iterable[dict], args: OneshotArguments
 def main(argv: list[str] | None = None) -> Trainer:
     """Prune, evaluate, train and save, as the arguments say; returns the trainer."""
     arguments = parse_arguments(ARGUMENTS, argv)
+    check_toy_data(arguments)
     model_args, data_args, oneshot_args, teacher_args, training_args = arguments
     resume = checkpoint_to_resume(training_args)  # before anything is loaded
     set_seed(training_args.seed)
@@ -84,4 +85,4 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run(main))

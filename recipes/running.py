@@ -1,13 +1,38 @@
 """What every training script does around `Trainer.train`: start or resume, sparse or dense, save and evaluate."""
 
 import math
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from arguments import SparseArguments
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from hf_sparse24 import Sparse24Trainer
+
+
+def run(main: Callable[[], Any]) -> Any:
+    """`main()`, the whole of a script; an error in its flags or data is one line, and exit status 2 as argparse's.
+
+    Such errors are what `parse_arguments` raises, and what a file beside this one raises itself: their text says what
+    to do. Any other one keeps its traceback.
+
+    Raises:
+        SystemExit: an error in flags or data.
+    """
+    try:
+        return main()
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        calls = traceback.extract_tb(error.__traceback__)
+        here = Path(calls[-1].filename).resolve().parent == Path(__file__).resolve().parent
+        ours = here and str(calls[-1].line).startswith("raise ")
+        if not ours and "parse_arguments" not in (call.name for call in calls):
+            raise
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:

@@ -8,11 +8,11 @@
 
 from dataclasses import dataclass, field
 
-from arguments import SparseArguments, parse_arguments
+from arguments import SparseArguments, check_toy_data, parse_arguments
 from lora import LoraArguments, merge_and_export, patch_sparse_base
 from models import ModelArguments, make_model
 from optional import require
-from running import check_dense, checkpoint_to_resume, evaluate_text, leave, train_and_save
+from running import check_dense, checkpoint_to_resume, evaluate_text, leave, run, train_and_save
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
 from hf_sparse24 import Sparse24Callback, patch_model
@@ -96,6 +96,7 @@ def make_trainer(
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save, as the arguments say; returns the trainer."""
     arguments = parse_arguments(ARGUMENTS, argv)
+    check_toy_data(arguments)
     _, chat_args, _, lora_args, training_args = arguments
     resume = checkpoint_to_resume(training_args)  # before anything is loaded
     trainer = make_trainer(*arguments)
@@ -107,4 +108,4 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run(main))

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from arguments import SparseArguments, check_choice, parse_arguments
+from arguments import SparseArguments, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
+from running import run
 from text_data import DataArguments, make_datasets
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -132,6 +133,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     """Train, save and export; returns the losses of the steps that this call took."""
     classes = (ModelArguments, DataArguments, SparseArguments, ParallelArguments, TrainingArguments)
     model_args, data_args, sparse_args, parallel_args, args = parse_arguments(classes, argv)
+    check_toy_data((model_args, data_args))
     if sparse_args.method == "dense":
         raise ValueError("method='dense': this script trains sparse models; train.py makes the control run")
     if args.max_steps < 1:
@@ -187,5 +189,5 @@ def main(argv: list[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
     dist.destroy_process_group()

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from arguments import SparseArguments, parse_arguments
+from arguments import SparseArguments, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
-from running import checkpoint_to_resume, leave, save_metrics, sparse_or_dense_trainer, train_and_save
+from running import checkpoint_to_resume, leave, run, save_metrics, sparse_or_dense_trainer, train_and_save
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoTokenizer,
@@ -157,6 +157,7 @@ def make_trainer(
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save, as the arguments say; returns the trainer."""
     arguments = parse_arguments(ARGUMENTS, argv)
+    check_toy_data(arguments)
     resume = checkpoint_to_resume(arguments[-1])  # before anything is loaded
     trainer = make_trainer(*arguments)
     train_and_save(trainer, resume)
@@ -165,4 +166,4 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run(main))

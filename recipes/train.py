@@ -10,9 +10,9 @@
 from dataclasses import dataclass, field
 
 import torch
-from arguments import SparseArguments, TeacherArguments, check_choice, parse_arguments
+from arguments import SparseArguments, TeacherArguments, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
-from running import checkpoint_to_resume, evaluate_text, leave, sparse_or_dense_trainer, train_and_save
+from running import checkpoint_to_resume, evaluate_text, leave, run, sparse_or_dense_trainer, train_and_save
 from text_data import DataArguments, make_datasets
 from transformers import (
     AutoModelForCausalLM,
@@ -88,6 +88,7 @@ def collate_causal(examples: list[dict]) -> dict[str, torch.Tensor]:
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save, as the arguments say; returns the trainer."""
     arguments = parse_arguments(ARGUMENTS, argv)
+    check_toy_data(arguments)
     resume = checkpoint_to_resume(arguments[-1])  # before anything is loaded
     trainer = make_trainer(*arguments)
     train_and_save(trainer, resume)
@@ -96,4 +97,4 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run(main))
