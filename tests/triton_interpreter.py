@@ -4,10 +4,16 @@ As of Triton 3.9 the interpreter converts to bf16 and FP8 by its own bit arithme
 carry into the exponent, and loses subnormals. Kernels are compared bit for bit here, so those conversions go through
 torch, which rounds to nearest even as the GPU does. Its `tl.dot` takes the bits of bf16 operands for integers; they are
 made fp32 first, which is exact.
+
+Before Triton 3.9 (torch 2.13 from PyPI comes with 3.7.1), its `minimum` and `maximum` propagate NaN whatever they are
+told, and its `fma` rounds twice.
 """
 
+import numpy as np
 import torch
+import triton
 import triton.language as tl
+from packaging.version import Version
 from triton.runtime import interpreter
 
 _TORCH = {
@@ -36,7 +42,18 @@ def _dot_in_fp32(self, a, b, *rest):
     return _create_dot(self, a, b, *rest)
 
 
+def _fma(self, x, y, z):
+    """In 64 bits of significand: two of fp32 are multiplied without rounding."""
+    wide = x.data.astype(np.longdouble) * y.data + z.data
+    return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+
 def compute_as_hardware() -> None:
-    """Replace the interpreter's conversions and its `tl.dot`; does nothing to compiled kernels."""
+    """Replace what of the interpreter differs from the hardware; does nothing to compiled kernels."""
     interpreter._convert_float = _through_torch
-    interpreter.InterpreterBuilder.create_dot = _dot_in_fp32
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = _dot_in_fp32
+    if Version(triton.__version__) < Version("3.9"):
+        builder.create_fma = _fma
+        builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+        builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
