@@ -3,8 +3,8 @@
     python docs/build_site.py           # write the generated pages, then the site
     python docs/build_site.py --serve   # the same, with a server that shows changes
 
-Generated are the pages that repeat what stands elsewhere: the methods (their cards, settings and results), the
-command line, and the committed results.
+Generated, and committed so that they can be read without building, are the pages that repeat what stands elsewhere: the
+methods (their cards and settings), the command line, and the committed results.
 """
 
 import argparse
@@ -139,6 +139,7 @@ def _cell(text: str) -> str:
 
 def pages() -> dict[str, str]:
     """The generated pages by their path below docs/."""
+    os.environ["COLUMNS"] = "100"  # of the command line's help
     made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
     made["reference/cli.md"] = command_line_page()
     made["measured/methods.md"] = methods_page()
@@ -160,15 +161,25 @@ def build_site() -> int:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
     output = run.stdout + run.stderr
     print(output, end="")
+    for path in SITE.rglob("*.html"):
+        _link_home(path)
     warned = re.search(r"^(griffe|WARNING|mkdocs\w*):", output, re.MULTILINE)
     return 1 if run.returncode or warned else 0
+
+
+def _link_home(path: Path) -> None:
+    """Let the logo of a page lead to the start page, not to its folder, which a browser without a server would list."""
+    up = "../" * (len(path.relative_to(SITE).parts) - 1)
+    text = re.sub(
+        r'<a href="[^"]*" title="hf_sparse24"', f'<a href="{up}index.html" title="hf_sparse24"', path.read_text()
+    )
+    path.write_text(text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--serve", action="store_true", help="show the site, and changes as they are made")
     options = parser.parse_args()
-    os.environ["COLUMNS"] = "100"  # of the command line's help
     write_pages()
     if options.serve:
         return subprocess.run([sys.executable, "-m", "zensical", "serve"], cwd=ROOT).returncode

@@ -31,8 +31,8 @@ class Sparse24Config(QuantizationConfigMixin):
     of a patched model follows its run: settings of the method may change, nothing else.
 
     Args:
-        method: the name of a registered method: `"s-ste"`, `"t-sr-ste"`, `"sr-ste"`, `"step"`, `"fixed-mask"`, `"ste"`,
-            or one of your own (`register_method`). `METHODS` has them all.
+        method: the name of a registered method: `"s-ste"` (the default), `"t-sr-ste"`, `"sr-ste"`, `"step"`,
+            `"fixed-mask"`, `"ste"`, or one of your own (`register_method`). `METHODS` has them all.
         pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Only `"2:4"` has
             hardware.
         target_modules: `"mlp"`, `"attention"` or `"all-linear"`; the end of a module's name, such as `"up_proj"` or

@@ -142,3 +142,11 @@ def test_other_files_and_numbers(tmp_path, capsys):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert main(["verify", str(tmp_path)]) == 1
     assert "has NaN or inf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "elsewhere"]])
+def test_a_name_that_is_nowhere(command, capsys, tmp_path, monkeypatch):
+    """The message begins with what was typed, whatever the Hub says."""
+    monkeypatch.chdir(tmp_path)
+    assert main([command[0], "my-exprot", *command[1:]]) == 2
+    assert capsys.readouterr().err.startswith("hf-sparse24: 'my-exprot' is no directory here, and the Hub does not")

@@ -177,11 +177,21 @@ def test_a_model_replaces_another_of_other_sizes(tmp_path):
 
 
 def test_export_over_a_sharded_model_leaves_none_of_it(tmp_path):
-    zoo.build("llama", seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
     model = patched()
+    export_model(model, tmp_path, max_shard_size="20KB")
     export_model(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_somebodys_model_is_not_written_over(size, tmp_path):
+    """Such as the dense original that the sparse model began as."""
+    zoo.build("llama", seed=1).save_pretrained(tmp_path, max_shard_size=size)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"no export of hf_sparse24 \(model.safetensors.*another directory"):
+        export_model(patched(), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "scheduler.pt", None])

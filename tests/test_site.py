@@ -16,7 +16,6 @@ import pytest
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    build_site.write_pages()
     assert build_site.build_site() == 0
     return build_site.SITE
 
@@ -46,6 +45,7 @@ def test_links(site):
                 continue
             file, _, anchor = unquote(target).partition("#")
             there = (path.parent / file.split("?")[0]).resolve() if file else path
+            assert not there.is_dir() or path.name == "404.html", f"{path}: {target} is a folder"
             if path.name == "404.html":  # its links are those of the root of a server
                 there = (site / file.lstrip("/")).resolve() if file else path
             if there.is_dir():

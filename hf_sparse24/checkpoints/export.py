@@ -42,6 +42,9 @@ WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.
 _OF_A_RUN = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of a checkpoint that training resumes from."""
 
+_WEIGHTS = ("model.safetensors", SAFE_WEIGHTS_INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""A model that Transformers has saved has one of these."""
+
 _ADAPTER = "adapter_config.json"
 
 
@@ -72,7 +75,8 @@ def export_model(
         ValueError: the model is not patched (use `save_pretrained`), is sharded by FSDP1 or DeepSpeed ZeRO-3, or
             sharded with adapters, has masks or scales that its method cannot have made, or adapters that do not merge
             into 2:4 weights; a packed export of a model that is dense or sparse by another pattern; or the directory
-            is a training checkpoint, whose dense master weights would be lost, or holds an adapter.
+            is a training checkpoint, whose dense master weights would be lost, holds an adapter, or another model
+            that is no export.
         RuntimeError: another process is exporting into the directory; of a sharded model, also that the process which
             writes has failed.
 
@@ -269,6 +273,12 @@ def _refuse_other_models(directory: Path) -> None:
         raise ValueError(
             f"{directory} is a training checkpoint ({', '.join(found)}): an export would overwrite its dense master "
             f"weights; export into another directory"
+        )
+    foreign = next((name for name in _WEIGHTS if (directory / name).exists()), None)
+    if foreign and not (directory / MANIFEST).exists():
+        raise ValueError(
+            f"{directory} holds a model that is no export of hf_sparse24 ({foreign}), which would be lost; export into "
+            f"another directory, or delete that one first"
         )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -29,6 +30,9 @@ _OF_A_MODEL = (
 )
 
 
+_WEIGHTS = ("*.safetensors", "*.json")
+
+
 def add_commands(commands) -> None:
     """Add the three commands to the parser of `hf-sparse24`."""
     for name, run, text in (
@@ -46,8 +50,8 @@ def add_commands(commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    config = AutoConfig.from_pretrained(options.checkpoint)
-    model = model_class(config).from_pretrained(options.checkpoint)
+    source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
+    model = model_class(AutoConfig.from_pretrained(source)).from_pretrained(source)
     if not sparse_weights(model):
         raise ValueError(
             f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported. Of a packed "
@@ -57,7 +61,6 @@ def _export(options: argparse.Namespace) -> int:
         export_model(model, options.directory, options.format, options.max_shard_size)
     except RuntimeError as error:  # another process is exporting there
         raise OSError(str(error)) from error
-    source = _local(options.checkpoint, [*_OF_A_TOKENIZER])
     for path in (path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)):
         if not any(path.match(pattern) for pattern in _OF_A_MODEL):
             copy = Path(options.directory) / path.relative_to(source)
@@ -122,7 +125,8 @@ def _verify(options: argparse.Namespace) -> int:
     for finding in problems[:20]:
         print(f"FAILED {finding.name}: {finding.problem}")
     if not listing.weights:
-        print("no weight of this checkpoint is sparse")
+        why = "; a run that ends in a dense tail is dense (dense_tail=0 ends it sparse)" if listing.method else ""
+        print(f"no weight of this checkpoint is sparse{why}")
     elif not problems:
         count = len(listing.files)
         files = (
@@ -133,13 +137,17 @@ def _verify(options: argparse.Namespace) -> int:
     return int(bool(problems) or not listing.weights)
 
 
-def _local(checkpoint: str, patterns: list[str] | None = None) -> Path:
+def _local(checkpoint: str, patterns: Sequence[str] = _WEIGHTS) -> Path:
     """The directory of a checkpoint; downloaded, where it is a name on the Hub."""
     if os.path.isdir(checkpoint):
         return Path(checkpoint)
     if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1:
         raise OSError(f"{checkpoint} is no directory")
-    return Path(snapshot_download(checkpoint, allow_patterns=patterns or ["*.safetensors", "*.json"]))
+    try:
+        return Path(snapshot_download(checkpoint, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # of the Hub: no such name, no network
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(f"{checkpoint!r} is no directory here, and the Hub does not give it: {reason}") from error
 
 
 def _heading(listing: Listing) -> str:

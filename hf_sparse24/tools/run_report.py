@@ -253,8 +253,9 @@ def _percent(points: Iterable[Point]) -> list[Point]:
     return [(x, 100 * y) for x, y in points]
 
 
-def _last(run: Run, key: str) -> float | None:
-    return next((row[key] for row in reversed(run.history.values()) if key in row), None)
+def _last(run: Run, key: str) -> tuple[int, float] | None:
+    """The last step at which a number was logged, and the number."""
+    return next(((step, row[key]) for step, row in reversed(run.history.items()) if key in row), None)
 
 
 def _numbers(run: Run, control: Run | None) -> list[tuple[str, str, str]]:
@@ -267,14 +268,18 @@ def _numbers(run: Run, control: Run | None) -> list[tuple[str, str, str]]:
         share = sum(layers.values()) / run.facts["parameters"]
         found.append(("weights under the pattern", f"{share:.1%}", f"{len(layers)} layers"))
     for key, name in (("loss", "training loss, last log"), ("eval_loss", "evaluation loss, last")):
-        loss, other = _last(run, key), None if control is None else _last(control, key)
-        if loss is not None:
-            remark = "" if other is None else f"dense control {shown(other)}, difference {loss - other:+.3g}"
+        last, other = _last(run, key), None if control is None else _last(control, key)
+        if last is not None:
+            step, loss = last
+            remark = f"at step {step:,}"
+            if other is not None:
+                at = "" if other[0] == step else f" at step {other[0]:,}"
+                remark += f"; dense control {shown(other[1])}{at}, difference {loss - other[1]:+.3g}"
             found.append((name, shown(loss), remark))
     for key, name in (("flip_rate", "flip rate, last"), ("kept_magnitude", "kept magnitude, last")):
-        value = _last(run, key)
-        if value is not None:
-            found.append((name, f"{100 * value:.3g}%", ""))
+        last = _last(run, key)
+        if last is not None:
+            found.append((name, f"{100 * last[1]:.3g}%", f"at step {last[0]:,}"))
     speeds = [line.steps_per_second for line in run.lines if line.steps_per_second is not None]
     if speeds:
         found.append(("steps per second, median", shown(median(speeds)), ""))
