@@ -17,6 +17,10 @@ from transformers import HfArgumentParser
 from hf_sparse24 import METHODS, DistillationConfig, Sparse24Config
 
 
+class UsageError(ValueError):
+    """Flags or data that a script cannot work with. The text says what to do; `running.run` shows nothing else."""
+
+
 @dataclass
 class SparseArguments:
     method: str = field(default="s-ste", metadata={"help": f"{', '.join(sorted(METHODS))}; or dense, the control run."})
@@ -58,11 +62,11 @@ class TeacherArguments:
         """None without a teacher."""
         if self.teacher is None:
             if self.distillation:
-                raise ValueError("distillation is for a teacher; give --teacher, a name on the Hub or a directory")
+                raise UsageError("distillation is for a teacher; give --teacher, a name on the Hub or a directory")
             return None
         unknown = sorted(self.distillation.keys() - {f.name for f in fields(DistillationConfig)})
         if unknown:
-            raise ValueError(f"distillation: {unknown} are no fields of DistillationConfig")
+            raise UsageError(f"distillation: {unknown} are no fields of DistillationConfig")
         return DistillationConfig(**self.distillation)
 
 
@@ -74,8 +78,7 @@ def parse_arguments(classes: tuple[type, ...], argv: list[str] | None = None) ->
         argv: without the name of the program; None for those of this process.
 
     Raises:
-        ValueError: a key of the YAML file that no class has, a flag that none has, and what the classes raise.
-        FileNotFoundError: no such YAML file.
+        UsageError: no such YAML file, a key of it that no class has, a flag that none has, and what the classes raise.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     usage = "%(prog)s [FILE.yaml ...] [--flag value ...]"
@@ -85,7 +88,10 @@ def parse_arguments(classes: tuple[type, ...], argv: list[str] | None = None) ->
     parser.add_argument("--help-all", action="help", help="list those of TrainingArguments as well")
     while argv and argv[0].endswith((".yaml", ".yml")):
         parser.set_defaults(**read_yaml(argv.pop(0), classes))
-    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    try:
+        return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    except (TypeError, ValueError) as error:  # of Transformers' own classes, and of Sparse24Config
+        raise UsageError(error) from error
 
 
 # What the toy settings read, and the command that makes it.
@@ -101,7 +107,7 @@ _READ = ("dataset", "validation_file", "tokenizer_name", "model_name_or_path", "
 
 
 def check_toy_data(arguments: tuple) -> None:
-    """Raises a FileNotFoundError that names the command, where toy data or a toy model is not there.
+    """Raises a UsageError that names the command, where toy data or a toy model is not there.
 
     Without it, `from_pretrained` and `load_dataset` take the path for a name on the Hub.
 
@@ -112,7 +118,7 @@ def check_toy_data(arguments: tuple) -> None:
         for path in (Path(value) for part in arguments if (value := getattr(part, name, None))):
             command = TOY_DATA.get("/".join(path.parts[:2]))
             if command is not None and not path.exists():
-                raise FileNotFoundError(f"{name}={str(path)!r}: not there; `{command}` makes it")
+                raise UsageError(f"{name}={str(path)!r}: not there; `{command}` makes it")
 
 
 _MORE = (
@@ -145,21 +151,21 @@ _Loader.add_implicit_resolver(
 def read_yaml(path: str, classes: tuple[type, ...]) -> dict:
     """Flags of `classes` from a YAML file, numbers as text: argparse then checks them as on the command line."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+        raise UsageError(f"{path}: no such file")
     settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     if not isinstance(settings, dict):
-        raise ValueError(f"{path}: must be a mapping of flags to values")
+        raise UsageError(f"{path}: must be a mapping of flags to values")
     known = {f.name for cls in classes for f in fields(cls) if f.init}
     unknown = sorted(str(key) for key in settings.keys() - known)
     if unknown:
-        raise ValueError(f"{path}: unknown keys {unknown}; the script's --help-all lists the flags")
+        raise UsageError(f"{path}: unknown keys {unknown}; the script's --help-all lists the flags")
     return {key: str(value) if isinstance(value, int | float) else value for key, value in settings.items()}
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
-    """Raises a ValueError that lists what is allowed."""
+    """Raises a UsageError that lists what is allowed."""
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+        raise UsageError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
 def json_object(name: str, value: dict | str | None) -> dict:
@@ -168,7 +174,7 @@ def json_object(name: str, value: dict | str | None) -> dict:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{name}={value!r}: not JSON ({error})") from error
+            raise UsageError(f"{name}={value!r}: not JSON ({error})") from error
     if not isinstance(value, dict | None):
-        raise ValueError(f"{name}={value!r}: must be a JSON object, as '{{\"key\": 1}}'")
+        raise UsageError(f"{name}={value!r}: must be a JSON object, as '{{\"key\": 1}}'")
     return value or {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from arguments import SparseArguments, check_choice, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
 from running import checkpoint_to_resume, leave, run, save_metrics, sparse_or_dense_trainer, train_and_save
@@ -70,7 +70,7 @@ def make_datasets(args: GlueArguments, tokenizer) -> datasets.DatasetDict:
     columns = TASKS[args.task].columns
     missing = sorted({*columns, "label"} - {*splits["train"].column_names})
     if missing:
-        raise ValueError(f"task={args.task!r}: {args.dataset} lacks the columns {missing}")
+        raise UsageError(f"task={args.task!r}: {args.dataset} lacks the columns {missing}")
     if args.max_samples is not None:
         splits = datasets.DatasetDict({name: rows.take(args.max_samples) for name, rows in splits.items()})
 

@@ -11,7 +11,7 @@ LoRA on a dense model.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arguments import SparseArguments, check_choice, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
 from running import checkpoint_to_resume, evaluate_text, leave, run, sparse_or_dense_trainer, train_and_save
@@ -46,9 +46,9 @@ class LoraArguments:
 
     def __post_init__(self):
         if self.lora_r < 1:
-            raise ValueError(f"lora_r={self.lora_r}: must be at least 1")
+            raise UsageError(f"lora_r={self.lora_r}: must be at least 1")
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout={self.lora_dropout}: must be in [0, 1)")
+            raise UsageError(f"lora_dropout={self.lora_dropout}: must be in [0, 1)")
         check_choice("export_format", self.export_format, ("dense", "packed"))
 
     def make_config(self):
@@ -75,7 +75,7 @@ def patch_sparse_base(model: PreTrainedModel, config: Sparse24Config) -> None:
     """Patch a model whose weights are 2:4 already: it stays frozen, so nothing would make up for pruning it here.
 
     Raises:
-        ValueError: its weights are dense, or it is patched with another config.
+        UsageError: its weights are dense, or it is patched with another config.
     """
     is_patched = patched_config(model) is not None
     patch_model(model, config)
@@ -84,7 +84,7 @@ def patch_sparse_base(model: PreTrainedModel, config: Sparse24Config) -> None:
     weights = sparse_weights(model)
     dense = [name for name, w in weights.items() if not is_nm_sparse(w.parameter, config.n, config.m, w.input_dim)]
     if dense:
-        raise ValueError(
+        raise UsageError(
             f"{len(dense)} of {len(weights)} weights that target_modules names are dense, such as {dense[0]}, and an "
             f"adapter does not make up for pruning them; take a model that is {config.pattern} sparse "
             f"(recipes/oneshot.py makes one), or name its sparse layers"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import check_choice, json_object
+from arguments import UsageError, check_choice, json_object
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.distributed import DistributedConfig
 
@@ -31,18 +31,18 @@ class ModelArguments:
     def __post_init__(self):
         if (self.model_name_or_path is None) == (self.model_type is None):
             given = "neither" if self.model_type is None else "both"
-            raise ValueError(
+            raise UsageError(
                 f"{given} of model_name_or_path (pretrained) and model_type (from scratch) given; give one"
             )
         self.config_overrides = json_object("config_overrides", self.config_overrides)
         self.distributed = json_object("distributed", self.distributed)
         unknown = sorted(self.distributed.keys() - DistributedConfig.__dataclass_fields__.keys())
         if unknown:
-            raise ValueError(f"distributed: {unknown} are no fields of DistributedConfig")
+            raise UsageError(f"distributed: {unknown} are no fields of DistributedConfig")
         if self.config_overrides and self.model_type is None:
-            raise ValueError("config_overrides is for model_type; a pretrained model keeps its own config")
+            raise UsageError("config_overrides is for model_type; a pretrained model keeps its own config")
         if self.model_type is not None and self.tokenizer_name is None:
-            raise ValueError(f"model_type={self.model_type!r} needs tokenizer_name: a name on the Hub or a directory")
+            raise UsageError(f"model_type={self.model_type!r} needs tokenizer_name: a name on the Hub or a directory")
         check_choice("dtype", self.dtype, ("float32", "bfloat16"))
 
 
@@ -81,10 +81,10 @@ def make_model(
             model = auto_class.from_pretrained(directory, **loading)
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and length > positions:
-        raise ValueError(f"sequences of {length} tokens: the model has {positions} positions; take at most that many")
+        raise UsageError(f"sequences of {length} tokens: the model has {positions} positions; take at most that many")
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}; use the model's own")
+        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}; use the model's own")
     return model
 
 
@@ -93,6 +93,6 @@ def _fresh_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, head
     config_class = CONFIG_MAPPING[args.model_type]
     unknown = [name for name in args.config_overrides if not hasattr(config_class(), name)]
     if unknown:
-        raise ValueError(f"config_overrides: {unknown} are no fields of {config_class.__name__}")
+        raise UsageError(f"config_overrides: {unknown} are no fields of {config_class.__name__}")
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return config_class(**{"vocab_size": len(tokenizer), **ids, **head, **args.config_overrides})

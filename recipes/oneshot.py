@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
-from arguments import SparseArguments, TeacherArguments, check_choice, check_toy_data, parse_arguments
+from arguments import SparseArguments, TeacherArguments, UsageError, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from running import checkpoint_to_resume, evaluate_text, leave, run, sparse_or_dense_trainer, train_and_save
 from text_data import DataArguments, make_datasets
@@ -39,7 +39,7 @@ class OneshotArguments(SparseArguments):
         super().__post_init__()
         check_choice("criterion", self.criterion, CRITERIA)
         if self.calibration_blocks < 1:
-            raise ValueError(f"calibration_blocks={self.calibration_blocks}: must be at least 1")
+            raise UsageError(f"calibration_blocks={self.calibration_blocks}: must be at least 1")
 
 
 ARGUMENTS = (ModelArguments, DataArguments, OneshotArguments, TeacherArguments, TrainingArguments)

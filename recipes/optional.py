@@ -4,6 +4,10 @@ import importlib
 from types import ModuleType
 
 
+class MissingPackage(ImportError):
+    """A package that a recipe needs; the text has the command that installs it."""
+
+
 def require(name: str, extra: str) -> ModuleType:
     """Import a package, or say which command installs it.
 
@@ -12,14 +16,14 @@ def require(name: str, extra: str) -> ModuleType:
         extra: of `setup.cfg` that lists it.
 
     Raises:
-        ImportError: it is not installed.
+        MissingPackage: it is not installed.
     """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise  # it is installed, and lacks something itself
-        raise ImportError(
+        raise MissingPackage(
             f"this recipe needs {name}: pip install -c constraints.txt -e '.[{extra}]' in the root of the repository",
             name=name,
         ) from error

@@ -2,12 +2,12 @@
 
 import math
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arguments import SparseArguments
+from arguments import SparseArguments, UsageError
+from optional import MissingPackage
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
@@ -15,22 +15,15 @@ from hf_sparse24 import Sparse24Trainer
 
 
 def run(main: Callable[[], Any]) -> Any:
-    """`main()`, the whole of a script; an error in its flags or data is one line, and exit status 2 as argparse's.
-
-    Such errors are what `parse_arguments` raises, and what a file beside this one raises itself: their text says what
-    to do. Any other one keeps its traceback.
+    """`main()`, the whole of a script; a wrong flag, or data that is not there, is one line, and exit status 2 as
+    argparse's. Any other error keeps its traceback.
 
     Raises:
-        SystemExit: an error in flags or data.
+        SystemExit: a `UsageError`, or a package that is missing.
     """
     try:
         return main()
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        calls = traceback.extract_tb(error.__traceback__)
-        here = Path(calls[-1].filename).resolve().parent == Path(__file__).resolve().parent
-        ours = here and str(calls[-1].line).startswith("raise ")
-        if not ours and "parse_arguments" not in (call.name for call in calls):
-            raise
+    except (UsageError, MissingPackage) as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -39,14 +32,14 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """What `Trainer.train` goes on from: None to start afresh, True for the last checkpoint in `output_dir`.
 
     Raises:
-        ValueError: a fresh run whose checkpoints would mix with those of an earlier one. `save_total_limit` would
+        UsageError: a fresh run whose checkpoints would mix with those of an earlier one. `save_total_limit` would
             delete the new ones first, and a later resume would take the old run's.
     """
     given = args.resume_from_checkpoint
     resume = {"true": True, "false": None}.get(str(given).lower(), given)
     last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     if resume is None and last is not None and args.save_strategy != SaveStrategy.NO:
-        raise ValueError(
+        raise UsageError(
             f"output_dir={args.output_dir!r}: holds {Path(last).name} of an earlier run; --resume_from_checkpoint true "
             f"goes on from it; to start afresh, name another directory or delete its checkpoints"
         )
@@ -61,22 +54,22 @@ def sparse_or_dense_trainer(sparse_args: SparseArguments, *, teacher=None, disti
         shared: what both trainers take.
 
     Raises:
-        ValueError: the control run of a 2:4 model, or one with a teacher.
+        UsageError: the control run of a 2:4 model, or one with a teacher.
     """
     if sparse_args.method != "dense":
         config = sparse_args.make_config()
         return Sparse24Trainer(**shared, sparse24_config=config, teacher=teacher, distillation=distillation)
     if teacher is not None:
-        raise ValueError("teacher is for sparse methods; method='dense' is a plain Trainer")
+        raise UsageError("teacher is for sparse methods; method='dense' is a plain Trainer")
     check_dense(shared["model"])
     return Trainer(**shared)
 
 
 def check_dense(model: PreTrainedModel) -> None:
-    """Raises a ValueError for the control run of a 2:4 model."""
+    """Raises a UsageError for the control run of a 2:4 model."""
     if getattr(model.config, "quantization_config", None) is not None:
         name = model.config.name_or_path
-        raise ValueError(f"method='dense': {name} is a 2:4 model; take a dense one as control")
+        raise UsageError(f"method='dense': {name} is a 2:4 model; take a dense one as control")
 
 
 def train_and_save(trainer: Trainer, resume: str | bool | None) -> None:

@@ -8,7 +8,7 @@
 
 from dataclasses import dataclass, field
 
-from arguments import SparseArguments, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_toy_data, parse_arguments
 from lora import LoraArguments, merge_and_export, patch_sparse_base
 from models import ModelArguments, make_model
 from optional import require
@@ -37,7 +37,7 @@ class ChatArguments:
 
     def __post_init__(self):
         if self.dataset is None:
-            raise ValueError("dataset is missing: a directory with train.jsonl, or a dataset of the Hub")
+            raise UsageError("dataset is missing: a directory with train.jsonl, or a dataset of the Hub")
 
 
 ARGUMENTS = (ModelArguments, ChatArguments, SparseArguments, LoraArguments, trl.SFTConfig)
@@ -52,7 +52,7 @@ def make_dataset(args: ChatArguments, split: str) -> "datasets.Dataset":
         if {*columns} <= {*rows.column_names}:
             return rows.select_columns([*columns])
     known = ", or ".join(" and ".join(columns) for columns in COLUMNS)
-    raise ValueError(f"dataset={args.dataset!r}: has the columns {sorted(rows.column_names)}; SFT needs {known}")
+    raise UsageError(f"dataset={args.dataset!r}: has the columns {sorted(rows.column_names)}; SFT needs {known}")
 
 
 def make_trainer(
@@ -71,7 +71,7 @@ def make_trainer(
         train = make_dataset(chat_args, chat_args.train_split)
         validation = chat_args.validation_split and make_dataset(chat_args, chat_args.validation_split)
     if "messages" in train.column_names and not (tokenizer.chat_template or training_args.chat_template_path):
-        raise ValueError("the tokenizer has no chat template, which messages need; give --chat_template_path")
+        raise UsageError("the tokenizer has no chat template, which messages need; give --chat_template_path")
     if sparse_args.method == "dense":
         check_dense(model)
     elif chat_args.lora:

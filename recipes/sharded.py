@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from arguments import SparseArguments, check_choice, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from running import run
 from text_data import DataArguments, make_datasets
@@ -58,7 +58,7 @@ def sharded_model(model_args, sparse_args, args: TrainingArguments, parallel: st
     set_seed(args.seed)
     if parallel == "tp":
         if args.bf16:
-            raise ValueError("bf16 is for fsdp2 here; with tp, load the weights in it: --dtype bfloat16")
+            raise UsageError("bf16 is for fsdp2 here; with tp, load the weights in it: --dtype bfloat16")
         model_args.distributed = {"tp_size": dist.get_world_size()}  # Transformers patches and shards while it loads
     model = make_model(model_args, AutoModelForCausalLM, tokenizer, block_size, args, config)
     if args.gradient_checkpointing:
@@ -135,9 +135,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     model_args, data_args, sparse_args, parallel_args, args = parse_arguments(classes, argv)
     check_toy_data((model_args, data_args))
     if sparse_args.method == "dense":
-        raise ValueError("method='dense': this script trains sparse models; train.py makes the control run")
+        raise UsageError("method='dense': this script trains sparse models; train.py makes the control run")
     if args.max_steps < 1:
-        raise ValueError(f"max_steps={args.max_steps}: must be given, and at least 1")
+        raise UsageError(f"max_steps={args.max_steps}: must be given, and at least 1")
     rank, world, output = args.process_index, args.world_size, Path(args.output_dir)
     # Tensor parallelism gives every process the same rows.
     part, parts = (0, 1) if parallel_args.parallel == "tp" else (rank, world)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from arguments import SparseArguments, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
 from running import checkpoint_to_resume, leave, run, save_metrics, sparse_or_dense_trainer, train_and_save
@@ -41,7 +41,7 @@ class SquadArguments:
 
     def __post_init__(self):
         if not 0 <= self.stride < self.max_length:
-            raise ValueError(f"stride={self.stride}: must be from 0 up to below max_length={self.max_length}")
+            raise UsageError(f"stride={self.stride}: must be from 0 up to below max_length={self.max_length}")
 
 
 ARGUMENTS = (ModelArguments, SquadArguments, SparseArguments, TrainingArguments)
@@ -58,7 +58,7 @@ def make_parts(examples: datasets.Dataset, args: SquadArguments, tokenizer) -> d
         questions = [question.strip() for question in batch["question"]]
         longest = max(map(len, tokenizer(questions, add_special_tokens=False)["input_ids"]))
         if args.max_length <= longest + tokenizer.num_special_tokens_to_add(pair=True) + args.stride:
-            raise ValueError(
+            raise UsageError(
                 f"max_length={args.max_length}: a question of {longest} tokens and stride={args.stride} leave no "
                 f"room for its context; give a larger max_length or a smaller stride"
             )

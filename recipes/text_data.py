@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arguments import UsageError
 from optional import require
 from transformers import PreTrainedTokenizerBase
 
@@ -39,15 +40,15 @@ class DataArguments:
 
     def __post_init__(self):
         if self.dataset is None:
-            raise ValueError("dataset is missing: files, a directory, a glob pattern, or a dataset of the Hub")
+            raise UsageError("dataset is missing: files, a directory, a glob pattern, or a dataset of the Hub")
         if self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size}: must be at least 2")
+            raise UsageError(f"block_size={self.block_size}: must be at least 2")
         if self.validation_file is not None and self.validation_split is not None:
-            raise ValueError("both of validation_file and validation_split given; give one")
+            raise UsageError("both of validation_file and validation_split given; give one")
         if self.held_out is not None and not 0 < self.held_out < 1:
-            raise ValueError(f"validation_split={self.validation_split!r}: a fraction must be between 0 and 1")
+            raise UsageError(f"validation_split={self.validation_split!r}: a fraction must be between 0 and 1")
         if self.held_out is not None and self.streaming:
-            raise ValueError(
+            raise UsageError(
                 f"validation_split={self.validation_split!r}: a stream has no length to take a fraction of; "
                 f"give validation_file, the name of a split, or --streaming false"
             )
@@ -66,10 +67,10 @@ def load_text(source: str, args: DataArguments, split: str = "train") -> dataset
     files = find_files(source)
     if files:
         if not any(Path(file).stat().st_size for file in files):
-            raise ValueError(f"{source}: empty, there is no text in it")
+            raise UsageError(f"{source}: empty, there is no text in it")
         kinds = {FORMATS.get(Path(file).suffix, "text") for file in files}
         if len(kinds) > 1:
-            raise ValueError(
+            raise UsageError(
                 f"{source}: holds files of several kinds ({', '.join(sorted(kinds))}); name one with a glob"
             )
         kind = kinds.pop()
@@ -81,9 +82,9 @@ def load_text(source: str, args: DataArguments, split: str = "train") -> dataset
         dataset = dataset.take(args.max_samples)
     first = next(iter(dataset), None)
     if first is None:
-        raise ValueError(f"{source}: no documents in it")
+        raise UsageError(f"{source}: no documents in it")
     if args.text_column not in first:
-        raise ValueError(f"text_column={args.text_column!r}: {source} has the columns {sorted(first)}")
+        raise UsageError(f"text_column={args.text_column!r}: {source} has the columns {sorted(first)}")
     return dataset
 
 
@@ -96,7 +97,7 @@ def find_files(source: str) -> list[str]:
     files = sorted(file for file in glob.glob(pattern, recursive=True) if Path(file).is_file())
     looks_like_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and path.suffix not in {".txt", *FORMATS}
     if not files and (path.is_dir() or not looks_like_hub):
-        raise FileNotFoundError(f"{source}: no such file, no file in it, or no file that matches")
+        raise UsageError(f"{source}: no such file, no file in it, or no file that matches")
     return files
 
 
@@ -118,7 +119,7 @@ def make_blocks(
     """Tokenize `documents` and pack them: a dataset of `input_ids` of `block_size` tokens each."""
     separator = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if separator is None:
-        raise ValueError("the tokenizer has no eos_token (and no sep_token) to put between documents; give it one")
+        raise UsageError("the tokenizer has no eos_token (and no sep_token) to put between documents; give it one")
 
     column = args.text_column  # all that `tokenize` depends on, so that its cache serves other block sizes as well
 
@@ -134,7 +135,7 @@ def make_blocks(
         if total >= args.block_size:
             break
     else:
-        raise ValueError(f"the text has {total} tokens, less than one block; give more, or a block_size up to {total}")
+        raise UsageError(f"the text has {total} tokens, less than one block; give more, or a block_size up to {total}")
 
     def blocks(tokenized):
         documents = (row["tokens"] for row in tokenized)
@@ -153,7 +154,7 @@ def make_datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed:
     if args.held_out is not None:
         cut = len(train) - math.ceil(len(train) * args.held_out)
         if cut == 0:
-            raise ValueError(
+            raise UsageError(
                 f"validation_split={args.validation_split}: leaves nothing of {len(train)} blocks to train on"
             )
         return train.select(range(cut)), train.select(range(cut, len(train)))

@@ -10,7 +10,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from arguments import SparseArguments, TeacherArguments, check_choice, check_toy_data, parse_arguments
+from arguments import SparseArguments, TeacherArguments, UsageError, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from running import checkpoint_to_resume, evaluate_text, leave, run, sparse_or_dense_trainer, train_and_save
 from text_data import DataArguments, make_datasets
@@ -56,7 +56,7 @@ def make_trainer(
     tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer_name or model_args.model_name_or_path)
     masked = objective_args.objective == "masked"
     if masked and tokenizer.mask_token is None:
-        raise ValueError("the tokenizer has no mask_token, which objective='masked' needs; take one of a masked model")
+        raise UsageError("the tokenizer has no mask_token, which objective='masked' needs; take one of a masked model")
     auto_class = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     config = sparse_args.make_config()
     model = make_model(model_args, auto_class, tokenizer, data_args.block_size, training_args, config)

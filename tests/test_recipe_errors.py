@@ -12,7 +12,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import train  # noqa: E402
-from arguments import TOY_DATA, check_choice, check_toy_data, parse_arguments  # noqa: E402
+from arguments import TOY_DATA, UsageError, check_choice, check_toy_data, parse_arguments  # noqa: E402
 from optional import require  # noqa: E402
 from running import run  # noqa: E402
 
@@ -31,6 +31,7 @@ def message(main, capsys) -> str:
         (["--model_name_or_path", "gpt2"], "dataset is missing"),
         (["--method", "magic"], "method='magic': must be one of dense"),
         (["--sparse24", '{"pattern": "5:4"}'], "pattern='5:4'"),
+        (["--sparse24", '{"mask_intervall": 4}'], "mask_intervall"),
         (["--stepz", "3"], "--stepz"),
         (["--eval_strategy", "never"], "never"),
         (["absent.yaml"], "absent.yaml: no such file"),
@@ -72,12 +73,12 @@ def test_paths_of_toy_settings_have_a_command(path):
 def test_missing_toy_data_names_its_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = [str(RECIPES / "quickstart.yaml")]
-    with pytest.raises(FileNotFoundError, match=r"dataset='runs/stdlib_text/train.jsonl': not there; `python recipes"):
+    with pytest.raises(UsageError, match=r"dataset='runs/stdlib_text/train.jsonl': not there; `python recipes"):
         check_toy_data(parse_arguments(train.ARGUMENTS, flags))
     for name in ("train.jsonl", "validation.jsonl", "tokenizer"):
         (tmp_path / "runs/stdlib_text" / name).mkdir(parents=True)
     check_toy_data(parse_arguments(train.ARGUMENTS, flags))
-    with pytest.raises(FileNotFoundError, match="`make demo` makes it"):
+    with pytest.raises(UsageError, match="`make demo` makes it"):
         check_toy_data(parse_arguments(train.ARGUMENTS, [*flags, "--teacher", "./runs/quickstart"]))
     check_toy_data(parse_arguments(train.ARGUMENTS, [*flags, "--teacher", "runs/of-mine"]))
 

@@ -298,7 +298,7 @@ def test_wrong_yaml(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         parse_arguments(train.ARGUMENTS, [str(path)])
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    with pytest.raises(ValueError, match="no such file"):
         parse_arguments(train.ARGUMENTS, [str(tmp_path / "absent.yaml")])
 
 
@@ -314,9 +314,9 @@ def test_wrong_type_in_yaml(tmp_path, capsys):
     ("settings", "error", "message"),
     [
         ({"dataset": None}, ValueError, "dataset is missing"),
-        ({"dataset": "absent.txt"}, FileNotFoundError, "absent.txt: no such file"),
-        ({"dataset": "./absent/*.txt"}, FileNotFoundError, r"absent/\*.txt: no such file"),
-        ({"validation_file": "/absent.jsonl"}, FileNotFoundError, "/absent.jsonl: no such file"),
+        ({"dataset": "absent.txt"}, ValueError, "absent.txt: no such file"),
+        ({"dataset": "./absent/*.txt"}, ValueError, r"absent/\*.txt: no such file"),
+        ({"validation_file": "/absent.jsonl"}, ValueError, "/absent.jsonl: no such file"),
         ({"text_column": "body"}, ValueError, r"text_column='body': .*train.txt has the columns \['text'\]"),
         ({"text_column": "body", "streaming": True}, ValueError, r"has the columns \['text'\]"),
         ({"model_name_or_path": "gpt2"}, ValueError, "both of model_name_or_path"),
