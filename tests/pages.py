@@ -5,7 +5,11 @@ files under the names of the reader's data.
 """
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,18 @@ def prepare(directory: Path) -> dict[str, Any]:
         tokenizer.save_pretrained(directory / name)
     (directory / "my_text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return {"__name__": "page", "data": Dataset.from_dict({key: x.tolist() for key, x in zoo.batch(rows=8).items()})}
+
+
+def run_apart(page: str, directory: Path) -> None:
+    """`run` in a process of its own: for pages with process groups, which torch 2.13 crashes once in some hundred runs
+    (see ranks.py)."""
+    command = [sys.executable, "-c", "import sys, pathlib, pages; pages.run(sys.argv[1], pathlib.Path.cwd())", page]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for _ in range(2):
+        ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+        if ended.returncode not in (-signal.SIGABRT, -signal.SIGSEGV):
+            break
+    assert ended.returncode == 0, ended.stderr
 
 
 def run(page: str, directory: Path) -> None:

@@ -38,7 +38,8 @@ def test_code_blocks(page, tmp_path, monkeypatch, unregistered):
     """Every block of Python on a page runs, in order, as printed; see pages.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "1")
-    pages.run(page, tmp_path)
+    with_processes = any("init_process_group" in code for code in pages.blocks(page, "python"))
+    (pages.run_apart if with_processes else pages.run)(page, tmp_path)
 
 
 def test_generated_pages_are_those_of_now(monkeypatch):
