@@ -275,7 +275,7 @@ def _refuse_other_models(directory: Path) -> None:
             f"weights; export into another directory"
         )
     foreign = next((name for name in _WEIGHTS if (directory / name).exists()), None)
-    if foreign and not (directory / MANIFEST).exists():
+    if foreign and config and not (directory / MANIFEST).exists():
         raise ValueError(
             f"{directory} holds a model that is no export of hf_sparse24 ({foreign}), which would be lost; export into "
             f"another directory, or delete that one first"
