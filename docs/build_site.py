@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ print(patch_model(model, Sparse24Config(method="{name}")))
 def command_line_page() -> str:
     parser = make_parser()
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        command.formatter_class = partial(argparse.HelpFormatter, width=98)  # whatever terminal this runs in
     sections = [
         f"## `hf-sparse24 {name}`\n\n```text\n{command.format_help().rstrip()}\n```"
         for name, command in commands.choices.items()
@@ -139,7 +142,6 @@ def _cell(text: str) -> str:
 
 def pages() -> dict[str, str]:
     """The generated pages by their path below docs/."""
-    os.environ["COLUMNS"] = "100"  # of the command line's help
     made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
     made["reference/cli.md"] = command_line_page()
     made["measured/methods.md"] = methods_page()

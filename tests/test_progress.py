@@ -165,7 +165,7 @@ def test_verify_in_a_real_terminal(tmp_path):
     command = [sys.executable, "-m", "hf_sparse24.tools.cli", "verify", str(tmp_path)]
     paths = os.pathsep.join([str(Path(hf_sparse24.__file__).parents[1]), str(ROOT / "kernels")])
     main_end, other_end = pty.openpty()
-    termios.tcsetwinsize(other_end, (24, 80))  # tqdm shows nothing where there is no room
+    termios.tcsetwinsize(other_end, (24, 80))  # tqdm shows nothing in a terminal without a size
     environment = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(command, stderr=other_end, stdout=subprocess.PIPE, env=environment, text=True, check=True)
     os.close(other_end)

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from sparse24_kernels.gemm.autotune.timing import capture, elapsed
 
 Call = Callable[[], object]
 Maker = Callable[[], list[Call]]
@@ -63,26 +64,12 @@ class Cuda:
 
 def captured(calls: list[Callable[[], Any]]) -> tuple[Call, list[Any]]:
     """Replay all calls by one CUDA graph; and their results, alive during the capture: no memory is used twice."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [call() for call in calls]
-    return graph.replay, results
+    return capture(lambda: [call() for call in calls])
 
 
 def seconds_of(run: Call, repeats: int = 1) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000 / repeats
+    us, _ = elapsed(lambda: [run() for _ in range(repeats)])
+    return us / 1e6 / repeats
 
 
 def in_turn(samplers: dict[str, Sampler], samples: int = 9) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`make gpu`: everything checked on the GPU, then timed, within a given time. Needs PyTorch and Triton, no install.
+"""`make gpu`: everything checked on the GPU, then timed, within a given time. Needs PyTorch, Triton, tqdm, no install.
 
     python recipes/benchmarks/gpu.py [--minutes 8.5] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # set for tests in many a shell; child processes inherit what is left
     sys.path[:1] = paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests/kernels")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    if missing := [name for name in ("torch", "triton") if not find_spec(name)]:
+    if missing := [name for name in ("torch", "triton", "tqdm") if not find_spec(name)]:
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
 from benchmarks import gemms, operations, packed, run, smoke, tilelang_gemm

@@ -9,12 +9,15 @@ while the device is kept busy by a delay, and rejected where issuing it took lon
 import math
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Sample = Callable[[], tuple[float, Tensor]]
 """Takes one sample: microseconds on the device, with cold caches, and the result."""
+
+Result = TypeVar("Result")
 
 DELAY_SECONDS = 2e-3
 """How long the device is kept busy in front of a call that cannot be captured. Several times what a call takes."""
@@ -58,7 +61,7 @@ def _delayed(call: Callable[[], Tensor], flush: Tensor) -> Sample:
     return sample
 
 
-def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+def capture(call: Callable[[], Result]) -> tuple[Callable[[], object], Result]:
     """Replay of a call by a CUDA graph, and its result, which every replay writes anew."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
