@@ -40,6 +40,7 @@ def mvue(
     if form == "transposed":
         return [estimate.narrow(dim, 0, size).t().contiguous()]
     assert stored is not None  # 1:2 has no packed form, which `mvue` of the public functions checks
+    stored = stored.bool()
     values, indices = pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
     return [values, indices] if layout is None else [compress(values, indices, layout)]
 
@@ -69,22 +70,23 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     end2 = torch.minimum(a2, pick).add_(end1)
     first = uniform * pick
     second = first + pick
-    # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0.
-    first_by0, first_by1 = first < end0, first < end1
-    second_by1, second_by2 = second < end1, second < end2
+    # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0. As 0.0 and
+    # 1.0, because on a CPU torch writes comparisons to floats four times as fast as to booleans. The ends ascend, so a
+    # difference is "by i, and not by i - 1".
+    first_by0, first_by1 = torch.lt(first, end0, out=end0), torch.lt(first, end1, out=torch.empty_like(end1))
+    second_by1, second_by2 = torch.lt(second, end1, out=end1), torch.lt(second, end2, out=end2)
     picked = torch.stack(
         [
             first_by0,
-            (first_by1 & ~first_by0) | second_by1,
-            ~first_by1 | (second_by2 & ~second_by1),
-            ~second_by2,
+            torch.maximum(first_by1 - first_by0, second_by1),
+            torch.maximum(1 - first_by1, second_by2 - second_by1),
+            1 - second_by2,
         ],
         member,
     )
-    # Rounding may put a point behind the last non-zero; then a zero is picked and must stay a zero. Multiplying drops
-    # the other elements faster than masked_fill_ does; adding zero turns -0.0 into +0.0.
-    kept = picked.logical_and(a)
-    estimate = torch.maximum(a, pick.unsqueeze(member), out=a).copysign_(values).mul_(kept).add_(0.0)
+    # Rounding may put a point behind the last non-zero; then a zero is picked and must stay a zero: its sign is 0.
+    # Adding zero turns -0.0 into +0.0.
+    estimate = torch.maximum(a, pick.unsqueeze(member), out=a).mul_(values.sign()).mul_(picked).add_(0.0)
     return estimate.reshape(x.shape).to(x.dtype), picked.reshape(x.shape)
 
 
