@@ -27,7 +27,8 @@ coverage: .venv/.test-installed
 lower-bounds: .venv/.test-installed
 	$(BIN)/python tests/lower_bounds.py $(LOWER_BOUNDS_ARGS)
 
-# Every method on two small models, three seeds: what is missing in recipes/results/methods/, then the page.
+# Every method on a small Llama, its learning rate searched, three seeds: the runs that recipes/results/methods/ lacks
+# (from nothing some 50, each several minutes of one core), then the page.
 methods: .venv/.recipes-installed
 	$(BIN)/python recipes/methods.py
 

@@ -95,13 +95,16 @@ def command_line_page() -> str:
 
 
 def methods_page() -> str:
-    """The committed page, with the site's picture of the same runs."""
-    text = re.sub(r"!\[[^]]*\]\(methods-[^)]*\)\n", "", (RESULTS / "methods.md").read_text())
-    return text.replace("\n\n## ", f"\n\n{_CURVES}\n\n## ", 1)
+    """The committed page, with the site's pictures of the same runs."""
+    text = re.sub(r"!\[[^]]*\]\(methods\.png\)", _CURVES, (RESULTS / "methods.md").read_text())
+    return text.replace("`recipes/results/cpu_step_time.json`", "[costs on a CPU](costs.md)")
 
 
 _CURVES = (
-    "![Training loss over the dense control, step by step, for every method and variant on both models]"
+    "![Validation loss of seed 0 against the learning rate, for dense training and every method and variant]"
+    "(../images/rates.svg)\n\n"
+    "![Training loss over the dense control after the first quarter of the run, for every method and variant at its "
+    "best learning rate]"
     "(../images/curves.svg)"
 )
 

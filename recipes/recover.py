@@ -16,12 +16,20 @@ from pathlib import Path
 import oneshot
 import stdlib_text
 import train
-from methods import MODELS
 
 from hf_sparse24.progress import Progress
 
 RECIPES = Path(__file__).resolve().parent
 CALIBRATION = 64  # blocks
+LLAMA = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.08,
+}
 WAYS = {
     "dense, trained as long": {"method": "dense"},
     "labels alone": {},
@@ -33,7 +41,7 @@ WAYS = {
 
 
 def run(main: Callable, data: Path, output: Path, **flags: object) -> list[float]:
-    """Call `main` of a recipe with the flags of `methods.yaml` and `flags`; returns its validation losses."""
+    """Call `main` of a recipe with the flags of `recover.yaml` and `flags`; returns its validation losses."""
     flags = {
         "dataset": f"{data}/train.jsonl",
         "validation_file": f"{data}/validation.jsonl",
@@ -42,7 +50,7 @@ def run(main: Callable, data: Path, output: Path, **flags: object) -> list[float
         **flags,
     }
     values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in flags.items()}
-    trainer = main([f"{RECIPES}/methods.yaml", *(f"--{name}={value}" for name, value in values.items())])
+    trainer = main([f"{RECIPES}/recover.yaml", *(f"--{name}={value}" for name, value in values.items())])
     return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
@@ -56,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", default="runs/stdlib_text", help="directory of the text and its tokenizer")
     args = parser.parse_args(argv)
     data, dense = stdlib_text.prepare(args.data), args.output / "dense"
-    sizes = {"model_type": "llama", "config_overrides": MODELS["llama"]}
+    sizes = {"model_type": "llama", "config_overrides": LLAMA}
     progress = Progress("training runs", 1 + len(WAYS) * len(args.seeds), "run", print)
     losses = {
         "dense": [run(train.main, data, dense, method="dense", max_steps=args.dense_steps, **sizes)[-1]],

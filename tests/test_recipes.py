@@ -207,7 +207,7 @@ def test_recovery(tmp_path, tokenizer, capsys, monkeypatch):
         jsonl(tmp_path / "data" / f"{name}.jsonl")
     monkeypatch.setattr(stdlib_text, "prepare", lambda directory: directory)
     monkeypatch.setattr(recover, "WAYS", dict(list(recover.WAYS.items())[:3]))
-    monkeypatch.setitem(recover.MODELS, "llama", LLAMA | {"max_position_embeddings": 128})
+    monkeypatch.setattr(recover, "LLAMA", LLAMA | {"max_position_embeddings": 128})
     recover.main(["--dense_steps=2", "--steps=2", "--seeds=0", f"--data={tmp_path / 'data'}", f"--output={tmp_path}"])
     table = capsys.readouterr().out.splitlines()[-5:]
     assert [line.split("|")[1].strip() for line in table] == ["dense", "pruned by oneshot", *recover.WAYS]
@@ -478,28 +478,34 @@ def test_quickstart_interrupted(tmp_path):
     assert "interrupted" in errors and "Traceback" not in errors
 
 
-def test_methods_page(tmp_path, capsys):
+def test_methods_page(tmp_path, capsys, monkeypatch):
     """Runs are kept and not repeated; the page tells what is there, the reverse of a claim included."""
     stdlib_text.prepare(tmp_path / "text", 300, max_files=60)
     results = tmp_path / "results" / "methods"
-    common = ["--results", str(results), "--data", str(tmp_path / "text"), "--steps", "20"]
+    common = ["--results", str(results), "--data", str(tmp_path / "text"), "--steps", "10"]
+    monkeypatch.setattr(methods, "START", methods.LEARNING_RATES[3:4])
+    monkeypatch.setattr(methods, "LEARNING_RATES", methods.START)
+    monkeypatch.setattr(methods, "SEEDS", (0,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib_text, "prepare", lambda directory: directory)
-        methods.main([*common, "--only", "llama-dense-seed0"])
-        methods.main([*common, "--only", "llama-ste-seed0", "--shard", "1/2"])
-        assert {path.name for path in results.iterdir()} == {"llama-dense-seed0.json", "llama-ste-seed0.json"}
-        before = (results / "llama-ste-seed0.json").stat().st_mtime_ns
-        methods.main([*common, "--only", "llama-ste-seed0"])
-    assert (results / "llama-ste-seed0.json").stat().st_mtime_ns == before
-    saved = json.loads((results / "llama-ste-seed0.json").read_text())
-    assert saved["sparse24"]["method"] == "ste" and saved["eval_loss"] > 0
+        methods.main([*common, "--only", "dense"])
+        methods.main([*common, "--only", "dense", "ste", "--shard", "1/2"])
+        dense, ste = (results / f"{variant}-lr0.0033-seed0.json" for variant in ("dense", "ste"))
+        assert set(results.iterdir()) == {dense, ste}
+        before = ste.stat().st_mtime_ns
+        methods.main([*common, "--only", "ste"])
+    assert ste.stat().st_mtime_ns == before
+    saved = json.loads(ste.read_text())
+    assert saved["sparse24"]["method"] == "ste" and saved["eval_loss"] > 0 and saved["steps"] == [5, 10]
+    assert saved["tokens"] == 10 * 8 * 128 and saved["model"] == "llama"
     # A made-up sr-ste run that is worse than ste: a claim that does not hold must be said not to.
     saved |= {"variant": "sr-ste", "eval_loss": saved["eval_loss"] + 1}
-    (results / "llama-sr-ste-seed0.json").write_text(json.dumps(saved))
+    (results / "sr-ste-lr0.0033-seed0.json").write_text(json.dumps(saved))
     methods.main([*common, "--report"])
     page = (tmp_path / "results" / "methods.md").read_text()
-    assert "| `ste` | straight-through |" in page and (tmp_path / "results" / "methods-llama.png").stat().st_size > 0
-    assert "- `sr-ste` below `ste` (SR-STE, section 3): **not seen**: the reverse (by -1.000)" in page
+    assert "| `ste` | magnitude masks, straight-through | 0.0033 |" in page and "from 3 runs" in page
+    assert (tmp_path / "results" / "methods.png").stat().st_size > 0
+    assert "- `sr-ste` below `ste` (SR-STE, section 3): **not seen**: the reverse (1 seed, by -1.000)" in page
 
 
 def test_mask_quality_table():

@@ -5,13 +5,17 @@ python docs/figures/make.py hero mvue   # these
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-import concepts  # noqa: F401  registers its figures
-import results  # noqa: F401  the same
-from style import PICTURES, render
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "recipes"))  # methods_runs.py
 
-IMAGES = Path(__file__).resolve().parent.parent / "images"
+import concepts  # noqa: E402, F401  registers its figures
+import results  # noqa: E402, F401  the same
+from style import PICTURES, render  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ Method card
     Hyper-parameters none
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks
     Deviations       ASP also masks gradients and optimizer; here pruned weights just never reach a GEMM
-    Measured here    recipes/results/methods.md, on two tiny models
+    Measured here    recipes/results/methods.md, on a small Llama
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
 

@@ -12,7 +12,7 @@ Method card
     Known limits     grad_input stays a dense GEMM; only output and (through MVUE) grad_weight can be sparse
     Deviations       beta = 1 for a weight whose S(W) is all zeros (the formula divides by zero). The mask shown in
                      metrics keeps the lower index at ties, the public code the higher.
-    Measured here    recipes/results/methods.md, on two tiny models
+    Measured here    recipes/results/methods.md, on a small Llama
     Reference        Hu et al. 2024 (arXiv 2409.09099), section 4.
 """
 

@@ -13,7 +13,7 @@ Method card
                      lr lambda_W (1 - mask) W off the weight itself, as decoupled weight decay does; with plain SGD
                      both are the same.
     Known limits     as STE's, milder
-    Measured here    recipes/results/methods.md, on two tiny models
+    Measured here    recipes/results/methods.md, on a small Llama
     Reference        Zhou et al. 2021 (arXiv 2102.04010), eq. (7).
 """
 

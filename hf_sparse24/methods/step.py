@@ -9,7 +9,7 @@ Method card
     Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it
     Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain
     Deviations       v* keeps its bias correction; zeros are left out of option II's mean (reasons in `StepAdamW`)
-    Measured here    recipes/results/methods.md, on two tiny models
+    Measured here    recipes/results/methods.md, on a small Llama
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
 

@@ -15,7 +15,7 @@ Method card
     Deviations       The mask lives in a buffer of the layer as packed bits (theirs: an attribute on the Parameter), so
                      checkpoints, DDP and deepcopy carry it. The first mask is solved for when the model is patched.
                      Scores are fp32 sums (theirs may be TF32), so near-ties can differ.
-    Measured here    recipes/results/methods.md, on two tiny models
+    Measured here    recipes/results/methods.md, on a small Llama
     Reference        Hu et al. 2024 (arXiv 2404.01847), sections 4 and 5.
 """
 

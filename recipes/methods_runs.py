@@ -1,0 +1,54 @@
+"""The runs of `methods.py` as its search, its page and the site's figures read them.
+
+There may be any of them: a variant may lack seeds or be missing, and a search may have tried any learning rates.
+"""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+"""What `methods.run` returns, one JSON file each."""
+
+
+def read_runs(directory: Path) -> list[Run]:
+    """What the JSON files of finished runs hold."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+
+
+def search(runs: list[Run], variant: str) -> dict[float, float]:
+    """Validation loss of seed 0 by learning rate, lowest rate first."""
+    tried = [run for run in runs if (run["variant"], run["seed"]) == (variant, 0)]
+    return dict(sorted((run["learning_rate"], run["eval_loss"]) for run in tried))
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    """The learning rate of the lowest loss; a run that diverged to NaN is the worst."""
+    return min(losses, key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
+
+
+def best_runs(runs: list[Run], variant: str) -> dict[int, Run]:
+    """The runs at the variant's best learning rate by seed; none where seed 0 has none."""
+    losses = search(runs, variant)
+    rate = best_rate(losses) if losses else None
+    found = [run for run in runs if (run["variant"], run["learning_rate"]) == (variant, rate)]
+    return {run["seed"]: run for run in sorted(found, key=lambda run: run["seed"])}
+
+
+def gaps(better: dict[int, Run], worse: dict[int, Run]) -> list[float]:
+    """Validation loss of `worse` over that of `better`, for each seed that both have."""
+    return [worse[seed]["eval_loss"] - run["eval_loss"] for seed, run in better.items() if seed in worse]
+
+
+def curve(found: dict[int, Run], key: str) -> list[tuple[int, tuple[float, ...]]]:
+    """Each step and what the seeds logged there; steps where one has no value are left out."""
+    steps = next(iter(found.values()))["steps"] if found else []
+    logged = zip(*(run[key] for run in found.values()))
+    return [(step, values) for step, values in zip(steps, logged) if None not in values]
+
+
+def mean_curve(found: dict[int, Run], key: str) -> list[tuple[int, float]]:
+    """Steps and the mean over seeds of what was logged."""
+    return [(step, statistics.mean(values)) for step, values in curve(found, key)]

@@ -1,0 +1,188 @@
+"""The comparison of methods: how its learning rates are searched for, and its page, from made-up runs."""
+
+import shutil
+
+import make
+import methods
+import methods_page
+import pytest
+import results
+import style
+from methods_runs import best_rate, best_runs, mean_curve, read_runs
+
+GRID = methods.LEARNING_RATES
+
+
+def run(variant="dense", rate=GRID[3], seed=0, loss=3.0, flips=None):
+    """What `methods.run` returns."""
+    return {
+        "variant": variant,
+        "learning_rate": rate,
+        "seed": seed,
+        "eval_loss": loss,
+        "steps": [50, 100],
+        "loss": [loss + 1, loss],
+        "flip_rate": flips or [None, None],
+        "model": "llama",
+        "parameters": 1000,
+        "tokens": 4000,
+        "arguments": {"max_steps": 100},
+        "sparse24": {"dense_tail": 1 / 6} if variant == "t-sr-ste" else {},
+        "versions": {"hf_sparse24": "0.2", "torch": "2.13"},
+        "device": "cpu, 1 thread(s)",
+    }
+
+
+def seeds(variant, losses, rate=GRID[3]):
+    return [run(variant, rate, seed, loss) for seed, loss in enumerate(losses)]
+
+
+def valley(*rates, best):
+    """Losses that grow with the distance from the grid's `best` place."""
+    return {rate: 3 + 0.1 * abs(GRID.index(rate) - best) for rate in rates}
+
+
+@pytest.mark.parametrize("best", range(len(GRID)))
+def test_a_search_ends_beside_worse_rates(best):
+    """It tries the rates to start with, goes on to where the loss falls, and stops inside or at the grid's ends."""
+    losses: dict[float, float] = {}
+    while (rate := methods.next_rate(losses)) is not None:
+        assert rate not in losses
+        losses |= valley(rate, best=best)
+    assert best_rate(losses) == GRID[best]
+    assert set(losses) == {*methods.START, *GRID[max(best - 1, 0) : best + 2]}
+
+
+def test_a_search_extends_at_an_edge():
+    assert [methods.next_rate(valley(*GRID[2 : 2 + tried], best=3)) for tried in range(3)] == list(methods.START)
+    assert methods.next_rate(valley(*methods.START, best=3)) is None
+    assert methods.next_rate(valley(*methods.START, best=2)) == GRID[1]
+    assert methods.next_rate(valley(*methods.START, best=4)) == GRID[5]
+    # A run that diverged is not the best, though NaN is not larger than any number.
+    assert methods.next_rate({rate: float("nan") for rate in methods.START[:1]} | valley(*GRID[3:6], best=4)) is None
+
+
+def searched(variant, best=3):
+    return [run(variant, rate, loss=loss) for rate, loss in valley(*methods.START, best=best).items()]
+
+
+def test_missing_runs():
+    assert list(methods.missing("ste", [])) == [(GRID[2], 0)]
+    assert list(methods.missing("ste", searched("dense"))) == [(GRID[2], 0)]
+    found = searched("ste")
+    assert list(methods.missing("ste", found)) == [(GRID[3], 1), (GRID[3], 2)]
+    found.append(run("ste", GRID[3], seed=2))
+    assert list(methods.missing("ste", found)) == [(GRID[3], 1)]
+    found.append(run("ste", GRID[3], seed=1))
+    assert not list(methods.missing("ste", found))
+
+
+def test_an_ablation_waits_for_its_methods_rate():
+    assert not list(methods.missing("s-ste-no-mvue", searched("s-ste")[:2]))
+    assert not list(methods.missing("s-ste-no-mvue", searched("s-ste", best=4)))
+    assert list(methods.missing("s-ste-no-mvue", searched("s-ste"))) == [(GRID[3], seed) for seed in methods.SEEDS]
+
+
+def test_searches_come_before_further_seeds():
+    variants, found = ["dense", "ste", "s-ste", "s-ste-no-mvue"], searched("dense")
+    for variant in ("ste", "s-ste"):
+        for done in range(3):
+            assert methods._next_run(variants, found) == (variant, methods.START[done], 0)
+            found.append(searched(variant)[done])
+    assert methods._next_run(variants, found) == ("s-ste-no-mvue", GRID[3], 0)
+    found.append(run("s-ste-no-mvue"))
+    later = []
+    while chosen := methods._next_run(variants, found):
+        later.append(chosen)
+        found.append(run(*chosen))
+    assert later == [(variant, GRID[3], seed) for seed in (1, 2) for variant in variants]
+
+
+def test_the_page_describes_every_variant():
+    assert methods_page.WHAT.keys() == methods.VARIANTS.keys()
+    assert {variant for claim in methods_page.CLAIMS for variant in claim[:2]} <= methods.VARIANTS.keys()
+    assert methods.RATE_OF.items() <= {(a, b) for a in methods.VARIANTS for b in methods.VARIANTS}
+
+
+@pytest.fixture
+def page(tmp_path):
+    return lambda runs: methods_page.page(runs, tmp_path / "methods.png")
+
+
+def test_tables(page, tmp_path):
+    """Each variant at its best rate, over dense at dense's; seeds may be missing, and variants."""
+    runs = [
+        *[run("dense", GRID[2], loss=3.2), *seeds("dense", [3.0, 3.1, 3.2]), run("dense", GRID[4], loss=3.5)],
+        *[run("ste", GRID[3], loss=3.4), run("ste", GRID[3], seed=1, loss=2.0)],
+        *seeds("ste", [3.3, 3.2], GRID[4]),
+        run("step", GRID[2], loss=3.3),
+        run("step", GRID[3], loss=3.4),
+        run("sr-ste", loss=3.6, flips=[0.1, 2e-3]),
+    ]
+    text = page(runs)
+    assert (tmp_path / "methods.png").stat().st_size > 0 and "](methods.png)" in text
+    assert f"from {len(runs)} runs" in text and "llama of 1,000 parameters on 4,000 tokens" in text
+    assert "(cpu, 1 thread(s); hf_sparse24 0.2, torch 2.13)" in text
+    assert "| `dense` | the control | 0.0033 | 3.100 [3.000, 3.200] | 3 | +0.000 of 3 |  |" in text
+    assert "| `ste` | magnitude masks, straight-through | 0.005 | 3.250 [3.200, 3.300] | 2 | +0.200 of 2 |  |" in text
+    assert "| 0.0033 | 3.600 [3.600, 3.600] | 1 | +0.600 of 1 | 2.0e-03 |" in text
+    assert "| variant | 0.0022 | 0.0033 | 0.005 |\n|---|---|---|---|\n| `dense` | 3.200 | **3.000** | 3.500 |" in text
+    assert "| `ste` |  | 3.400 | **3.300** |" in text and "| `step` | **3.300** | 3.400 |  |" in text
+    assert "- between two that are worse: `dense`\n" in text
+    assert "- the lowest tried, so that a lower one may be better still: `step`\n" in text
+    assert "- the highest tried, so that a higher one may be better still: `ste`\n" in text
+    assert "- the only one tried: `sr-ste`\n" in text
+    assert "s-ste" not in text.replace("`t-sr-ste`", "") and "cannot rank" not in text
+    assert "nan" not in text and "None" not in text
+
+
+def test_claims(page):
+    """Judged on the seeds that both have."""
+    runs = [
+        *seeds("dense", [3.0, 3.0, 3.0]),
+        *seeds("s-ste", [3.1, 3.2]),
+        *seeds("ste", [3.3, 3.1, 3.2]),
+        *seeds("sr-ste", [3.4, 3.05, 3.3]),
+        *seeds("step", [3.5, 3.15, 3.9]),
+    ]
+    text = page(runs)
+    assert "- `dense` below `s-ste` (every paper: 2:4 costs something): seen (2 seeds, by +0.100, +0.200)" in text
+    assert "(SR-STE, section 3): **not seen**: seeds differ (3 seeds, by -0.100, +0.050, -0.100)" in text
+    assert "(STEP, with Adam): **not seen**: the reverse (3 seeds, by -0.100, -0.100, -0.600)" in text
+    assert "below `fixed-mask`" not in text and "t-sr-ste-no-tail" not in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [([3.1, 3.1, 3.1], False), ([3.1, 3.0, 3.1], True), ([2.9, 2.9], True), ([3.1], False), ([float("nan")], True)],
+)
+def test_what_a_fixed_mask_says_of_the_comparison(page, losses, said):
+    text = page([*seeds("dense", [3.0, 3.0, 3.0]), *seeds("fixed-mask", losses)])
+    assert ("**At this size the comparison cannot rank masks.**" in text) == said
+
+
+def test_a_page_without_the_control(page):
+    text = page(seeds("ste", [3.0, 3.1]))
+    assert "| 3.050 [3.000, 3.100] | 2 |  |  |" in text and "cannot rank" not in text
+
+
+def test_reading_runs(tmp_path):
+    assert read_runs(tmp_path) == []
+    assert best_runs([run(seed=1)], "dense") == {}
+    assert mean_curve({}, "loss") == []
+    found = {0: run(flips=[None, 0.2]), 1: run(flips=[0.1, 0.4])}
+    assert mean_curve(found, "flip_rate") == [(100, pytest.approx(0.3))]
+
+
+@pytest.mark.parametrize("name", ["hero", "methods", "rates", "curves", "flip-rate", "method-t-sr-ste"])
+def test_figures_of_the_runs_that_there_are(name, tmp_path, monkeypatch):
+    """The site's, too, are drawn from none, from some variants with some seeds, and from all."""
+    shutil.copy(make.ROOT / "recipes/results/cpu_step_time.json", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    some = [*seeds("dense", [3.0, 3.1]), *seeds("t-sr-ste", [3.1, 3.2, 3.3]), run("ste", flips=[0.1, 0.2])]
+    drawn = []
+    for found in ([], some, [*some, *(run(variant, flips=[0.1, 0.1]) for variant in methods.VARIANTS)]):
+        monkeypatch.setattr(results, "every_run", lambda found=found: found)
+        monkeypatch.setattr("concepts.every_run", lambda found=found: found)
+        drawn.append(style.render(name))
+    assert drawn[0] != drawn[2] and "nan" not in "".join(drawn)
