@@ -70,9 +70,9 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     end2 = torch.minimum(a2, pick).add_(end1)
     first = uniform * pick
     second = first + pick
-    # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0. As 0.0 and
-    # 1.0, because on a CPU torch writes comparisons to floats four times as fast as to booleans. The ends ascend, so a
-    # difference is "by i, and not by i - 1".
+    # "by i" means: the point falls into the elements 0 to i. The first is always by 2, the second never by 0. Floats of
+    # 0 and 1, because on a CPU torch writes comparisons to them four times as fast as to booleans. The ends ascend, so
+    # a difference is "by i, and not by i - 1".
     first_by0, first_by1 = torch.lt(first, end0, out=end0), torch.lt(first, end1, out=torch.empty_like(end1))
     second_by1, second_by2 = torch.lt(second, end1, out=end1), torch.lt(second, end2, out=end2)
     picked = torch.stack(
