@@ -116,5 +116,5 @@ class OwnMethod(SparseMethod):
         squares = [weight.master.square().sum() for weight in first_of_each(weights).values()]
         return self.settings.ridge / 2 * torch.stack(squares).sum()
 
-    def metrics(self, weights: Mapping[str, SparseWeight]) -> dict[str, float]:
+    def metrics(self, weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, float]:
         return {"adapter_norm": sum(float(whole(weight.parameters["left"]).norm()) for weight in weights.values())}

@@ -97,7 +97,9 @@ def make(name: str, settings: dict[str, Any], engine: str, steps: int, **options
         patch_model(model, config)
     shared = shard(model, engine, **options)
     if settings["method"] == "step":
-        optimizer = StepAdamW(step_param_groups(model), lr=1e-2, betas=(0.9, 0.5), total_steps=steps)
+        optimizer = StepAdamW(
+            step_param_groups(model), lr=1e-2, betas=(0.9, 0.5), total_steps=steps, switch_by=steps - 1
+        )
     else:
         groups = [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},

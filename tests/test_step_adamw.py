@@ -1,4 +1,4 @@
-"""StepAdamW: torch's AdamW before the switch, the paper's formula after it, AutoSwitch on literal numbers."""
+"""StepAdamW as the paper has it, on literal numbers; the rule "drift" and clipping, which are ours, at the end."""
 
 import copy
 import io
@@ -13,9 +13,11 @@ from transformers import Trainer
 from zoo import build
 
 from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24.methods.auto_switch import SWITCH_RULES
 from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
 
 WEIGHTS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+PAPER = {"switch_rule": "arithmetic", "update_clip": 0.0}
 
 
 def parameters(seed: int = 0, dtype=torch.float32) -> list[nn.Parameter]:
@@ -30,7 +32,7 @@ def make(params: list[nn.Parameter], **overrides) -> StepAdamW:
         {"params": [params[1]], "masked": True, "weight_decay": 0.0},
         {"params": [params[2]], "lr": 3e-3},
     ]
-    return StepAdamW(groups, **{**WEIGHTS, "total_steps": 20, "switch_by": 8, **overrides})
+    return StepAdamW(groups, **{**WEIGHTS, **PAPER, "total_steps": 20, "switch_by": 8, **overrides})
 
 
 def set_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
@@ -48,7 +50,7 @@ def train(optimizer, params, steps, scale: float = 1.0) -> None:
 def switch_after_steps(gradients, *, steps: int = 12, **arguments) -> int | None:
     """Feed one masked parameter gradients by step, and say when it switched."""
     parameter = nn.Parameter(torch.zeros(len(gradients(1))))
-    optimizer = StepAdamW([{"params": [parameter], "masked": True}], total_steps=100, **arguments)
+    optimizer = StepAdamW([{"params": [parameter], "masked": True}], **{**PAPER, "total_steps": 100, **arguments})
     for step in range(1, steps + 1):
         parameter.grad = torch.tensor(gradients(step))
         optimizer.step()
@@ -106,7 +108,9 @@ def test_literal_steps():
     """lr 1, no decay, betas (0, 0.5): phase 1 divides by sqrt of v^; v* is v^ after step 2, whatever comes."""
     weight = nn.Parameter(torch.tensor([0.0]))
     groups = [{"params": [weight], "masked": True}]
-    optimizer = StepAdamW(groups, lr=1.0, betas=(0.0, 0.5), eps=0.0, weight_decay=0.0, total_steps=9, switch_by=2)
+    optimizer = StepAdamW(
+        groups, lr=1.0, betas=(0.0, 0.5), eps=0.0, weight_decay=0.0, total_steps=9, switch_by=2, **PAPER
+    )
     seen = []
     for gradient in (2.0, 4.0, 100.0, -1.0):
         weight.grad = torch.tensor([gradient])
@@ -121,7 +125,9 @@ def test_literal_steps():
 def test_eps_stands_beside_the_root():
     weight = nn.Parameter(torch.tensor([0.0]))
     groups = [{"params": [weight], "masked": True}]
-    optimizer = StepAdamW(groups, lr=1.0, betas=(0.0, 0.5), eps=1.0, weight_decay=0.0, total_steps=9, switch_by=1)
+    optimizer = StepAdamW(
+        groups, lr=1.0, betas=(0.0, 0.5), eps=1.0, weight_decay=0.0, total_steps=9, switch_by=1, **PAPER
+    )
     for gradient in (3.0, 8.0):
         weight.grad = torch.tensor([gradient])
         optimizer.step()
@@ -211,7 +217,7 @@ def test_a_parameter_without_a_gradient_at_the_switch_is_corrected_too():
 def test_only_masked_parameters_are_watched():
     masked, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     groups = [{"params": [other]}, {"params": [masked], "masked": True}]
-    optimizer = StepAdamW(groups, betas=(0.9, 0.5), total_steps=100, switch_after=0)
+    optimizer = StepAdamW(groups, betas=(0.9, 0.5), total_steps=100, switch_after=0, switch_rule="arithmetic")
     for step in range(3):
         masked.grad, other.grad = torch.zeros(2), torch.full((2,), 100.0 * step)
         optimizer.step()
@@ -229,9 +235,11 @@ def test_z_is_taken_only_where_a_decision_can_see_it():
 
 @pytest.mark.parametrize("phase_1_steps", [3, 8, 11])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resumed_equals_uninterrupted(phase_1_steps, dtype):
+@pytest.mark.parametrize("rule", SWITCH_RULES)
+def test_resumed_equals_uninterrupted(phase_1_steps, dtype, rule):
     whole, first = parameters(dtype=dtype), parameters(dtype=dtype)
     arguments = {"eps": 0.04, "switch_after": 2, "betas": (0.9, 0.8), "switch_by": 10}
+    arguments |= {"switch_rule": rule, "update_clip": 0.5}
     uninterrupted, before = make(whole, **arguments), make(first, **arguments)
     train(uninterrupted, whole, range(16), scale=0.7)
     train(before, first, range(phase_1_steps), scale=0.7)
@@ -328,12 +336,16 @@ def test_a_first_gradient_after_the_switch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"switch_rule": "harmonic"}, "switch_rule='harmonic': must be one of \\['arithmetic', 'geometric'\\]"),
+        (
+            {"switch_rule": "harmonic"},
+            "switch_rule='harmonic': must be one of \\['drift', 'arithmetic', 'geometric'\\]",
+        ),
         ({"switch_after": 0.6, "switch_by": 0.5}, "switch_after=0.6 is 12 steps, switch_by=0.5 is 10, total_steps=20"),
         ({"switch_after": 0, "switch_by": 0}, "1 <= switch_by < total_steps"),
         ({"switch_by": 20}, "1 <= switch_by < total_steps"),
         ({"total_steps": 1}, "total_steps=1"),
         ({"lr": -1.0}, "lr=-1.0: must be a finite number >= 0"),
+        ({"update_clip": -1.0}, "update_clip=-1.0: must be a finite number >= 0"),
         ({"eps": math.nan}, "eps=nan: must be a finite number >= 0"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\): must be in \[0, 1\)"),
@@ -404,3 +416,104 @@ def test_copies_go_their_own_way():
     twin = copy.deepcopy(optimizer)
     train(optimizer, params, range(3, 9))
     assert optimizer.switched and not twin.switched
+
+
+# --- the rule "drift" ---
+
+
+def by_drift(gradient, *, steps: int = 60, **overrides) -> StepAdamW:
+    """An optimizer after so many steps of one masked parameter; beta2 = 0.5, so v of a step is nearly its g^2."""
+    parameter = nn.Parameter(torch.zeros(len(gradient(1))))
+    arguments = {"betas": (0.9, 0.5), "total_steps": 100, "switch_after": 10, "switch_by": 90, "switch_rule": "drift"}
+    optimizer = StepAdamW([{"params": [parameter], "masked": True}], **{**arguments, **overrides})
+    for step in range(1, steps + 1):
+        parameter.grad = torch.tensor(gradient(step))
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e4])
+def test_drift_does_not_depend_on_the_scale_of_gradients(scale):
+    """They grow by 1.2 % a step for 35 steps, so v by 13 % in a window of 5, and stay."""
+    gradient = lambda t: [scale * 1.012 ** min(t, 35), 5 * scale * 1.012 ** min(t, 35)]  # noqa: E731
+    assert by_drift(gradient).switch_step == 40
+    # The paper's threshold is eps, whatever the scale.
+    assert (by_drift(gradient, switch_rule="arithmetic").switch_step == 10) == (scale == 1e-8)
+
+
+def test_drift_is_the_mean_over_weights_of_the_change_of_mean_logs():
+    """v doubles in every entry of one weight and halves in those of another: they do not cancel."""
+    growing, shrinking = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    groups = [{"params": [growing, shrinking], "masked": True}]
+    optimizer = StepAdamW(groups, betas=(0.9, 0.5), total_steps=20, switch_after=2, switch_by=19)
+    assert math.isinf(optimizer.switch_statistic) and optimizer.switch_threshold == 0.1
+    for step in range(1, 9):  # windows of 2 steps
+        growing.grad = torch.full((2,), 2.0 ** (step / 4))
+        shrinking.grad = torch.tensor([1.0, 10.0, 0.0]) * 2.0 ** (-step / 4)  # a dead entry has no log
+        optimizer.step()
+    # With the bias correction, v^ of g^2 = r^t is proportional to r^t (1 - (0.5 / r)^t) / (1 - 0.5^t).
+    change = [
+        abs(math.log((1 - (0.5 / r) ** 8) / (1 - 0.5**8) * (1 - 0.5**6) / (1 - (0.5 / r) ** 6)) + 2 * math.log(r))
+        for r in (2**0.5, 2**-0.5)
+    ]
+    assert optimizer.switch_statistic == pytest.approx(sum(change) / 2, rel=1e-4)
+
+
+def test_drift_looks_at_windows_of_a_twentieth_of_the_run_and_of_adams_own():
+    assert by_drift(lambda t: [1.0]).switch_step == 10
+    assert by_drift(lambda t: [1.0], switch_after=11).switch_step == 15
+    assert by_drift(lambda t: [1.0], switch_after=0).switch_step == 10  # one window, and one to compare with it
+    assert by_drift(lambda t: [1.0], betas=(0.9, 0.9)).switch_step == 20  # windows of 10
+    assert by_drift(lambda t: [2.0**t], steps=89).switch_step is None
+    assert by_drift(lambda t: [2.0**t], steps=90).switch_step == 90
+
+
+def test_drift_with_weights_that_join_late_die_or_turn_nan():
+    early, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    groups = [{"params": [early, late], "masked": True}]
+    optimizer = StepAdamW(groups, betas=(0.9, 0.5), total_steps=100, switch_after=20)
+    for step in range(1, 31):
+        early.grad, late.grad = torch.ones(2), torch.ones(2) if step > 18 else None
+        optimizer.step()
+    assert optimizer.switch_step == 25  # 20 is the first end of a window that has seen it, 25 compares with it
+    assert by_drift(lambda t: [0.0, 0.0]).switch_step == 10
+    assert by_drift(lambda t: [math.nan, 1.0]).switch_step is None
+
+
+def test_the_state_of_another_rule_starts_anew():
+    """As version 0.1 saved it, which had no name for the rule."""
+    before = by_drift(lambda t: [1.0], steps=9, switch_rule="arithmetic").state_dict()
+    saved = before["param_groups"][0]["auto_switch"]
+    del saved["rule"], saved["statistic"]
+    after = by_drift(lambda t: [1.0], steps=1)
+    after.load_state_dict(before)
+    assert math.isinf(after.switch_statistic) and len(after._auto_switch["window"]) == 1
+    assert after._auto_switch["step"] == 9
+
+
+# --- clipping ---
+
+
+def test_a_frozen_step_is_clipped_to_the_learning_rate():
+    """A v* of gradients of 0.1, then gradients of 1: m^ / sqrt(v*) is 10 in the end, and the step lr."""
+    steps = {}
+    for clip in (0.0, 1.0, 2.5):
+        weight = nn.Parameter(torch.zeros(2))
+        groups = [{"params": [weight], "masked": True}]
+        optimizer = StepAdamW(groups, lr=1e-2, weight_decay=0.0, total_steps=200, switch_by=50, update_clip=clip)
+        for step in range(1, 151):
+            before = weight.detach().clone()
+            weight.grad = torch.tensor([0.1, -0.1]) * (1 if step <= 50 else 10)
+            optimizer.step()
+        steps[clip] = (before - weight.detach()).tolist()
+    assert steps[0.0] == pytest.approx([0.1, -0.1], rel=1e-3)
+    assert steps[1.0] == pytest.approx([0.01, -0.01], rel=1e-5)
+    assert steps[2.5] == pytest.approx([0.025, -0.025], rel=1e-5)
+
+
+def test_clipping_changes_nothing_where_steps_are_short():
+    paper, clipped = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
+    for params, clip in ((paper, 0.0), (clipped, 1e6)):
+        train(make(params, update_clip=clip), params, range(20))
+    for a, b in zip(paper, clipped):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)

@@ -323,7 +323,7 @@ class SparseMethod(ABC):
         """Whether state is computed anew from the weights once `step` steps are done, besides where sparsity starts."""
         return False
 
-    def metrics(self, weights: Mapping[str, SparseWeight]) -> dict[str, float]:
+    def metrics(self, weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, float]:
         """Numbers to log besides the flip rate and the kept magnitude."""
         return {}
 

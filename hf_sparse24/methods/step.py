@@ -2,27 +2,34 @@
 
 Method card
     Precondition     dense training with Adam, until AutoSwitch finds the variance v reliable
-    Mask learning    STE with an N:M magnitude mask, updates w <- w - lr m^ / (sqrt(v*) + eps), v* frozen
+    Mask learning    STE with an N:M magnitude mask, updates w <- w - lr clip(m^ / (sqrt(v*) + eps)), v* frozen
     Why              SR-STE loses accuracy with Adam because v is then estimated from masked weights' gradients
-    Hyper-parameters switch_rule "arithmetic" (option I) or "geometric" (option II); not before 10 % (`switch_after`)
-                     and by 50 % (`switch_by`) of training; the window and eps are Adam's (see `StepAdamW`)
+    Hyper-parameters switch_rule "drift" (ours), "arithmetic" (option I) or "geometric" (option II), logged as
+                     `switch_statistic` beside `switch_threshold`; not before 10 % (`switch_after`) and by 50 %
+                     (`switch_by`) of training; update_clip 1.0, 0 for the paper's steps (see `StepAdamW`)
     Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it
     Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain
-    Deviations       v* keeps its bias correction; zeros are left out of option II's mean (reasons in `StepAdamW`)
+    Deviations       the paper's rules compare v with eps, and say nothing where gradients are small or large: the
+                     default rule compares v with itself. Steps with v* are clipped. v* keeps its bias correction; zeros
+                     are left out of option II's mean (reasons in `StepAdamW`)
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..weight import SparseWeight
+from .auto_switch import SWITCH_RULES
 from .base import register_method
 from .schedule import Schedule
-from .settings import LENGTH, GemmSettings, is_length, one_of, setting
+from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting
 from .ste import MagnitudeMethod
-from .step_adamw import SWITCH_RULES, StepAdamW
+from .step_adamw import StepAdamW
 
 
 @register_method("step")
@@ -30,16 +37,22 @@ class STEP(MagnitudeMethod):
     @dataclass(frozen=True, kw_only=True)
     class Settings(GemmSettings):
         switch_rule: str = setting(
-            "arithmetic",
+            "drift",
             one_of(*SWITCH_RULES),
-            "how AutoSwitch averages the change of Adam's variance over all sparse weights, 'arithmetic' (option I) or "
-            "'geometric' (option II): sparsity begins, and the variance freezes, once that average stays below eps",
+            "when AutoSwitch takes Adam's variance for settled, so that sparsity begins and the variance freezes: "
+            "'drift', once a twentieth of training changes it by less than 10 %; 'arithmetic' or 'geometric' (the "
+            "paper's options I and II), once the average of its change in a step stays below eps",
         )
         switch_after: int | float = setting(
             0.1, is_length, f"length of training before which AutoSwitch never switches: {LENGTH}"
         )
         switch_by: int | float = setting(
             0.5, is_length, f"length of training at which it switches in any case: {LENGTH}"
+        )
+        update_clip: float = setting(
+            1.0,
+            is_non_negative,
+            "longest step of an entry while the variance is frozen, in learning rates; 0: any",
         )
         dense_tail: int | float = setting(0, is_length, f"length of dense training after sparsity ends: {LENGTH}")
 
@@ -57,6 +70,14 @@ class STEP(MagnitudeMethod):
         super().check_run(total_steps, optimizer)
         _step_adamw(optimizer)
 
+    def metrics(self, weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, float]:
+        """`switch_statistic` and `switch_threshold` of AutoSwitch, from its first statistic to the switch."""
+        step_adamw = _step_adamw(optimizer)
+        statistic = step_adamw.switch_statistic
+        if step_adamw.switched or math.isinf(statistic):
+            return {}
+        return {"switch_statistic": statistic, "switch_threshold": step_adamw.switch_threshold}
+
     def make_optimizer(self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any) -> StepAdamW:
         return StepAdamW(
             groups,
@@ -64,6 +85,7 @@ class STEP(MagnitudeMethod):
             switch_rule=self.settings.switch_rule,
             switch_after=self.settings.switch_after,
             switch_by=self.settings.switch_by,
+            update_clip=self.settings.update_clip,
             **arguments,
         )
 

@@ -280,7 +280,7 @@ class Sparse24Controller:
         if self._flips:
             sizes = sum(self.weights[name].master.numel() for name in self._flips)
             values["flip_rate"] = float(sum(self._flips.values())) / sizes
-        return values | self.method.metrics(self.weights)
+        return values | self.method.metrics(self.weights, self.optimizer)
 
     def layer_flip_rates(self) -> dict[str, float]:
         """`flip_rate` by layer, as last measured; a weight that layers share stands under the first of them.
