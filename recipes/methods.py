@@ -29,7 +29,7 @@ import torch
 import train
 import transformers
 from arguments import parse_arguments
-from methods_runs import best_rate, read_runs, search
+from methods_runs import EMBEDDING_RATE, best_rate, read_runs, search
 from running import evaluate_text, train_and_save
 from torch.optim import Optimizer
 from transformers import Trainer
@@ -42,7 +42,6 @@ RESULTS = RECIPES / "results" / "methods"
 SEEDS = (0, 1, 2)
 LEARNING_RATES = (4e-4, 6.3e-4, 1e-3, 1.6e-3, 2.5e-3, 4e-3, 6.3e-3, 1e-2)
 START = LEARNING_RATES[3:6]
-EMBEDDING_RATE = 5e-3
 
 # Each variant's method and how it differs from the method's defaults.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

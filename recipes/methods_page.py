@@ -12,7 +12,7 @@ from operator import getitem
 from pathlib import Path
 
 import matplotlib
-from methods_runs import Run, best_rate, best_runs, gaps, mean_curve, search
+from methods_runs import EMBEDDING_RATE, Run, best_rate, best_runs, gaps, mean_curve, search
 
 # Each variant of `methods.VARIANTS`, in the order of the tables, and what they say of it.
 WHAT = {
@@ -66,9 +66,10 @@ def _set_up(runs: list[Run]) -> str:
         f"Made by `make methods` from {len(runs)} runs in `methods/`: a {first['model']} of {first['parameters']:,} "
         f"parameters on {first['tokens']:,} tokens of Python's standard library in {first['arguments']['max_steps']:,} "
         f"steps, {first['tokens'] / first['parameters']:.1f} tokens per parameter ({_stated(runs, 'device')}; "
-        f"{', '.join(versions)}). The learning rate of a variant is the one with the lowest validation loss of seed 0, "
+        f"{', '.join(versions)}). The learning rate is that of the hidden layers; the embeddings and the head have "
+        f"{EMBEDDING_RATE:g} everywhere. That of a variant is the one with the lowest validation loss of seed 0, "
         "which is then compared too, so the figures are slightly too good, for every method alike; only the ablations "
-        "take their method's rate. Masked decays and other settings are the methods' defaults, unless the variant says "
+        "take another's rate. Masked decays and other settings are the methods' defaults, unless the variant says "
         "otherwise. Losses are in nats per token. A seed gives every variant the same initial weights and the same "
         "data in the same order, and differences are taken seed by seed. The model is small and the runs are short: "
         "they do not show what a method costs a model of useful size."

@@ -9,6 +9,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+EMBEDDING_RATE = 5e-3
+"""Learning rate of the embeddings and the head in all runs."""
+
 Run = dict[str, Any]
 """What `methods.run` returns, one JSON file each."""
 

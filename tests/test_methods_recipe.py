@@ -1,6 +1,7 @@
 """The comparison of methods: how its learning rates are searched for, and its page, from made-up runs."""
 
 import shutil
+import types
 
 import make
 import methods
@@ -8,9 +9,20 @@ import methods_page
 import pytest
 import results
 import style
-from methods_runs import best_rate, best_runs, mean_curve, read_runs
+import torch
+import zoo
+from methods_runs import EMBEDDING_RATE, best_rate, best_runs, mean_curve, read_runs
 
-GRID = methods.LEARNING_RATES
+from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
+
+GRID = (1e-3, 1.5e-3, 2.2e-3, 3.3e-3, 5e-3, 7.5e-3, 1.1e-2)
+
+
+@pytest.fixture(autouse=True)
+def a_grid_of_its_own(monkeypatch):
+    monkeypatch.setattr(methods, "LEARNING_RATES", GRID)
+    monkeypatch.setattr(methods, "START", GRID[2:5])
 
 
 def run(variant="dense", rate=GRID[3], seed=0, loss=3.0, flips=None):
@@ -96,6 +108,22 @@ def test_searches_come_before_further_seeds():
         later.append(chosen)
         found.append(run(*chosen))
     assert later == [(variant, GRID[3], seed) for seed in (1, 2) for variant in variants]
+
+
+@pytest.mark.parametrize("method", ["ste", "step"])
+def test_embeddings_and_head_learn_at_a_rate_of_their_own(method):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=method))
+    groups, names = step_param_groups(model), {id(p): name for name, p in model.named_parameters()}
+    make_optimizer = StepAdamW if method == "step" else torch.optim.AdamW
+    arguments = {"total_steps": 10} if method == "step" else {}
+    trainer = types.SimpleNamespace(model=model)
+    optimizer = methods._create_optimizer(trainer, lambda: make_optimizer(groups, lr=1e-3, **arguments))
+    rates = {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates.keys() == set(names.values())
+    assert {name for name, rate in rates.items() if rate != 1e-3} == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert set(rates.values()) == {1e-3, EMBEDDING_RATE}
+    assert sum("auto_switch" in group for group in optimizer.param_groups) == (method == "step")
 
 
 def test_the_page_describes_every_variant():

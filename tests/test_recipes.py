@@ -490,7 +490,8 @@ def test_methods_page(tmp_path, capsys, monkeypatch):
         patch.setattr(stdlib_text, "prepare", lambda directory: directory)
         methods.main([*common, "--only", "dense"])
         methods.main([*common, "--only", "dense", "ste", "--shard", "1/2"])
-        dense, ste = (results / f"{variant}-lr0.0033-seed0.json" for variant in ("dense", "ste"))
+        (rate,) = methods.START
+        dense, ste = (results / f"{variant}-lr{rate:g}-seed0.json" for variant in ("dense", "ste"))
         assert set(results.iterdir()) == {dense, ste}
         before = ste.stat().st_mtime_ns
         methods.main([*common, "--only", "ste"])
@@ -500,10 +501,10 @@ def test_methods_page(tmp_path, capsys, monkeypatch):
     assert saved["tokens"] == 10 * 8 * 128 and saved["model"] == "llama"
     # A made-up sr-ste run that is worse than ste: a claim that does not hold must be said not to.
     saved |= {"variant": "sr-ste", "eval_loss": saved["eval_loss"] + 1}
-    (results / "sr-ste-lr0.0033-seed0.json").write_text(json.dumps(saved))
+    (results / f"sr-ste-lr{rate:g}-seed0.json").write_text(json.dumps(saved))
     methods.main([*common, "--report"])
     page = (tmp_path / "results" / "methods.md").read_text()
-    assert "| `ste` | magnitude masks, straight-through | 0.0033 |" in page and "from 3 runs" in page
+    assert f"| `ste` | magnitude masks, straight-through | {rate:g} |" in page and "from 3 runs" in page
     assert (tmp_path / "results" / "methods.png").stat().st_size > 0
     assert "- `sr-ste` below `ste` (SR-STE, section 3): **not seen**: the reverse (1 seed, by -1.000)" in page
 
