@@ -10,8 +10,9 @@ until the best has a worse one on either side. The other seeds then run at the b
 `results/methods/`; a run that has one is not repeated, so the work can be cut into pieces.
 
 What is searched is the learning rate of the hidden layers. That of the embeddings and the head is the same for all.
-With one rate for everything the dense control loses to a mask of random weights: Adam moves a masked layer about half
-as far, which the hidden layers need and the embeddings do not (`LOG.md`, 2026-11-22).
+With one rate for everything the dense control loses to a mask of random weights: Adam moves every entry by about the
+learning rate, a masked layer has half of the entries, and moving less far is what the hidden layers need and the
+embeddings do not (`LOG.md`, 2026-11-22).
 """
 
 import argparse
