@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, StepAdamW, patch_model, step_param_groups, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, step_param_groups, unpatch_model
 from hf_sparse24.sharding import whole
 from hf_sparse24.weight import sparse_weights
 
@@ -97,9 +97,8 @@ def make(name: str, settings: dict[str, Any], engine: str, steps: int, **options
         patch_model(model, config)
     shared = shard(model, engine, **options)
     if settings["method"] == "step":
-        optimizer = StepAdamW(
-            step_param_groups(model), lr=1e-2, betas=(0.9, 0.5), total_steps=steps, switch_by=steps - 1
-        )
+        groups = step_param_groups(model)
+        optimizer = config.bind().make_optimizer(groups, total_steps=steps, lr=1e-2, betas=(0.9, 0.5))
     else:
         groups = [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},

@@ -284,16 +284,17 @@ OF_METHOD_BY_0_1 = {
 
 @pytest.mark.parametrize("method", OF_METHOD_BY_0_1)
 def test_configs_of_version_0_1(method):
-    """They mean what they meant, which is what the defaults still are."""
+    """They mean what they meant, which is what the defaults still are but for the rule by which STEP switches."""
+    since = {"switch_rule": "arithmetic"} if method == "step" else {}
     settings = OF_METHOD_BY_0_1[method]
     config = Sparse24Config.from_dict(SAVED_BY_0_1 | settings | {"method": method, "phase": "dense"})
-    assert config == Sparse24Config(method=method, backend="dense") and config.phase == "dense"
+    assert config == Sparse24Config(method=method, backend="dense", **since) and config.phase == "dense"
     expected = {name: value for name, value in (SAVED_BY_0_1 | settings).items() if value is not None}
     ours = config.to_dict()
     for name in expected.keys() - {"phase", "backend", "hf_sparse24_version"}:
         assert ours[name] == expected[name]
     changed = Sparse24Config.from_dict(SAVED_BY_0_1 | settings | {"method": method, "weight_grad": "mvue-approx"})
-    assert changed == Sparse24Config(method=method, backend="dense", weight_grad="mvue-approx")
+    assert changed == Sparse24Config(method=method, backend="dense", weight_grad="mvue-approx", **since)
 
 
 def test_the_phase_is_saved_and_does_not_make_configs_differ():

@@ -20,7 +20,8 @@ METHODS = {
     "s-ste": {},
     "s-ste-every-step": {"scale_frozen": False},
     "t-sr-ste": {"masked_decay": 0.05, "mask_interval": 2, "dense_tail": 1},
-    "step": {"switch_after": 2, "switch_by": 4},
+    "step": {"switch_after": 2, "switch_by": 5},
+    "step-arithmetic": {"switch_after": 2, "switch_by": 4, "switch_rule": "arithmetic"},
     "fixed-mask": {"dense_start": 2},
     "own": {},
 }

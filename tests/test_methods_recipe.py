@@ -1,5 +1,6 @@
 """The comparison of methods: how its learning rates are searched for, and its page, from made-up runs."""
 
+import json
 import shutil
 import types
 
@@ -11,7 +12,8 @@ import results
 import style
 import torch
 import zoo
-from methods_runs import EMBEDDING_RATE, best_rate, best_runs, mean_curve, read_runs
+from arguments import UsageError
+from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, mean_curve, read_runs
 
 from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
@@ -23,6 +25,7 @@ GRID = (1e-3, 1.5e-3, 2.2e-3, 3.3e-3, 5e-3, 7.5e-3, 1.1e-2)
 def a_grid_of_its_own(monkeypatch):
     monkeypatch.setattr(methods, "LEARNING_RATES", GRID)
     monkeypatch.setattr(methods, "START", GRID[2:5])
+    monkeypatch.setattr(methods, "RATE_OF", {"s-ste-no-mvue": "s-ste"})
 
 
 def run(variant="dense", rate=GRID[3], seed=0, loss=3.0, flips=None):
@@ -129,7 +132,7 @@ def test_embeddings_and_head_learn_at_a_rate_of_their_own(method):
 def test_the_page_describes_every_variant():
     assert methods_page.WHAT.keys() == methods.VARIANTS.keys()
     assert {variant for claim in methods_page.CLAIMS for variant in claim[:2]} <= methods.VARIANTS.keys()
-    assert methods.RATE_OF.items() <= {(a, b) for a in methods.VARIANTS for b in methods.VARIANTS}
+    assert RATE_OF.items() <= {(a, b) for a in methods.VARIANTS for b in methods.VARIANTS}
 
 
 @pytest.fixture
@@ -146,22 +149,50 @@ def test_tables(page, tmp_path):
         run("step", GRID[2], loss=3.3),
         run("step", GRID[3], loss=3.4),
         run("sr-ste", loss=3.6, flips=[0.1, 2e-3]),
+        run("fixed-mask-late", loss=3.7),
+        *[run("t-sr-ste", GRID[2], loss=3.9), run("t-sr-ste", GRID[3], loss=3.8)],
     ]
     text = page(runs)
     assert (tmp_path / "methods.png").stat().st_size > 0 and "](methods.png)" in text
     assert f"from {len(runs)} runs" in text and "llama of 1,000 parameters on 4,000 tokens" in text
     assert "(cpu, 1 thread(s); hf_sparse24 0.2, torch 2.13)" in text
-    assert "| `dense` | the control | 0.0033 | 3.100 [3.000, 3.200] | 3 | +0.000 of 3 |  |" in text
-    assert "| `ste` | magnitude masks, straight-through | 0.005 | 3.250 [3.200, 3.300] | 2 | +0.200 of 2 |  |" in text
-    assert "| 0.0033 | 3.600 [3.600, 3.600] | 1 | +0.600 of 1 | 2.0e-03 |" in text
+    assert "| `dense` | the control | 0.0033 | 3.100 [3.000, 3.200] | 3 | +0.000 (3) |  |" in text
+    assert "| `ste` | magnitude masks, straight-through, at `sr-ste`'s learning rate | 0.005 | 3.250 [3.200, 3.300] | 2 | +0.200 (2) |  |" in text
+    assert "| 0.0033 | 3.600 [3.600, 3.600] | 1 | +0.600 (1) | 2.0e-03 |" in text
     assert "| variant | 0.0022 | 0.0033 | 0.005 |\n|---|---|---|---|\n| `dense` | 3.200 | **3.000** | 3.500 |" in text
     assert "| `ste` |  | 3.400 | **3.300** |" in text and "| `step` | **3.300** | 3.400 |  |" in text
     assert "- between two that are worse: `dense`\n" in text
-    assert "- the lowest tried, so that a lower one may be better still: `step`\n" in text
-    assert "- the highest tried, so that a higher one may be better still: `ste`\n" in text
-    assert "- the only one tried: `sr-ste`\n" in text
+    assert "- the lowest tried, so that a lower one may be better still: `sr-ste`, `step`\n" in text
+    assert "- the highest tried, so that a higher one may be better still: `t-sr-ste`\n" in text
+    assert "- taken from another variant: `ste`, `fixed-mask-late`\n" in text
     assert "s-ste" not in text.replace("`t-sr-ste`", "") and "cannot rank" not in text
     assert "nan" not in text and "None" not in text
+
+
+def test_every_variant_has_a_line_in_the_picture(page, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    page([run(variant) for variant in methods.VARIANTS])
+    labels = [line.get_label() for line in drawn[0].axes[0].lines]
+    assert labels == list(methods_page.WHAT)
+
+
+def test_runs_of_another_model_are_refused(tmp_path):
+    for name, parameters in (("a", 1000), ("b", 2000)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run() | {"parameters": parameters}))
+    with pytest.raises(UsageError, match=r"b.json: a run with 2,000 parameters, a.json has 1,000; delete one of them"):
+        read_runs(tmp_path)
+
+
+def test_what_cannot_be_done_is_said(tmp_path, capsys, monkeypatch):
+    with pytest.raises(UsageError, match="--steps: short runs would count as done"):
+        methods.main(["--steps", "5"])
+    with pytest.raises(UsageError, match="no runs; `make methods` makes them"):
+        methods.main(["--report", "--results", str(tmp_path)])
+    (tmp_path / "a.json").write_text(json.dumps(run("s-ste")))
+    monkeypatch.setattr(methods.stdlib_text, "prepare", lambda directory: directory)
+    methods.main(["--only", "s-ste-no-mvue", "--results", str(tmp_path)])
+    assert "s-ste-no-mvue: waits for the search of s-ste; run the same again" in capsys.readouterr().out
 
 
 def test_claims(page):

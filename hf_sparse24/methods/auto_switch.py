@@ -18,22 +18,29 @@ _WINDOWS = 20  # of "drift" in a run
 class AutoSwitch:
     """Compares a statistic of v with a threshold, by one of three rules.
 
-    * "drift", ours: at the end of every window of L steps, how much the variance of a weight grew or shrank in it:
-      `|mean log v_t - mean log v_{t-L}|` over its entries, averaged over all weights; settled below 0.1. L is a
-      twentieth of the run, or `floor(1 / (1 - beta2))` where that is longer.
+    * "drift", ours: how much the variance of a weight grew or shrank from one window of the run to the next, `|mean log
+      v - mean log v of the window before|` over its entries and the steps of the window, averaged over all weights;
+      settled below 0.1. A window is a twentieth of the run, in multiples of `floor(1 / (1 - beta2))` steps, and two are
+      needed: with Adam's default beta2 of 0.999, runs of less than 4,000 steps switch at `switch_by`.
     * "arithmetic", the paper's option I: `z_t = mean |v_t - v_{t-1}|` over all entries of all weights, averaged over
       the last `floor(1 / (1 - beta2))` steps; settled below Adam's eps.
     * "geometric", option II: the same with `z_t = exp(mean log |v_t - v_{t-1}|)`.
 
     The paper's rules compare a change of v, which has the units of squared gradients, with eps, which has those of a
     gradient: where gradients are small they are fulfilled at once, where they are large never. The ratio of v and an
-    earlier v has no units. Its logs are averaged, because half of the entries may move where the mean of v, which a few
-    large ones make, does not; and over a longer window, because v forgets within `1 / (1 - beta2)` steps, and each
-    batch moves it.
+    earlier v has no units. The mean of v is made by a few large entries, so half of the entries may move while it
+    stands still; the mean of log v sees them. It is averaged over a window, because v forgets within `1 / (1 - beta2)`
+    steps, so each batch moves it: without that, the statistic of a small run stayed between 0.15 and 0.2.
+
+    The geometric mean of option II leaves out entries with v_t = v_{t-1} exactly. One dead entry would make it zero,
+    and so switch at `switch_after` whatever all others do. If every entry is dead, z_t is 1 - beta2. A paper's window
+    that is not full decides nothing; averages over few z let the first quiet steps decide.
+
+    In bfloat16 a variance cannot fall where 1 - beta2 is below 0.004, and looks settled: keep the weights in fp32.
 
     What it has seen is in a dict that the optimizer saves. `window` there is what the statistic is made of: z of the
-    last steps, or the mean log v of each weight at the end of the last window. It is filled with inf, which makes the
-    statistic inf until all of it has been written.
+    last steps; or, for each weight, the sum of mean log v in this window, and its mean in the one before. What has not
+    been seen is inf, which makes the statistic inf.
 
     Args:
         rule: one of `SWITCH_RULES`.
@@ -58,17 +65,27 @@ class AutoSwitch:
                 f"switch_after={switch_after} is {self.after} steps, switch_by={switch_by} is {self.by}, "
                 f"total_steps={total_steps}: must have 0 <= switch_after <= switch_by and 1 <= switch_by < total_steps"
             )
-        # The small addition makes 20 of 1 / (1 - 0.95), which float noise puts below 20.
-        self.length = math.floor(1 / (1 - beta2) + 1e-6)
-        self.threshold = eps
-        if rule == "drift":
-            self.length, self.threshold = max(self.length, math.ceil(total_steps / _WINDOWS)), DRIFT
+        # How long v remembers. The small addition makes 20 of 1 / (1 - 0.95), which float noise puts below 20.
+        self.memory = math.floor(1 / (1 - beta2) + 1e-6)
+        self.threshold = DRIFT if rule == "drift" else eps
+        self.window = self.memory * max(1, round(total_steps / _WINDOWS / self.memory))
 
     def nothing_seen(self, weights: Sequence[Tensor]) -> dict[str, Any]:
         """What is saved before the first step."""
-        length = len(weights) if self.rule == "drift" else self.length
-        window = torch.full((length,), math.inf, device=weights[0].device)
-        return {"rule": self.rule, "window": window, "statistic": torch.tensor(math.inf)}
+        if self.rule == "drift":
+            window = torch.full((2, len(weights)), math.inf)
+        else:
+            window = torch.full((self.memory,), math.inf, device=weights[0].device)
+        made_by = [self.rule, self.memory, self.window]
+        return {"made_by": made_by, "window": window, "statistic": torch.tensor(math.inf)}
+
+    def resume(self, seen: dict[str, Any], weights: Sequence[Tensor]) -> None:
+        """Keep what was saved where it was made by the same rule in the same windows, and start anew otherwise."""
+        fresh = self.nothing_seen(weights)
+        if "made_by" not in seen and self.rule != "drift":  # version 0.1, which had the paper's rules alone
+            seen |= {"made_by": fresh["made_by"], "statistic": seen["window"].mean()}
+        if seen.get("made_by") != fresh["made_by"] or seen["window"].shape != fresh["window"].shape:
+            seen.update(fresh)
 
     def before_step(
         self, seen: dict[str, Any], step: int, gradients: list[Tensor], variances: list[Tensor], owners: list[Tensor]
@@ -78,33 +95,39 @@ class AutoSwitch:
         Args:
             gradients, variances: what this process holds of those of the parameters `owners`.
         """
-        if self.rule == "drift" or step <= self.after - self.length or not owners:
+        if self.rule == "drift" or step <= self.after - self.memory or not owners:
             return
         seen["window"] = window = seen["window"].to(owners[0].device)
         # v_t - v_{t-1} = (1 - beta2) (g^2 - v_{t-1}), so that no copy of v is needed.
         distance = _mean_distance(gradients, variances, owners, self.rule, window.device)
-        window[step % self.length] = (1 - self.beta2) * distance
+        window[step % self.memory] = (1 - self.beta2) * distance
         seen["statistic"] = window.mean()
 
     def after_step(
         self, seen: dict[str, Any], step: int, weights: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """The rule "drift": at the end of a window, compare mean log v with that at the end before.
+        """The rule "drift": sample mean log v, and compare windows at the end of one.
 
         Args:
             weights: all of them; those that never had a gradient have no state, and are left out.
         """
-        if self.rule != "drift" or step % self.length or step < self.after - self.length:
+        if self.rule != "drift" or step % self.memory:
             return
+        if seen["window"].shape[1] != len(weights):  # a group was added
+            seen.update(self.nothing_seen(weights))
         known = [index for index, weight in enumerate(weights) if weight in states]
-        if not known:
-            return
-        owners = [weights[index] for index in known]
-        variances = [local(states[owner]["exp_avg_sq"]) for owner in owners]
-        bias = torch.tensor([1 - self.beta2 ** states[owner]["step"].item() for owner in owners])
-        logs, last = _mean_logs(variances, owners) - bias.log(), seen["window"].cpu()
-        seen["statistic"] = (logs - last[known]).abs().mean()
-        seen["window"] = last.index_copy(0, torch.tensor(known), logs)
+        logs = torch.full((len(weights),), math.inf)
+        if known:
+            logs[known] = _mean_logs([weights[index] for index in known], states, self.beta2)
+        summed, last = seen["window"].cpu()
+        starts = (step - self.memory) % self.window == 0
+        summed = logs if starts else summed + logs
+        if step % self.window == 0:
+            mean = summed * (self.memory / self.window)
+            changes = torch.where(last.isinf(), math.inf, (mean - last).abs())[known]
+            seen["statistic"] = changes.mean() if known else torch.tensor(math.inf)
+            last = mean
+        seen["window"] = torch.stack([summed, last])
 
     def has_settled(self, seen: dict[str, Any], step: int) -> bool:
         """Whether v may be frozen after step `step`."""
@@ -114,11 +137,7 @@ class AutoSwitch:
 def _mean_distance(
     gradients: list[Tensor], variances: list[Tensor], owners: list[Tensor], rule: str, device: torch.device
 ) -> Tensor:
-    """The mean of |g^2 - v| over all entries, on all processes, an fp32 scalar on `device`: z_t / (1 - beta2).
-
-    The geometric mean leaves out entries where it is 0. One dead entry would make it zero, and so switch at
-    `switch_after` whatever all others do. If every entry is dead, it is 1.
-    """
+    """The mean of |g^2 - v| over all entries, on all processes, an fp32 scalar on `device`: z_t / (1 - beta2)."""
     sums = []
     # One weight after the other: the lists' functions would hold the distances of all weights at once, which takes
     # memory and, on a CPU, ten times as long.
@@ -137,12 +156,15 @@ def _mean_distance(
     return (distance / count.clamp(min=1)).exp()
 
 
-def _mean_logs(variances: list[Tensor], owners: list[Tensor]) -> Tensor:
-    """Of each, the mean log of its entries that are not 0, on all processes; 0 without any: fp32 `[n]` on the CPU."""
+def _mean_logs(owners: list[Tensor], states: Mapping[Tensor, dict[str, Any]], beta2: float) -> Tensor:
+    """Of each variance, corrected for its bias, the mean log of its entries that are not 0, on all processes: fp32
+    `[n]` on the CPU; 0 where all are."""
     sums = []
-    for variance in variances:
+    for owner in owners:
+        variance = local(states[owner]["exp_avg_sq"])
         live = variance != 0
         logs = torch.where(live, variance, 1).float().log_()
-        sums.append(torch.stack([logs.sum(), live.sum().float()]).to(variances[0].device))
+        sums.append(torch.stack([logs.sum(), live.sum().float()]).cpu())
     summed, count = total(sums, owners).unbind(1)
-    return (summed / count.clamp(min=1)).cpu()
+    bias = torch.tensor([1 - beta2 ** states[owner]["step"].item() for owner in owners])
+    return torch.where(count > 0, summed / count - bias.log(), 0.0)

@@ -324,7 +324,7 @@ class SparseMethod(ABC):
         return False
 
     def metrics(self, weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, float]:
-        """Numbers to log besides the flip rate and the kept magnitude."""
+        """Numbers to log besides the flip rate and the kept magnitude. `optimizer` is the one of `phase`."""
         return {}
 
 

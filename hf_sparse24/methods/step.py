@@ -10,8 +10,8 @@ Method card
     Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it
     Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain
     Deviations       the paper's rules compare v with eps, and say nothing where gradients are small or large: the
-                     default rule compares v with itself. Steps with v* are clipped. v* keeps its bias correction; zeros
-                     are left out of option II's mean (reasons in `StepAdamW`)
+                     default rule compares v with itself (reasons in `AutoSwitch`). Steps with v* are clipped, and v*
+                     keeps its bias correction (reasons in `StepAdamW`)
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
@@ -40,8 +40,9 @@ class STEP(MagnitudeMethod):
             "drift",
             one_of(*SWITCH_RULES),
             "when AutoSwitch takes Adam's variance for settled, so that sparsity begins and the variance freezes: "
-            "'drift', once a twentieth of training changes it by less than 10 %; 'arithmetic' or 'geometric' (the "
-            "paper's options I and II), once the average of its change in a step stays below eps",
+            "'drift', once it changes by less than 10 % in a twentieth of training, or in 1 / (1 - beta2) steps where "
+            "those are more; 'arithmetic' or 'geometric' (the paper's options I and II), once the average of its "
+            "change in a step stays below eps",
         )
         switch_after: int | float = setting(
             0.1, is_length, f"length of training before which AutoSwitch never switches: {LENGTH}"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +38,9 @@ class StepAdamW(torch.optim.Optimizer):
         eps: as there, and the threshold of the paper's two rules; the masked groups must agree on it.
         weight_decay: as there.
         total_steps: optimizer steps of the whole run, >= 2.
-        switch_rule: `"drift"`, once a twentieth of the run changes v by less than 10 %; `"arithmetic"` or
-            `"geometric"`, the paper's options I and II, once its mean change in a step stays below eps. More in
-            `AutoSwitch`.
+        switch_rule: `"drift"`, once v changes by less than 10 % in a twentieth of the run, or in 1 / (1 - beta2) steps
+            where those are more; `"arithmetic"` or `"geometric"`, the paper's options I and II, once its mean change in
+            a step stays below eps. More in `AutoSwitch`.
         switch_after: length of training before which AutoSwitch never switches: an int counts optimizer steps, a float
             below 1 is a fraction of `total_steps`.
         switch_by: length of training at which it switches in any case, in the same units.
@@ -59,7 +60,7 @@ class StepAdamW(torch.optim.Optimizer):
 
     `state_dict()` holds everything, AutoSwitch included (in the first masked group), so a resumed run equals an
     uninterrupted one. It needs no memory beyond AdamW's but AutoSwitch's window. The paper's rules read one number from
-    the device per step, between `switch_after` and the switch; "drift" goes over v at the end of each window.
+    the device per step, between `switch_after` and the switch; "drift" goes over v every 1 / (1 - beta2) steps.
 
     Each process updates its shards of sharded parameters (FSDP2, tensor parallelism); means are over all shards, so all
     processes switch at the same step.
@@ -67,16 +68,17 @@ class StepAdamW(torch.optim.Optimizer):
     Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. What it leaves open,
     where the public re-implementation differs, and where we do:
 
-    * AdamW moves no entry by much more than lr, because v follows m (Kingma and Ba 2015, section 2.1). A frozen v* does
-      not: gradients grow again when masks begin and later in training, and an entry with a v* of a quiet moment then
-      takes many times that. On a Llama of 1.6M parameters with lr 6e-3, switched after 400 of 4,000 steps, updates were
-      3.3 times as long as AdamW's (root mean square) and the loss rose from 4.3 to 4.8; clipped, it went on falling.
-      The bound max(v*, v_t) does as well and takes memory for a third moment.
+    * AdamW moves no entry by more than lr max(1, (1 - beta1) / sqrt(1 - beta2)), because v follows the gradient (Kingma
+      and Ba 2015, section 2.1): lr with beta2 = 0.95, 3.2 lr with 0.999. A frozen v* does not follow. Gradients grow
+      when masks begin and later in training, and an entry whose v* is of a quiet moment then takes many times that. On
+      a Llama of 1.6M parameters with lr 6e-3, switched after 400 of 4,000 steps, updates were 3.3 times as long as
+      AdamW's (root mean square) and the loss rose from 4.3 to 4.8; clipped, it went on falling. The bound max(v*, v_t)
+      does as well and takes memory for a third moment.
     * v* carries the bias correction it had when it was frozen. Without it, steps would grow at the switch: by 26 %
-      after one window, and 3.2 times after a tenth of one, where `switch_by` forces the switch of a short run.
-    * eps stands where the paper has it, not eps^(3/4). An entry whose gradient was zero all through phase 1 therefore
-      takes steps of lr m^ / eps if it wakes up: where that happens, raise eps.
-    * A window that is not full decides nothing; averages over few z let the first quiet steps decide.
+      after 1 / (1 - beta2) steps, and 3.2 times after a tenth of that, where `switch_by` forces the switch of a short
+      run.
+    * eps stands where the paper has it, not eps^(3/4). An entry whose gradient was zero all through phase 1 would take
+      steps of lr m^ / eps when it wakes up; the clip holds them.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -113,8 +115,8 @@ class StepAdamW(torch.optim.Optimizer):
             raise ValueError("no parameter group has 'masked': True; make the groups with step_param_groups(model)")
         if any((group["betas"], group["eps"]) != (masked[0]["betas"], masked[0]["eps"]) for group in masked):
             raise ValueError("masked groups differ in betas or eps; AutoSwitch decides for all of them at once")
-        betas, eps = masked[0]["betas"], masked[0]["eps"]
-        self._rule = AutoSwitch(switch_rule, total_steps, switch_after, switch_by, betas[1], eps)
+        self._make_rule = partial(AutoSwitch, switch_rule, total_steps, switch_after, switch_by)
+        self._rule = self._make_rule(beta2=masked[0]["betas"][1], eps=masked[0]["eps"])
         masked[0]["auto_switch"] = {"step": 0, "switch_step": None} | self._rule.nothing_seen(self._masked)
 
     @property
@@ -193,8 +195,9 @@ class StepAdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state["step"] = state["step"].cpu()  # a checkpoint read onto a GPU has brought it there
-        if self._auto_switch.get("rule") != self._rule.rule:  # another rule's window; version 0.1 did not say
-            self._auto_switch.update(self._rule.nothing_seen(self._masked))
+        masked = next(group for group in self.param_groups if group["masked"])
+        self._rule = self._make_rule(beta2=masked["betas"][1], eps=masked["eps"])  # loading may change them
+        self._rule.resume(self._auto_switch, self._masked)
 
     def _gather(self, group: dict[str, Any]) -> "_Batch":
         """What this process holds of the parameters of a group that have a gradient, with their state, which is made
@@ -308,12 +311,12 @@ def _frozen_step(group: dict[str, Any], batch: _Batch, update_clip: float) -> No
     torch._foreach_add_(denominators, group["eps"])
     corrections = [1 - beta1 ** t.item() for t in batch.steps]
     if update_clip:
-        updates = torch._foreach_reciprocal(denominators)
-        torch._foreach_mul_(updates, batch.exp_avgs)
-        torch._foreach_div_(updates, corrections)
-        torch._foreach_clamp_max_(updates, update_clip)
-        torch._foreach_clamp_min_(updates, -update_clip)
-        torch._foreach_add_(batch.params, updates, alpha=-lr)
+        torch._foreach_reciprocal_(denominators)  # in place from here on: the memory of one more moment
+        torch._foreach_mul_(denominators, batch.exp_avgs)
+        torch._foreach_div_(denominators, corrections)
+        torch._foreach_clamp_max_(denominators, update_clip)
+        torch._foreach_clamp_min_(denominators, -update_clip)
+        torch._foreach_add_(batch.params, denominators, alpha=-lr)
     else:
         step_sizes = [-lr / correction for correction in corrections]
         torch._foreach_addcdiv_(batch.params, batch.exp_avgs, denominators, step_sizes)
