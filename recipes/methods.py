@@ -29,9 +29,10 @@ import stdlib_text
 import torch
 import train
 import transformers
-from arguments import parse_arguments
-from methods_runs import EMBEDDING_RATE, best_rate, read_runs, search
+from arguments import UsageError, parse_arguments
+from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, read_runs, search
 from running import evaluate_text, train_and_save
+from running import run as run_script
 from torch.optim import Optimizer
 from transformers import Trainer
 
@@ -57,13 +58,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
     "s-ste-no-mvue": ("s-ste", {"weight_grad": "dense"}),
     "step-published": ("step", {"switch_rule": "arithmetic", "update_clip": 0.0}),
-}
-# Variants that take the learning rate of another instead of a search of their own.
-RATE_OF = {
-    "fixed-mask-late": "dense",
-    "t-sr-ste-no-tail": "t-sr-ste",
-    "s-ste-no-mvue": "s-ste",
-    "step-published": "step",
 }
 
 
@@ -167,6 +161,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the runs' JSON")
     parser.add_argument("--data", default="runs/stdlib_text", help="directory of the text and its tokenizer")
     args = parser.parse_args(argv)
+    if args.steps is not None and args.results == RESULTS:
+        raise UsageError("--steps: short runs would count as done among the others; name a directory with --results")
     args.results.mkdir(parents=True, exist_ok=True)
     index, count = (int(part) for part in args.shard.split("/"))
     variants = args.only[index::count]
@@ -181,8 +177,14 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{name}: {result['eval_loss']:.4f} in {result['train_seconds']:.0f} s", flush=True)
                 stdlib_text.replace_file(args.results / f"{name}.json", json.dumps(result) + "\n")
                 progress.update()
+        for variant in variants:
+            if RATE_OF.get(variant, variant) != variant and not search(read_runs(args.results), variant):
+                print(f"{variant}: waits for the search of {RATE_OF[variant]}; run the same again when that is done")
+    runs = read_runs(args.results)
+    if not runs:
+        raise UsageError(f"{args.results}: no runs; `make methods` makes them")
     page = args.results.parent / "methods.md"
-    stdlib_text.replace_file(page, methods_page.page(read_runs(args.results), page.with_suffix(".png")))
+    stdlib_text.replace_file(page, methods_page.page(runs, page.with_suffix(".png")))
     print(page)
 
 
@@ -193,4 +195,4 @@ def _next_run(variants: list[str], found: list[dict[str, Any]]) -> tuple[str, fl
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

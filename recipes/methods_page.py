@@ -6,13 +6,14 @@ the runs that there are: a variant may lack seeds or be missing, and a search ma
 how many seeds it rests on, and what a table shows is said in words only where it follows from the numbers.
 """
 
+import math
 import statistics
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 
 import matplotlib
-from methods_runs import EMBEDDING_RATE, Run, best_rate, best_runs, gaps, mean_curve, search
+from methods_runs import EMBEDDING_RATE, RATE_OF, Run, best_rate, best_runs, gaps, mean_curve, search
 
 # Each variant of `methods.VARIANTS`, in the order of the tables, and what they say of it.
 WHAT = {
@@ -22,7 +23,7 @@ WHAT = {
     "sr-ste": "magnitude masks, decay 2e-4 on the gradient",
     "t-sr-ste": "transposable masks, MVUE, decay 6e-5, dense tail of a sixth",
     "step": "dense, then frozen variance and masks",
-    "ste": "magnitude masks, straight-through",
+    "ste": "magnitude masks, straight-through, at `sr-ste`'s learning rate",
     "fixed-mask-late": "dense for the first half, then one mask, at dense's learning rate",
     "t-sr-ste-no-tail": "`t-sr-ste` without the tail, at its learning rate",
     "s-ste-no-mvue": "`s-ste` with the whole gradient, at its learning rate",
@@ -67,9 +68,9 @@ def _set_up(runs: list[Run]) -> str:
         f"parameters on {first['tokens']:,} tokens of Python's standard library in {first['arguments']['max_steps']:,} "
         f"steps, {first['tokens'] / first['parameters']:.1f} tokens per parameter ({_stated(runs, 'device')}; "
         f"{', '.join(versions)}). The learning rate is that of the hidden layers; the embeddings and the head have "
-        f"{EMBEDDING_RATE:g} everywhere. That of a variant is the one with the lowest validation loss of seed 0, "
-        "which is then compared too, so the figures are slightly too good, for every method alike; only the ablations "
-        "take another's rate. Masked decays and other settings are the methods' defaults, unless the variant says "
+        f"{EMBEDDING_RATE:g} everywhere. Each variant has the rate with the lowest validation loss of seed 0, which is "
+        "then compared too, so the figures are slightly too good, for every method alike; only the ablations take "
+        "another's rate. Masked decays and other settings are the methods' defaults, unless the variant says "
         "otherwise. Losses are in nats per token. A seed gives every variant the same initial weights and the same "
         "data in the same order, and differences are taken seed by seed. The model is small and the runs are short: "
         "they do not show what a method costs a model of useful size."
@@ -83,8 +84,8 @@ def _stated(runs: list[Run], *keys: str) -> str:
 
 def _best(best: dict[str, dict[int, Run]]) -> str:
     lines = [
-        "| variant | what it is | best learning rate | validation loss: mean [lowest, highest] | seeds | over dense, "
-        "of as many pairs | final flip rate |",
+        "| variant | what it is | best learning rate | validation loss: mean [lowest, highest] | seeds | over dense "
+        "(pairs of seeds) | final flip rate |",
         "|---|---|---|---|---|---|---|",
     ]
     for variant, found in best.items():
@@ -97,7 +98,7 @@ def _best(best: dict[str, dict[int, Run]]) -> str:
             f"{next(iter(found.values()))['learning_rate']:g}",
             f"{statistics.mean(losses):.3f} [{min(losses):.3f}, {max(losses):.3f}]",
             str(len(losses)),
-            f"{statistics.mean(over):+.3f} of {len(over)}" if over else "",
+            f"{statistics.mean(over):+.3f} ({len(over)})" if over else "",
             f"{statistics.mean(flips):.1e}" if flips else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -121,17 +122,17 @@ def _search(runs: list[Run], best: dict[str, dict[int, Run]]) -> str:
         "between two that are worse": [],
         "the lowest tried, so that a lower one may be better still": [],
         "the highest tried, so that a higher one may be better still": [],
-        "the only one tried": [],
+        "taken from another variant": [],
     }
-    inside, lowest, highest, only = places
+    inside, lowest, highest, taken = places
     for variant, losses in tried.items():
         chosen = best_rate(losses)
         cells = {rate: f"**{loss:.3f}**" if rate == chosen else f"{loss:.3f}" for rate, loss in losses.items()}
         lines.append(f"| `{variant}` | {' | '.join(cells.get(rate, '') for rate in rates)} |")
         at_edge = lowest if chosen == min(losses) else highest if chosen == max(losses) else inside
-        places[only if len(losses) == 1 else at_edge].append(f"`{variant}`")
+        places[taken if variant in RATE_OF else at_edge].append(f"`{variant}`")
     said = [f"- {place}: {', '.join(variants)}" for place, variants in places.items() if variants]
-    return "\n".join([*lines, "", "The best rate of its search is\n", *said])
+    return "\n".join([*lines, "", "The rate in bold is\n", *said])
 
 
 def _claims(best: dict[str, dict[int, Run]]) -> str:
@@ -142,6 +143,7 @@ def _claims(best: dict[str, dict[int, Run]]) -> str:
         if found:
             seen = "seen" if all(gap > 0 for gap in found) else "**not seen**: seeds differ"
             seen = "**not seen**: the reverse" if all(gap < 0 for gap in found) else seen
+            seen = "a run diverged" if any(math.isnan(gap) for gap in found) else seen
             seeds = f"{len(found)} seed{'s' * (len(found) > 1)}"
             shown = ", ".join(f"{gap:+.3f}" for gap in found)
             lines.append(f"- `{better}` below `{worse}` ({source}): {seen} ({seeds}, by {shown})")
@@ -160,7 +162,7 @@ def _draw(runs: list[Run], best: dict[str, dict[int, Run]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (rates, losses, flips) = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
-    for colour, variant in zip(plt.get_cmap("tab10").colors, WHAT):
+    for colour, variant in zip(plt.get_cmap("tab20").colors, WHAT):
         for axis, points in [
             (rates, list(search(runs, variant).items())),
             (losses, mean_curve(best.get(variant, {}), "loss")),

@@ -9,6 +9,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from arguments import UsageError
+
 EMBEDDING_RATE = 5e-3
 """Learning rate of the embeddings and the head in all runs."""
 
@@ -16,9 +18,32 @@ Run = dict[str, Any]
 """What `methods.run` returns, one JSON file each."""
 
 
+RATE_OF = {
+    "ste": "sr-ste",
+    "fixed-mask-late": "dense",
+    "t-sr-ste-no-tail": "t-sr-ste",
+    "s-ste-no-mvue": "s-ste",
+    "step-published": "step",
+}
+"""Variants that take the learning rate of another instead of a search of their own."""
+
+
 def read_runs(directory: Path) -> list[Run]:
-    """What the JSON files of finished runs hold."""
-    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+    """What the JSON files of finished runs hold.
+
+    Raises:
+        UsageError: runs of different models, or of different lengths.
+    """
+    paths = sorted(directory.glob("*.json"))
+    runs = [json.loads(path.read_text()) for path in paths]
+    for path, run in zip(paths, runs):
+        for key in ("parameters", "tokens"):
+            if run[key] != runs[0][key]:
+                raise UsageError(
+                    f"{path}: a run with {run[key]:,} {key}, {paths[0].name} has {runs[0][key]:,}; delete one of them, "
+                    f"or name another directory with --results"
+                )
+    return runs
 
 
 def search(runs: list[Run], variant: str) -> dict[float, float]:

@@ -157,7 +157,10 @@ def test_tables(page, tmp_path):
     assert f"from {len(runs)} runs" in text and "llama of 1,000 parameters on 4,000 tokens" in text
     assert "(cpu, 1 thread(s); hf_sparse24 0.2, torch 2.13)" in text
     assert "| `dense` | the control | 0.0033 | 3.100 [3.000, 3.200] | 3 | +0.000 (3) |  |" in text
-    assert "| `ste` | magnitude masks, straight-through, at `sr-ste`'s learning rate | 0.005 | 3.250 [3.200, 3.300] | 2 | +0.200 (2) |  |" in text
+    assert (
+        "| `ste` | magnitude masks, straight-through, at `sr-ste`'s learning rate | 0.005 | 3.250 [3.200, 3.300] | 2 "
+        "| +0.200 (2) |  |" in text
+    )
     assert "| 0.0033 | 3.600 [3.600, 3.600] | 1 | +0.600 (1) | 2.0e-03 |" in text
     assert "| variant | 0.0022 | 0.0033 | 0.005 |\n|---|---|---|---|\n| `dense` | 3.200 | **3.000** | 3.500 |" in text
     assert "| `ste` |  | 3.400 | **3.300** |" in text and "| `step` | **3.300** | 3.400 |  |" in text
