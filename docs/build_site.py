@@ -101,9 +101,9 @@ def methods_page() -> str:
 
 
 _CURVES = (
-    "![Validation loss of seed 0 against the learning rate, for dense training and every method and variant]"
+    "![Validation loss of seed 0 against the learning rate, for dense training, the methods and their variants]"
     "(../images/rates.svg)\n\n"
-    "![Training loss over the dense control after the first quarter of the run, for every method and variant at its "
+    "![Training loss over the dense control after the first quarter of the run, for the methods and their variants at its "
     "best learning rate]"
     "(../images/curves.svg)"
 )

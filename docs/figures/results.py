@@ -121,7 +121,7 @@ def hero(figure: Figure) -> None:
 
 @picture(
     "methods",
-    "Validation loss over the dense control for every method and variant, each at its best learning rate: a tick for "
+    "Validation loss over the dense control for the methods and their variants, each at its best learning rate: a tick for "
     "each seed, a dot for their mean",
     600,
     340,
@@ -148,7 +148,7 @@ def methods(figure: Figure) -> None:
 
 @picture(
     "rates",
-    "Validation loss of seed 0 against the learning rate, for dense training, emphasised, and every method and variant",
+    "Validation loss of seed 0 against the learning rate, for dense training, emphasised, the methods and their variants",
     600,
     400,
 )
