@@ -103,8 +103,8 @@ def methods_page() -> str:
 _CURVES = (
     "![Validation loss of seed 0 against the learning rate, for dense training, the methods and their variants]"
     "(../images/rates.svg)\n\n"
-    "![Training loss over the dense control after the first quarter of the run, for the methods and their variants at its "
-    "best learning rate]"
+    "![Training loss over the dense control after the first quarter of the run, for the methods and their variants, "
+    "each at its best learning rate]"
     "(../images/curves.svg)"
 )
 

@@ -13,7 +13,7 @@ from operator import getitem
 from pathlib import Path
 
 import matplotlib
-from methods_runs import EMBEDDING_RATE, RATE_OF, Run, best_rate, best_runs, gaps, mean_curve, search
+from methods_runs import EMBEDDING_RATE, RATE_OF, Run, best_rate, best_runs, curve, gaps, mean, search, training_gaps
 
 # Each variant of `methods.VARIANTS`, in the order of the tables, and what they say of it.
 WHAT = {
@@ -50,7 +50,7 @@ def page(runs: list[Run], picture: Path) -> str:
     sections = [
         "# Methods side by side",
         _set_up(runs),
-        f"![Validation loss by learning rate, training loss and flip rate by step]({picture.name})",
+        f"![Validation loss by learning rate, training loss over dense and flip rate by step]({picture.name})",
         "## Best with best",
         _best(best),
         "## The search",
@@ -165,13 +165,13 @@ def _draw(runs: list[Run], best: dict[str, dict[int, Run]], path: Path) -> None:
     for colour, variant in zip(plt.get_cmap("tab20").colors, WHAT):
         for axis, points in [
             (rates, list(search(runs, variant).items())),
-            (losses, mean_curve(best.get(variant, {}), "loss")),
-            (flips, mean_curve(best.get(variant, {}), "flip_rate")),
+            (losses, mean(training_gaps(best.get(variant, {}), best.get("dense", {})))),
+            (flips, mean(curve(best.get(variant, {}), "flip_rate"))),
         ]:
             if points:
                 axis.plot(*zip(*points), marker="o" if axis is rates else None, label=variant, color=colour)
     rates.set(xscale="log", xlabel="learning rate", ylabel="validation loss, seed 0")
-    losses.set(xlabel="step", ylabel="training loss at the best rate, mean over seeds")
+    losses.set(xlabel="step", ylabel="training loss over dense, best with best, mean over seeds")
     flips.set(xlabel="step", ylabel="flip rate (t-sr-ste: per mask refresh)")
     flips.set_yscale("symlog", linthresh=1e-4)
     ticks = sorted({run["learning_rate"] for run in runs})

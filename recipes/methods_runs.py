@@ -77,6 +77,18 @@ def curve(found: dict[int, Run], key: str) -> list[tuple[int, tuple[float, ...]]
     return [(step, values) for step, values in zip(steps, logged) if None not in values]
 
 
-def mean_curve(found: dict[int, Run], key: str) -> list[tuple[int, float]]:
-    """Steps and the mean over seeds of what was logged."""
-    return [(step, statistics.mean(values)) for step, values in curve(found, key)]
+def training_gaps(found: dict[int, Run], dense: dict[int, Run]) -> list[tuple[int, tuple[float, ...]]]:
+    """Training loss over that of the dense run by step, seed by seed. Without the first quarter: differences there come
+    from the learning rates, and would hide what follows."""
+    both = {seed: run for seed, run in found.items() if seed in dense}
+    controls = curve({seed: dense[seed] for seed in both}, "loss")
+    differences = [
+        (step, tuple(a - b for a, b in zip(mine, theirs)))
+        for (step, mine), (_, theirs) in zip(curve(both, "loss"), controls)
+    ]
+    return [(step, values) for step, values in differences if step > differences[-1][0] / 4]
+
+
+def mean(points: list[tuple[int, tuple[float, ...]]]) -> list[tuple[int, float]]:
+    """Steps and the mean over seeds."""
+    return [(step, statistics.mean(values)) for step, values in points]

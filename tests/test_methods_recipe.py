@@ -13,7 +13,7 @@ import style
 import torch
 import zoo
 from arguments import UsageError
-from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, mean_curve, read_runs
+from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, curve, mean, read_runs, training_gaps
 
 from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
@@ -231,9 +231,16 @@ def test_a_page_without_the_control(page):
 def test_reading_runs(tmp_path):
     assert read_runs(tmp_path) == []
     assert best_runs([run(seed=1)], "dense") == {}
-    assert mean_curve({}, "loss") == []
+    assert mean(curve({}, "loss")) == []
     found = {0: run(flips=[None, 0.2]), 1: run(flips=[0.1, 0.4])}
-    assert mean_curve(found, "flip_rate") == [(100, pytest.approx(0.3))]
+    assert mean(curve(found, "flip_rate")) == [(100, pytest.approx(0.3))]
+
+
+def test_training_loss_over_dense_is_of_the_same_seed():
+    dense = best_runs(seeds("dense", [3.0, 2.0]), "dense")
+    found = best_runs(seeds("ste", [3.1, 2.3, 9.0]), "ste")
+    assert training_gaps(found, dense) == [(step, (pytest.approx(0.1), pytest.approx(0.3))) for step in (50, 100)]
+    assert training_gaps({}, dense) == []
 
 
 @pytest.mark.parametrize("name", ["hero", "methods", "rates", "curves", "flip-rate", "method-t-sr-ste"])

@@ -121,8 +121,8 @@ def hero(figure: Figure) -> None:
 
 @picture(
     "methods",
-    "Validation loss over the dense control for the methods and their variants, each at its best learning rate: a tick for "
-    "each seed, a dot for their mean",
+    "Validation loss over the dense control for the methods and their variants, each at its best learning rate: a tick "
+    "for each seed, a dot for their mean",
     600,
     340,
 )
@@ -148,7 +148,8 @@ def methods(figure: Figure) -> None:
 
 @picture(
     "rates",
-    "Validation loss of seed 0 against the learning rate, for dense training, emphasised, the methods and their variants",
+    "Validation loss of seed 0 against the learning rate, for dense training, emphasised, the methods and their "
+    "variants",
     600,
     400,
 )
@@ -180,15 +181,16 @@ def _rate_axis(axis: Axes) -> None:
 
 @picture(
     "curves",
-    "Training loss over the dense control, step by step, after the first quarter of the run, for every method and "
-    "variant, each at its best learning rate",
+    "Training loss over the dense control, step by step, after the first quarter of the run, for the methods "
+    "and their variants, each at its best learning rate",
     600,
     560,
 )
 def curves(figure: Figure) -> None:
     axes = figure.subplots(3, 3, sharex=True, sharey=True)
     for axis, (variant, title) in zip(axes.flat, VARIANTS.items()):
-        _draw_band(axis, _training_gaps(variant), BLUE if variant in METHODS else GREY, title, "-", "default")
+        points = methods_runs.training_gaps(best(variant), best("dense"))
+        _draw_band(axis, points, BLUE if variant in METHODS else GREY, title, "-", "default")
         axis.axhline(0, color=MUTED, linestyle="--", linewidth=1.2)
         _shade_dense(axis, variant, "")
         axis.set_title(title, fontsize=12.5)
@@ -196,19 +198,6 @@ def curves(figure: Figure) -> None:
     for axis in axes[2]:
         axis.set(xlabel="step")
     axes[1, 0].set(ylabel="training loss over dense, nats per token")
-
-
-def _training_gaps(variant: str) -> list[tuple[int, tuple[float, ...]]]:
-    """Training loss over that of the dense run by step, seed by seed. Without the first quarter: differences there come
-    from the learning rates, and would hide what follows."""
-    dense, found = best("dense"), best(variant)
-    both = {seed: run for seed, run in found.items() if seed in dense}
-    controls = methods_runs.curve({seed: dense[seed] for seed in both}, "loss")
-    logged = methods_runs.curve(both, "loss")
-    differences = [
-        (step, tuple(a - b for a, b in zip(mine, theirs))) for (step, mine), (_, theirs) in zip(logged, controls)
-    ]
-    return [(step, values) for step, values in differences if step > differences[-1][0] / 4]
 
 
 def _dots(axis: Axes, values: list[float], y: float, colour: str) -> None:
