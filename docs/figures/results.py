@@ -128,20 +128,19 @@ def hero(figure: Figure) -> None:
 )
 def methods(figure: Figure) -> None:
     axis = figure.subplots()
-    for row, variant in enumerate(VARIANTS):
-        if values := over_dense(variant):
-            colour = BLUE if variant in METHODS else GREY
-            _dots(axis, values, row, colour)
-            axis.text(1.02, row, f"{statistics.mean(values):+.3f}", transform=axis.get_yaxis_transform(), va="center")
+    compared = {variant: values for variant in VARIANTS if (values := over_dense(variant))}
+    for row, (variant, values) in enumerate(compared.items()):
+        _dots(axis, values, row, BLUE if variant in METHODS else GREY)
+        axis.text(1.02, row, f"{statistics.mean(values):+.3f}", transform=axis.get_yaxis_transform(), va="center")
     axis.axvline(0, color=MUTED, linestyle="--", linewidth=1.4)
     axis.set(
-        yticks=range(len(VARIANTS)),
-        ylim=(len(VARIANTS) - 0.5, -0.5),
+        yticks=range(len(compared)),
+        ylim=(max(len(compared), 1) - 0.5, -0.5),
         xlabel="validation loss over dense, nats per token; a tick is a seed",
         title=the_model(),
     )
-    axis.set_yticklabels(VARIANTS.values())
-    for tick, variant in zip(axis.get_yticklabels(), VARIANTS):
+    axis.set_yticklabels(VARIANTS[variant] for variant in compared)
+    for tick, variant in zip(axis.get_yticklabels(), compared):
         tick.set_color(INK if variant in METHODS else MUTED)
     axis.grid(axis="y", visible=False)
 
@@ -188,12 +187,15 @@ def _rate_axis(axis: Axes) -> None:
 )
 def curves(figure: Figure) -> None:
     axes = figure.subplots(3, 3, sharex=True, sharey=True)
-    for axis, (variant, title) in zip(axes.flat, VARIANTS.items()):
-        points = methods_runs.training_gaps(best(variant), best("dense"))
-        _draw_band(axis, points, BLUE if variant in METHODS else GREY, title, "-", "default")
+    gaps = {variant: methods_runs.training_gaps(best(variant), best("dense")) for variant in VARIANTS}
+    compared = {variant: points for variant, points in gaps.items() if points}
+    for axis, (variant, points) in zip(axes.flat, compared.items()):
+        _draw_band(axis, points, BLUE if variant in METHODS else GREY, variant, "-", "default")
         axis.axhline(0, color=MUTED, linestyle="--", linewidth=1.2)
         _shade_dense(axis, variant, "")
-        axis.set_title(title, fontsize=12.5)
+        axis.set_title(VARIANTS[variant], fontsize=12.5)
+    for axis in axes.flat[len(compared) :]:
+        axis.set_visible(False)
     axes[0, 0].locator_params(nbins=3)
     for axis in axes[2]:
         axis.set(xlabel="step")
