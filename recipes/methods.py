@@ -177,10 +177,11 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{name}: {result['eval_loss']:.4f} in {result['train_seconds']:.0f} s", flush=True)
                 stdlib_text.replace_file(args.results / f"{name}.json", json.dumps(result) + "\n")
                 progress.update()
-        for variant in variants:
-            if RATE_OF.get(variant, variant) != variant and not search(read_runs(args.results), variant):
-                print(f"{variant}: waits for the search of {RATE_OF[variant]}; run the same again when that is done")
     runs = read_runs(args.results)
+    if not args.report:
+        for variant in variants:
+            if variant in RATE_OF and not search(runs, variant):
+                print(f"{variant}: waits for the search of {RATE_OF[variant]}; run the same again when that is done")
     if not runs:
         raise UsageError(f"{args.results}: no runs; `make methods` makes them")
     page = args.results.parent / "methods.md"

@@ -33,8 +33,8 @@ class AutoSwitch:
     steps, so each batch moves it: without that, the statistic of a small run stayed between 0.15 and 0.2.
 
     The geometric mean of option II leaves out entries with v_t = v_{t-1} exactly. One dead entry would make it zero,
-    and so switch at `switch_after` whatever all others do. If every entry is dead, z_t is 1 - beta2. A paper's window
-    that is not full decides nothing; averages over few z let the first quiet steps decide.
+    and so switch at `switch_after` whatever all others do. If every entry is dead, z_t is 1 - beta2. Fewer z than
+    a full window decide nothing; averages over few would let the first quiet steps decide.
 
     In bfloat16 a variance cannot fall where 1 - beta2 is below 0.004, and looks settled: keep the weights in fp32.
 
