@@ -10,21 +10,22 @@ from .checkpoints.card import make_model_card
 from .checkpoints.export import export_model
 from .checkpoints.hub import push_to_hub
 from .config import Sparse24Config, describe_settings
-from .gated import fuse_gated_mlps, unfuse_gated_mlps
-from .inference import pack_model, unpack_model
-from .linear import Sparse24Conv1D, Sparse24Linear
+from .layers.gated import fuse_gated_mlps, unfuse_gated_mlps
+from .layers.linear import Sparse24Conv1D, Sparse24Linear
+from .layers.packed import PackedConv1D, PackedLinear
 from .methods import METHODS, SparseMethod, StepAdamW, register_method
 from .methods.step_adamw import step_param_groups
-from .packed import PackedConv1D, PackedLinear
-from .patching import patch_model, unpatch_model
+from .patching.packing import pack_model, unpack_model
+from .patching.report import PatchReport
+from .patching.surgery import patch_model, unpatch_model
+from .peft_hooks import register_tuners as _register_tuners
 from .pruning.oneshot import OneshotReport, oneshot
-from .report import PatchReport
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
 from .training.distillation import DistillationConfig
 from .training.trainer import Sparse24Trainer
-from .tuners import register_tuners as _register_tuners
 from .version import __version__
+from .weights.sparse_weight import sparse_weights
 
 _register_tuners()
 
@@ -53,6 +54,7 @@ __all__ = [
     "patch_model",
     "push_to_hub",
     "register_method",
+    "sparse_weights",
     "step_param_groups",
     "unfuse_gated_mlps",
     "unpack_model",

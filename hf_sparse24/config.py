@@ -11,14 +11,14 @@ from packaging.version import Version
 from sparse24_kernels import BACKENDS, Pattern
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .encodings import RunState
 from .html_tables import html_table
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
 from .module_names import check_module_names
-from .packed import PackedFormat
 from .progress import get_logger
 from .version import __version__
+from .weights.encodings import RunState
+from .weights.packed_weight import PackedFormat
 
 logger = get_logger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from .sharding import rank
+from .weights.sharding import rank
 
 SECONDS_BETWEEN_LINES = 60
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 from hf_sparse24 import export_model
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.tools.run_report import write_report
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 RECIPES = Path(__file__).resolve().parent
 

@@ -41,7 +41,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils.logging import tqdm
 
 from hf_sparse24 import Sparse24Controller, export_model, patch_model, step_param_groups
-from hf_sparse24.sharding import whole
+from hf_sparse24.weights.sharding import whole
 
 
 @dataclass

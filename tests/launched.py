@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 import train
 from running import leave
 
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 def digest(*tensors: torch.Tensor) -> str:

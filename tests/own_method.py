@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from hf_sparse24 import SparseMethod, register_method
-from hf_sparse24.encodings import Forms
-from hf_sparse24.gemms import Gemms
 from hf_sparse24.methods import StepContext
 from hf_sparse24.methods.schedule import to_steps
 from hf_sparse24.methods.settings import GemmSettings, PhaseSettings, is_length, is_non_negative, setting
-from hf_sparse24.sharding import whole
-from hf_sparse24.weight import SparseWeight, WeightView, first_of_each
+from hf_sparse24.weights.encodings import Forms
+from hf_sparse24.weights.gemms import Gemms
+from hf_sparse24.weights.sharding import whole
+from hf_sparse24.weights.sparse_weight import SparseWeight, WeightView, first_of_each
 
 ADAPTING = "adapting"
 TWICE_PRUNED = "twice-pruned"

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, step_param_groups, unpatch_model
-from hf_sparse24.sharding import whole
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sharding import whole
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks", "torch.distributed.fsdp", "torch.distributed.checkpoint"])

@@ -26,7 +26,7 @@ from transformers import utils
 from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model
 from hf_sparse24.checkpoints.export import FORMATS
 from hf_sparse24.tools.cli import main as hf_sparse24
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 ARCHITECTURES = [
     "gpt2",

@@ -24,9 +24,9 @@ from hf_sparse24 import (
     unpatch_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config
-from hf_sparse24.tuners.origin import _distance, fingerprint
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.peft_hooks.origin import _distance, fingerprint
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 peft = pytest.importorskip("peft")
 pytestmark = [

@@ -15,7 +15,7 @@ from torch import nn
 from hf_sparse24 import METHODS, Sparse24Config, patch_model
 from hf_sparse24.methods.settings import GRADIENT_ESTIMATORS, GemmSettings
 from hf_sparse24.tools import doctor
-from hf_sparse24.weight import SparseWeight, sparse_weights
+from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
 
 CPU = torch.device("cpu")
 OUT, IN = 48, 32

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config, set_phase
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
 

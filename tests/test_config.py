@@ -13,7 +13,7 @@ import torch
 import zoo
 
 from hf_sparse24 import METHODS, Sparse24Config, __version__, describe_settings, patch_model, unpatch_model
-from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.patching.surgery import patched_config, set_phase
 
 
 class Name(enum.StrEnum):

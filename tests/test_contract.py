@@ -24,9 +24,9 @@ from hf_sparse24 import (
 )
 from hf_sparse24.methods.settings import is_length, is_positive_length
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config
+from hf_sparse24.patching.surgery import patched_config
 from hf_sparse24.tools import doctor
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 STEPS = 12
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

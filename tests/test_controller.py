@@ -11,8 +11,8 @@ from torch import nn
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
 from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
-from hf_sparse24.patching import set_phase
-from hf_sparse24.weight import SparseWeight, layer_name, sparse_weights
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.weights.sparse_weight import SparseWeight, layer_name, sparse_weights
 
 
 def patched(method: str = "s-ste", name: str = "llama", lr: float = 1e-2, **arguments):

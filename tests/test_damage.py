@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 LAYER = "model.layers.0.mlp.up_proj"
 SCALES = {

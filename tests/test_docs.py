@@ -13,8 +13,8 @@ import zoo
 from safetensors import safe_open
 
 from hf_sparse24 import METHODS, export_model, patch_model
-from hf_sparse24.packed import PackedFormat
 from hf_sparse24.tools.cli import make_parser
+from hf_sparse24.weights.packed_weight import PackedFormat
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from hf_sparse24 import Sparse24Controller
-from hf_sparse24.encodings import Sample
-from hf_sparse24.patching import patched_config, set_phase
-from hf_sparse24.weight import SparseWeight, sparse_weights
+from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.weights.encodings import Sample
+from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
 EVALUATIONS = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -12,7 +12,7 @@ from test_checkpoint import patched
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import export_model
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 PAGE = Path(__file__).parent.parent / "docs/engines.md"
 _, SNIPPET = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)  # after the one that exports

@@ -25,11 +25,11 @@ from hf_sparse24 import (
     patch_model,
     unpatch_model,
 )
-from hf_sparse24.experts import SparseExperts, find_input_dim
+from hf_sparse24.layers.experts import SparseExperts, find_input_dim
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import set_phase
+from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.tools import doctor
-from hf_sparse24.weight import SparseWeight, sparse_weights
+from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
 
 EXPERTS = "model.layers.1.mlp.experts"
 OF_LAYERS = {"own"}  # multiplies by another weight in the backward pass, which only a layer can

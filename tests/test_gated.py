@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from zoo import batch, build
 
 from hf_sparse24 import Sparse24Config, patch_model, unpatch_model
-from hf_sparse24.gated import FusedGatedMLP, fuse_gated_mlps, unfuse_gated_mlps
+from hf_sparse24.layers.gated import FusedGatedMLP, fuse_gated_mlps, unfuse_gated_mlps
 
 KINDS = {
     "llama": "swiglu",

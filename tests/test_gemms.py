@@ -12,11 +12,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, patch_model
-from hf_sparse24.encodings import Wanted
-from hf_sparse24.gemms import MASTER, Gemm
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.weights.encodings import Wanted
+from hf_sparse24.weights.gemms import MASTER, Gemm
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 SOME = ["ste", "s-ste", "t-sr-ste"]  # one, two and three sparse GEMMs
 CPU = torch.device("cpu")

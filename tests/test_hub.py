@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model, push_to_hub, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.packed import packed_weights
-from hf_sparse24.patching import patched_config
+from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.weights.packed_weight import packed_weights
 
 # The client's own: it passes the files of Git LFS to its HTTP library in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")

@@ -13,7 +13,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import METHODS, Sparse24Config, Sparse24Conv1D, Sparse24Linear
-from hf_sparse24.encodings import Wanted
+from hf_sparse24.weights.encodings import Wanted
 
 METHOD_NAMES = sorted(name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24."))
 GRADIENTS = [("mvue", 2, 4, "exact"), ("mvue-approx", 2, 4, "approx"), ("mvue-1:2", 1, 2, "exact")]

@@ -11,7 +11,7 @@ from benchmarks import run as run_module
 from cslt import StandIn, counting_stand_in, stand_in  # noqa: F401 (fixtures)
 from gpu_run import CPU, LAYERS, SHAPES, FakeMachine, run, times, tiny, tuned  # noqa: F401 (fixtures)
 
-from hf_sparse24.weight import SparseWeight
+from hf_sparse24.weights.sparse_weight import SparseWeight
 from recipes.benchmarks import models, modules
 
 TINY_LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -60,7 +60,7 @@ def test_kept_operands_are_made_once_though_the_library_keeps_nothing(counting_s
     """As while a CUDA graph is captured, when no encoding is valid. MVUE's are made in every call."""
     encode, encoded = SparseWeight._encode, []
     monkeypatch.setattr(SparseWeight, "_encode", lambda self, *args: encoded.append(args) or encode(self, *args))
-    monkeypatch.setattr("hf_sparse24.encodings._may_be_kept", lambda *_: False)
+    monkeypatch.setattr("hf_sparse24.weights.encodings._may_be_kept", lambda *_: False)
     build = partial(modules.linear, 32, 48, True, CPU)
     x, grad = (torch.randn(16, n, dtype=torch.bfloat16) for n in (32, 48))
     results = {}

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.patching import patched_config
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 def mlp(method: str = "sr-ste", **settings) -> nn.ModuleList:
@@ -236,7 +236,7 @@ def test_the_last_flip_rate_is_there_after_resuming():
 
 def test_training_without_a_controller_says_so_once(monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("hf_sparse24.encodings.logger.warning", said.append)
+    monkeypatch.setattr("hf_sparse24.weights.encodings.logger.warning", said.append)
     model, x = mlp(), torch.randn(4, 8)
     model.eval()
     model[0](x)

@@ -36,9 +36,9 @@ from hf_sparse24 import (
     unpack_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.packed import buffer_names, packed_weights
-from hf_sparse24.patching import set_phase
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 HERE = os.path.dirname(__file__)
 
@@ -309,7 +309,7 @@ import torch, zoo, hf_sparse24
 from sharing import peak_of
 from transformers import AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, export_model, patch_model
-from hf_sparse24.packed import buffer_names, packed_weights
+from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
 
 torch.set_num_threads(1)
 directory = {directory!r}

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import export_model, pack_model, patch_model, unpack_model
-from hf_sparse24.packed import packed_weights
+from hf_sparse24.weights.packed_weight import packed_weights
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -115,7 +115,7 @@ FRESH = """
 import sys; sys.path.insert(0, {here!r})
 import torch, zoo, hf_sparse24
 from peft import AutoPeftModelForCausalLM
-from hf_sparse24.packed import packed_weights
+from hf_sparse24.weights.packed_weight import packed_weights
 torch.set_num_threads(1)
 model = AutoPeftModelForCausalLM.from_pretrained({adapter!r}).eval()
 assert packed_weights(model)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model
 from hf_sparse24.checkpoints.safetensors_file import header_hash
-from hf_sparse24.packed import PackedFormat, buffer_names
+from hf_sparse24.weights.packed_weight import PackedFormat, buffer_names
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 VALUES, INDICES = buffer_names(NAME)

@@ -8,8 +8,8 @@ import zoo
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.patching import patched_config
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 LLAVA = {
     "text_config": {"model_type": "llama", "vocab_size": zoo.VOCAB, **zoo.CAUSAL["llama"]},

@@ -12,7 +12,7 @@ import zoo
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's own, of every tuner

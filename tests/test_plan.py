@@ -19,7 +19,7 @@ from hf_sparse24.tools import costs, speed
 from hf_sparse24.tools.cli import main
 from hf_sparse24.tools.plan import plan_step
 from hf_sparse24.tools.sizes import Setting
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 T_SR_STE = {"method": "t-sr-ste", "mask_interval": 1, "target_modules": "all-linear", "dense_tail": 0}
 S_STE = {"method": "s-ste"}

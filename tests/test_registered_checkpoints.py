@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.patching.surgery import patched_config, set_phase
 from hf_sparse24.tools import cli
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -29,13 +29,13 @@ from hf_sparse24 import (
     step_param_groups,
     unpatch_model,
 )
-from hf_sparse24.encodings import RunState
-from hf_sparse24.gemms import MASTER
 from hf_sparse24.methods.settings import MethodSettings, setting
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config, set_phase
+from hf_sparse24.patching.surgery import patched_config, set_phase
 from hf_sparse24.tools import doctor
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.encodings import RunState
+from hf_sparse24.weights.gemms import MASTER
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 def patched(name: str = "llama", **settings):

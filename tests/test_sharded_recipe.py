@@ -15,7 +15,7 @@ import zoo
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_sparse24.tools.cli import main
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 ROOT = Path(__file__).parent.parent
 SIZES = {key: value for key, value in zoo.CAUSAL["llama"].items() if not key.endswith("token_id")}

@@ -20,9 +20,9 @@ from hf_sparse24 import (
     patch_model,
     unpatch_model,
 )
-from hf_sparse24.patching import patched_config
+from hf_sparse24.patching.surgery import patched_config
 from hf_sparse24.training.decay_search import DecayTuning, _probe
-from hf_sparse24.weight import sparse_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 def arguments(tmp_path, **overrides) -> TrainingArguments:

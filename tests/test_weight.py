@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching import patched_config, set_phase
-from hf_sparse24.weight import SparseWeight, sparse_weights
+from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
 
 EXPERTS, OUT, IN = 3, 16, 8
 every_layout = pytest.mark.parametrize("input_dim", [-1, -2])

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..linear import Sparse24Layer
-from ..packed import PackedLayer
+from ..layers.linear import Sparse24Layer
+from ..layers.packed import PackedLayer
 from .bypass import is_adapter
 from .masked import has_mask
 from .merging import Unmerged, adapters_in, keep_merges_sparse

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..weight import layer_name, sparse_weights
+from ..weights.sparse_weight import layer_name, sparse_weights
 
 
 def is_adapter(module: nn.Module) -> bool:

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..encodings import Wanted
-from ..gemms import PRUNED
-from ..linear import Sparse24Layer
+from ..layers.linear import Sparse24Layer
+from ..weights.encodings import Wanted
+from ..weights.gemms import PRUNED
 
 CHUNK = 2**22
 """Elements of D that exist at a time."""

@@ -17,10 +17,11 @@ import torch
 from sparse24_kernels import Packed
 from torch import Tensor, nn
 
-from ..gemms import PRUNED
-from ..linear import Sparse24Layer
-from ..packed import PackedLayer, PackedWeight, pack_exactly
-from ..weight import WeightView
+from ..layers.linear import Sparse24Layer
+from ..layers.packed import PackedLayer, pack_weight, unpack_weight
+from ..weights.gemms import PRUNED
+from ..weights.packed_weight import pack_exactly
+from ..weights.sparse_weight import WeightView
 from .bypass import is_adapter, is_masked
 from .masked import input_dim_of, is_pruned, out_in
 
@@ -43,7 +44,7 @@ class Unmerged:
         self.tensors: dict[str, Tensor] = {}
         self.packed = layer.packed24["weight"].packed if isinstance(layer, PackedLayer) else None
         if self.packed is not None:
-            layer.packed24["weight"].detach()
+            unpack_weight(layer.packed24["weight"])
         for name, parameter in layer._parameters.items():
             if parameter is not None and not (name == "weight" and self.packed is not None):
                 self.tensors[name] = parameter.data
@@ -94,9 +95,9 @@ class Unmerged:
     def _pack(self, packed: Packed) -> None:
         layer, device = self.layer, self.layer.weight.device
         if isinstance(layer, PackedLayer):
-            layer.packed24["weight"].detach()
+            unpack_weight(layer.packed24["weight"])
         dtype = layer.weight.dtype
-        PackedWeight.attach(
+        pack_weight(
             layer, "weight", input_dim_of(layer), Packed(packed.values.to(device, dtype), packed.indices.to(device))
         )
 

@@ -23,11 +23,11 @@ from transformers.modelcard import TASK_MAPPING
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
-from ..patching import patched_config
-from ..report import group_name, make_report, shown_count
-from ..targets import find_candidates
+from ..patching.report import group_name, make_report, shown_count
+from ..patching.surgery import patched_config
+from ..patching.targets import find_candidates
 from ..version import __version__
-from ..weight import first_of_each, layer_name, sparse_weights
+from ..weights.sparse_weight import first_of_each, layer_name, sparse_weights
 from .losses import Control, History, Logs, by_step, control_metrics, last_evaluation, plot_losses, some_rows
 
 Format = Literal["dense", "packed", "training"]

@@ -21,12 +21,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..adapters.merging import adapters_in, without_adapters
 from ..config import Sparse24Config
-from ..inference import check_packable
-from ..packed import PackedFormat
-from ..patching import unwrap
+from ..patching.packing import check_packable
+from ..patching.surgery import unwrap
 from ..progress import Progress, get_logger
-from ..sharding import is_sharded, local, rank
-from ..weight import sparse_weights, wrong_states
+from ..weights.packed_weight import PackedFormat
+from ..weights.sharding import is_sharded, local, rank
+from ..weights.sparse_weight import sparse_weights, wrong_states
 from .manifest import MANIFEST, Manifest, sparse_dim
 from .parts import Part, dense_parts, packed_parts
 from .replacing import CONFIG, replaced_model

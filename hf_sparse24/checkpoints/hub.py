@@ -20,10 +20,10 @@ from huggingface_hub.errors import (
 from transformers import PreTrainedModel
 
 from ..adapters.merging import adapters_in, without_adapters
-from ..patching import INSTANCE_METHODS, patched_config
-from ..sharding import is_sharded, rank
+from ..patching.surgery import INSTANCE_METHODS, patched_config
 from ..version import __version__
-from ..weight import sparse_weights
+from ..weights.sharding import is_sharded, rank
+from ..weights.sparse_weight import sparse_weights
 from .card import CARD, Format, check_arguments, write_model_card
 from .export import WEIGHT_FILES, export_model, unwrapped
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..metrics import is_nm_sparse
-from ..packed import PackedFormat, buffer_names, wrong_packed
+from ..weights.packed_weight import PackedFormat, buffer_names, wrong_packed
 from .replacing import CONFIG
 from .safetensors_file import DTYPES, file_hash
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..experts import find_input_dim, stacked_parameters
-from ..packed import PackedFormat, PackedWeight, buffer_names, packed_weight_name, packed_weights
+from ..layers.experts import find_input_dim, stacked_parameters
+from ..layers.packed import pack_weight
+from ..weights.packed_weight import PackedFormat, buffer_names, packed_weight_name, packed_weights
 from .safetensors_file import DTYPES, header_hash
 
 
@@ -68,7 +69,7 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
             raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
         values = torch.empty(*stack, out, inputs // 2, dtype=weight.dtype, device="meta")
         indices = torch.empty(*stack, out, inputs // 8, dtype=torch.uint8, device="meta")
-        PackedWeight.attach(module, attribute, input_dim, Packed(values, indices))
+        pack_weight(module, attribute, input_dim, Packed(values, indices))
         # Or Transformers would initialise its weight, which is unpacked for that, and lost.
         module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     if not packed_weights(model):

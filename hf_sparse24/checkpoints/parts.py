@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ..inference import is_packable, packed_form
-from ..packed import buffer_names
-from ..sharding import is_sharded, whole
-from ..weight import SparseWeight
+from ..patching.packing import is_packable, packed_form
+from ..weights.packed_weight import buffer_names
+from ..weights.sharding import is_sharded, whole
+from ..weights.sparse_weight import SparseWeight
 
 
 class Part(NamedTuple):

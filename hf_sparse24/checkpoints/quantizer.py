@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import Sparse24Config
-from ..inference import forget_quantizer, unpack_model
-from ..packed import PackedFormat, packed_weights
-from ..patching import patch_model, patched_config, reject_non_finite
-from ..sharding import is_sharded
-from ..weight import check_sharding, sparse_weights, wrong_states
+from ..patching.packing import forget_quantizer, unpack_model
+from ..patching.surgery import patch_model, patched_config, reject_non_finite
+from ..weights.packed_weight import PackedFormat, packed_weights
+from ..weights.sharding import is_sharded
+from ..weights.sparse_weight import check_sharding, sparse_weights, wrong_states
 from .packed import check_files, check_packed, make_packed, was_loaded
 
 register_quantization_config("sparse24")(Sparse24Config)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sharding import local, total
+from ..weights.sharding import local, total
 from .schedule import to_steps
 
 SWITCH_RULES = ("drift", "arithmetic", "geometric")

@@ -11,9 +11,9 @@ import torch
 from sparse24_kernels import Pattern
 from torch import Tensor
 
-from ..encodings import Forms
-from ..gemms import Gemms, standard_gemms
-from ..weight import SparseWeight, WeightView
+from ..weights.encodings import Forms
+from ..weights.gemms import Gemms, standard_gemms
+from ..weights.sparse_weight import SparseWeight, WeightView
 from .schedule import Schedule
 from .settings import RESERVED, GemmSettings, MethodSettings, PhaseSettings, shown
 

@@ -13,8 +13,8 @@ import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..sharding import local, local_gradient
-from ..weight import SparseWeight, first_of_each
+from ..weights.sharding import local, local_gradient
+from ..weights.sparse_weight import SparseWeight, first_of_each
 from .base import SparseMethod, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
 

@@ -18,8 +18,8 @@ import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..encodings import Forms
-from ..weight import WeightView
+from ..weights.encodings import Forms
+from ..weights.sparse_weight import WeightView
 from .base import SparseMethod, register_method
 from .settings import GemmSettings, PhaseSettings
 

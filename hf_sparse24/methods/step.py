@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..weight import SparseWeight
+from ..weights.sparse_weight import SparseWeight
 from .auto_switch import SWITCH_RULES
 from .base import register_method
 from .schedule import Schedule

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from transformers.trainer_pt_utils import get_parameter_names
 
-from ..sharding import local, local_gradient
-from ..weight import sparse_weights
+from ..weights.sharding import local, local_gradient
+from ..weights.sparse_weight import sparse_weights
 from .auto_switch import AutoSwitch
 
 # What Transformers' Trainer does not decay, next to everything in an nn.LayerNorm.

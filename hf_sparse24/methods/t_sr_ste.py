@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import sparse24_kernels as kernels
 from torch import Tensor
 
-from ..weight import WeightView
+from ..weights.sparse_weight import WeightView
 from .base import register_method
 from .fixed_mask import KeptMaskMethod
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings

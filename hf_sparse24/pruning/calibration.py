@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..progress import Progress
-from ..weight import SparseWeight, layer_name
+from ..weights.sparse_weight import SparseWeight, layer_name
 from . import layerwise
 from .replay import Batch, Course, Effect, Replay, warn_of_whole_passes
 

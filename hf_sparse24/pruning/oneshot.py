@@ -18,10 +18,10 @@ from ..config import Sparse24Config
 from ..html_tables import html_table
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import kept_magnitude
-from ..patching import patch_model, patched_config, set_phase, unpatch_model
+from ..patching.report import PatchReport, group_name
+from ..patching.surgery import patch_model, patched_config, set_phase, unpatch_model
 from ..progress import Progress, get_logger
-from ..report import PatchReport, group_name
-from ..weight import SparseWeight, check_whole, layer_name, sparse_weights
+from ..weights.sparse_weight import SparseWeight, check_whole, layer_name, sparse_weights
 from . import layerwise
 from .calibration import Gram, Sample, calibrate, check_batch, matrix
 

@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from ..checkpoints.export import FORMATS, export_model
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
-from ..packed import buffer_names
+from ..patching.report import group_name, shown_count
 from ..progress import Progress, duration
-from ..report import group_name, shown_count
-from ..weight import sparse_weights
+from ..weights.packed_weight import buffer_names
+from ..weights.sparse_weight import sparse_weights
 from .models import model_class
 from .tables import print_table
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..config import Sparse24Config
 from ..methods import DEFAULT_METHOD, METHODS
-from ..patching import patch_model
+from ..patching.surgery import patch_model
 from ..progress import Progress, count
 from ..version import __version__
 from . import checkpoints, doctor, run_report

@@ -15,7 +15,7 @@ from sparse24_kernels.gemm.layout import compressor
 from torch import Tensor, nn
 
 from ..version import __version__
-from ..weight import SparseWeight, sparse_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 
 
 def versions() -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..methods import SparseMethod
 from ..methods.masked_decay import MaskedDecayMethod
-from ..weight import SparseWeight, sparse_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from . import costs, speed
 from .costs import Collective, Leaf
 from .sizes import Part, Setting, attention_width, boundaries, buffer_bytes, check_tp, leaves, parts, split_state_bytes

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from ..weight import sparse_weights
+from ..weights.sparse_weight import sparse_weights
 from . import costs, speed
 from .plan import Plan
 from .sizes import leaves

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..weight import SparseWeight, sparse_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from .costs import TP_STYLES, Boundary, Leaf
 
 PARALLEL = ("ddp", "fsdp2", "tp")

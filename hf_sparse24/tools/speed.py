@@ -13,9 +13,9 @@ import torch
 from sparse24_kernels import GemmProblem
 from sparse24_kernels.gemm import autotune, cusparselt
 
-from ..gemms import PRUNED, Gemm
 from ..methods.masked_decay import MaskedDecayMethod
-from ..weight import SparseWeight
+from ..weights.gemms import PRUNED, Gemm
+from ..weights.sparse_weight import SparseWeight
 from .costs import MASTER_BYTES
 from .sizes import Setting
 

@@ -8,8 +8,8 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from ..config import Sparse24Config
-from ..packed import packed_weights
-from ..patching import patched_config
+from ..patching.surgery import patched_config
+from ..weights.packed_weight import packed_weights
 from . import reference
 from .controller import Sparse24Controller
 from .resume import check_resumed, restore

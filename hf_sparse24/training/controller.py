@@ -14,10 +14,10 @@ from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
 from ..methods import StepContext
-from ..patching import adopt, set_phase, unwrap
+from ..patching.surgery import adopt, set_phase, unwrap
 from ..progress import get_logger
-from ..sharding import local, rank, total
-from ..weight import SparseWeight, first_of_each, layer_name, sparse_weights
+from ..weights.sharding import local, rank, total
+from ..weights.sparse_weight import SparseWeight, first_of_each, layer_name, sparse_weights
 from .optimizers import check_optimizer, followed, groups_of_weights, unscale
 from .random_streams import RandomStreams
 from .ranks import check_ranks_agree
@@ -34,7 +34,7 @@ class Sparse24Controller:
     as accelerate skips it while gradients accumulate, or a GradScaler when they overflow, is none here.
 
     Pruned weights are kept from one step to the next, for all micro-batches in between. Code that writes weights there
-    through `.data` must call `weight.clear_encodings()` on `hf_sparse24.weight.sparse_weights(model).values()`.
+    through `.data` must call `weight.clear_encodings()` on `hf_sparse24.sparse_weights(model).values()`.
 
     To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
     controller, in this order. A new controller takes a model over from its earlier one.

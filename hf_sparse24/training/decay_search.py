@@ -21,9 +21,9 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from ..html_tables import html_table
 from ..methods.masked_decay import AUTO
-from ..patching import patched_config, set_phase
+from ..patching.surgery import patched_config, set_phase
 from ..progress import Progress, get_logger
-from ..weight import sparse_weights
+from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
 
 logger = get_logger(__name__)

@@ -6,9 +6,9 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from ..patching import patched_config
+from ..patching.surgery import patched_config
 from ..progress import get_logger
-from ..weight import sparse_weights
+from ..weights.sparse_weight import sparse_weights
 from .zero import check_method
 
 logger = get_logger(__name__)

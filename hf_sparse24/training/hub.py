@@ -38,7 +38,7 @@ from ..checkpoints.hub import (
     write_model,
 )
 from ..checkpoints.losses import Control
-from ..patching import patched_config
+from ..patching.surgery import patched_config
 from ..progress import get_logger
 from .decay_search import model_of
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from ..methods import SparseMethod
-from ..sharding import is_sharded
-from ..weight import SparseWeight, check_sharding
+from ..weights.sharding import is_sharded
+from ..weights.sparse_weight import SparseWeight, check_sharding
 from .zero import ZeroOptimizer, is_deepspeed
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..sharding import compute_device
-from ..weight import SparseWeight
+from ..weights.sharding import compute_device
+from ..weights.sparse_weight import SparseWeight
 
 
 class RandomStreams:

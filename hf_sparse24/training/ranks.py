@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..sharding import is_sharded
-from ..weight import SparseWeight
+from ..weights.sharding import is_sharded
+from ..weights.sparse_weight import SparseWeight
 
 
 def check_ranks_agree(weights: dict[str, SparseWeight], settings: dict[str, Any]) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..inference import unpack_model
-from ..packed import packed_weights
-from ..patching import patched_config, set_phase, unpatch_model
+from ..patching.packing import unpack_model
+from ..patching.surgery import patched_config, set_phase, unpatch_model
 from ..progress import get_logger
-from ..weight import sparse_weights
+from ..weights.packed_weight import packed_weights
+from ..weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
 

@@ -28,10 +28,10 @@ import torch
 from transformers.trainer_callback import TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..patching import patched_config
+from ..patching.surgery import patched_config
 from ..progress import get_logger
 from ..version import __version__
-from ..weight import first_of_each, layer_name
+from ..weights.sparse_weight import first_of_each, layer_name
 from .controller import Sparse24Controller
 
 try:

@@ -14,10 +14,10 @@ from transformers.training_args import OptimizerNames
 
 from ..config import Sparse24Config
 from ..methods.step_adamw import step_param_groups
-from ..packed import packed_weights
-from ..patching import patch_model, patched_config
+from ..patching.report import PatchReport
+from ..patching.surgery import patch_model, patched_config
 from ..progress import get_logger
-from ..report import PatchReport
+from ..weights.packed_weight import packed_weights
 from .callback import Sparse24Callback
 from .decay_search import (
     CANDIDATES,

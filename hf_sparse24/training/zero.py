@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..methods import SparseMethod
-from ..weight import SparseWeight, first_of_each
+from ..weights.sparse_weight import SparseWeight, first_of_each
 
 _ZERO_1_AND_2 = "DeepSpeedZeroOptimizer"
 

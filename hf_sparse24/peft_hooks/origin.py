@@ -29,10 +29,10 @@ from transformers import PreTrainedConfig
 
 from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
-from ..packed import PackedWeight, packed_weights
-from ..patching import patch_model, patched_config, set_phase, unpatch_model
+from ..patching.surgery import patch_model, patched_config, set_phase, unpatch_model
 from ..progress import get_logger
-from ..weight import SparseWeight, sparse_weights
+from ..weights.packed_weight import PackedWeight, packed_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 
 logger = get_logger(__name__)
 

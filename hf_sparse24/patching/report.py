@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .config import Sparse24Config
-from .html_tables import html_table
+from ..config import Sparse24Config
+from ..html_tables import html_table
 from .targets import Candidate
 
 

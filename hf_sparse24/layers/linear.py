@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from .config import Sparse24Config
-from .encodings import Wanted
-from .gemms import PRUNED, Gemm
+from ..config import Sparse24Config
+from ..weights.encodings import Wanted
+from ..weights.gemms import PRUNED, Gemm
+from ..weights.sparse_weight import SparseWeight
 from .sparse_module import SparseModule
-from .weight import SparseWeight
 
 
 class _SparseLinearFunction(torch.autograd.Function):

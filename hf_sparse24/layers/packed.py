@@ -3,13 +3,11 @@
 A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
 `sparse24_kernels.Packed`), in the place of the Parameter `weight`, which is a property now: it unpacks a dense copy at
 every read. So a packed layer computes, lets gradients through to its input, and does not train.
-`hf_sparse24.inference` packs and unpacks models.
+`hf_sparse24.patching.packing` packs and unpacks models.
 """
 
-import re
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
@@ -18,95 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-
-@dataclass(frozen=True)
-class PackedFormat:
-    """What `config.json` says of a packed model; docs/packed_format.md has the format.
-
-    Attributes:
-        weights: names of the packed weights, as in the dense model's `state_dict`.
-        files: sha256 of each file's header by the file's name, empty where nobody wrote them down. A header has the
-            name, dtype, shape and place of every tensor, and a number that all files of one export have in common.
-        version: of the format.
-    """
-
-    weights: tuple[str, ...]
-    files: dict[str, str]
-    version: int = 1
-
-    LATEST: ClassVar[int] = 1
-
-    @classmethod
-    def from_dict(cls, values: Any) -> "PackedFormat":
-        """Read what `to_dict` wrote.
-
-        Raises:
-            ValueError: with the key, its value and what is allowed.
-        """
-        if not isinstance(values, dict):
-            raise ValueError(f"packed={values!r}: must be a dict")
-        version, weights, files = (values.get(key) for key in ("version", "weights", "files"))
-        if type(version) is not int or not 1 <= version <= cls.LATEST:
-            raise ValueError(f"packed.version={version!r}: this version of hf_sparse24 reads 1 to {cls.LATEST}")
-        if not isinstance(weights, list) or not weights or not all(isinstance(name, str) for name in weights):
-            raise ValueError("packed.weights must be a non-empty list of names")
-        if not isinstance(files, dict) or not all(isinstance(text, str) for text in (*files, *files.values())):
-            raise ValueError("packed.files must be a dict from the names of files to the sha256 of their headers")
-        return cls(tuple(weights), files, version)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "weights": list(self.weights), "files": self.files}
-
-
-class PackedWeight:
-    """One packed weight. `attach` makes one; `packed_weights(model)` finds them.
-
-    Attributes:
-        module, name: the dense weight is `getattr(module, name)`, unpacked at every read.
-        input_dim: which of its dimensions is the input dimension, -1 or -2.
-    """
-
-    def __init__(self, module: nn.Module, name: str, input_dim: int):
-        self.module, self.name, self.input_dim = module, name, input_dim
-
-    @classmethod
-    def attach(cls, module: nn.Module, name: str, input_dim: int, packed: Packed) -> None:
-        """Put `packed`, values `[..., out, in / 2]` and indices `[..., out, in / 8]`, in the place of a Parameter."""
-        module.__dict__.setdefault("dense_class", type(module))
-        module.__dict__.setdefault("packed24", {})[name] = weight = cls(module, name, input_dim)
-        del module._parameters[name]
-        for key, tensor in zip(weight.buffer_names, packed):
-            module.register_buffer(key, tensor)
-        _choose_class(module)
-
-    def detach(self) -> None:
-        """Undo `attach`: the Parameter is the dense weight, with its zeros."""
-        module, dense = self.module, nn.Parameter(self.dense().contiguous())
-        for key in self.buffer_names:
-            del module._buffers[key]
-        del module.__dict__["packed24"][self.name]
-        _choose_class(module)
-        others = dict(module._parameters)
-        module._parameters.clear()
-        module._parameters.update({self.name: dense} | others)  # in the order in which optimizers count
-
-    @property
-    def buffer_names(self) -> tuple[str, str]:
-        return buffer_names(self.name)
-
-    @property
-    def packed(self) -> Packed:
-        return Packed(*(getattr(self.module, key) for key in self.buffer_names))
-
-    @torch.no_grad()
-    def dense(self) -> Tensor:
-        """A copy of the weight with its zeros, in the layout that the Parameter had."""
-        weight = kernels.unpack_nm(self.packed)
-        return weight if self.input_dim == -1 else weight.transpose(-1, -2)
-
-    def wrong(self) -> str | None:
-        """What is wrong with the two buffers, where packing cannot have made them."""
-        return None if self.packed.values.is_meta else wrong_packed(self.packed)
+from ..weights.packed_weight import PackedWeight
 
 
 class _PackedLinearFunction(torch.autograd.Function):
@@ -132,6 +42,28 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
         # How a weight lies in memory decides in which order a CPU sums. This is how Conv1D's lies, for the same bits.
         return nn.functional.linear(x, kernels.unpack_nm(packed).t().contiguous().t(), bias)
     return kernels.packed_linear(x, packed, bias)
+
+
+def pack_weight(module: nn.Module, name: str, input_dim: int, packed: Packed) -> None:
+    """Put `packed`, values `[..., out, in / 2]` and indices `[..., out, in / 8]`, in place of the Parameter `name`."""
+    module.__dict__.setdefault("dense_class", type(module))
+    module.__dict__.setdefault("packed24", {})[name] = weight = PackedWeight(module, name, input_dim)
+    del module._parameters[name]
+    for key, tensor in zip(weight.buffer_names, packed):
+        module.register_buffer(key, tensor)
+    _choose_class(module)
+
+
+def unpack_weight(weight: PackedWeight) -> None:
+    """Undo `pack_weight`: the Parameter is the dense weight, with its zeros."""
+    module, dense = weight.module, nn.Parameter(weight.dense().contiguous())
+    for key in weight.buffer_names:
+        del module._buffers[key]
+    del module.__dict__["packed24"][weight.name]
+    _choose_class(module)
+    others = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({weight.name: dense} | others)  # in the order in which optimizers count
 
 
 class PackedModule(nn.Module):
@@ -251,45 +183,3 @@ def _choose_class(module: nn.Module) -> None:
     else:
         module.__dict__.setdefault("unpacked", [])
         module.__class__ = _experts_class(dense_class, tuple(packed))
-
-
-def buffer_names(name: str) -> tuple[str, str]:
-    """What the values and the indices of a packed weight are called, in its module or, by its whole name, in a file."""
-    path, dot, name = name.rpartition(".")
-    # Transformers renames or splits what begins like the weights of some architectures, so these begin differently.
-    return f"{path}{dot}packed_{name}_values", f"{path}{dot}packed_{name}_indices"
-
-
-def packed_weight_name(buffer: str) -> str | None:
-    """The weight that a tensor in a checkpoint is the values or the indices of, by its name; None of any other."""
-    match = re.fullmatch(r"(.*\.)?packed_(.+)_(values|indices)", buffer)
-    return None if match is None else f"{match[1] or ''}{match[2]}"
-
-
-def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights of `model` by the dense weight's name, in module order; shared modules count once."""
-    return {
-        f"{prefix}.{name}" if prefix else name: weight
-        for prefix, module in model.named_modules()
-        for name, weight in module.__dict__.get("packed24", {}).items()
-    }
-
-
-def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:
-    """A matrix, or a stack of them, in packed form; None where that would lose something."""
-    weight = weight if input_dim == -1 else weight.transpose(-1, -2)
-    packed = kernels.pack_nm(weight)
-    return packed if torch.equal(kernels.unpack_nm(packed), weight) else None
-
-
-def wrong_packed(packed: Packed) -> str | None:
-    """What is wrong with values `[..., out, in / 2]` and indices `[..., out, in / 8]` that were read from a file."""
-    values, indices = packed
-    fits = (*values.shape[:-1], values.shape[-1] // 4) == tuple(indices.shape) and not values.shape[-1] % 4
-    if not (fits and values.is_floating_point() and indices.dtype == torch.uint8):
-        return f"values are {values.dtype} {tuple(values.shape)}, indices {indices.dtype} {tuple(indices.shape)}"
-    # Within four, the lower element comes first: two of them at one place would overwrite each other.
-    if not all(bool(((group & 3) < (group >> 2)).all()) for group in (indices & 15, indices >> 4)):
-        return "its indices are not in ascending order"
-    ends = torch.stack(torch.aminmax(values)) if values.numel() else values
-    return None if bool(ends.isfinite().all()) else "NaN or inf in its values"

@@ -25,7 +25,7 @@ import torch
 from sparse24_kernels import Compression
 from torch import Tensor, nn
 
-from .progress import get_logger
+from ..progress import get_logger
 
 logger = get_logger(__name__)
 

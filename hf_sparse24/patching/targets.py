@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from .adapters import bypasses_layer, is_adapter
-from .config import Sparse24Config
-from .experts import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
-from .module_names import TARGET_GROUPS, ModuleNames, ends_with
-from .sparse_module import SparseModule
-from .weight import layer_name
+from ..adapters import bypasses_layer, is_adapter
+from ..config import Sparse24Config
+from ..layers.experts import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
+from ..layers.sparse_module import SparseModule
+from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
+from ..weights.sparse_weight import layer_name
 
 # What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)

@@ -17,9 +17,9 @@ from torch import nn
 from ..adapters import check_adapters
 from ..adapters.attaching import attaching
 from ..adapters.merging import check_mergeable
-from ..packed import packed_weights
-from ..patching import adopt
-from ..weight import sparse_weights
+from ..patching.surgery import adopt
+from ..weights.packed_weight import packed_weights
+from ..weights.sparse_weight import sparse_weights
 from .origin import check_origin, record_origin
 
 

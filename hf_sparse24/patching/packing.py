@@ -6,11 +6,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from .adapters.merging import check_unmerged
-from .config import Sparse24Config
-from .packed import PackedFormat, PackedWeight, pack_exactly, packed_weights
-from .patching import outermost, patched_config, release, restore
-from .weight import SparseWeight, sparse_weights
+from ..adapters.merging import check_unmerged
+from ..config import Sparse24Config
+from ..layers.packed import pack_weight, unpack_weight
+from ..weights.packed_weight import PackedFormat, pack_exactly, packed_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
+from .surgery import outermost, patched_config, release, restore
 
 
 @torch.no_grad()
@@ -58,7 +59,7 @@ def pack_model(model: nn.Module) -> int:
             restore(weight, result)
         for weight, form in chosen:
             if form is not None:
-                PackedWeight.attach(weight.module, weight.name, weight.input_dim, form)
+                pack_weight(weight.module, weight.name, weight.input_dim, form)
 
     release(model, weights, convert)
     for inner in outermost(model):
@@ -85,7 +86,7 @@ def unpack_model(model: nn.Module) -> nn.Module:
         raise ValueError("the model is not packed; there is nothing to undo")
     check_unmerged(model)
     for weight in weights.values():
-        weight.detach()
+        unpack_weight(weight)
     for inner in outermost(model):
         forget_quantizer(inner)
         inner.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on

@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import Sparse24Config
-from .methods import SparseMethod
+from ..config import Sparse24Config
+from ..methods import SparseMethod
+from ..weights.sparse_weight import SparseWeight
 from .sparse_module import SparseModule
-from .weight import SparseWeight
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -13,16 +13,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 
-from .adapters.attaching import attach_adapters
-from .adapters.merging import check_unmerged
-from .config import Sparse24Config
-from .experts import SparseExperts
-from .linear import Sparse24Conv1D, Sparse24Linear
+from ..adapters.attaching import attach_adapters
+from ..adapters.merging import check_unmerged
+from ..config import Sparse24Config
+from ..layers.experts import SparseExperts
+from ..layers.linear import Sparse24Conv1D, Sparse24Linear
+from ..layers.sparse_module import SparseModule
+from ..weights.sharding import is_sharded, local, total
+from ..weights.sparse_weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
 from .report import PatchReport, make_report
-from .sharding import is_sharded, local, total
-from .sparse_module import SparseModule
 from .targets import find_candidates
-from .weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
 _WRAPPERS = {

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from . import sharding
 from .encodings import Encodings, Forms, RunState, Wanted
 from .gemms import MASTER, PRUNED
-from .weight_view import WeightConfig, WeightMethod, WeightView
+from .view import WeightConfig, WeightMethod, WeightView
 
 _OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
 """Forms of a weight `[out, in]` by the forms of its transpose, as which it may be stored."""
@@ -376,7 +376,7 @@ class SparseWeight:
         if not self.state_is_ready:
             raise RuntimeError(
                 "this layer was patched on the meta device and has no state yet; load a checkpoint into the model, or "
-                "call init_state() on each of hf_sparse24.weight.sparse_weights(model).values() once they have weights"
+                "call init_state() on each of hf_sparse24.sparse_weights(model).values() once they have weights"
             )
 
     # Copies.

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from . import sharding
-from .weight import SparseWeight
+from ..weights import sharding
+from ..weights.sparse_weight import SparseWeight
 
 
 class SparseModule(nn.Module):
