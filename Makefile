@@ -25,7 +25,7 @@ coverage: .venv/.test-installed
 # The oldest versions that setup.cfg allows, after a change of one: some tests in a venv of their own, and a record that
 # `make test` compares. LOWER_BOUNDS_ARGS='torch==2.13.0+cpu' takes another version of torch.
 lower-bounds: .venv/.test-installed
-	$(BIN)/python tests/lower_bounds.py $(LOWER_BOUNDS_ARGS)
+	$(BIN)/python tests/support/lower_bounds.py $(LOWER_BOUNDS_ARGS)
 
 # Every method on a small Llama, its learning rate searched, three seeds: the runs that recipes/results/methods/ lacks
 # (from nothing some 50, each several minutes of one core), then the page.
@@ -69,7 +69,7 @@ dist: .venv/.release-installed
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/python tests/try_wheel.py dist/*.whl
+	$(BIN)/python tests/support/try_wheel.py dist/*.whl
 
 clean:
 	rm -rf .venv runs build dist *.egg-info

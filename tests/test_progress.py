@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from paths import ROOT
 from transformers.utils import logging
 
 import hf_sparse24
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, progress
 from hf_sparse24.progress import Progress, count, duration, is_watched
-
-ROOT = Path(__file__).parent.parent
 
 
 class Terminal(io.StringIO):

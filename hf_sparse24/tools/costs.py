@@ -1,7 +1,7 @@
 """What a training step holds and moves, in bytes, as pure functions of sizes.
 
 `plan.py` reads the sizes from a model. What is exact here is compared with what processes hold and move by
-`tests/test_plan.py`; what is an assumption says so, and `hf-sparse24 plan` prints it.
+`tests/tools/test_plan.py`; what is an assumption says so, and `hf-sparse24 plan` prints it.
 """
 
 import math

@@ -1,0 +1,192 @@
+"""Adapters on a packed base: they do what they do on the sparse one, and merge into packed weights."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from paths import SUPPORT
+from test_masked_lora import TARGETS, adapted, logits, lora, patched
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import export_model, pack_model, patch_model, unpack_model
+from hf_sparse24.weights.packed_weight import packed_weights
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "rslora": {"use_rslora": True},
+}
+
+
+def packed(base: str, method: str = "s-ste") -> nn.Module:
+    model = patched(base, method)
+    pack_model(model)
+    return model
+
+
+def adapted_packed(base: str, method: str = "s-ste", **changes) -> nn.Module:
+    torch.manual_seed(1)
+    return peft.get_peft_model(packed(base, method), lora(base, **changes)).eval()
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("base", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_as_on_the_sparse_base(base, kind):
+    expected, model = adapted(base, **KINDS[kind]), adapted_packed(base, **KINDS[kind])
+    assert trained(model).keys() == trained(expected).keys()
+    torch.testing.assert_close(logits(model), logits(expected))
+    for each in (expected, model):
+        each(**zoo.batch()).loss.backward()
+    for name, parameter in trained(model).items():
+        torch.testing.assert_close(parameter.grad, trained(expected)[name].grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging(base, kind):
+    model = adapted_packed(base, **KINDS[kind])
+    before, computed = {name: x.clone() for name, x in model.state_dict().items()}, logits(model)
+    model.merge_adapter()
+    changed = [name for name, x in model.state_dict().items() if not torch.equal(x, before[name])]
+    assert changed and all(name.endswith("packed_weight_values") for name in changed)
+    torch.testing.assert_close(logits(model), computed, atol=2e-6, rtol=1e-5)
+    model.unmerge_adapter()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    merged = model.merge_and_unload()
+    assert len(packed_weights(merged)) == len(TARGETS[base]) + (base == "llama")
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)
+    unpack_model(merged)
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)
+
+
+def test_a_merge_that_is_not_sparse_is_refused():
+    model = packed("llama")
+    arguments = {"target_modules": TARGETS["llama"], "task_type": "CAUSAL_LM", "init_weights": False}
+    model = peft.get_peft_model(model, peft.LoHaConfig(**arguments)).eval()
+    before = logits(model)
+    with pytest.raises(ValueError, match="would change what the model computes"):
+        model.merge_and_unload()
+    assert torch.equal(logits(model), before) and packed_weights(model)
+
+
+@pytest.mark.parametrize("saved", ["down_proj", "mlp"])
+def test_modules_to_save_that_are_packed_are_refused(saved):
+    model = packed("llama")
+    config = lora(target_modules=["q_proj"], modules_to_save=[saved])
+    with pytest.raises(ValueError, match=r"names model\.layers\.0\.mlp.* packed .* unpack_model\(model\) first"):
+        peft.get_peft_model(model, config)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not hasattr(model.model.layers[0].self_attn.q_proj, "lora_A")
+    unpack_model(model)
+    assert any("modules_to_save" in name for name in trained(peft.get_peft_model(model, config)))
+    peft.get_peft_model(packed("llama"), lora(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
+def test_an_adapter_goes_from_one_form_of_its_base_to_another(method, tmp_path):
+    model = adapted("llama", method)
+    base = model.get_base_model()
+    computed = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    model.unload()
+    for format in ("dense", "packed"):
+        export_model(base, tmp_path / format, format)
+    onto_packed = packed("llama", method)
+    loaded = peft.PeftModel.from_pretrained(onto_packed, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(loaded), computed)
+    other = zoo.build("llama", seed=3, num_hidden_layers=1)
+    patch_model(other)
+    pack_model(other)
+    with pytest.raises(ValueError, match="trained on other sparse weights"):
+        peft.PeftModel.from_pretrained(other, tmp_path / "adapter")
+
+
+FRESH = """
+import sys; sys.path.insert(0, {here!r})
+import torch, zoo, hf_sparse24
+from peft import AutoPeftModelForCausalLM
+from hf_sparse24.weights.packed_weight import packed_weights
+torch.set_num_threads(1)
+model = AutoPeftModelForCausalLM.from_pretrained({adapter!r}).eval()
+assert packed_weights(model)
+with torch.no_grad():
+    torch.testing.assert_close(model(**zoo.batch()).logits, torch.load({logits!r}))
+merged = model.merge_and_unload()
+assert packed_weights(merged)
+"""
+
+
+def test_a_fresh_process_finds_the_packed_base(tmp_path):
+    export_model(patched(), tmp_path / "base", "packed")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, lora()).eval()
+    torch.save(logits(model), tmp_path / "logits.pt")
+    model.save_pretrained(tmp_path / "adapter")
+    here = str(SUPPORT)
+    code = FRESH.format(here=here, adapter=str(tmp_path / "adapter"), logits=str(tmp_path / "logits.pt"))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_training_around_a_packed_base(tmp_path):
+    """With our Trainer, also from a checkpoint; there is no sparsity to run."""
+    from transformers import TrainingArguments
+
+    from hf_sparse24 import Sparse24Trainer
+
+    data = [{key: value[0] for key, value in zoo.batch().items()}] * 8
+    results = []
+    for stop in (None, 2):
+        arguments = TrainingArguments(
+            str(tmp_path / str(stop)),
+            max_steps=4,
+            save_steps=2,
+            learning_rate=1e-2,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Sparse24Trainer(adapted_packed("llama"), arguments, train_dataset=data)
+        trainer.train()
+        if stop is not None:
+            trainer = Sparse24Trainer(adapted_packed("llama"), arguments, train_dataset=data)
+            trainer.train(resume_from_checkpoint=str(tmp_path / str(stop) / "checkpoint-2"))
+        results.append(logits(trainer.model.eval()))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], logits(adapted_packed("llama")))
+
+
+def test_what_a_packed_layer_returns_can_be_changed_in_place():
+    model = packed("gpt2")
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    layer = next(iter(packed_weights(model).values())).module
+    output = layer(x)
+    output *= 2
+    output.sum().backward()
+    assert x.grad is not None
+
+
+def test_packing_below_adapters(tmp_path):
+    model = adapted("llama")
+    computed = logits(model)
+    pack_model(model)
+    torch.testing.assert_close(logits(model), computed)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert packed_weights(loaded).keys() == packed_weights(merged).keys()
+    torch.testing.assert_close(logits(loaded), computed, atol=2e-6, rtol=1e-5)
+    unpack_model(merged)
+    torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)

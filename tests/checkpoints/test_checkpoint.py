@@ -1,0 +1,256 @@
+"""save_pretrained and from_pretrained: fresh processes, shards, dtypes, damage."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from paths import SUPPORT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.weights.sparse_weight import sparse_weights
+
+FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
+
+
+def patched(name: str = "llama", method: str = "s-ste", **overrides) -> PreTrainedModel:
+    model = zoo.build(name, **overrides)
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear"))
+    return model.eval()
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**zoo.batch()).logits
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_round_trip_of_every_architecture(name, method, tmp_path):
+    model = patched(name, method)
+    if method == "t-sr-ste":  # a mask that the weights alone do not give back
+        for weight in sparse_weights(model).values():
+            bits = weight.state["mask_bits"]
+            bits.copy_(bits.flip(0).flip(1) if bits.shape[1] == 1 else bits)
+    expected = logits(model)
+    for what in ("save", "export"):
+        model.save_pretrained(tmp_path / what) if what == "save" else export_model(model, tmp_path / what)
+        loaded, loading = zoo.auto_class(name).from_pretrained(tmp_path / what, output_loading_info=True)
+        assert not any(loading.values())
+        assert torch.equal(logits(loaded), expected)
+        assert bool(sparse_weights(loaded)) == (what == "save")
+
+
+def test_fresh_process(tmp_path):
+    """Nothing but `import hf_sparse24` and `from_pretrained`; the model trains on and generates."""
+    model = patched(method="t-sr-ste")
+    torch.save(logits(model), tmp_path / "logits.pt")
+    model.save_pretrained(tmp_path)
+    code = f"""
+import sys; sys.path.insert(0, {str(SUPPORT)!r})
+import torch, zoo, hf_sparse24
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+assert not torch.cuda.is_initialized()
+with torch.no_grad():
+    assert torch.equal(model(**zoo.batch()).logits, torch.load({str(tmp_path / "logits.pt")!r}))
+assert model.generate(zoo.batch()["input_ids"], max_new_tokens=4, do_sample=False).shape == (2, 16)
+model.train()(**zoo.batch()).loss.backward()
+assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+print("same logits")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "same logits" in run.stdout
+
+
+def test_shards(tmp_path):
+    model = patched()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_an_ordinary_model_comes_back(tmp_path):
+    model = patched("bert")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert not loaded.is_quantized and not hasattr(loaded, "hf_quantizer")
+    assert not hasattr(loaded.config, "_is_quantized")
+    assert loaded.config.quantization_config is patched_config(loaded)  # so that what is saved follows the phase
+    assert torch.equal(logits(unpatch_model(loaded)), logits(model))
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert again.half().dtype == torch.float16 and again.float().dtype == torch.float32
+
+
+def test_config_json_says_what_the_model_is(tmp_path):
+    model = patched(method="t-sr-ste")
+    set_phase(model, "dense")
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (saved["quant_method"], saved["method"], saved["phase"]) == ("sparse24", "t-sr-ste", "dense")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {weight.run_state.phase for weight in sparse_weights(loaded).values()} == {"dense"}
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dense", [False, True])
+def test_loading_in_low_precision_keeps_the_scale_in_fp32(dtype, dense, tmp_path):
+    model = zoo.build("llama") if dense else patched()
+    model.save_pretrained(tmp_path)
+    passed = {"quantization_config": Sparse24Config(target_modules="all-linear")} if dense else {}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **passed)
+    for name, weight in sparse_weights(loaded).items():
+        assert weight.parameter.dtype == dtype and weight.state["scale"].dtype == torch.float32
+        if not dense:
+            assert torch.equal(weight.state["scale"], sparse_weights(model)[name].state["scale"])
+    assert logits(loaded).isfinite().all()
+
+
+def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
+    model = patched("gpt2")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (tmp_path / "model.safetensors").write_bytes(b"an older file")
+    export_model(model, tmp_path)
+    export_model(model, tmp_path)  # over its own output
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert patched_config(model) is not None and model.config.quantization_config is not None
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert not [key for key in file.keys() if "scale" in key]  # noqa: SIM118  not a dict
+        for name, weight in sparse_weights(model).items():
+            assert is_nm_sparse(file.get_tensor(name), dim=weight.input_dim)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    with pytest.raises(ValueError, match=r"not patched; use model.save_pretrained"):
+        export_model(zoo.build("gpt2"), tmp_path)
+
+
+def edit_config(directory, **changes) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hf_sparse24_version": "99.1", "tile": 4},
+            r"unknown keys in a Sparse24Config: \['tile'\].*saved by hf_sparse24 99.1: pip install -U hf_sparse24",
+        ),
+        ({"tile": 4}, r"unknown keys in a Sparse24Config: \['tile'\]"),
+        ({"method": "magic"}, "method='magic': must be one of"),
+    ],
+)
+def test_checkpoints_of_other_versions(changes, message, tmp_path):
+    patched().save_pretrained(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_of_a_newer_version_whose_keys_are_known_loads_with_a_warning(tmp_path, caplog):
+    model = patched()
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, hf_sparse24_version="99.1")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "saved by hf_sparse24 99.1" in caplog.text and "all its keys are known" in caplog.text
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_checkpoint_without_its_state(tmp_path):
+    """Computing a scale anew would silently change what the model says."""
+    patched().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.scale"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.scale'\]"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_that_was_saved_again_without_the_library(tmp_path):
+    """It has the config, and the dense weights alone; the message has the code that goes on from these."""
+    model = patched()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    dense = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
+    save_file(dense, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="saved again without `import hf_sparse24`") as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    _, _, code = str(error.value).partition("\n\n")
+    names: dict = {}
+    exec(code, names)
+    assert patched_config(names["model"]) == patched_config(model)
+    assert torch.equal(logits(names["model"]), logits(model))  # the scale of the same weights
+
+
+def test_nan_in_a_checkpoint(tmp_path):
+    model = patched()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"NaN or inf in the weights of model.layers.0.mlp.up_proj"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_missing_and_truncated_shards(tmp_path):
+    patched().save_pretrained(tmp_path, max_shard_size="20KB")
+    for shard in sorted(tmp_path.glob("*.safetensors"))[:2]:
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(OSError, match=rf"{shard.name} is damaged or cut short"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        shard.write_bytes(whole)
+    shard.unlink()
+    with pytest.raises(OSError, match=shard.name):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_settings_of_another_quantization_config_are_taken(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="sr-ste", masked_decay=1e-3, decay_on="weight"))
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"will be overwritten with the one you passed"):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=Sparse24Config(method="sr-ste", masked_decay=0.5, backend="dense")
+        )
+    config = patched_config(loaded)
+    assert (config.masked_decay, config.backend, config.decay_on) == (0.5, "dense", "weight")
+    assert config.bound_method.settings.masked_decay == 0.5
+
+
+@pytest.mark.parametrize(
+    ("passed", "difference"),
+    [({"method": "ste"}, "method='s-ste', not 'ste'"), ({"pattern": "1:4"}, "pattern='2:4', not '1:4'")],
+)
+def test_another_method_in_quantization_config_is_refused(passed, difference, tmp_path):
+    patched().save_pretrained(tmp_path)
+    config = Sparse24Config(**{"target_modules": "all-linear"} | passed)
+    with pytest.raises(ValueError, match=f"{difference}: load it without quantization_config, then call unpatch_model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)  # as the message says
+    unpatch_model(model, sparse=False)
+    patch_model(model, config)
+    assert patched_config(model) == config
+
+
+@pytest.mark.parametrize("pre_quantized", [True, False])
+def test_weights_that_loading_has_sharded_are_refused(pre_quantized):
+    """As `from_pretrained(..., tp_plan="auto")` does in several processes."""
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    next(iter(sparse_weights(model).values())).parameter.ds_id = 0
+    quantizer = Sparse24Quantizer(patched_config(model), pre_quantized=pre_quantized)
+    with pytest.raises(ValueError, match=r"gate_proj.weight is partitioned by DeepSpeed ZeRO-3; use"):
+        quantizer._process_model_after_weight_loading(model)

@@ -1,0 +1,100 @@
+"""Figures of the documentation: each draws, is committed as drawn, is used, and is readable on light and dark pages."""
+
+import base64
+import functools
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from importlib.metadata import version
+
+import browser
+import build_site
+import make
+import pages
+import pytest
+import results
+import style
+from paths import ROOT
+from PIL import Image
+
+
+@functools.cache
+def drawn(name: str) -> str:
+    return style.render(name)
+
+
+@pytest.mark.parametrize("name", style.PICTURES)
+def test_a_figure_draws(name):
+    svg = drawn(name)
+    root = ElementTree.fromstring(svg)
+    assert root.find("{*}title").text == style.PICTURES[name].title
+    assert len(svg) < 60_000
+    body = svg[svg.index("</style>") :]
+    assert not set(re.findall(r"#[0-9a-f]{6}\b", body)), "a colour that one of the two pages may not show"
+
+
+@pytest.mark.parametrize("name", style.PICTURES)
+def test_the_committed_file_is_what_is_drawn(name):
+    pinned = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    if version("matplotlib") != pinned:
+        pytest.skip(f"files are drawn by matplotlib {pinned}, this is {version('matplotlib')}")
+    assert (make.IMAGES / f"{name}.svg").read_text() == drawn(name), "run `make figures`"
+
+
+def test_committed_files_are_the_registered_ones():
+    assert {path.stem for path in make.IMAGES.glob("*.svg")} == style.PICTURES.keys()
+
+
+def test_every_method_has_a_figure():
+    assert sorted(results.METHODS) == sorted(build_site.shipped_methods())
+
+
+def test_every_figure_is_on_a_page():
+    used = {
+        name: alt
+        for text in pages.PAGES.values()
+        for alt, name in re.findall(r"!\[([^]]*)\]\(\S*images/([\w-]+)\.svg\)", text)
+    }
+    assert used.keys() == style.PICTURES.keys()
+    assert all(len(alt) > 20 for alt in used.values()), "alt texts say what is seen"
+
+
+@pytest.mark.parametrize("page", ["light", "dark"])
+def test_contrast(page):
+    """WCAG 2.2, 1.4.3 for text and 1.4.11 for graphics. The grid may be faint."""
+    for name, *values in style.COLOURS.values():
+        colour = values[("light", "dark").index(page)]
+        for background in style.BACKGROUNDS[page]:
+            needed = {"ink": 7, "grid": 1.2, "grey": 3}.get(name, 4.5)
+            assert _contrast(colour, background) >= needed, (name, background)
+
+
+def _contrast(one: str, other: str) -> float:
+    dark, light = sorted(map(_luminance, (one, other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_an_image_follows_the_page(tmp_path):
+    """The site and GitHub set `color-scheme` by their own toggle, whatever the system prefers."""
+    shown = {}
+    with browser.new_page() as page:
+        for scheme in ("light", "dark"):
+            (background,) = style.BACKGROUNDS[scheme][:1]
+            path = tmp_path / f"{scheme}.html"
+            image = (make.IMAGES / "hero.svg").as_uri()
+            path.write_text(
+                f'<body style="color-scheme: {scheme}; background: {background}"><img src="{image}" alt="hero">'
+            )
+            page.open(path)
+            data = page.call("Page.captureScreenshot")["data"]
+            pixels = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+            shown[scheme] = {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in pixels.getcolors(1 << 24)}
+    _, light, dark = style.COLOURS[style.INK]
+    assert light in shown["light"] and dark in shown["dark"]
+    assert dark not in shown["light"] and light not in shown["dark"]

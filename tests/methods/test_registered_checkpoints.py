@@ -1,0 +1,133 @@
+"""The Parameters and the name of a method from outside the package: in checkpoints, exports and other processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from own_method import ADAPTING
+from paths import SUPPORT
+from safetensors.torch import load_file, save_file
+from test_registered_method import give_adapters_a_value, patched
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.tools import cli
+from hf_sparse24.weights.sparse_weight import sparse_weights
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_export_and_unpatch_merge_what_takes_part(name, tmp_path):
+    model = patched(name).eval()
+    give_adapters_a_value(model)
+    with torch.no_grad():
+        for phase in ("sparse", ADAPTING, "dense"):
+            set_phase(model, phase)
+            logits = model(**zoo.batch()).logits
+            export_model(model, tmp_path / phase)
+            exported = AutoModelForCausalLM.from_pretrained(tmp_path / phase)
+            torch.testing.assert_close(exported(**zoo.batch()).logits, logits)
+            first = next(iter(sparse_weights(model)))
+            dim = sparse_weights(model)[first].input_dim
+            assert is_nm_sparse(exported.get_parameter(first), dim=dim) == (phase == "sparse")
+        set_phase(model, ADAPTING)
+        logits = model(**zoo.batch()).logits
+        unpatch_model(model)
+        torch.testing.assert_close(model(**zoo.batch()).logits, logits)
+    assert model.state_dict().keys() == zoo.build(name).state_dict().keys()
+
+
+def test_adapters_are_saved_in_their_phase(tmp_path):
+    model = patched().eval()
+    give_adapters_a_value(model)
+    set_phase(model, ADAPTING)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert patched_config(loaded).phase == ADAPTING
+    with torch.no_grad():
+        assert torch.equal(loaded(**zoo.batch()).logits, model(**zoo.batch()).logits)
+    low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for weight in sparse_weights(low).values():
+        assert {tensor.dtype for tensor in (weight.parameter, *weight.parameters.values())} == {torch.bfloat16}
+
+
+def test_a_checkpoint_without_its_adapters_is_refused(tmp_path):
+    patched().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.left"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.left'\]"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_dense_weights_give_a_model_without_any_its_state_and_adapters():
+    dense = zoo.build("llama", seed=3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(dense.config)
+    patch_model(model, Sparse24Config(method="own"))
+    model.to_empty(device="cpu")
+    model.load_state_dict(dense.state_dict())  # strict
+    patch_model(dense, Sparse24Config(method="own"))
+    ours, theirs = model.state_dict(), dense.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+IN_A_FRESH_PROCESS = """
+import runpy, sys; sys.path.insert(0, {here!r})
+import hf_sparse24, torch, zoo
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+sys.argv[1:] = ["doctor", "model", "--tokens", "64", "--method", "own"]
+try:
+    runpy.run_module("hf_sparse24.tools.cli", run_name="__main__")
+except SystemExit as ended:
+    assert ended.code == 2
+try:
+    AutoModelForCausalLM.from_pretrained("model")
+except ValueError as error:
+    print(error, file=sys.stderr)
+else:
+    sys.exit("loaded")
+import own_method
+model = AutoModelForCausalLM.from_pretrained("model")
+with torch.no_grad():
+    assert torch.equal(model(**zoo.batch()).logits, torch.load("logits.pt"))
+"""
+
+
+def test_a_fresh_process_needs_the_registration(tmp_path):
+    model = patched().eval()
+    give_adapters_a_value(model)
+    set_phase(model, ADAPTING)
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        torch.save(model(**zoo.batch()).logits, tmp_path / "logits.pt")
+    code = IN_A_FRESH_PROCESS.format(here=str(SUPPORT))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("method='own': must be one of ['fixed-mask', ") == 2
+    said = "import the module of a method of your own first, so that register_method makes it known"
+    assert run.stderr.count(said) == 2
+
+
+def test_the_command_line_knows_it(tmp_path, capsys):
+    zoo.build("llama", architectures=["LlamaForCausalLM"]).config.save_pretrained(tmp_path)
+    assert cli.main(["doctor", str(tmp_path), "--tokens", "64", "--method", "own"]) == 0
+    assert "64 x 32" in capsys.readouterr().out
+
+
+def test_the_command_line_imports_it(tmp_path):
+    """Without the import it is refused, as a fresh process has shown above."""
+    zoo.build("llama", architectures=["LlamaForCausalLM"]).config.save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.py").write_text("import own_method\n")
+    command = [sys.executable, "-m", "hf_sparse24.tools.cli", "doctor", "model", "--tokens", "64", "--method", "own"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    command += ["--import", "mine"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert run.returncode == 0 and "64 x 32" in run.stdout, run.stderr

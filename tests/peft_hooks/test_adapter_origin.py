@@ -1,0 +1,364 @@
+"""Adapters of sparse models from file to file: attached by themselves, trained, saved, and loaded onto their base."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from paths import SUPPORT
+from test_trainer import dataset
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_sparse24 import (
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Controller,
+    export_model,
+    oneshot,
+    patch_model,
+    step_param_groups,
+    unpatch_model,
+)
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.peft_hooks.origin import _distance, fingerprint
+from hf_sparse24.weights.sparse_weight import sparse_weights
+
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
+    pytest.mark.filterwarnings("ignore:Unable to fetch remote file"),  # PEFT looks for the base's vocabulary
+    pytest.mark.filterwarnings("ignore:Could not find a config file"),
+]
+
+METHODS = ["s-ste", "t-sr-ste", "fixed-mask", "ste", "sr-ste", "step", "own"]
+TARGETS = ["up_proj", "down_proj"]
+
+
+def lora(**changes) -> "peft.LoraConfig":
+    return peft.LoraConfig(
+        **({"r": 4, "lora_alpha": 16, "target_modules": TARGETS, "init_lora_weights": False} | changes)
+    )
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**zoo.batch()).logits.float()
+
+
+def masks(model: nn.Module) -> list[bool]:
+    """Of every LoRA layer around an MLP layer, whether it acts through the mask."""
+    found = [m for name, m in model.named_modules() if hasattr(m, "lora_variant") and ".mlp." in name]
+    return [getattr(variant, "is_masked", False) for m in found for variant in m.lora_variant.values() or [None]]
+
+
+@pytest.fixture
+def dense(tmp_path) -> Path:
+    """The directory of a dense model."""
+    zoo.build("llama", num_hidden_layers=1).save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+def load(directory: Path, **arguments) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(directory, **arguments)
+
+
+def patched(directory: Path, method: str = "s-ste") -> nn.Module:
+    model = load(directory)
+    patch_model(model, Sparse24Config(method=method))
+    return model
+
+
+# By itself.
+
+
+def test_every_way_to_add_an_adapter_masks_it(dense, tmp_path):
+    model = peft.get_peft_model(patched(dense), lora())
+    model.add_adapter("second", lora())
+    assert masks(model) == [True] * 4
+    model.save_pretrained(tmp_path / "adapter", selected_adapters=["default"])
+    expected = logits(model)
+    loaded = peft.PeftModel.from_pretrained(patched(dense), tmp_path / "adapter")
+    loaded.load_adapter(tmp_path / "adapter", "again")
+    assert masks(loaded) == [True] * 4
+    assert torch.equal(logits(loaded), expected)
+    for way in ("load_adapter", "from_pretrained"):
+        if way == "load_adapter":
+            of_transformers = patched(dense)
+            of_transformers.load_adapter(tmp_path / "adapter")
+        else:
+            of_transformers = load(tmp_path / "adapter")
+        assert masks(of_transformers) == [True] * 2
+        assert torch.equal(logits(of_transformers), expected)
+    added = patched(dense)
+    added.add_adapter(lora())
+    assert masks(added) == [True] * 2
+    after = peft.get_peft_model(load(dense), lora())
+    patch_model(after.get_base_model(), Sparse24Config())
+    assert masks(after) == [True] * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+def test_mixed_adapters_are_masked_and_refused_where_their_merge_is_dense(dense):
+    model = peft.get_peft_model(patched(dense), lora(), mixed=True)
+    model.add_adapter("loha", peft.LoHaConfig(target_modules=TARGETS, init_weights=False))
+    assert masks(model) == [True] * 2
+    expected = logits(model)
+    model.merge_adapter(["default"])
+    torch.testing.assert_close(logits(model), expected)
+    model.unmerge_adapter()
+    model.set_adapter(["default", "loha"])
+    expected = logits(model)
+    with pytest.raises(ValueError, match="is not 2:4"):
+        model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected)
+
+
+def test_an_adapter_that_peft_makes_past_its_registry_is_masked_once_a_controller_trains_it(dense):
+    model = peft.LoraModel(patched(dense), lora(), "default")
+    assert masks(model) == [False] * 2
+    Sparse24Controller(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), 12).end()
+    assert masks(model) == [True] * 2
+
+
+def test_dense_layers_and_dense_models_get_what_peft_gives_them(dense, tmp_path):
+    model = peft.get_peft_model(patched(dense), lora(target_modules="all-linear"))
+    attention = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert not attention.lora_variant and "merge" not in vars(attention)
+    config = lora()
+    peft.get_peft_model(patched(dense), config)
+    plain = peft.get_peft_model(load(dense), config)  # the same config, used again
+    assert masks(plain) == [False] * 2 and not sparse_weights(plain)
+    plain.save_pretrained(tmp_path)
+    assert "sparse24" not in (tmp_path / "adapter_config.json").read_text()
+    assert not sparse_weights(peft.PeftModel.from_pretrained(load(dense), tmp_path))
+    assert isinstance(plain.base_model, peft.LoraModel) and type(plain.base_model).__name__ == "LoraModel"
+
+
+# Files.
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
+def test_train_merge_export_reload_and_the_adapter_alone(method, dora, dense, tmp_path):
+    model = peft.get_peft_model(patched(dense, method), lora(task_type="CAUSAL_LM", use_dora=dora, r=2))
+    args = TrainingArguments(
+        str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
+        save_strategy="no", use_cpu=True, learning_rate=1e-2,
+    )  # fmt: skip
+    base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    before = logits(model)
+    trainer = Trainer(model.train(), args, train_dataset=dataset())
+    Sparse24Callback.add_to(trainer)
+    trainer.train()
+    assert patched_config(model).phase == "sparse"  # frozen weights follow no schedule
+    assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
+    expected = logits(model)
+    assert (expected - before).abs().max() > 0.01
+
+    model.save_pretrained(tmp_path / "adapter")
+    export_model(model, tmp_path / "export")
+    exported = load(tmp_path / "export")
+    torch.testing.assert_close(logits(exported), expected)
+    assert all(is_nm_sparse(layer.mlp.up_proj.weight) for layer in exported.model.layers)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), expected)
+
+    reloaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(reloaded), expected)
+
+
+RELOAD = """
+import sys, torch, hf_sparse24, peft
+sys.path.insert(0, {tests!r})
+import zoo
+for directory in {adapters!r}:
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        torch.save(model(**zoo.batch()).logits, directory + "/logits")
+"""
+
+
+def test_an_adapter_alone_is_loaded_in_a_fresh_process(dense, tmp_path):
+    expected = {}
+    for method in ("s-ste", "t-sr-ste", "fixed-mask"):
+        model = peft.get_peft_model(patched(dense, method), lora(task_type="CAUSAL_LM"))
+        model.save_pretrained(tmp_path / method)
+        expected[str(tmp_path / method)] = logits(model)
+    code = RELOAD.format(tests=str(SUPPORT), adapters=list(expected))
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    for directory, found in expected.items():
+        assert torch.equal(torch.load(f"{directory}/logits"), found)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+def test_pissa_is_saved_with_its_base_and_converted_to_plain_lora(dense, tmp_path):
+    model = peft.get_peft_model(patched(dense), lora(init_lora_weights="pissa"))
+    model.save_pretrained(tmp_path / "start")
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "pissa")
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "lora", path_initial_model_for_weight_conversion=tmp_path / "start")
+    for saved in ("pissa", "lora"):
+        torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / saved)), expected)
+
+
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+def test_the_record_is_saved_and_another_dtype_of_the_base_fits(task_type, dense, tmp_path):
+    model = peft.get_peft_model(patched(dense), lora(task_type=task_type))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["auto_mapping"]
+    assert saved["base_model_class"] == "LlamaForCausalLM"
+    assert Sparse24Config.from_dict(saved["sparse24"]["config"]) == patched_config(model)
+    assert len(saved["sparse24"]["base"]["sketch"]) == 16
+    again = peft.PeftModel.from_pretrained(load(dense, dtype=torch.bfloat16), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), logits(model), atol=0.1, rtol=0.1)
+    again.save_pretrained(tmp_path / "second")
+    assert "sketch" in (tmp_path / "second" / "adapter_config.json").read_text()
+    if task_type is None:
+        auto = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter")
+        assert torch.equal(logits(auto), logits(model))
+
+
+def test_a_saved_base_an_export_and_a_patched_dense_model_all_fit(dense, tmp_path):
+    base = patched(dense, "t-sr-ste")
+    base.save_pretrained(tmp_path / "base")
+    export_model(base, tmp_path / "export")
+    model = peft.get_peft_model(base, lora())
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    for directory in (tmp_path / "base", tmp_path / "export", dense):
+        loaded = peft.PeftModel.from_pretrained(load(directory), tmp_path / "adapter")
+        torch.testing.assert_close(logits(loaded), expected)
+        torch.testing.assert_close(logits(loaded.merge_and_unload()), expected)
+
+
+def test_another_base_is_refused_and_left_as_it_was(dense, tmp_path):
+    peft.get_peft_model(patched(dense), lora()).save_pretrained(tmp_path / "adapter")
+    for other, reason in (
+        (zoo.build("llama", seed=1, num_hidden_layers=1), r"\d\d% of their norm apart"),
+        (zoo.build("llama", num_hidden_layers=2), "their number differs"),
+    ):
+        before = {name: p.clone() for name, p in other.state_dict().items()}
+        with pytest.raises(ValueError, match=f"other sparse weights than this model, patched as .*{reason}"):
+            peft.PeftModel.from_pretrained(other, tmp_path / "adapter")
+        after = other.state_dict()
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    with pytest.raises(ValueError, match=r"than this model has \(\d+% of their norm apart\)"):
+        peft.PeftModel.from_pretrained(patched(dense, "ste"), tmp_path / "adapter")
+    with pytest.raises(ValueError, match="2:4 base, which this model cannot be made: target_modules='mlp'"):
+        peft.PeftModel.from_pretrained(nn.ModuleList([nn.Linear(4, 4)]), tmp_path / "adapter")
+
+
+def test_masks_that_were_chosen_in_memory_are_warned_of_and_not_rebuilt_wrongly(dense, tmp_path, caplog):
+    base = load(dense)
+    oneshot(base, [{"input_ids": zoo.batch()["input_ids"]}])
+    with caplog.at_level("WARNING", "transformers"):
+        model = peft.get_peft_model(base, lora(task_type="CAUSAL_LM"))
+    assert "pruned in memory" in caplog.text and "save the base" in caplog.text
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"trained on other sparse weights .* save it by base\.save_pretrained"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    unpatched = copy.deepcopy(model).unload()
+    unpatched.save_pretrained(tmp_path / "base")
+    caplog.clear()
+    loaded = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(model)) and "in memory" not in caplog.text
+
+
+def test_the_distance_of_two_bases_is_estimated_within_a_third():
+    first, second = zoo.build("llama"), zoo.build("llama")
+    for model in (first, second):
+        patch_model(model, Sparse24Config(method="ste"))
+    assert _distance(fingerprint(first, False), fingerprint(second, False)) == 0
+    with torch.no_grad():
+        weights = [w.parameter for w in sparse_weights(second).values()]
+        for weight in weights:
+            weight.mul_(1 + 0.05 * torch.randn_like(weight))
+    pairs = zip(sparse_weights(first).values(), sparse_weights(second).values())
+    squares = sum(float((a.pruned() - b.pruned()).square().sum()) for a, b in pairs)
+    exact = (squares / sum(float(w.pruned().square().sum()) for w in sparse_weights(first).values())) ** 0.5
+    assert 2 / 3 < _distance(fingerprint(first, False), fingerprint(second, False)) / exact < 3 / 2
+
+
+# modules_to_save, and what trains beside adapters.
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_that_modules_to_save_trains_are_trained_by_the_method(method, dense, tmp_path):
+    model = peft.get_peft_model(patched(dense, method), lora(target_modules=["up_proj"], modules_to_save=["down_proj"]))
+    down = model.base_model.model.model.layers[0].mlp.down_proj
+    copied, original = down.modules_to_save["default"], down.original_module
+    assert copied.sparse24["weight"].config is original.sparse24["weight"].config
+    groups = step_param_groups(model)
+    bound = patched_config(model).bound_method
+    optimizer = bound.make_optimizer(groups, 12, lr=1e-2) or torch.optim.AdamW(groups, lr=1e-2)
+    controller = Sparse24Controller(model.train(), optimizer, 12)
+    before = original.weight.clone(), copied.weight.clone()
+    for _ in range(12):
+        model(**zoo.batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(original.weight, before[0]) and not torch.equal(copied.weight, before[1])
+    assert copied.phase == original.phase == controller.run_state.phase
+    controller.end()
+    expected = logits(model)
+    export_model(model, tmp_path / "export")
+    torch.testing.assert_close(logits(load(tmp_path / "export")), expected)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(patched(dense, method), tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded), expected)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), expected)
+
+
+def test_copies_in_another_phase_are_refused(dense):
+    model = peft.get_peft_model(patched(dense), lora(modules_to_save=["lm_head"]))
+    twin = copy.deepcopy(model.base_model.model.model.layers[0].mlp.gate_proj)
+    twin.sparse24["weight"].config.run_state.phase = "dense"
+    with pytest.raises(ValueError, match="patched apart"):
+        Sparse24Controller(nn.ModuleList([model, twin]), torch.optim.SGD(model.parameters()), 12)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of arguments that TRL sets
+def test_trl_gives_masked_adapters(dense, tmp_path):
+    trl = pytest.importorskip("trl")
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, zoo.VOCAB)}}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<s>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    from datasets import Dataset
+
+    data = Dataset.from_dict({"text": [" ".join(f"w{3 + (i * j) % 80}" for j in range(12)) for i in range(8)]})
+    args = trl.SFTConfig(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(patched(dense), args, train_dataset=data, processing_class=tokenizer, peft_config=lora())
+    assert masks(trainer.model) == [True] * 2
+    Sparse24Callback.add_to(trainer)
+    trainer.train()
+    expected = logits(trainer.model)
+    torch.testing.assert_close(logits(trainer.model.merge_and_unload()), expected)
+
+
+def test_unpatched_models_save_no_record(dense, tmp_path):
+    model = peft.get_peft_model(patched(dense), lora())
+    unpatch_model(model)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert "sparse24" in saved["auto_mapping"]  # still what the adapter is for

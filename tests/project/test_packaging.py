@@ -1,0 +1,147 @@
+"""The shape of the project: what a wheel holds, and who imports whom."""
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import lower_bounds
+import pytest
+from paths import ROOT
+
+import hf_sparse24
+
+# Lower layers first: a module or folder of hf_sparse24 may import from its own layer and those before it.
+LAYERS = [
+    ["version", "html_tables", "sharding"],
+    ["progress"],
+    ["encodings", "gemms", "gated", "metrics"],
+    ["weight_view"],
+    ["weight"],
+    ["sparse_module"],
+    ["methods"],
+    ["module_names", "packed"],
+    ["config"],
+    ["experts", "linear"],
+    ["adapters"],
+    ["targets"],
+    ["report"],
+    ["patching"],
+    ["tuners"],
+    ["inference"],
+    ["checkpoints", "pruning", "training"],
+    ["tools"],
+    ["__init__", "__main__"],
+]
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports, relative ones resolved."""
+    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {stem} | {f"{stem}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_kernels_is_not_a_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or not spec.origin.startswith(str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A directory with an sdist of the project, and the wheel that is built from it."""
+    directory = tmp_path_factory.mktemp("built")
+    source = directory / "source"  # a copy: building leaves files behind, and a wheel picks stale ones up
+    for name in ("hf_sparse24", "kernels", "tests", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    sdist = "from setuptools.build_meta import build_sdist; build_sdist('..')"
+    subprocess.run([sys.executable, "-c", sdist], cwd=source, check=True, capture_output=True)
+    (archive,) = directory.glob("*.tar.gz")
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", directory]
+    subprocess.run([*wheel, archive], check=True, capture_output=True)
+    return directory
+
+
+def modules() -> set[str]:
+    """The files of our two packages, as they are named in a wheel."""
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_sparse24").rglob("*.py")}
+    return ours | {
+        str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels/sparse24_kernels").rglob("*.py")
+    }
+
+
+def test_wheel(built):
+    """Exactly our two packages, every module of them, and no tests."""
+    (wheel,) = built.glob("*.whl")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    assert {name.split("/")[0] for name in names} == {"hf_sparse24", "sparse24_kernels"}
+    assert {name for name in names if name.endswith(".py")} == modules()
+    assert {"hf_sparse24/py.typed", "sparse24_kernels/py.typed"} <= set(names)
+
+
+def test_sdist_has_the_packages_and_no_half_of_the_tests(built):
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    assert {name.removeprefix("kernels/") for name in names if name.endswith(".py")} - {"setup.py"} == modules()
+    assert {"pyproject.toml", "setup.cfg", "README.md", "LICENSE"} <= names
+
+
+def test_the_lower_bounds_of_setup_cfg_were_run():
+    """After a change of one, `make lower-bounds` runs them and writes the record that this compares."""
+    assert {name: bound for name, (bound, _) in lower_bounds.recorded().items()} == lower_bounds.bounds()
+
+
+def test_every_package_is_listed():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    inits = [*ROOT.glob("hf_sparse24/**/__init__.py"), *ROOT.glob("kernels/sparse24_kernels/**/__init__.py")]
+    assert listed == {str(p.parent.relative_to(ROOT)).removeprefix("kernels/").replace("/", ".") for p in inits}
+
+
+def test_kernels_import_torch_alone():
+    """And OR-tools, for one solver, inside the function that needs it."""
+    for path in (ROOT / "kernels" / "sparse24_kernels").rglob("*.py"):
+        foreign = {name.split(".")[0] for name in imports(path)} - {"kernels", "torch", "triton", "ortools"}
+        assert foreign <= set(sys.stdlib_module_names), (path, foreign)
+
+
+def test_layers_of_hf_sparse24():
+    rank = {module: i for i, layer in enumerate(LAYERS) for module in layer}
+    for path in (ROOT / "hf_sparse24").rglob("*.py"):
+        parts = path.relative_to(ROOT / "hf_sparse24").with_suffix("").parts
+        own = rank[parts[0]]
+        for name in imports(path):
+            target = name.split(".")
+            if target[0] == "hf_sparse24" and len(target) > 1 and target[1] in rank:
+                assert rank[target[1]] <= own, f"{path.name} imports {name}"
+            assert target[0] not in ("recipes", "tests", "notebooks")
+
+
+def test_public_names():
+    for name in hf_sparse24.__all__:
+        value = getattr(hf_sparse24, name)
+        assert name == "__version__" or value.__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize(
+    "path", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "constraints.txt", ".ci/run"]
+)
+def test_files_of_the_project(path):
+    assert (ROOT / path).stat().st_size > 0

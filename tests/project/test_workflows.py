@@ -1,0 +1,110 @@
+"""GitHub's files: what the workflows call exists, actions are pinned, and nothing needs a secret.
+
+`make lint-check` compares them with GitHub's schemas, and looks for what is unsafe.
+"""
+
+import re
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from paths import ROOT
+
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+MAKEFILE = (ROOT / "Makefile").read_text()
+SETUP = ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def test_all_are_here():
+    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "nightly", "release", "versions"]
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, GITHUB / "actions/setup/action.yml"], ids=lambda path: path.stem)
+def test_a_workflow_calls_what_exists_and_needs_no_secret(path):
+    text = path.read_text()
+    targets = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(re.findall(r"run: (.*)", text))))
+    assert targets <= set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+    assert all((ROOT / script).is_file() for script in re.findall(r"\b(?:tests|recipes|docs)/[\w/]+\.py", text))
+    actions = re.findall(r"uses: (.*)", text)
+    assert all(
+        re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action) or (ROOT / action).is_dir() for action in actions
+    )
+    assert "secrets." not in text
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_writes_only_where_a_job_says_so(path):
+    workflow = read(path)
+    assert workflow["permissions"] in ({}, {"contents": "read"}) and "concurrency" in workflow
+    for name, job in workflow["jobs"].items():
+        assert "timeout-minutes" in job
+        if "write" in job.get("permissions", {}).values():
+            assert name in ("deploy", "draft", "pypi")
+
+
+def test_publishing_asks_for_a_variable_of_the_repository():
+    """A fork stays green without settings of its own."""
+    docs, release = (read(GITHUB / "workflows" / name)["jobs"] for name in ("docs.yml", "release.yml"))
+    assert "vars.PUBLISH_DOCS == 'true'" in docs["build"]["if"] and docs["deploy"]["needs"] == "build"
+    assert release["pypi"]["if"] == "vars.PUBLISH_TO_PYPI == 'true'"
+    assert release["pypi"]["needs"] == release["draft"]["needs"] == "try" and release["try"]["needs"] == "build"
+
+
+def test_python_versions_are_those_of_the_package():
+    listed = re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
+    assert SETUP["options"]["python_requires"] == f">={listed[0]}"
+    assert read(GITHUB / "workflows/ci.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"] == listed
+    assert read(GITHUB / "workflows/release.yml")["jobs"]["try"]["strategy"]["matrix"]["python"] == listed
+    assert read(GITHUB / "actions/setup/action.yml")["inputs"]["python-version"]["default"] == listed[0]
+
+
+def test_one_list_of_checks():
+    """`make test`, CI and pre-commit run `make lint-check`."""
+    (repository,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert [hook["entry"] for hook in repository["hooks"]] == ["make --silent lint-check"]
+    steps = read(GITHUB / "workflows/ci.yml")["jobs"]["lint"]["steps"]
+    assert steps[-1] == {"run": "make lint-check"}
+    assert re.search(r"^test: lint-check$", MAKEFILE, re.M)
+
+
+def test_a_bug_report_has_what_the_doctor_says():
+    fields = {field["id"]: field for field in read(GITHUB / "ISSUE_TEMPLATE/bug.yml")["body"] if "id" in field}
+    assert "hf-sparse24 doctor" in fields["doctor"]["attributes"]["label"]
+    assert fields["doctor"]["validations"]["required"]
+
+
+def test_the_citation_has_the_papers_of_the_methods():
+    cited = {
+        paper["identifiers"][0]["value"].removeprefix("arXiv:") for paper in read(ROOT / "CITATION.cff")["references"]
+    }
+    cards = "".join(path.read_text() for path in (ROOT / "hf_sparse24" / "methods").glob("*.py"))
+    baseline = {"1308.3432"}  # of STE
+    assert cited == set(re.findall(r"Reference .*?\(arXiv ([\d.]+)\)", cards)) - baseline
+
+
+def test_pins_fit_the_bounds_of_setup_cfg():
+    """Also those of the tools: an extra without a pin would take another version on every machine.
+
+    Triton has none: builds of torch with CUDA ask for one version of it, and any other pin makes that torch impossible
+    to install, where a CPU's builds leave it open.
+    """
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {
+        r.name.lower().replace("_", "-"): r for r in (Requirement(line) for line in lines if not line.startswith("#"))
+    }
+    assert "triton" not in pins
+    no_pin = {"setuptools", "triton"}
+    texts = [SETUP["options"]["install_requires"], *SETUP["options.extras_require"].values()]
+    for line in (line.strip() for text in texts for line in text.splitlines()):
+        if line and not line.startswith(("#", "hf_sparse24")) and (wanted := Requirement(line)).name not in no_pin:
+            (pin,) = pins[wanted.name.lower().replace("_", "-")].specifier
+            assert wanted.specifier.contains(pin.version), line

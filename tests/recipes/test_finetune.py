@@ -1,0 +1,225 @@
+"""GLUE and SQuAD: their metrics on literal numbers, the small data sets, and the recipes that train on them."""
+
+import json
+import sys
+from pathlib import Path
+
+import evaluate
+import glue
+import numpy as np
+import pytest
+import squad
+import tiny_tasks
+from datasets import load_dataset
+from paths import RECIPES
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer
+
+from hf_sparse24 import Sparse24Trainer
+from hf_sparse24.weights.sparse_weight import sparse_weights
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", directory / "datasets")
+        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(directory / "modules"))  # it imports metrics from there
+        patch.setattr(sys, "path", list(sys.path))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    return tiny_tasks.prepare(tmp_path_factory.mktemp("tasks"), vocab_size=1024, max_files=250)
+
+
+def flags(tasks, output, name, **settings) -> list[str]:
+    """The toy YAML files of a recipe, on fewer functions and with a smaller model."""
+    settings = {
+        "dataset": tasks / name,
+        "tokenizer_name": tasks / "tokenizer",
+        "config_overrides": json.dumps({**SIZES, "max_position_embeddings": 128, "initializer_range": 0.1}),
+        "output_dir": output,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **settings,
+    }
+    given = [f"--{key}={value}" for key, value in settings.items() if value is not None]
+    return [*(str(RECIPES / "finetune" / f"{yaml}.yaml") for yaml in (name, f"{name}-toy")), *given]
+
+
+# --- metrics ---
+
+
+@pytest.mark.parametrize(
+    ("task", "predictions", "references", "expected"),
+    [
+        ("sst2", [1, 0, 1, 1], [1, 0, 0, 1], {"accuracy": 0.75}),
+        ("mrpc", [1, 1, 0, 0], [1, 0, 1, 0], {"accuracy": 0.5, "f1": 0.5}),  # 1 true, 1 false positive, 1 missed
+        ("qqp", [0, 0, 0], [0, 0, 0], {"accuracy": 1.0, "f1": 0.0}),
+        ("cola", [1, 1, 0, 0, 1], [1, 0, 0, 0, 1], {"matthews_correlation": 2 * 2 / 36**0.5}),  # TP 2, TN 2, FP 1
+        ("cola", [1, 1, 1], [0, 1, 1], {"matthews_correlation": 0.0}),
+        ("stsb", [1.0, 2.0, 3.0], [2.0, 4.0, 6.0], {"pearson": 1.0, "spearmanr": 1.0}),
+        # 0.5 for ranks 0, 1.5, 1.5, 3 against 3, 0, 1, 2, less their means: (-1.5 1.5) + 3 * 0.5 over sqrt(4.5 * 5)
+        ("stsb", [1.0, 2.0, 2.0, 9.0], [5.0, 1.0, 2.0, 3.0], {"spearmanr": (-2.25 + 0.75) / 22.5**0.5}),
+    ],
+)
+def test_glue_metrics(task, predictions, references, expected):
+    metric = evaluate.load(str(glue.METRIC), task, keep_in_memory=True)
+    results = metric.compute(predictions=predictions, references=references)
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
+    if task != "stsb":
+        assert results.keys() == expected.keys()
+
+
+def test_glue_metric_of_an_unknown_task():
+    metric = evaluate.load(str(glue.METRIC), "sst3", keep_in_memory=True)
+    with pytest.raises(ValueError, match="task='sst3': must be one of cola, stsb, mrpc"):
+        metric.compute(predictions=[1], references=[1])
+
+
+def test_squad_metrics():
+    """Articles, case and punctuation do not count, the best of several answers does."""
+    metric = evaluate.load(str(squad.METRIC), keep_in_memory=True)
+    truths = [["The Cat!"], ["red car", "blue car"], ["one two two"], ["nothing"]]
+    given = ["cat", "a blue truck", "two two three", "all"]
+    predictions = [{"id": str(i), "prediction_text": text} for i, text in enumerate(given)]
+    references = [
+        {"id": str(i), "answers": {"text": texts, "answer_start": [0] * len(texts)}} for i, texts in enumerate(truths)
+    ]
+    results = metric.compute(predictions=predictions, references=references)
+    f1s = [1, 2 * 1 / (2 + 2), 2 * 2 / (3 + 3), 0]
+    assert results == pytest.approx({"exact_match": 25.0, "f1": 100 * sum(f1s) / 4})
+
+
+# --- data ---
+
+
+def test_tiny_tasks_are_the_same_everywhere_and_have_the_columns_of_the_real_ones(tasks, tmp_path):
+    again = tiny_tasks.prepare(tmp_path / "again", vocab_size=1024, max_files=250)
+    files = sorted(path.relative_to(tasks) for path in tasks.rglob("*.json*"))
+    assert len(files) == 1 + 7 + 2 + 2  # manifest, glue, squad, tokenizer
+    for file in files:
+        assert (again / file).read_bytes() == (tasks / file).read_bytes()
+    stamp = (tasks / "manifest.json").stat().st_mtime_ns
+    tiny_tasks.prepare(tasks, vocab_size=1024, max_files=250)
+    assert (tasks / "manifest.json").stat().st_mtime_ns == stamp
+
+    for task, splits in tiny_tasks.GLUE.items():
+        rows = load_dataset(str(tasks / "glue"), task)
+        assert list(rows) == list(splits)
+        assert set(rows["train"].column_names) == {*glue.TASKS[task].columns, "label", "idx"}
+    assert sum(load_dataset(str(tasks / "glue"), "sst2")["train"]["label"]) * 2 == len(
+        load_dataset(str(tasks / "glue"), "sst2")["train"]
+    )
+    rows = load_dataset(str(tasks / "squad"))
+    assert set(rows["train"].column_names) == {"id", "title", "context", "question", "answers"}
+    for row in rows["validation"]:
+        start, text = row["answers"]["answer_start"][0], row["answers"]["text"][0]
+        assert row["context"][start : start + len(text)] == text
+    assert not {*rows["train"]["context"]} & {*rows["validation"]["context"]}
+
+
+def test_token_span_on_literal_numbers():
+    offsets = [(-1, -1), (0, 3), (4, 8), (8, 9), (-1, -1)]
+    assert squad.token_span(offsets, 4, 8) == (2, 2)
+    assert squad.token_span(offsets, 1, 9) == (1, 3)
+    assert squad.token_span(offsets, 4, 12) == (0, 0)  # ends in another part
+    assert squad.token_span(offsets[2:], 0, 8) == (0, 0)  # begins in another part
+
+
+def test_parts_of_a_long_context_hold_the_answer(tasks):
+    """Over the parts of every example, the true positions give the true answer back, and a full stop at most."""
+    tokenizer = AutoTokenizer.from_pretrained(tasks / "tokenizer")
+    examples = load_dataset(str(tasks / "squad"))["validation"].take(20)
+    args = squad.SquadArguments(max_length=64, stride=16)
+    parts = squad.make_parts(examples, args, tokenizer)
+    assert len(parts) > len(examples) and set(parts["example"]) == set(range(len(examples)))
+    logits = np.full((2, len(parts), 64), -1.0)
+    for index, part in enumerate(parts):
+        held = part["start_positions"] > 0
+        logits[0, index, part["start_positions"]] = logits[1, index, part["end_positions"]] = 1.0 if held else -1.0
+    answers = squad.best_answers(examples, parts, *logits, max_answer_length=64)
+    found = [answer.rstrip(".") == row["answers"]["text"][0].rstrip(".") for answer, row in zip(answers, examples)]
+    whole = [
+        any(part["start_positions"] for part in parts if part["example"] == index) for index in range(len(examples))
+    ]
+    assert found == whole and sum(whole) > 10
+
+
+def test_best_answers_on_literal_numbers():
+    examples = {"context": ["abcd"]}
+    examples = type("Rows", (dict,), {"__len__": lambda self: 1})(examples)
+    parts = [{"example": 0, "offsets": [(-1, -1), (0, 1), (1, 2), (2, 3), (3, 4)]}]
+    starts, ends = np.array([[9.0, 1, 0, 3, 0]]), np.array([[9.0, 0, 5, 1, 4]])
+    assert squad.best_answers(examples, parts, starts, ends, 30) == ["cd"]  # 3 + 4; 3 + 5 ends before it begins
+    assert squad.best_answers(examples, parts, starts, ends, 1) == ["b"]  # 0 + 5
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("task", ["sst2", "mnli", "stsb"])
+def test_glue_trains_and_evaluates(tasks, tmp_path, task):
+    trainer = glue.main(flags(tasks, tmp_path / "out", "glue", task=task, max_steps=3, max_samples=64))
+    assert isinstance(trainer, Sparse24Trainer) and trainer.patch_report.patched
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert saved.config.num_labels == glue.TASKS[task].labels and len(sparse_weights(saved)) == 4
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    names = {"sst2": {"eval_accuracy"}, "stsb": {"eval_pearson", "eval_spearmanr"}}
+    assert names.get(task, {"eval_matched_accuracy", "eval_mismatched_accuracy"}) < results.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dense", "s-ste"])
+def test_glue_learns(tasks, tmp_path, method):
+    """Half of the sentences are of either class: 0.5 is chance."""
+    trainer = glue.main(flags(tasks, tmp_path / "out", "glue", task="sst2", method=method, num_train_epochs=6))
+    assert type(trainer) is (Trainer if method == "dense" else Sparse24Trainer)
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    assert results["eval_accuracy"] > 0.62
+
+
+@pytest.mark.slow
+def test_squad_learns(tasks, tmp_path):
+    trainer = squad.main(flags(tasks, tmp_path / "out", "squad", num_train_epochs=6, max_length=80))
+    assert trainer.patch_report.patched
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    assert 0 < results["eval_exact_match"] < results["eval_f1"] and results["eval_f1"] > 25
+
+
+def test_squad_trains_and_evaluates(tasks, tmp_path):
+    squad.main(flags(tasks, tmp_path / "out", "squad", max_steps=2, max_samples=32))
+    results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert {"eval_exact_match", "eval_f1", "eval_loss"} <= results.keys()
+
+
+def test_resume_and_a_second_run(tasks, tmp_path):
+    settings = {"max_samples": 64, "save_strategy": "steps", "save_steps": 2}
+    glue.main(flags(tasks, tmp_path / "out", "glue", **settings, max_steps=2))
+    with pytest.raises(ValueError, match="holds checkpoint-2 of an earlier run; --resume_from_checkpoint true goes on"):
+        glue.main(flags(tasks, tmp_path / "out", "glue", **settings, max_steps=2))
+    resumed = flags(tasks, tmp_path / "out", "glue", **settings, max_steps=3, resume_from_checkpoint="true")
+    assert glue.main(resumed).state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "message"),
+    [
+        ("glue", {"task": "sst3"}, "task='sst3': must be one of cola, sst2"),
+        ("glue", {"task": "qqp", "dataset": "squad"}, r"task='qqp': .* lacks the columns \['label', 'question1'"),
+        ("squad", {"max_length": 40}, r"max_length=40: a question of \d+ tokens and stride=32 leave no room"),
+        ("squad", {"stride": 96}, "stride=96: must be from 0 up to below max_length=96"),
+    ],
+)
+def test_clear_errors(tasks, tmp_path, script, settings, message):
+    if "dataset" in settings:
+        settings = settings | {"dataset": tmp_path / "other"}
+        (tmp_path / "other").mkdir()
+        card = {"configs": [{"config_name": "qqp", "data_files": "train.jsonl"}]}
+        (tmp_path / "other" / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+        (tmp_path / "other" / "train.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=message):
+        {"glue": glue, "squad": squad}[script].main(flags(tasks, tmp_path / "out", script, **settings))

@@ -1,0 +1,91 @@
+"""A recipe's errors in flags and toy data are one line that says what to do; other errors keep their traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import train
+import yaml
+from arguments import TOY_DATA, UsageError, check_choice, check_toy_data, parse_arguments
+from optional import require
+from paths import RECIPES
+from running import run
+
+
+def message(main, capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        run(main)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "neither of model_name_or_path"),
+        (["--model_name_or_path", "gpt2"], "dataset is missing"),
+        (["--method", "magic"], "method='magic': must be one of dense"),
+        (["--sparse24", '{"pattern": "5:4"}'], "pattern='5:4'"),
+        (["--sparse24", '{"mask_intervall": 4}'], "mask_intervall"),
+        (["--stepz", "3"], "--stepz"),
+        (["--eval_strategy", "never"], "never"),
+        (["absent.yaml"], "absent.yaml: no such file"),
+    ],
+)
+def test_wrong_flags(flags, expected, capsys, monkeypatch):
+    given = ["--model_name_or_path", "gpt2", "--dataset", "a.txt"] if flags[1:] and "gpt2" not in flags else []
+    monkeypatch.setattr(sys, "argv", ["recipes/train.py", *given, *flags])
+    error = message(lambda: parse_arguments(train.ARGUMENTS), capsys)
+    last = error.splitlines()[-1]
+    assert last.startswith("train.py: error: ") and expected in last and "Traceback" not in error
+
+
+def test_what_recipes_raise_later_is_one_line_too(capsys):
+    assert "dtype='int4': must be one of a, b" in message(lambda: check_choice("dtype", "int4", ["a", "b"]), capsys)
+    assert "pip install" in message(lambda: require("absent_package", "recipes"), capsys)
+
+
+@pytest.mark.parametrize("bug", [lambda: int("x"), lambda: Path("/absent").read_text(), lambda: {}["x"]])
+def test_other_errors_keep_their_traceback(bug):
+    with pytest.raises((ValueError, FileNotFoundError, KeyError)):
+        run(bug)
+
+
+def test_run_returns():
+    assert run(lambda: 3) == 3
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*toy*.yaml")) + [RECIPES / "quickstart.yaml"], ids=str)
+def test_paths_of_toy_settings_have_a_command(path):
+    """Every path below runs/ that toy settings read is in the table, and the script that makes it exists."""
+    values = {str(v) for k, v in yaml.safe_load(path.read_text()).items() if k != "output_dir"}
+    for value in (value for value in values if value.startswith("runs/")):
+        command = TOY_DATA["/".join(value.split("/")[:2])]
+        script = command.removeprefix("python ").split()[0]
+        assert command == "make demo" or (RECIPES.parent / script).is_file()
+
+
+def test_missing_toy_data_names_its_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = [str(RECIPES / "quickstart.yaml")]
+    with pytest.raises(UsageError, match=r"dataset='runs/stdlib_text/train.jsonl': not there; `python recipes"):
+        check_toy_data(parse_arguments(train.ARGUMENTS, flags))
+    for name in ("train.jsonl", "validation.jsonl", "tokenizer"):
+        (tmp_path / "runs/stdlib_text" / name).mkdir(parents=True)
+    check_toy_data(parse_arguments(train.ARGUMENTS, flags))
+    with pytest.raises(UsageError, match="`make demo` makes it"):
+        check_toy_data(parse_arguments(train.ARGUMENTS, [*flags, "--teacher", "./runs/quickstart"]))
+    check_toy_data(parse_arguments(train.ARGUMENTS, [*flags, "--teacher", "runs/of-mine"]))
+
+
+def test_as_a_user_sees_it(tmp_path):
+    """In a process of its own, as with `python recipes/glue.py`."""
+    environment = os.environ | {"PYTHONPATH": f"{RECIPES.parent}{os.pathsep}{RECIPES.parent / 'kernels'}"}
+    flags = [RECIPES / "finetune/glue.yaml", RECIPES / "finetune/glue-toy.yaml"]
+    command = [sys.executable, RECIPES / "glue.py", *flags]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].endswith("not there; `python recipes/tiny_tasks.py` makes it")
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,111 @@
+"""What the recipes' YAML files say, how their packages are asked for, and how their runs are tracked."""
+
+from dataclasses import fields
+
+import glue
+import pytest
+import squad
+import torch
+import train
+import zoo
+from arguments import parse_arguments
+from datasets import Dataset
+from optional import require
+from paths import RECIPES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, Trainer, TrainingArguments
+
+from hf_sparse24 import patch_model
+
+PRETRAIN = {  # millions of parameters
+    "gpt2": 124,
+    "gpt2 gpt2-350m": 355,
+    "gpt2 gpt2-774m": 774,
+    "gpt2 gpt2-1558m": 1558,
+    "gpt2 gpt2-toy toy": 1.1,
+    "llama": 368,
+    "llama llama-toy toy": 1.3,
+    "bert": 113,
+    "bert bert-toy toy": 1.1,
+}
+VOCABULARY = {"gpt2": 50257, "t5-base": 32100, "bert-base-uncased": 30522}
+
+
+@pytest.mark.parametrize("names", PRETRAIN)
+def test_pretraining(names):
+    """The model has the size that it is called by, and its MLPs become sparse by the method that the files name."""
+    files = [str(RECIPES / "pretrain" / f"{name}.yaml") for name in names.split()]
+    model_args, objective, data_args, sparse_args, _, training_args = parse_arguments(
+        train.ARGUMENTS, [*files, "--use_cpu=true", "--bf16=false"]
+    )
+    config_class = CONFIG_MAPPING[model_args.model_type]
+    vocabulary = VOCABULARY.get(model_args.tokenizer_name, 2048)
+    config = config_class(**model_args.config_overrides, vocab_size=vocabulary, pad_token_id=0)
+    with torch.device("meta"):
+        auto = AutoModelForMaskedLM if objective.objective == "masked" else AutoModelForCausalLM
+        model = auto.from_config(config)
+    assert model.num_parameters() / 1e6 == pytest.approx(PRETRAIN[names], rel=0.06)
+    assert data_args.block_size <= config.max_position_embeddings
+    assert patch_model(model, sparse_args.make_config()).patched
+    sequences = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * 8
+    assert "toy" in names or sequences == (4096 if "bert" in names else 512)
+
+
+def test_every_file_is_used():
+    assert {path.stem for path in (RECIPES / "pretrain").iterdir()} == {
+        name for key in PRETRAIN for name in key.split()
+    }
+    assert {path.stem for path in (RECIPES / "finetune").iterdir()} == {
+        f"{script}{size}" for script in ("glue", "squad", "sft", "lora", "oneshot") for size in ("", "-toy")
+    }
+
+
+@pytest.mark.parametrize(("script", "lengths"), [(glue, (128, 64)), (squad, (384, 96))])
+def test_finetuning(script, lengths):
+    name = script.__name__
+    files = [str(RECIPES / "finetune" / f"{file}.yaml") for file in (name, f"{name}-toy")]
+    flags = ["--use_cpu=true", "--bf16=false"]
+    model_args, task_args, _, training_args = parse_arguments(script.ARGUMENTS, [files[0], *flags])
+    assert (model_args.model_name_or_path, task_args.max_length) == ("runs/gpt2-124m", lengths[0])
+    assert (training_args.learning_rate, training_args.num_train_epochs) == (5e-6, 3)
+    model_args, task_args, _, training_args = parse_arguments(script.ARGUMENTS, files)
+    assert (model_args.model_type, task_args.max_length) == ("bert", lengths[1])
+
+
+def test_scripts_have_no_flag_twice():
+    """Two classes with a field of one name would each get the same flag."""
+    for script in (train, glue, squad):
+        names = [field.name for cls in script.ARGUMENTS for field in fields(cls) if field.init]
+        assert len(names) == len(set(names))
+
+
+def test_a_missing_package_is_an_error_with_the_command_that_helps(tmp_path, monkeypatch):
+    message = r"needs absent_package: pip install -c constraints.txt -e '.\[recipes\]' in the root of the repository"
+    with pytest.raises(ImportError, match=message):
+        require("absent_package", "recipes")
+    (tmp_path / "broken_package.py").write_text("import absent_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'absent_package'"):
+        require("broken_package", "recipes")
+    assert require("json", "recipes").loads("1") == 1
+
+
+def small_trainer(tmp_path, tracker) -> Trainer:
+    data = Dataset.from_dict({name: value.tolist() for name, value in zoo.batch(rows=8).items()})
+    settings = {"max_steps": 2, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    args = TrainingArguments(str(tmp_path), report_to=tracker, **settings)
+    return Trainer(zoo.build("gpt2"), args, train_dataset=data)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # MLflow's half-made callback is deleted
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
+def test_a_missing_tracker_is_an_error_with_the_command_that_helps(tmp_path, monkeypatch, tracker):
+    """Transformers' own."""
+    monkeypatch.setattr(f"transformers.integrations.integration_utils.is_{tracker}_available", lambda: False)
+    with pytest.raises(RuntimeError, match=f"pip install {tracker}"):
+        small_trainer(tmp_path, tracker)
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+    small_trainer(tmp_path, "tensorboard").train()
+    assert list((tmp_path / "tensorboard").rglob("events.out.tfevents.*"))

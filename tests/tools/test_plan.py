@@ -1,0 +1,293 @@
+"""hf-sparse24 plan: its bytes against what processes move and hold, its times against literal numbers."""
+
+import runpy
+from collections import Counter
+
+import pytest
+import ranks
+import step_bytes
+import torch
+import zoo
+from cslt import stand_in  # noqa: F401 (a fixture)
+from paths import RECIPES
+from step_bytes import Case
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24.tools import costs, speed
+from hf_sparse24.tools.cli import main
+from hf_sparse24.tools.plan import plan_step
+from hf_sparse24.tools.sizes import Setting
+from hf_sparse24.weights.sparse_weight import sparse_weights
+
+T_SR_STE = {"method": "t-sr-ste", "mask_interval": 1, "target_modules": "all-linear", "dense_tail": 0}
+S_STE = {"method": "s-ste"}
+UNEVEN = {"vocab_size": 97, "intermediate_size": 36, "num_key_value_heads": 4}  # rows that 2 and 4 do not divide
+EVEN = {"num_key_value_heads": 4}
+TIED = EVEN | {"tie_word_embeddings": True}
+CASES = {
+    "ddp, masks": Case("ddp", T_SR_STE),
+    "ddp, scales, tied, autocast": Case("ddp", S_STE, TIED, torch.bfloat16),
+    "fsdp2": Case("fsdp2", S_STE, UNEVEN),
+    "fsdp2, tied, checkpointing": Case("fsdp2", S_STE, TIED, checkpointing=True),
+    "fsdp2, bf16, refresh": Case("fsdp2", T_SR_STE, EVEN, torch.bfloat16),
+    "fsdp2, refresh, uneven": Case("fsdp2", T_SR_STE, UNEVEN),
+    "fsdp2, decay": Case("fsdp2", {"method": "sr-ste"}, UNEVEN),
+    "fsdp2, decay on cut groups": Case("fsdp2", {"method": "sr-ste"}, {"n_embd": 36, "n_inner": 76}, name="gpt2"),
+    "fsdp2, GPT-2": Case("fsdp2", T_SR_STE, name="gpt2"),
+    "tp": Case("tp", S_STE, EVEN),
+    "tp, tied, checkpointing": Case("tp", S_STE, TIED, checkpointing=True),
+    "tp, refresh": Case("tp", T_SR_STE, EVEN),
+    "tp, autocast, checkpointing": Case("tp", T_SR_STE, EVEN, torch.bfloat16, checkpointing=True),
+    "tp, norms of heads": Case("tp", S_STE, EVEN, name="qwen3"),
+    "tp, autocast, decay": Case("tp", {"method": "sr-ste"}, TIED, torch.bfloat16),
+}
+
+
+def check(world, folder):
+    """What every process moves, and what the first one holds, is what the plan says: to the byte."""
+    wrong = []
+    results = ranks.run(world, step_bytes.steps, list(CASES.values()), str(folder))
+    for name, case, *of_ranks in zip(CASES, CASES.values(), *results):
+        plan = plan_step(case.meta_model(), case.setting(world))
+        expected = Counter()
+        for collective in plan.collectives:
+            expected[collective.kind] += round(collective.nbytes)
+        found = {
+            "parameters": plan.memory["parameters, fp32"],
+            "gradients": plan.memory["gradients, fp32"],
+            "moments": plan.memory["AdamW's moments, fp32"],
+            "buffers": plan.memory["masks, scales and other buffers"],
+        }
+        for moved, _ in of_ranks:
+            if moved != dict(expected):
+                wrong.append(f"{name}: moved {moved}, planned {dict(expected)}")
+        if of_ranks[0][1] != found:
+            wrong.append(f"{name}: holds {of_ranks[0][1]}, planned {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_two_processes_move_and_hold_what_is_planned(tmp_path):
+    check(2, tmp_path)
+
+
+@pytest.mark.slow
+def test_four_processes_move_and_hold_what_is_planned(tmp_path):
+    check(4, tmp_path)
+
+
+def llama(**sizes):
+    """On the meta device, one layer: an MLP of 8192 x 2048."""
+    config = LlamaConfig(
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1, "num_attention_heads": 16, **sizes}
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def patched(method, **sizes):
+    model = llama(**sizes)
+    patch_model(model, Sparse24Config(method=method))
+    return model
+
+
+def layer(plan, out, inputs):
+    return next(found for found in plan.layers if (found.matrix.out, found.matrix.inputs) == (out, inputs))
+
+
+def test_times_of_the_published_sweep():
+    plan = plan_step(patched("s-ste"), Setting(1, 8192, 4096))
+    found = layer(plan, 8192, 2048)  # gate and up
+    gemm = 2 * 8192 * 8192 * 2048 / 455e12 * 1e6
+    assert found.matrix.matrices == 2 and found.sparse == ("output", "grad_weight")
+    assert found.dense_us == pytest.approx(2 * 3 * gemm)
+    # output has 8192 tokens; grad_weight 2048 columns.
+    assert found.sparse_us == pytest.approx(2 * (gemm / 1.57 + gemm + gemm / 1.50))
+    # An fp32 weight is read, 9/16 and all of it written in bf16; of a bf16 gradient 9/16.
+    moved = 8192 * 2048 * (4 + 9 / 8 + 2) + 8192 * 8192 * (2 + 9 / 8)
+    assert found.pruning_us == pytest.approx(2 * moved / 1.6e12 * 1e6)
+    assert found.sources == {"published sweep, H100 PCIe"} and plan.sources == ["published sweep, H100 PCIe"]
+    assert plan.step.others == pytest.approx(3 * 2 * 8192 * 2048 * (4 * 2048 + 32000) / 455e12 * 1e6)
+    assert plan.step.attention == pytest.approx(3.5 * 2 * 8192 * 4096 * 2048 / 455e12 * 1e6)
+
+
+def test_masked_decay_refreshes_and_passes_cost_what_they_move():
+    def bytes_per_weight(method, **setting):
+        found = layer(plan_step(patched(method), Setting(4, 16, 16, **setting)), 8192, 2048)
+        gradients = 16 * 8192 * 4 if method != "sr-ste" else 0  # dense, and pruned to dense
+        return (found.pruning_us / 2 * 1.6e6 - gradients) / (8192 * 2048)
+
+    # All GEMMs are dense for so few tokens: the weight is read and written once, and the mask in 1/8.
+    assert bytes_per_weight("s-ste") == pytest.approx(4 + 2)
+    assert bytes_per_weight("sr-ste") == pytest.approx(4 + 2 + (4 + 1 / 8) + (3 * 4 + 1 / 8))
+    t_sr_ste = 4 + 1 / 8 + 2 + (3 * 4 + 1 / 8) + (4 + 1 / 8) / 40
+    assert bytes_per_weight("t-sr-ste") == pytest.approx(t_sr_ste, rel=1e-3)  # the number of refreshes is whole
+    # FSDP2: both passes prune what was gathered in bf16, and the recomputation does; decay works on a fourth.
+    assert bytes_per_weight("s-ste", parallel="fsdp2") == pytest.approx(2 * (2 + 2))
+    assert bytes_per_weight("s-ste", parallel="fsdp2", checkpointing=True) == pytest.approx(3 * (2 + 2))
+    decay = (4 + 1 / 8) + (3 * 4 + 1 / 8)
+    assert bytes_per_weight("sr-ste", parallel="fsdp2") == pytest.approx(2 * (2 + 2) + decay / 4)
+
+
+def test_times_of_the_tuning_table(stand_in):  # noqa: F811
+    """Where everything is measured, to take 2 us dense and 1 us sparse, nothing is taken from the sweep."""
+    plan = plan_step(patched("t-sr-ste"), Setting(1, 8192, 4096, checkpointing=True))
+    assert (layer(plan, 8192, 2048).dense_us, layer(plan, 8192, 2048).sparse_us) == (2 * 4 * 2, 2 * 4 * 1)
+    assert layer(plan, 32000, 2048).dense_us == 3 * 2  # lm_head, which does not run again
+    assert plan.sources == ["measured here"]
+
+
+def test_speedup_of_a_step():
+    step = speed.StepTime(dense=60, sparse=30, pruning=10, others=30, attention=10)
+    assert step.speedup(0) == pytest.approx(100 / 80)
+    assert step.speedup(0.5) == pytest.approx(200 / 180)
+
+
+def test_break_even():
+    assert speed.break_even(lambda tokens: tokens - 1000) == 1008  # a multiple of 16
+    assert speed.break_even(lambda tokens: 1) == 16
+    assert speed.break_even(lambda tokens: -1) is None
+    few, many = (patched("s-ste", hidden_size=size, intermediate_size=4 * size) for size in (4096, 1024))
+    assert plan_step(few, Setting(1, 16, 16)).break_even < plan_step(many, Setting(1, 16, 16)).break_even
+    # The saving changes its sign there.
+    model, tokens = patched("s-ste"), plan_step(patched("s-ste"), Setting(1, 16, 16)).break_even
+    for setting, wins in ((Setting(1, tokens, 16), True), (Setting(1, tokens - 16, 16), False)):
+        step = plan_step(model, setting).step
+        assert (step.dense >= step.sparse + step.pruning) is wins
+
+
+@pytest.mark.parametrize("method", ["ste", "s-ste", "t-sr-ste"])
+def test_encodings_take_what_is_planned(stand_in, method):  # noqa: F811
+    model = zoo.build("llama").bfloat16()
+    patch_model(model, Sparse24Config(method=method))
+    plan = plan_step(model, Setting(1, 32, 16))
+    config = next(iter(sparse_weights(model).values())).config
+    with config.run_state.open_step():
+        model(**zoo.batch(rows=2, length=16)).loss.backward()
+        kept = sum(zoo.kept_bytes(weight) for weight in sparse_weights(model).values())
+    assert plan.memory["encodings, kept for the step"] == kept > 0
+
+
+def kept_for_backward(layers, autocast, checkpointing):
+    """Bytes that autograd keeps of a Llama, its Parameters left out."""
+    model = zoo.build("llama", **ACTIVATIONS, num_hidden_layers=layers)
+    if not autocast:
+        model.bfloat16()
+    if checkpointing:
+        model.gradient_checkpointing_enable() if OLD else model.activation_checkpointing_enable()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # the tensor, so that no other takes its address
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=torch.zeros(1, 256, dtype=torch.long))
+    return sum(nbytes for nbytes, _ in kept.values())
+
+
+ACTIVATIONS = {"hidden_size": 128, "intermediate_size": 448, "num_key_value_heads": 4, "head_dim": 32}
+OLD = not hasattr(LlamaForCausalLM, "activation_checkpointing_enable")
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_activations_that_wait_for_the_backward_pass(autocast):
+    """Of two layers more, so that what is outside layers does not count."""
+    linear = 4 * (128 + 128) + 3 * (128 + 448)  # attention and MLP
+
+    def planned(layers):
+        features = {f"layers.{number}": linear for number in range(layers)}
+        return costs.activations(features, 128, 0, 256, 2, checkpointing, autocast)
+
+    for checkpointing in (False, True):
+        counted = kept_for_backward(4, autocast, checkpointing) - kept_for_backward(2, autocast, checkpointing)
+        expected = planned(4) - planned(2)
+        assert counted == (expected if checkpointing else pytest.approx(expected, rel=0.005))
+
+
+@pytest.mark.parametrize("name", [*zoo.CAUSAL, *zoo.MASKED, *zoo.MOE])
+def test_every_architecture_has_a_plan(name):
+    with torch.device("meta"):
+        model = zoo.build(name)
+    patch_model(model, Sparse24Config(target_modules="mlp"))
+    for parallel in ("ddp", "fsdp2"):
+        plan = plan_step(model, Setting(8, 4096, 64, parallel=parallel))
+        assert plan.total_memory > 0 and plan.sent > 0 and min(plan.speedups) > 0
+
+
+def test_experts_see_a_part_of_the_tokens():
+    with torch.device("meta"):
+        model = zoo.build("qwen3_moe")  # 4 experts, 2 for each token
+    patch_model(model, Sparse24Config())
+    plan = plan_step(model, Setting(1, 1024, 64))
+    stacks = [found for found in plan.layers if found.matrix.token_share == 0.5]
+    assert [found.matrix.matrices for found in stacks] == [2 * 4, 2 * 4]
+    assert [found.sparse for found in stacks] == [(), ()]  # there is no sparse grouped GEMM
+    assert stacks[0].dense_us == pytest.approx(3 * 2 * 4 * 2 * 512 * 32 * 32 / 455e12 * 1e6)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    llama(architectures=["LlamaForCausalLM"]).config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_command(directory, capsys):
+    arguments = ["plan", directory, "--gpus", "8", "--tokens-per-gpu", "4096", "--method", "t-sr-ste"]
+    assert main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "t-sr-ste: 0.198 billion parameters, 25% of them in 2:4 layers",
+        "8 GPUs, ddp, 4096 tokens per GPU and step in sequences of 2048, bfloat16: computed, not measured",
+        "all_reduce: gradients 0.793 1.39",
+        "8192 x 2048 output, grad_input, grad_weight",
+        "a sparse step is expected",
+        "published sweep, H100 PCIe: github.com/bcacdwk/vllmbench",
+    ):
+        assert part in printed
+    assert main([*arguments, "--memory", "4", "--gradient-checkpointing"]) == 0  # GB: DDP does not fit
+    printed = capsys.readouterr().out
+    assert "8 GPUs, fsdp2" in printed and "reduce_scatter: gradients" in printed and "gradient checkpointing" in printed
+    assert main([*arguments, "--parallel", "tp"]) == 0
+    assert "all_gather: logits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "gpus", "message"),
+    [
+        ("gpt2", {}, 2, "no tensor-parallel plan for GPT2LMHeadModel; use fsdp2"),
+        ("llama", {}, 4, "num_key_value_heads=2 does not divide by 4; take fewer GPUs"),
+        ("llama", {"intermediate_size": 40}, 2, r"down_proj.weight [32, 40] cannot be split in parts of whole groups"),
+        ("llama", {"vocab_size": 97}, 2, "embed_tokens.weight [97, 32] cannot be split in equal parts"),
+        ("phi3", {}, 2, "rowwise_split_input'], whose communication is not known here; use fsdp2"),
+    ],
+)
+def test_tensor_parallelism_that_cannot_be(tmp_path, capsys, name, sizes, gpus, message):
+    zoo.build(name, **sizes).config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--gpus", str(gpus), "--tokens-per-gpu", "64", "--parallel", "tp"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--tokens-per-gpu", "64"], ["--gpus", "0", "--tokens-per-gpu", "64"]])
+def test_wrong_arguments(directory, wrong):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", directory, *wrong])
+    assert stopped.value.code == 2
+
+
+def test_one_gpu_moves_nothing_and_has_no_buckets():
+    one, two = (plan_step(patched("s-ste"), Setting(gpus, 16, 16, parallel="ddp")) for gpus in (1, 2))
+    assert one.collectives == []
+    assert two.memory.keys() - one.memory.keys() == {"DDP's buckets, fp32"}
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_command_writes(tmp_path):
+    plan_table = runpy.run_path(RECIPES / "plan_table.py")
+    plan_table["main"](tmp_path / "plan.md")
+    written, committed = (path.read_text().splitlines() for path in (tmp_path / "plan.md", plan_table["PAGE"]))
+    assert [line for line in written if line[:1] in "|-"] == [line for line in committed if line[:1] in "|-"]

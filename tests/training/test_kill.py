@@ -1,0 +1,17 @@
+"""A few of the kills of `kill.py`; run that by hand for more."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import SUPPORT
+
+
+@pytest.mark.parametrize(("training", "exports"), [(3, 5), pytest.param(20, 30, marks=pytest.mark.slow)])
+def test_kills_in_training_and_exports_lose_nothing(training, exports):
+    command = [sys.executable, str(SUPPORT / "kill.py"), str(training), str(exports)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert re.search(rf"training: {training} kills, .* no saved step lost, (\d+) of \1 runs ended bit-eq", run.stdout)
+    assert len(re.findall(rf"exports: {exports} kills, .* none a mix", run.stdout)) == 2
