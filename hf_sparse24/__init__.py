@@ -9,20 +9,21 @@ from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_
 from .checkpoints.card import make_model_card
 from .checkpoints.export import export_model
 from .checkpoints.hub import push_to_hub
-from .config import Sparse24Config, describe_settings
+from .config import Sparse24Config
 from .layers.gated import fuse_gated_mlps, unfuse_gated_mlps
 from .layers.linear import Sparse24Conv1D, Sparse24Linear
 from .layers.packed import PackedConv1D, PackedLinear
-from .methods import METHODS, SparseMethod, StepAdamW, register_method
-from .methods.step_adamw import step_param_groups
+from .methods import METHODS, SparseMethod, StepAdamW, register_method, step_param_groups
+from .methods.describe import describe_settings
 from .patching.packing import pack_model, unpack_model
 from .patching.report import PatchReport
 from .patching.surgery import patch_model, unpatch_model
 from .peft_hooks import register_tuners as _register_tuners
 from .pruning.oneshot import OneshotReport, oneshot
+from .run import SparseRun, sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
-from .training.distillation import DistillationConfig
+from .training.distillation import DistillationConfig, distill
 from .training.trainer import Sparse24Trainer
 from .version import __version__
 from .weights.sparse_weight import sparse_weights
@@ -43,9 +44,11 @@ __all__ = [
     "Sparse24Linear",
     "Sparse24Trainer",
     "SparseMethod",
+    "SparseRun",
     "StepAdamW",
     "__version__",
     "describe_settings",
+    "distill",
     "export_model",
     "fuse_gated_mlps",
     "make_model_card",
@@ -54,6 +57,7 @@ __all__ = [
     "patch_model",
     "push_to_hub",
     "register_method",
+    "sparse_run",
     "sparse_weights",
     "step_param_groups",
     "unfuse_gated_mlps",

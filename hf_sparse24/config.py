@@ -3,21 +3,18 @@
 import copy
 import dataclasses
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, Self, overload
 
 from packaging.version import Version
 from sparse24_kernels import BACKENDS, Pattern
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .html_tables import html_table
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
 from .module_names import check_module_names
 from .progress import get_logger
 from .version import __version__
-from .weights.encodings import RunState
 from .weights.packed_weight import PackedFormat
 
 logger = get_logger(__name__)
@@ -27,8 +24,8 @@ class Sparse24Config(QuantizationConfigMixin):
     """How a model is made 2:4 sparse. Goes into `config.json` as its `quantization_config`, flat.
 
     Values are checked when the config is made and when a field is assigned to. A setting that is not given, or None,
-    takes the method's default when the config is made, so a config that was saved keeps meaning the same. The config
-    of a patched model follows its run: settings of the method may change, nothing else.
+    takes the method's default when the config is made, so a config that was saved keeps meaning the same. A patched
+    model has a config of its own, which its run writes and which cannot be assigned to (see `sparse_run`).
 
     Args:
         method: the name of a registered method: `"s-ste"` (the default), `"t-sr-ste"`, `"sr-ste"`, `"step"`,
@@ -57,9 +54,9 @@ class Sparse24Config(QuantizationConfigMixin):
 
     Attributes:
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
-        run_state: what changes while the model trains, saved beside the settings (`phase`); not part of a comparison.
+        phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method. Not part of a comparison.
         packed: of a packed model, which weights are packed; None of any other.
-        patch_with: the config that a packed checkpoint is to be unpacked and patched with; None without one.
+        passed: the config that `from_pretrained` was given beside the checkpoint's own; None without one.
 
     Raises:
         ValueError: a value that is not allowed; the message has the field, the value and what is allowed.
@@ -101,36 +98,34 @@ class Sparse24Config(QuantizationConfigMixin):
         self.__dict__.update(
             **shared,
             settings=cls.Settings(**given),
-            run_state=RunState(),
+            phase="sparse",
             packed=None,
-            patch_with=None,
+            passed=None,
             _given=given,
-            _bound=None,
+            _is_live=False,
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Only asked for what is not found otherwise; `settings` itself is missing while a copy is being made.
+        # Only called for what is not found otherwise; `settings` itself is missing while a copy is being made.
         settings = self.__dict__.get("settings")
         if settings is None or not hasattr(settings, name):
             raise AttributeError(f"a Sparse24Config with method={self.__dict__.get('method')!r} has no {name!r}")
         return getattr(settings, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "settings" and isinstance(value, Sparse24Config):
-            return self._take_settings(value)
-        if hasattr(type(self), name):
+        if name == "passed":
+            self.__dict__["passed"] = value
+        elif hasattr(type(self), name) or (name in self.__dict__ and name not in SHARED):
             raise AttributeError(f"{name}={shown(value)}: {name} of a Sparse24Config cannot be assigned to")
-        if name not in SHARED and not hasattr(self.settings, name):
+        elif name not in SHARED and not hasattr(self.settings, name):
             raise AttributeError(f"{name}={shown(value)}: method {self.method!r} has no {name}")
-        if name in SHARED and self._bound is not None:
-            raise ValueError(
-                f"{name}={shown(value)}: a model is patched with this config; call unpatch_model(model), then "
-                f"patch_model with another config"
-            )
-        changed = self.replace(**{name: value})
-        self.__dict__.update(changed.__dict__ | {"run_state": self.run_state, "_bound": self._bound})
-        if self._bound is not None:
-            self._bound.use_settings(self.settings)
+        elif self._is_live:
+            way = "unpatch_model(model), then patch_model with another config"
+            if name not in SHARED:
+                way = f"sparse_run(model).change_settings({name}=...)"
+            raise ValueError(f"{name}={shown(value)}: a model is patched with this config; call {way}")
+        else:
+            self.__dict__.update(self.replace(**{name: value}).__dict__)
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What Transformers sets on a checkpoint's config where `from_pretrained` gets this one as well.
@@ -138,24 +133,7 @@ class Sparse24Config(QuantizationConfigMixin):
         Returns:
             This config, by the name of the attribute that takes it.
         """
-        return {"settings": self}
-
-    def _take_settings(self, passed: "Sparse24Config") -> None:
-        """Take what was given to `passed`, unless it asks for other sparse weights than a checkpoint has.
-
-        A packed checkpoint has no master weights and no state to go on with: it is unpacked and patched by `passed`.
-        """
-        if self.packed is not None:
-            self.__dict__["patch_with"] = passed
-            return
-        names = [name for name in SHARED if name != "backend" and getattr(passed, name) != getattr(self, name)]
-        if names:
-            differences = ", ".join(f"{name}={getattr(self, name)!r}, not {getattr(passed, name)!r}" for name in names)
-            raise ValueError(
-                f"the checkpoint was saved with {differences}: load it without quantization_config, then call "
-                f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
-            )
-        self.__dict__.update(self.replace(**passed._given, backend=passed.backend).__dict__)
+        return {"passed": self}
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, that no model is patched with; checked like a new config.
@@ -166,39 +144,17 @@ class Sparse24Config(QuantizationConfigMixin):
         Returns:
             The new config; this one stays as it is.
         """
-        fields = {name: getattr(self, name) for name in SHARED} | self._given
-        config = type(self)(**(fields | changes))
-        config.run_state.phase = self.run_state.phase
+        config = type(self)(**({name: getattr(self, name) for name in SHARED} | self._given | changes))
+        config.record(phase=self.phase)
         return config
 
-    def packed_as(self, packed: PackedFormat) -> Self:
-        """The config of the packed model that a model with this config becomes.
+    def given_settings(self) -> dict[str, Any]:
+        """The settings that were given when the config was made, by name; all others have the method's defaults."""
+        return dict(self._given)
 
-        Args:
-            packed: which weights are packed.
-
-        Returns:
-            The new config; this one stays as it is.
-        """
-        config = self.replace()
-        config.__dict__["packed"] = packed
-        return config
-
-    def bind(self) -> SparseMethod:
-        """Make the method for a model that is to be patched: settings that change here from now on change there.
-
-        Returns:
-            The method.
-        """
-        self.__dict__["_bound"] = method_class(self.method)(self.settings, Pattern.parse(self.pattern))
-        return self.bound_method
-
-    @property
-    def bound_method(self) -> SparseMethod:
-        """The method of the model that is patched with this config; ValueError where none is."""
-        if self._bound is None:
-            raise ValueError("no model is patched with this config; patch_model(model, config) makes the model its own")
-        return self._bound
+    def record(self, **values: Any) -> None:
+        """Write fields as they are, unchecked: for the run that owns this config, and for what was read from a file."""
+        self.__dict__.update(values)
 
     @property
     def n(self) -> int:
@@ -210,11 +166,6 @@ class Sparse24Config(QuantizationConfigMixin):
         """M of the pattern N:M."""
         return Pattern.parse(self.pattern).m
 
-    @property
-    def phase(self) -> str:
-        """How the model with this config computes now: `"sparse"`, `"dense"`, or another phase of its method."""
-        return self.run_state.phase
-
     def to_dict(self) -> dict[str, Any]:
         """What goes into `config.json`.
 
@@ -223,7 +174,7 @@ class Sparse24Config(QuantizationConfigMixin):
         """
         return self._fields() | {
             "quant_method": self.quant_method,
-            "phase": self.run_state.phase,
+            "phase": self.phase,
             "hf_sparse24_version": __version__,
             **({} if self.packed is None else {"packed": self.packed.to_dict()}),
         }
@@ -307,59 +258,8 @@ class Sparse24Config(QuantizationConfigMixin):
         config = cls(**values)
         if phase not in method.phases:
             raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
-        config.run_state.phase = phase
-        if packed is not None:
-            config = config.packed_as(PackedFormat.from_dict(packed))
+        config.record(phase=phase, packed=None if packed is None else PackedFormat.from_dict(packed))
         return (config, kwargs) if return_unused_kwargs else config
-
-
-class SettingTexts(dict[str, str]):
-    """The settings of a method by name, each with its meaning. A dict that prints, and shows in a notebook, as a table.
-
-    Args:
-        method: the method's name.
-        texts: name to meaning.
-    """
-
-    def __init__(self, method: str, texts: Mapping[str, str]):
-        super().__init__(texts)
-        self.method = method
-
-    def __str__(self) -> str:
-        width = max(map(len, self), default=0)
-        lines = (
-            textwrap.fill(text, 100, initial_indent=f"{name:<{width}}  ", subsequent_indent=" " * (width + 2))
-            for name, text in self.items()
-        )
-        return "\n".join([f"settings of {self.method}", *lines])
-
-    def _repr_html_(self) -> str:
-        return html_table(f"settings of {self.method}", ("setting", "meaning"), self.items())
-
-
-def describe_settings(method: str) -> SettingTexts:
-    """What each setting of a method means, with its default: the keywords that `Sparse24Config(method=...)` takes.
-
-    Args:
-        method: the name of a registered method.
-
-    Returns:
-        A dict of name to meaning, with the default. Print it, or show it in a notebook, for a table.
-
-    Raises:
-        ValueError: no method is registered by that name; the message lists those that are.
-
-    Examples:
-        >>> describe_settings("sr-ste")["masked_decay"]
-        "lambda_W >= 0, the pull of pruned weights towards zero, ... (default 0.0002)"
-        >>> print(describe_settings("t-sr-ste"))
-        settings of t-sr-ste
-        ...
-    """
-    fields = dataclasses.fields(method_class(method).Settings)
-    return SettingTexts(
-        method, {field.name: f"{field.metadata.get('text', '')} (default {field.default!r})" for field in fields}
-    )
 
 
 def _names_of(settings: type[MethodSettings]) -> list[str]:

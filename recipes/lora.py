@@ -26,11 +26,10 @@ from transformers import (
     set_seed,
 )
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model
+from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.run import patched_config
 from hf_sparse24.tools import cli
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 @dataclass

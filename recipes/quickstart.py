@@ -16,10 +16,9 @@ import train
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
-from hf_sparse24 import export_model
+from hf_sparse24 import export_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.tools.run_report import write_report
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 RECIPES = Path(__file__).resolve().parent
 
@@ -107,7 +106,7 @@ def check_export(trainer: Trainer, directory: Path) -> tuple[float, float]:
     trainer.processing_class.save_pretrained(directory)
     exported = AutoModelForCausalLM.from_pretrained(directory).eval()
     trained = {
-        name: weight for name, weight in sparse_weights(trainer.model).items() if weight.run_state.phase != "dense"
+        name: weight for name, weight in sparse_weights(trainer.model).items() if weight.run.phase != "dense"
     }
     weights = {name: exported.get_parameter(name) for name in trained}
     dense = [name for name, weight in weights.items() if not is_nm_sparse(weight, dim=trained[name].input_dim)]

@@ -12,10 +12,10 @@ from sparse24_kernels import Algorithm
 from sparse24_kernels.gemm import autotune
 from torch import nn
 
-from hf_sparse24 import METHODS, Sparse24Config, patch_model
+from hf_sparse24 import METHODS, Sparse24Config, patch_model, sparse_weights
 from hf_sparse24.methods.settings import GRADIENT_ESTIMATORS, GemmSettings
 from hf_sparse24.tools import doctor
-from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
+from hf_sparse24.weights.sparse_weight import SparseWeight
 
 CPU = torch.device("cpu")
 OUT, IN = 48, 32
@@ -94,7 +94,7 @@ def check_agreement(model: nn.Module, weight: SparseWeight, tokens: int, library
         if problem is None:
             assert plan.reason == gemm.unsupported() and not plan.is_sparse
             continue
-        assert plan == kernels.plan_gemm(problem, CPU, weight.config.backend)
+        assert plan == kernels.plan_gemm(problem, CPU, weight.run.backend)
         # The stand-in's verdict is always "sparse": what can run sparse does, and the autotuner would be given it.
         assert plan.is_sparse == (problem in promised) == (kernels.gemm_unsupported(problem, CPU) is None)
         if plan.is_sparse:

@@ -13,7 +13,8 @@ import torch
 import zoo
 
 from hf_sparse24 import METHODS, Sparse24Config, __version__, describe_settings, patch_model, unpatch_model
-from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import patched_config, sparse_run
 
 
 class Name(enum.StrEnum):
@@ -199,24 +200,27 @@ def test_assignments_change_the_config():
     assert config == Sparse24Config(method="ste", target_modules=["up_proj"])
 
 
-def test_the_config_of_a_patched_model_follows_its_method_alone():
+def test_the_config_of_a_patched_model_is_written_by_its_run_alone():
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(method="t-sr-ste"))
-    config = patched_config(model)
+    config, run = patched_config(model), sparse_run(model)
     for field, value in {"pattern": "4:8", "backend": "dense", "target_modules": "attention", "method": "ste"}.items():
         with pytest.raises(ValueError, match=rf"{field}='{value}': a model is patched with this config; call unpatch"):
             setattr(config, field, value)
-    config.masked_decay, config.weight_grad = 1e-3, "dense"
-    assert config.bound_method.settings.masked_decay == 1e-3
-    assert config.bound_method.gemms.grad_weight.sparse is None  # GEMMs follow their settings
-    assert model.config.quantization_config is config and config.to_dict()["masked_decay"] == 1e-3
+        with pytest.raises(ValueError, match=rf"{field}='{value}': a model is patched with this config; call unpatch"):
+            run.change_settings(**{field: value})
+    with pytest.raises(ValueError, match=r"call sparse_run\(model\)\.change_settings\(masked_decay=\.\.\.\)"):
+        config.masked_decay = 1e-3
+    run.change_settings(masked_decay=1e-3, weight_grad="dense")
+    assert run.method.settings.masked_decay == 1e-3
+    assert run.method.gemms.grad_weight.sparse is None  # GEMMs follow their settings
+    assert model.config.quantization_config is config is run.config and config.to_dict()["masked_decay"] == 1e-3
     with pytest.raises(ValueError, match="masked_decay=-1: must be"):
-        config.masked_decay = -1
-    assert config.bound_method.settings.masked_decay == 1e-3
+        run.change_settings(masked_decay=-1)
+    assert run.method.settings.masked_decay == config.masked_decay == 1e-3
     loose = config.replace(pattern="4:8")
-    assert (loose.pattern, config.pattern) == ("4:8", "2:4")
-    with pytest.raises(ValueError, match="no model is patched with this config"):
-        _ = loose.bound_method
+    loose.masked_decay = 1.0
+    assert (loose.pattern, config.pattern, config.masked_decay) == ("4:8", "2:4", 1e-3)
     unpatch_model(model)
 
 

@@ -19,14 +19,14 @@ from hf_sparse24 import (
     Sparse24Trainer,
     export_model,
     patch_model,
+    sparse_weights,
     step_param_groups,
     unpatch_model,
 )
 from hf_sparse24.methods.settings import is_length, is_positive_length
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.run import patched_config, sparse_run
 from hf_sparse24.tools import doctor
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 STEPS = 12
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
@@ -70,7 +70,7 @@ def trainer(model, output_dir, method: str, **arguments) -> Sparse24Trainer:
 
 def loop(model: nn.Module, lr: float = 1e-2) -> tuple[torch.optim.Optimizer, Sparse24Controller]:
     """The optimizer and the controller of a loop without a Trainer, as a method wants them."""
-    method, groups = patched_config(model).bound_method, step_param_groups(model, 0.0)
+    method, groups = sparse_run(model).method, step_param_groups(model, 0.0)
     optimizer = method.make_optimizer(groups, total_steps=STEPS, lr=lr) or torch.optim.AdamW(groups, lr=lr)
     return optimizer, Sparse24Controller(model, optimizer, total_steps=STEPS)
 
@@ -179,7 +179,7 @@ def test_a_loop_without_a_trainer(method):
     run_steps(model, optimizer, controller, 5)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), controller.state_dict()))
     run_steps(model, optimizer, controller, STEPS - 5)
-    phase = patched_config(model).bound_method.phase(STEPS, STEPS, optimizer)
+    phase = sparse_run(model).method.phase(STEPS, STEPS, optimizer)
     assert controller.phase == patched_config(model).phase == phase and phase in METHODS[method].phases
     assert model(**zoo.batch()).loss.item() < before
 

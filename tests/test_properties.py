@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import METHODS, Sparse24Config, patch_model, unpatch_model
+from hf_sparse24 import METHODS, Sparse24Config, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.methods.settings import SHARED
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 FIELDS = sorted({*SHARED} | {f.name for method in METHODS.values() for f in dataclasses.fields(method.Settings)})
 BOUNDED = settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -13,7 +13,7 @@ from sparse24_kernels import count_flips, mvue, nm_mask, nm_prune, s_ste_scale, 
 from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, bare, cells, matrix, picture
 from torch import Tensor
 
-from hf_sparse24 import Sparse24Config
+from hf_sparse24 import Sparse24Config, SparseRun
 from hf_sparse24.metrics import kept_magnitude
 from hf_sparse24.training.decay_search import FEASIBLE
 
@@ -422,7 +422,7 @@ def phases(figure: Figure) -> None:
     axis, total = figure.subplots(), 300
     bare(axis)
     for y, name in enumerate(METHODS):
-        method = Sparse24Config(method=name).bind()
+        method = SparseRun(Sparse24Config(method=name)).method
         schedule = method.schedule(total)
         tail = total if schedule.first_tail is None else schedule.first_tail
         _phase(axis, y, 0, schedule.first_sparse, "dense")

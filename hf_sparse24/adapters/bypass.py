@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..weights.sparse_weight import layer_name, sparse_weights
+from ..weights.place import layer_name
+from ..weights.sparse_weight import sparse_weights
 
 
 def is_adapter(module: nn.Module) -> bool:

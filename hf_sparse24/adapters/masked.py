@@ -56,7 +56,7 @@ def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> 
 
 def is_pruned(layer: nn.Module) -> bool:
     """Whether a layer is a sparse one that computes with a pruned weight now, not with its dense master."""
-    return isinstance(layer, Sparse24Layer) and layer.phase != "dense"
+    return isinstance(layer, Sparse24Layer) and not layer.sparse24["weight"].run.is_dense
 
 
 def has_mask(layer: nn.Module) -> bool:

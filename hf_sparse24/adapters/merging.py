@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer, pack_weight, unpack_weight
-from ..weights.gemms import PRUNED
 from ..weights.packed_weight import pack_exactly
-from ..weights.sparse_weight import WeightView
+from ..weights.rules import encode
 from .bypass import is_adapter, is_masked
 from .masked import input_dim_of, is_pruned, out_in
 
@@ -60,8 +59,9 @@ class Unmerged:
             return kernels.unpack_nm(self.packed)
         weight = self.tensors["weight"]
         if self.sparse is not None:
-            view = WeightView(weight, 1 if self.sparse.input_dim == -1 else 0, self.state)
-            (weight,) = self.sparse.method.prune(view, PRUNED, {"dense": None}, weight.dtype)
+            (view,) = self.sparse.matrices(weight, self.state)
+            method = self.sparse.method
+            (weight,) = encode(method.prune(view), view, method.pattern, {"dense": None}, weight.dtype)
         return out_in(self.layer, weight)
 
     @torch.no_grad()
@@ -105,7 +105,8 @@ class Unmerged:
 def settle(layer: Any) -> None:
     """Give a layer whose weight is N:M already the state that prunes it to itself."""
     sparse = layer.sparse24["weight"]
-    sparse.set_state(sparse.method.state_of_pruned(sparse.view()))
+    (view,) = sparse.views()
+    sparse.set_state(sparse.run.method.state_of_pruned(view))
     sparse.clear_encodings()
 
 

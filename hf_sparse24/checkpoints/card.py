@@ -22,12 +22,13 @@ from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
 
 from ..config import Sparse24Config
-from ..methods import ONESHOT_METHOD
+from ..methods import ONESHOT_METHOD, method_class
 from ..patching.report import group_name, make_report, shown_count
-from ..patching.surgery import patched_config
 from ..patching.targets import find_candidates
+from ..run import patched_config, sparse_run
 from ..version import __version__
-from ..weights.sparse_weight import first_of_each, layer_name, sparse_weights
+from ..weights.place import layer_name
+from ..weights.sparse_weight import first_of_each, sparse_weights
 from .losses import Control, History, Logs, by_step, control_metrics, last_evaluation, plot_losses, some_rows
 
 Format = Literal["dense", "packed", "training"]
@@ -164,7 +165,7 @@ def _zeros(model: nn.Module) -> dict[str, Zeros]:
     """The zeros of each sparse weight, as the model computes with it."""
     counts = {}
     for name, weight in sparse_weights(model).items():
-        computed = weight.parameter if weight.run_state.phase == "dense" else weight.method.merged(weight)
+        computed = weight.parameter if weight.run.is_dense else weight.merged()
         counts[name] = Zeros(int((computed == 0).sum()), computed.numel())
     return counts
 
@@ -251,7 +252,7 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
 def _training(
     config: Sparse24Config, hyperparameters: Mapping[str, Any] | None, history: History, plot: str | None
 ) -> str:
-    about = sys.modules[type(config.bound_method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
+    about = sys.modules[method_class(config.method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
@@ -278,7 +279,8 @@ def _sparse_layers(model: nn.Module, config: Sparse24Config, zeros: dict[str, Ze
     for name, counts in zeros.items():
         groups.setdefault(group_name(layer_name(name)), []).append(counts)
     rows = []
-    for row in make_report(model, config, find_candidates(model, config)).rows:
+    run = sparse_run(model)
+    for row in make_report(model, config, find_candidates(model, run)).rows if run is not None else ():
         group = groups.get(row.group)
         if group and row.skipped is None:
             share = f"{sum(counts.zeros for counts in group) / sum(counts.of for counts in group):.1%}"

@@ -21,12 +21,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..adapters.merging import adapters_in, without_adapters
 from ..config import Sparse24Config
-from ..patching.packing import check_packable
-from ..patching.surgery import unwrap
+from ..patching.ownership import adopt, unwrap
+from ..patching.packing import check_packable, packed_config
 from ..progress import Progress, get_logger
 from ..weights.packed_weight import PackedFormat
 from ..weights.sharding import is_sharded, local, rank
-from ..weights.sparse_weight import sparse_weights, wrong_states
+from ..weights.sparse_weight import sparse_weights
+from ..weights.state_check import wrong_states
 from .manifest import MANIFEST, Manifest, sparse_dim
 from .parts import Part, dense_parts, packed_parts
 from .replacing import CONFIG, replaced_model
@@ -106,12 +107,13 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         raise ValueError(f"the model is damaged, load it again: {wrong}")
     if format == "packed":
         check_packable(model)
+    adopt(model)  # where a part was patched by itself
     with _own_layout(model):
         parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
         files = _files(parts, max_shard_size)
         with _made_together(files) if _is_sharded(model) else nullcontext(True) as writes:
             if writes:
-                if weights and all(weight.run_state.phase == "dense" for weight in weights.values()):
+                if weights and all(weight.run.is_dense for weight in weights.values()):
                     logger.warning(
                         f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
                         f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
@@ -183,7 +185,7 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[Part]], form
         packed = None
         if format == "packed":
             names = tuple(part.packed for parts in files.values() for part in parts if part.packed is not None)
-            packed = config.packed_as(PackedFormat(names, {name: found.header for name, found in hashes.items()}))
+            packed = packed_config(config, PackedFormat(names, {name: found.header for name, found in hashes.items()}))
         with _config_field(model, "quantization_config", packed):
             model.config.save_pretrained(new)
     manifest = Manifest(format, sparse, {name: found.file for name, found in hashes.items()}, config.to_dict())

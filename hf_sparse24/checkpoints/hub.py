@@ -20,7 +20,8 @@ from huggingface_hub.errors import (
 from transformers import PreTrainedModel
 
 from ..adapters.merging import adapters_in, without_adapters
-from ..patching.surgery import INSTANCE_METHODS, patched_config
+from ..patching.ownership import MODEL_METHODS
+from ..run import patched_config
 from ..version import __version__
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
@@ -142,7 +143,7 @@ def save_pretrained(
 
 
 _push = push_to_hub  # an argument of save_pretrained has its name
-INSTANCE_METHODS.update(push_to_hub=push_to_hub, save_pretrained=save_pretrained)
+MODEL_METHODS.update(push_to_hub=push_to_hub, save_pretrained=save_pretrained)
 
 
 def hub_api() -> HfApi:

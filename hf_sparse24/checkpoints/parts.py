@@ -90,9 +90,9 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 def _plain_part(name: str, tensor: Tensor, weight: SparseWeight | None) -> Part:
     """A tensor as it is, or with the zeros that the model computes with."""
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
-    if weight is None or weight.run_state.phase == "dense":
+    if weight is None or weight.run.is_dense:
         return Part(like, lambda: {name: whole(tensor)})
-    return Part(like, lambda: {name: weight.method.merged(weight)}, weight)
+    return Part(like, lambda: {name: weight.merged()}, weight)
 
 
 def _saved_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> dict[str, Tensor]:

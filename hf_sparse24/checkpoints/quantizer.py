@@ -11,11 +11,14 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import Sparse24Config
-from ..patching.packing import forget_quantizer, unpack_model
-from ..patching.surgery import patch_model, patched_config, reject_non_finite
+from ..methods.settings import SHARED
+from ..patching.packing import forget_quantizer, packed_config, unpack_model
+from ..patching.surgery import patch_model, reject_non_finite
+from ..run import patched_config
 from ..weights.packed_weight import PackedFormat, packed_weights
-from ..weights.sharding import is_sharded
-from ..weights.sparse_weight import check_sharding, sparse_weights, wrong_states
+from ..weights.sharding import check_supported, is_sharded
+from ..weights.sparse_weight import sparse_weights
+from ..weights.state_check import wrong_states
 from .packed import check_files, check_packed, make_packed, was_loaded
 
 register_quantization_config("sparse24")(Sparse24Config)
@@ -39,6 +42,7 @@ class Sparse24Quantizer(HfQuantizer):
                 check_files(self.quantization_config.packed, checkpoint_files)
             make_packed(model, self.quantization_config.packed)
             return
+        self.quantization_config = _with_passed(self.quantization_config)
         patch_model(model, self.quantization_config)
         for weight in sparse_weights(model).values():
             # Transformers' tensor parallelism then runs the layer's forward on this process's part of input and weight,
@@ -57,7 +61,7 @@ class Sparse24Quantizer(HfQuantizer):
             return self._finish_packed(model)
         weights = sparse_weights(model)
         for name, weight in weights.items():
-            check_sharding(name, weight.master)  # Transformers has split it by now
+            check_supported(name, weight.master)  # Transformers has split it by now
             weight.is_split = (getattr(model, "_tp_size", None) or 1) > 1 and is_sharded(weight.parameter)
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
@@ -83,13 +87,14 @@ class Sparse24Quantizer(HfQuantizer):
 
     def _finish_packed(self, model: PreTrainedModel) -> PreTrainedModel:
         check_packed(model)
-        if self.quantization_config.patch_with is not None:
+        if self.quantization_config.passed is not None:
+            # It has no master weights and no state to go on with: training starts anew from its sparse weights.
             unpack_model(model)
-            patch_model(model, self.quantization_config.patch_with)
+            patch_model(model, self.quantization_config.passed)
         else:
             # Without the hashes of the files that were read: saved again, the model has others.
             own = PackedFormat(tuple(packed_weights(model)), {})
-            model.config.quantization_config = self.quantization_config = self.quantization_config.packed_as(own)
+            model.config.quantization_config = self.quantization_config = packed_config(self.quantization_config, own)
         return model
 
     def _lacks(self, missing: list[str], model: PreTrainedModel) -> str:
@@ -122,6 +127,25 @@ class Sparse24Quantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions, *args):
         # Packed tensors have the names of the model's own state_dict, however other checkpoints call the weights.
         return weight_conversions if self.quantization_config.packed is None else []
+
+
+def _with_passed(saved: Sparse24Config) -> Sparse24Config:
+    """The config of a checkpoint with what `from_pretrained` was given beside it, `saved.passed`.
+
+    Raises:
+        ValueError: that asks for other sparse weights than the checkpoint has.
+    """
+    passed = saved.passed
+    if passed is None:
+        return saved
+    names = [name for name in SHARED if name != "backend" and getattr(passed, name) != getattr(saved, name)]
+    if names:
+        differences = ", ".join(f"{name}={getattr(saved, name)!r}, not {getattr(passed, name)!r}" for name in names)
+        raise ValueError(
+            f"the checkpoint was saved with {differences}: load it without quantization_config, then call "
+            f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
+        )
+    return saved.replace(**passed.given_settings(), backend=passed.backend)
 
 
 def _check_whole_files(files: list[str]) -> None:

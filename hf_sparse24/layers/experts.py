@@ -32,9 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import Sparse24Config
 from ..methods import SparseMethod
+from ..run import SparseRun
 from ..weights.sparse_weight import SparseWeight
+from .made_classes import Made, made_class
 from .sparse_module import SparseModule
 
 
@@ -50,7 +51,7 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None
 
 
-class SparseExperts(SparseModule):
+class SparseExperts(Made, SparseModule):
     """What a module of stacked experts becomes: a subclass of its own class, with the same forward.
 
     Attributes:
@@ -58,10 +59,15 @@ class SparseExperts(SparseModule):
             where threads share the model; they are interchangeable, as nobody changes weights meanwhile.
     """
 
+    prefix = "Sparse24"
     pruned: list[dict[str, Tensor]]
 
     @classmethod
-    def from_dense(cls, module: nn.Module, name: str, config: Sparse24Config) -> nn.Module:
+    def members(cls, key: tuple[str, ...]) -> dict[str, Any]:
+        return {name: _weight_property(name) for name in key}
+
+    @classmethod
+    def from_dense(cls, module: nn.Module, name: str, run: SparseRun) -> nn.Module:
         """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow.
 
         State comes from the weight as it is; on the meta device it waits for a checkpoint.
@@ -69,10 +75,11 @@ class SparseExperts(SparseModule):
         input_dim = find_input_dim(module, name)
         if input_dim is None:
             raise ValueError(f"{type(module).__name__}.{name}: unknown which of its dimensions is the input dimension")
-        SparseWeight.attach(module, name, input_dim, config)
+        SparseWeight.attach(module, name, input_dim, run)
         if not isinstance(module, SparseExperts):
             module.__dict__.update(dense_class=type(module), pruned=[])
-        module.__class__ = _sparse_class(module.__dict__["dense_class"], tuple(module.__dict__["sparse24"]))
+        names = tuple(module.__dict__["sparse24"])
+        module.__class__ = made_class(SparseExperts, module.__dict__["dense_class"], names)
         return module
 
     def to_dense(self) -> nn.Module:
@@ -80,12 +87,13 @@ class SparseExperts(SparseModule):
         return super().to_dense()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.phase == "dense":
+        run = next(iter(self.sparse24.values())).run
+        if run.is_dense:
             return super().forward(*args, **kwargs)
         weights = self.sparse24.values()
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if trains and any(weight.parameter.requires_grad for weight in weights):
-            next(iter(weights)).run_state.expect_controller()
+            run.expect_controller()
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
         self.pruned.append({weight.name: weight.kept_pruned(tokens) for weight in weights})
@@ -93,11 +101,6 @@ class SparseExperts(SparseModule):
             return super().forward(*args, **kwargs)
         finally:
             self.pruned.pop()
-
-    def _replicate_for_data_parallel(self):
-        replica = super()._replicate_for_data_parallel()
-        replica.pruned = []
-        return replica
 
     def extra_repr(self) -> str:
         lines = [super().extra_repr()]
@@ -107,30 +110,13 @@ class SparseExperts(SparseModule):
         lines.append(f"method={sparse.method.name}, phase={self.phase}")
         return "\n".join(line for line in lines if line)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self.dense_class, tuple(self.sparse24)), self.__dict__  # pickle finds no made class
-
-
-def _empty(dense_class: type, names: tuple[str, ...]) -> nn.Module:
-    cls = _sparse_class(dense_class, names)
-    return cls.__new__(cls)
-
-
-@cache
-def _sparse_class(dense_class: type, names: tuple[str, ...]) -> type[SparseExperts]:
-    properties = {name: _weight_property(name) for name in names}
-    return type(f"Sparse24{dense_class.__name__}", (SparseExperts, dense_class), properties)
-
 
 def _weight_property(name: str) -> property:
     def read(module: nn.Module) -> Any:
         master, running = module.__dict__["sparse24"][name].parameter, module.__dict__["pruned"]
         return _StraightThrough.apply(master, running[-1][name]) if running else master
 
-    def write(module: nn.Module, value: Tensor) -> None:
-        module.__dict__[name] = value  # Parameters never come here: nn.Module keeps them. DataParallel sets tensors.
-
-    return property(read, write)
+    return property(read)
 
 
 def stacked_parameters(module: nn.Module) -> list[str]:

@@ -2,13 +2,14 @@
 
 import copy
 import inspect
-from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
+
+from .made_classes import Made, made_class
 
 
 class Layout(NamedTuple):
@@ -76,37 +77,25 @@ def unfuse_gated_mlps(model: nn.Module) -> list[str]:
     """
     fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
     for module in fused.values():
-        module.__class__ = module.unfused_class
+        module.__class__ = module.made_of[1]
     return list(fused)
 
 
-class FusedGatedMLP:
-    """What a fused module's class has in front of its own. One class for each class, layout and kind."""
+class FusedGatedMLP(Made):
+    """What a fused module's class has in front of its own: one class for each class, layout, order and kind."""
 
-    unfused_class: type[nn.Module]
+    prefix = "Fused"
     layout: Layout
     up_first: bool
     kind: str
 
+    @classmethod
+    def members(cls, key: tuple[Layout, bool, str]) -> dict[str, Any]:
+        return dict(zip(("layout", "up_first", "kind"), key))
+
     def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = *args, *kwargs.values()  # the one argument, by the name that the module itself gives it
         return _fused_forward(self, x, self.layout, self.up_first, self.kind)
-
-    def __reduce_ex__(self, protocol):
-        # pickle and copy find classes by name, and this one has none in any module.
-        recipe = self.unfused_class, self.layout, self.up_first, self.kind
-        return _new_fused, recipe, self.__dict__
-
-
-@cache
-def _fused_class(cls: type[nn.Module], layout: Layout, up_first: bool, kind: str) -> type[nn.Module]:
-    members = {"unfused_class": cls, "layout": layout, "up_first": up_first, "kind": kind}
-    return type(f"Fused{cls.__name__}", (FusedGatedMLP, cls), members)
-
-
-def _new_fused(*recipe) -> nn.Module:
-    fused_class = _fused_class(*recipe)
-    return fused_class.__new__(fused_class)
 
 
 def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool, kind: str) -> Tensor:
@@ -125,7 +114,7 @@ def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
         for up_first, kind in product((False, True), KINDS):
             if _behaves_like(module, layout, up_first, kind):
                 own_class: type = type(module)
-                return _fused_class(own_class, layout, up_first, kind)
+                return made_class(FusedGatedMLP, own_class, (layout, up_first, kind))
     return None
 
 

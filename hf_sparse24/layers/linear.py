@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..config import Sparse24Config
+from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED, Gemm
 from ..weights.sparse_weight import SparseWeight
@@ -129,19 +129,19 @@ class Sparse24Layer(SparseModule):
         raise TypeError(f"{type(self).__name__} is made from a dense layer: use patch_model or from_dense")
 
     @classmethod
-    def from_dense(cls, module: nn.Module, config: Sparse24Config) -> nn.Module:
+    def from_dense(cls, module: nn.Module, run: SparseRun) -> nn.Module:
         """Turn `module` into a sparse layer in place: same object, same Parameters, same hooks.
 
         State comes from the weight as it is; on the meta device it waits for a checkpoint.
 
         Args:
             module: a dense layer.
-            config: that of the model, which `patch_model` has bound to it.
+            run: that of the model, which `patch_model` makes.
 
         Returns:
             The same module.
         """
-        SparseWeight.attach(module, "weight", cls.input_dim, config)
+        SparseWeight.attach(module, "weight", cls.input_dim, run)
         module.__dict__["dense_class"] = type(module)
         module.__class__ = cls
         return module
@@ -159,7 +159,7 @@ class Sparse24Layer(SparseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         sparse = self.sparse24["weight"]
-        if sparse.run_state.phase == "dense":
+        if sparse.run.is_dense:
             return self.dense_class.forward(self, x)
         weight, bias = sparse.parameter, sparse.bias
         dtype = weight.dtype
@@ -170,18 +170,18 @@ class Sparse24Layer(SparseModule):
             bias = None if bias is None else bias.to(dtype)
         if self.input_dim == -2:
             weight = weight.t()
-        method, (out, inputs) = sparse.method, weight.shape
-        gemms = method.gemms
-        tokens, backend = x.numel() // inputs, sparse.config.backend
+        run, (out, inputs) = sparse.run, weight.shape
+        method, gemms = run.method, run.method.gemms
+        tokens, backend = x.numel() // inputs, run.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
         wanted, input_plan, encode = [_operand(gemms.output, output_plan)], None, None
         if not torch.is_grad_enabled():
             (output_weight,) = sparse.encoded(wanted, dtype, tokens)
             output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
-            return method.adapt_output(sparse, x, output)
+            return method.adapt_output(x, output, sparse.parameters, run.phase)
         is_compiling = torch.compiler.is_compiling()
         if self.training and weight.requires_grad and not is_compiling:
-            sparse.run_state.expect_controller()
+            run.expect_controller()
         # A graph that is traced asks for every gradient, needed or not.
         if x.requires_grad or is_compiling:
             input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
@@ -204,12 +204,12 @@ class Sparse24Layer(SparseModule):
             backend,
             encode,
         )
-        return method.adapt_output(sparse, x, output)
+        return method.adapt_output(x, output, sparse.parameters, run.phase)
 
     def extra_repr(self) -> str:
         sparse = self.sparse24["weight"]
         (out, inputs), method = sparse.sizes, sparse.method.name
-        return f"in={inputs}, out={out}, bias={sparse.bias is not None}, method={method}, phase={self.phase}"
+        return f"in={inputs}, out={out}, bias={self.bias is not None}, method={method}, phase={self.phase}"
 
 
 def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:

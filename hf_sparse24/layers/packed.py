@@ -6,7 +6,6 @@ every read. So a packed layer computes, lets gradients through to its input, and
 `hf_sparse24.patching.packing` packs and unpacks models.
 """
 
-from functools import cache
 from typing import Any, cast
 
 import sparse24_kernels as kernels
@@ -17,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ..weights.packed_weight import PackedWeight
+from .made_classes import Made, made_class
+from .sparse_module import NO_REPLICAS
 
 
 class _PackedLinearFunction(torch.autograd.Function):
@@ -75,6 +76,9 @@ class PackedModule(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any):
         raise TypeError(f"{type(self).__name__} is made from a dense module: use pack_model")
 
+    def _replicate_for_data_parallel(self):
+        raise RuntimeError(NO_REPLICAS)
+
 
 class PackedLayer(PackedModule):
     """What `PackedLinear` and `PackedConv1D` share."""
@@ -128,13 +132,18 @@ class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"
 
 
-class PackedExperts(PackedModule):
+class PackedExperts(Made, PackedModule):
     """Stacked experts with packed weights: a subclass of their own class (see `experts.py`), with the same forward.
 
-    All experts of the module are unpacked while its forward runs, and given up after.
+    All experts of the module are unpacked while its forward runs, and dropped after.
     """
 
+    prefix = "Packed"
     unpacked: list[dict[str, Tensor]]
+
+    @classmethod
+    def members(cls, key: tuple[str, ...]) -> dict[str, Any]:
+        return {name: _weight_property(name) for name in key}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.unpacked.append({name: weight.dense() for name, weight in self.packed24.items()})
@@ -147,20 +156,6 @@ class PackedExperts(PackedModule):
         shapes = {name: tuple(weight.packed.values.shape) for name, weight in self.packed24.items()}
         lines = [f"{name}: experts={n}, in={2 * half}, out={out}" for name, (n, out, half) in shapes.items()]
         return "\n".join(line for line in (super().extra_repr(), *lines) if line)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty_experts, (self.dense_class, tuple(self.packed24)), self.__dict__  # pickle finds no made class
-
-
-def _empty_experts(dense_class: type, names: tuple[str, ...]) -> nn.Module:
-    cls = _experts_class(dense_class, names)
-    return cls.__new__(cls)
-
-
-@cache
-def _experts_class(dense_class: type, names: tuple[str, ...]) -> type[PackedExperts]:
-    properties = {name: _weight_property(name) for name in names}
-    return type(f"Packed{dense_class.__name__}", (PackedExperts, dense_class), properties)
 
 
 def _weight_property(name: str) -> property:
@@ -182,4 +177,4 @@ def _choose_class(module: nn.Module) -> None:
         module.__class__ = PackedConv1D if issubclass(dense_class, Conv1D) else PackedLinear
     else:
         module.__dict__.setdefault("unpacked", [])
-        module.__class__ = _experts_class(dense_class, tuple(packed))
+        module.__class__ = made_class(PackedExperts, dense_class, tuple(packed))

@@ -4,6 +4,13 @@ from torch import nn
 
 from ..weights import sharding
 from ..weights.sparse_weight import SparseWeight
+from ..weights.state_check import wrong_state
+
+NO_REPLICAS = (
+    "nn.DataParallel runs copies of the model in threads, which share no masks, scales or packed weights with it; the "
+    "Trainer wraps a model so where one process sees several GPUs. Start one process for each GPU, by torchrun or "
+    "accelerate launch, or show the process one GPU (CUDA_VISIBLE_DEVICES=0)"
+)
 
 
 class SparseModule(nn.Module):
@@ -24,7 +31,7 @@ class SparseModule(nn.Module):
     @property
     def phase(self) -> str:
         """`"dense"`: it computes with its master weights; otherwise with its sparse ones."""
-        return next(iter(self.sparse24.values())).run_state.phase
+        return next(iter(self.sparse24.values())).run.phase
 
     def __setattr__(self, name, value):
         # FSDP2 gathers by `setattr`: the whole weight, a plain tensor, takes the place of a DTensor.
@@ -47,10 +54,7 @@ class SparseModule(nn.Module):
         return self
 
     def _replicate_for_data_parallel(self):
-        # Replicas run in threads, each with weights of its own on another device.
-        replica = super()._replicate_for_data_parallel()
-        replica.sparse24 = {name: weight.rebound(replica) for name, weight in self.sparse24.items()}
-        return replica
+        raise RuntimeError(NO_REPLICAS)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -59,7 +63,7 @@ class SparseModule(nn.Module):
             names = list(weight.beside(key))
             if any(name in state_dict for name in names):
                 weight.state_is_ready = True
-                wrong = weight.wrong_state()
+                wrong = wrong_state(weight)
                 if wrong:
                     errors.append(f"{key}: {wrong}; the checkpoint is damaged, load another one")
             elif not weight.state_is_ready and key in state_dict:

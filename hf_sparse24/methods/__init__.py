@@ -1,13 +1,32 @@
-"""The published methods by name. One file per paper, each opening with its method card.
+"""The published methods by name, one file per paper, each opening with its method card; and all that an author of a
+method imports.
 
-`register_method` adds one of your own.
+`register_method` adds a method of one's own. docs/guides/own_method.md builds one step by step.
 """
 
+from ..weights.rules import Magnitude, Mask, Rule, SoftThreshold, Values
+from ..weights.view import WeightView
 from . import fixed_mask, s_ste, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
-from .base import METHODS, SparseMethod, StepContext, method_class, register_method
-from .fixed_mask import FixedMask
+from .base import SparseMethod
+from .context import Batch, Piece, Pieces, StepContext
+from .fixed_mask import FixedMask, KeptMaskMethod
+from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
+from .registry import METHODS, method_class, register_method, takes_masks
 from .s_ste import SSTE
-from .step_adamw import StepAdamW
+from .schedule import to_steps
+from .settings import (
+    GemmSettings,
+    MethodSettings,
+    PhaseSettings,
+    is_length,
+    is_non_negative,
+    is_positive_length,
+    one_of,
+    setting,
+    with_default,
+)
+from .ste import MagnitudeMethod
+from .step_adamw import StepAdamW, step_param_groups
 
 DEFAULT_METHOD = SSTE.name
 ONESHOT_METHOD = FixedMask.name
@@ -17,9 +36,34 @@ __all__ = [
     "DEFAULT_METHOD",
     "METHODS",
     "ONESHOT_METHOD",
+    "Batch",
+    "GemmSettings",
+    "KeptMaskMethod",
+    "Magnitude",
+    "MagnitudeMethod",
+    "Mask",
+    "MaskedDecayMethod",
+    "MaskedDecaySettings",
+    "MethodSettings",
+    "PhaseSettings",
+    "Piece",
+    "Pieces",
+    "Rule",
+    "SoftThreshold",
     "SparseMethod",
     "StepAdamW",
     "StepContext",
+    "Values",
+    "WeightView",
+    "is_length",
+    "is_non_negative",
+    "is_positive_length",
     "method_class",
+    "one_of",
     "register_method",
+    "setting",
+    "step_param_groups",
+    "takes_masks",
+    "to_steps",
+    "with_default",
 ]

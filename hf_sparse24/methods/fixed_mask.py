@@ -11,21 +11,18 @@ Method card
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import sparse24_kernels as kernels
-import torch
 from torch import Tensor
 
-from ..weights.encodings import Forms
-from ..weights.sparse_weight import WeightView
-from .base import SparseMethod, register_method
-from .settings import GemmSettings, PhaseSettings
+from ..weights.rules import Mask
+from ..weights.view import WeightView
+from .base import SparseMethod
+from .registry import register_method
 
 
 class KeptMaskMethod(SparseMethod):
-    """A method whose mask is state: the buffer `mask_bits`, packed along the last dimension."""
+    """A method whose mask is state: the buffer `mask_bits`, packed along the last dimension. `init_state` chooses it:
+    `{"mask_bits": kernels.pack_bits(mask)}`."""
 
     mask_is_local = True
 
@@ -34,15 +31,11 @@ class KeptMaskMethod(SparseMethod):
         """Whether a mask may keep fewer than N of every M."""
         return False
 
-    def mask(self, view: WeightView, packed: bool) -> Tensor:
-        bits = view.state["mask_bits"]
-        return bits if packed else kernels.unpack_bits(bits, view.matrix.shape[1])
-
-    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
-        return self.prune_by(view, forms, dtype, "mask", mask=view.state["mask_bits"])
+    def prune(self, view: WeightView) -> Mask:
+        return Mask(view.state["mask_bits"])
 
     def check_state(self, view: WeightView) -> str | None:
-        mask, (n, m) = self.mask(view, packed=False), self.pattern
+        mask, (n, m) = self.mask(view), self.pattern
         for dim in (0, 1) if self.transposable else (view.dim,):
             kept = mask.unflatten(dim, (-1, m)).sum(dim + 1)
             bad = int(((kept > n) if self.keeps_fewer else (kept != n)).sum())
@@ -55,13 +48,7 @@ class KeptMaskMethod(SparseMethod):
 
 @register_method("fixed-mask")
 class FixedMask(KeptMaskMethod):
-    accepts_masks = True
-
-    @dataclass(frozen=True, kw_only=True)
-    class Settings(PhaseSettings, GemmSettings):
-        pass
-
-    def init_state(self, view: WeightView) -> dict[str, Tensor]:
+    def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 
     def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:

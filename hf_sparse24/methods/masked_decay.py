@@ -5,17 +5,14 @@
 Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10); the regulariser is SR-STE's (arXiv 2102.04010), eq. (7).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sparse24_kernels as kernels
 import torch
-from torch import Tensor
 
-from ..weights.sharding import local, local_gradient
-from ..weights.sparse_weight import SparseWeight, first_of_each
-from .base import SparseMethod, StepContext
+from .base import SparseMethod
+from .context import Pieces, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
 
 AUTO = "auto"
@@ -59,21 +56,13 @@ class MaskedDecayMethod(SparseMethod):
             )
         super().check_run(total_steps, optimizer)
 
-    def before_step(self, weights: Mapping[str, SparseWeight], context: StepContext) -> None:
+    def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
         decay = self.settings.masked_decay
-        if not decay or context.phase == "dense":
+        if not decay or context.is_dense:
             return
-        targets: list[Tensor] = []
-        parameters: list[Tensor] = []
-        masks: list[Tensor] = []
-        alphas: list[float] = []
-        for name, weight in first_of_each(weights).items():
-            parameter, gradient = local(weight.master), local_gradient(weight.master)
-            if gradient is None or not parameter.numel():  # there may be more processes than rows
-                continue
-            on_gradient = self.settings.decay_on == "gradient"
-            targets.append(gradient if on_gradient else parameter)
-            parameters.append(parameter)
-            masks.append(context.mask(name, weight))
-            alphas.append(decay if on_gradient else -decay * context.learning_rate(name))
-        kernels.foreach_masked_decay_(targets, parameters, masks, alphas)
+        values, masks = [piece.values for piece in pieces], [piece.mask for piece in pieces]
+        if self.settings.decay_on == "gradient":
+            gradients = [piece.gradient for piece in pieces]
+            kernels.foreach_masked_decay_(gradients, values, masks, [decay] * len(pieces))
+        else:
+            kernels.foreach_masked_decay_(values, values, masks, [-decay * piece.learning_rate for piece in pieces])

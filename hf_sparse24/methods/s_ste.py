@@ -16,16 +16,16 @@ Method card
     Reference        Hu et al. 2024 (arXiv 2409.09099), section 4.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..weights.encodings import Forms
-from ..weights.sparse_weight import WeightView
-from .base import SparseMethod, register_method
+from ..weights.rules import SoftThreshold
+from ..weights.view import WeightView
+from .base import SparseMethod
+from .registry import register_method
 from .settings import GemmSettings, PhaseSettings, one_of, setting, with_default
 
 
@@ -49,7 +49,7 @@ class SSTE(SparseMethod):
             "shows to be harmful (Fig. 4)",
         )
 
-    def init_state(self, view: WeightView) -> dict[str, Tensor]:
+    def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         return {"scale": kernels.s_ste_scale(view.matrix, *self.pattern, view.dim, self.settings.scale_rule)}
 
     def state_of_pruned(self, view: WeightView) -> dict[str, Tensor]:
@@ -65,11 +65,8 @@ class SSTE(SparseMethod):
             return None
         return f"scale is {scale:g}, and scale_rule={rule!r} gives {allowed}"
 
-    def mask(self, view: WeightView, packed: bool) -> Tensor:
-        return kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed)
-
-    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
-        return self.prune_by(view, forms, dtype, "soft-threshold", scale=view.state["scale"])
+    def prune(self, view: WeightView) -> SoftThreshold:
+        return SoftThreshold(view.state["scale"])
 
     def refreshes_state(self, step: int, total_steps: int) -> bool:
         return not self.settings.scale_frozen

@@ -19,8 +19,8 @@ Method card
 
 from dataclasses import dataclass
 
-from .base import register_method
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
+from .registry import register_method
 from .settings import GemmSettings, PhaseSettings
 from .ste import MagnitudeMethod
 

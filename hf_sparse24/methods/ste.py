@@ -11,17 +11,10 @@ Method card
     Reference        Bengio et al. 2013 (arXiv 1308.3432) for the estimator; the baseline of SR-STE's section 3.1.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import sparse24_kernels as kernels
-import torch
-from torch import Tensor
-
-from ..weights.encodings import Forms
-from ..weights.sparse_weight import WeightView
-from .base import SparseMethod, register_method
-from .settings import GemmSettings, PhaseSettings
+from ..weights.rules import Magnitude
+from ..weights.view import WeightView
+from .base import SparseMethod
+from .registry import register_method
 
 
 class MagnitudeMethod(SparseMethod):
@@ -29,15 +22,10 @@ class MagnitudeMethod(SparseMethod):
 
     mask_is_local = True
 
-    def mask(self, view: WeightView, packed: bool) -> Tensor:
-        return kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed)
-
-    def prune(self, view: WeightView, operand: str, forms: Forms, dtype: torch.dtype) -> Sequence[Tensor]:
-        return self.prune_by(view, forms, dtype, "magnitude")
+    def prune(self, view: WeightView) -> Magnitude:
+        return Magnitude()
 
 
 @register_method("ste")
 class STE(MagnitudeMethod):
-    @dataclass(frozen=True, kw_only=True)
-    class Settings(PhaseSettings, GemmSettings):
-        pass
+    pass

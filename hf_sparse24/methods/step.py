@@ -17,15 +17,14 @@ Method card
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..weights.sparse_weight import SparseWeight
 from .auto_switch import SWITCH_RULES
-from .base import register_method
+from .context import StepContext
+from .registry import register_method
 from .schedule import Schedule
 from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting
 from .ste import MagnitudeMethod
@@ -71,9 +70,9 @@ class STEP(MagnitudeMethod):
         super().check_run(total_steps, optimizer)
         _step_adamw(optimizer)
 
-    def metrics(self, weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    def metrics(self, context: StepContext) -> dict[str, float]:
         """`switch_statistic` and `switch_threshold` of AutoSwitch, from its first statistic to the switch."""
-        step_adamw = _step_adamw(optimizer)
+        step_adamw = _step_adamw(context.optimizer)
         statistic = step_adamw.switch_statistic
         if step_adamw.switched or math.isinf(statistic):
             return {}

@@ -25,9 +25,9 @@ import sparse24_kernels as kernels
 from torch import Tensor
 
 from ..weights.sparse_weight import WeightView
-from .base import register_method
 from .fixed_mask import KeptMaskMethod
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
+from .registry import register_method
 from .schedule import to_steps
 from .settings import LENGTH, GemmSettings, PhaseSettings, is_positive_length, one_of, setting, with_default
 
@@ -59,7 +59,7 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
     def keeps_fewer(self) -> bool:
         return self.settings.mask_solver in ("greedy", "two-approx")
 
-    def init_state(self, view: WeightView) -> dict[str, Tensor]:
+    def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         solver = self.settings.mask_solver
         return {"mask_bits": kernels.transposable_mask(view.matrix, *self.pattern, solver, packed=True)}
 

@@ -1,7 +1,7 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
 import torch
-from sparse24_kernels import Packed, Pattern
+from sparse24_kernels import Packed
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -9,9 +9,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ..adapters.merging import check_unmerged
 from ..config import Sparse24Config
 from ..layers.packed import pack_weight, unpack_weight
+from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import PackedFormat, pack_exactly, packed_weights
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from .surgery import outermost, patched_config, release, restore
+from .ownership import outermost
+from .surgery import release, restore
 
 
 @torch.no_grad()
@@ -41,9 +43,9 @@ def pack_model(model: nn.Module) -> int:
         >>> type(model.transformer.h[0].mlp.c_fc).__name__
         'PackedConv1D'
     """
-    config = check_packable(model)
+    run = check_packable(model)
     check_unmerged(model)
-    whole = next((owner for owner in config.run_state.owners if owner is not model and _contains(owner, model)), None)
+    whole = next((owner for owner in run.owners if owner is not model and _contains(owner, model)), None)
     if whole is not None:
         raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
     before = _bytes(model)
@@ -54,7 +56,7 @@ def pack_model(model: nn.Module) -> int:
         # All first, then written, as the weights may share a Parameter.
         forms = {id(weight.parameter): packed_form(names[id(weight)], weight) for weight in group}
         chosen = [(weight, forms[id(weight.parameter)]) for weight in group]
-        results = [weight.method.merged(weight) if form is None else None for weight, form in chosen]
+        results = [weight.merged() if form is None else None for weight, form in chosen]
         for (weight, _), result in zip(chosen, results):
             restore(weight, result)
         for weight, form in chosen:
@@ -64,7 +66,7 @@ def pack_model(model: nn.Module) -> int:
     release(model, weights, convert)
     for inner in outermost(model):
         names_in_files = tuple(name.replace(".base_layer.", ".") for name in packed_weights(inner))  # without adapters
-        mark_packed(inner, config.packed_as(PackedFormat(names_in_files, {})))
+        mark_packed(inner, packed_config(run.config, PackedFormat(names_in_files, {})))
     return before - _bytes(model)
 
 
@@ -95,23 +97,23 @@ def unpack_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_packable(model: nn.Module) -> Sparse24Config:
-    """The config of a model that can be packed.
+def check_packable(model: nn.Module) -> SparseRun:
+    """The run of a model that can be packed.
 
     Raises:
         ValueError: the model is not patched, is in its dense phase, or has a pattern that is not within 2:4.
     """
-    config = patched_config(model)
-    if config is None:
+    run = sparse_run(model)
+    if run is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
-    if config.phase == "dense":
+    if run.is_dense:
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
     if not any(is_packable(weight) for weight in sparse_weights(model).values()):
         raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
-    n, m = Pattern.parse(config.pattern)
+    n, m = run.method.pattern
     if not ((n <= 2 and m % 4 == 0) or (n, m) == (1, 2)):
-        raise ValueError(f"pattern={config.pattern!r}: packed weights are 2:4; export with format='dense'")
-    return config
+        raise ValueError(f"pattern={run.config.pattern!r}: packed weights are 2:4; export with format='dense'")
+    return run
 
 
 def is_packable(weight: SparseWeight) -> bool:
@@ -127,12 +129,18 @@ def packed_form(name: str, weight: SparseWeight) -> Packed | None:
     """
     if not is_packable(weight):
         return None
-    packed = pack_exactly(weight.method.merged(weight), weight.input_dim)
+    method = weight.method
+    packed = pack_exactly(weight.merged(), weight.input_dim)
     if packed is None:
-        raise ValueError(
-            f"{name} has NaN, or is not {weight.method.pattern} as its method {weight.method.name!r} has pruned it"
-        )
+        raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
     return packed
+
+
+def packed_config(config: Sparse24Config, packed: PackedFormat) -> Sparse24Config:
+    """The config of the packed model that a model with `config` becomes."""
+    changed = config.replace()
+    changed.record(packed=packed)
+    return changed
 
 
 def mark_packed(model: PreTrainedModel, config: Sparse24Config) -> None:

@@ -1,15 +1,12 @@
 """patch_model and unpatch_model: make a model's linear layers 2:4 sparse in place, and back."""
 
-import copy
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 
@@ -19,8 +16,10 @@ from ..config import Sparse24Config
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.sparse_module import SparseModule
-from ..weights.sharding import is_sharded, local, total
-from ..weights.sparse_weight import SparseWeight, check_whole, first_of_each, layer_name, sparse_weights
+from ..run import SparseRun, sparse_run
+from ..weights.sharding import check_whole, is_sharded, local, total
+from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from .ownership import adopt, name_layers, write_config
 from .report import PatchReport, make_report
 from .targets import find_candidates
 
@@ -34,15 +33,15 @@ _WRAPPERS = {
     "DeepSpeedEngine": "it is already a DeepSpeed engine; patch first, then initialize DeepSpeed",
 }
 
-INSTANCE_METHODS: dict[str, Callable] = {}
-"""Functions of a model that a patched one has in place of its class's methods; `checkpoints/hub.py` adds them."""
-
 
 def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> PatchReport:
     """Make the linear layers of `model` that `config` names N:M sparse, in place.
 
     Parameters stay what they are (same objects, same names), so optimizers, tied weights, hooks and `state_dict`
     keys survive; layers change their class and gain buffers. Nothing is changed when an error is raised.
+
+    A part of a model, such as `model.model`, can be patched by itself. It does not know what it is a part of: before
+    you save the whole, call `patch_model(model)`, train it, or export it, so that its config says what is sparse.
 
     Args:
         model: any causal or masked language model of Transformers, or a module whose layers stand in `nn.ModuleList`s.
@@ -77,28 +76,26 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
             "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
         )
-    current = patched_config(model)
+    current = sparse_run(model)
     if current is not None:
-        if config is not None and config != current:
+        if config is not None and config != current.config:
             raise ValueError(
-                f"the model is already patched with another config ({current.difference(config)}); "
+                f"the model is already patched with another config ({current.config.difference(config)}); "
                 f"call unpatch_model(model) first"
             )
         adopt(model)
-        return make_report(model, current, find_candidates(model, current))
+        return make_report(model, current.config, find_candidates(model, current))
     _reject_wrapped(model)
     _reject_quantized(model)
     _reject_lazy(model)
     check_unmerged(model)
-    # A copy: the model's config follows the phase of training, the caller's object should not.
-    config = (config or Sparse24Config()).replace()
-    config.bind()
-    candidates = find_candidates(model, config)
+    run = SparseRun(config or Sparse24Config())
+    candidates = find_candidates(model, run)
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
         reasons = sorted({f"{c.name.rpartition('.')[2]}: {c.skipped}" for c in candidates}) or ["no linear layers"]
         raise ValueError(
-            f"nothing to patch: target_modules={config.target_modules!r} leaves no layer to make sparse ("
+            f"nothing to patch: target_modules={run.config.target_modules!r} leaves no layer to make sparse ("
             + "; ".join(reasons[:8])
             + ")"
         )
@@ -107,21 +104,20 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         for target in targets:
             check_whole(target.name, target.weight)
             if target.is_stack:
-                SparseExperts.from_dense(target.module, target.parameter, config)
+                SparseExperts.from_dense(target.module, target.parameter, run)
             else:
                 layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
-                layer_class.from_dense(target.module, config)
+                layer_class.from_dense(target.module, run)
         _reject_doubled_parameters(sparse_weights(model))
-        report = make_report(model, config, candidates)
-        whole = _whole_of(model)
-        if whole is None:
-            _write_config(model, config)
-        adopt(whole or model)
-        _write_config(model, config)  # a part's own, where that is not the whole's
+        report = make_report(model, run.config, candidates)
+        write_config(model, run)
+        adopt(model)
         attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
             restore(weight, None)
+        for owner in list(run.owners):
+            name_layers(owner, run)
         raise
     return report
 
@@ -164,8 +160,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
 
     def write(group: list[SparseWeight]) -> None:
         # All first, then written: layers that share one weight must not prune what another has pruned already.
-        keeps_master = not sparse or group[0].run_state.phase == "dense"
-        results = [None if keeps_master else weight.method.merged(weight) for weight in group]
+        keeps_master = not sparse or group[0].run.is_dense
+        results = [None if keeps_master else weight.merged() for weight in group]
         for weight, result in zip(group, results):
             restore(weight, result)
 
@@ -179,10 +175,10 @@ def release(model: nn.Module, weights: dict[str, SparseWeight], convert: Callabl
     A group has the weights of one module, and those that share a Parameter with them. Controllers end first; afterwards
     the configs of the model, and of what it is a part of, say what is left.
     """
-    configs = {id(weight.config): weight.config for weight in weights.values()}
-    for config in configs.values():
-        if config.run_state.controller is not None:
-            config.run_state.controller.end()
+    runs = {id(weight.run): cast(SparseRun, weight.run) for weight in weights.values()}
+    for run in runs.values():
+        if run.controller is not None:
+            run.controller.end()
     groups: dict[int, list[SparseWeight]] = {}
     for weight in weights.values():
         keys = id(weight.module), id(weight.parameter)
@@ -192,13 +188,10 @@ def release(model: nn.Module, weights: dict[str, SparseWeight], convert: Callabl
     for group in {id(group): group for group in groups.values()}.values():
         convert(group)
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]  # a copy's are no owners yet
-    for config in configs.values():
-        if isinstance(config, Sparse24Config):
-            for owner in {*config.run_state.owners, *inside}:
-                _update_config(owner, config)
-                if not sparse_weights(owner):
-                    for name in INSTANCE_METHODS:
-                        owner.__dict__.pop(name, None)
+    for run in runs.values():
+        owners = {*run.owners, *inside}
+        for owner in sorted(owners, key=lambda owner: len(list(owner.modules()))):  # the whole has the last word
+            name_layers(owner, run)
 
 
 def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
@@ -220,145 +213,18 @@ def restore(weight: SparseWeight, result: Tensor | None) -> None:
         module.to_dense()
 
 
-def patched_config(model: nn.Module) -> Sparse24Config | None:
-    """The config `model` was patched with, or None."""
-    configs = (weight.config for weight in sparse_weights(model).values())
-    return next((config for config in configs if isinstance(config, Sparse24Config)), None)
-
-
-def adopt(model: nn.Module) -> Sparse24Config | None:
-    """Let the Transformers models in `model` say in their configs that parts of them are sparse.
-
-    A part that was patched by itself, such as `model.model` or the language model of a multi-modal one, has the
-    config; the whole is what gets saved.
-
-    Copies of layers that are within the model, such as those that PEFT's `modules_to_save` trains, join its config.
-
-    Returns:
-        The config of all sparse weights, None where there are none.
-
-    Raises:
-        ValueError: parts have different configs: one controller cannot run them, one file not describe them.
-    """
-    config = patched_config(model)
-    if config is None:
-        return None
-    weights = sparse_weights(model)
-    for name, weight in weights.items():
-        if not _is_same(weight.config, config):
-            raise ValueError(
-                f"{name} and {next(iter(weights))} were patched apart, each with a config of its own; call "
-                f"unpatch_model on the parts, then patch_model on the whole model"
-            )
-    for weight in weights.values():
-        weight.config = config
-    for whole in outermost(model):
-        if getattr(whole.config, "quantization_config", None) is None and sparse_weights(whole):
-            _write_config(whole, config)
-            _update_config(whole, config)
-    return config
-
-
-def _is_same(config: Any, other: Sparse24Config) -> bool:
-    """Whether two configs are one, or one is an equal copy in the same phase, which no model and no training uses."""
-    state = config.run_state
-    is_copy = config == other and state.phase == other.run_state.phase and not state.owners and not state.controller
-    return config is other or is_copy
-
-
-def _update_config(owner: nn.Module, config: Sparse24Config) -> None:
-    """Let an owner's config name the layers that are sparse, or say no more that any are."""
-    owner_config: Any = owner.config
-    if getattr(owner_config, "quantization_config", None) is not config:  # it has got another one since
-        return
-    names = [layer_name(name) for name in sparse_weights(owner)]
-    if not names:
-        del owner_config.quantization_config
-    elif names != _selected(owner, config):
-        config.__dict__.update(target_modules=names, exclude_modules=None, layers_to_transform=None)
-
-
-def _selected(model: nn.Module, config: Sparse24Config) -> list[str] | None:
-    """The layers that `config` names in `model`."""
-    try:
-        return [candidate.name for candidate in find_candidates(model, config) if candidate.skipped is None]
-    except ValueError:  # endings that no layer's name has
-        return None
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel, DeepSpeed and torch.compile, whose layers have the names that `patch_model`
-    saw."""
-    while True:
-        kind = {cls.__name__ for cls in type(model).__mro__}
-        if "OptimizedModule" in kind:
-            model = model._orig_mod  # type: ignore[assignment]  # attributes of a Module are Tensor | Module
-        elif kind & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
-            model = model.module  # type: ignore[assignment]  # as above
-        else:
-            return model
-
-
-def outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """The Transformers models in `module` that are in no other one."""
-    if isinstance(module, PreTrainedModel):
-        yield module
-    else:
-        for child in module.children():
-            yield from outermost(child)
-
-
-def _whole_of(part: nn.Module) -> PreTrainedModel | None:
-    """The largest Transformers model that `part` lies in, where `part` is a base model or layers of one.
-
-    A part does not know of the whole, so this asks the garbage collector.
-    """
-    if isinstance(part, PreTrainedModel):
-        may_be_one = part.base_model is part
-    else:
-        may_be_one = any(isinstance(getattr(module, "config", None), PreTrainedConfig) for module in part.modules())
-    if not may_be_one:
-        return None
-    models = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel) and found is not part]
-    wholes = [model for model in models if any(module is part for module in model.modules())]
-    return max(wholes, key=lambda model: len(list(model.modules())), default=None)
-
-
 def set_phase(model: nn.Module, phase: str) -> None:
     """Let every sparse weight be used as `phase` says, which the model's config then says too.
 
     Raises:
         ValueError: the method has no such phase.
     """
-    config = patched_config(model)
-    if config is None or config.run_state.phase == phase:
+    run = sparse_run(model)
+    if run is None or run.phase == phase:
         return
-    if phase not in config.bound_method.phases:
-        raise ValueError(f"phase={phase!r}: must be one of {list(config.bound_method.phases)}")
+    run.set_phase(phase)
     for weight in sparse_weights(model).values():
         weight.clear_encodings()  # the dense phase needs none
-    config.run_state.phase = phase
-
-
-def _write_config(model: nn.Module, config: Sparse24Config) -> None:
-    """Let the model's config say what the model is, where it has one of Transformers, which are saved.
-
-    A config of the model's own: other models made from the same config object are not sparse.
-    """
-    shared: Any = getattr(model, "config", None)
-    if not isinstance(shared, PreTrainedConfig):
-        return
-    config.run_state.owners.add(model)
-    if isinstance(model, PreTrainedModel):
-        for name, function in INSTANCE_METHODS.items():
-            setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
-    if getattr(shared, "quantization_config", None) is config:
-        return
-    own: Any = copy.deepcopy(shared)
-    own.quantization_config = config
-    for module in model.modules():
-        if module.__dict__.get("config") is shared:  # not one that a wrapper passes on
-            module.config = own
 
 
 def _check_module(model: Any) -> None:

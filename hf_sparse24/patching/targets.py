@@ -13,11 +13,12 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..adapters import bypasses_layer, is_adapter
-from ..config import Sparse24Config
 from ..layers.experts import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
 from ..layers.sparse_module import SparseModule
+from ..methods import SparseMethod
 from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
-from ..weights.sparse_weight import layer_name
+from ..run import SparseRun
+from ..weights.place import layer_name
 
 # What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
@@ -74,14 +75,15 @@ class Place(NamedTuple):
     sublayer: str | None
 
 
-def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]:
+def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     """Every linear layer and stack of experts' weights of `model` in module order, with its verdict.
 
-    Each is there once, however often it is shared. `config` is bound to a method, which says what sizes it takes.
+    Each is there once, however often it is shared.
 
     Raises:
-        ValueError: a name, an expression or a block index in `config` that none of them has.
+        ValueError: a name, an expression or a block index in the run's config that none of them has.
     """
+    config = run.config
     places: dict[str, Place] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
@@ -116,13 +118,13 @@ def find_candidates(model: nn.Module, config: Sparse24Config) -> list[Candidate]
         tower = next((towers[id(around)] for _, around in place.path if id(around) in towers), None)
         if tower is not None:
             return f"in {tower}, which does not read text; only names and expressions in target_modules reach it"
-        return _cannot_be_sparse(place.path, place.parameter, config)
+        return _cannot_be_sparse(place.path, place.parameter, run.method)
 
     found = []
     for name, place in places.items():
         candidate = Candidate(name, place.path[-1][1], reason(name, place), place.parameter)
         if candidate.skipped is None and candidate.is_stack:
-            candidate = candidate._replace(note=gradient_note(config.bound_method))
+            candidate = candidate._replace(note=gradient_note(run.method))
         found.append(candidate)
     return _without_half_shared(model, found)
 
@@ -264,8 +266,8 @@ def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
     return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None
 
 
-def _cannot_be_sparse(path: list[tuple[str, nn.Module]], parameter: str, config: Sparse24Config) -> str | None:
-    module, parent, method = path[-1][1], path[-2][1], config.bound_method
+def _cannot_be_sparse(path: list[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
+    module, parent = path[-1][1], path[-2][1]
     if _is_adapter(path):
         return "an adapter"
     if isinstance(module, SparseModule) and parameter in module.sparse24:

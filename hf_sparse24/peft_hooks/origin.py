@@ -29,8 +29,10 @@ from transformers import PreTrainedConfig
 
 from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
-from ..patching.surgery import patch_model, patched_config, set_phase, unpatch_model
+from ..methods import method_class, takes_masks
+from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import get_logger
+from ..run import patched_config
 from ..weights.packed_weight import PackedWeight, packed_weights
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 
@@ -83,7 +85,7 @@ def check_origin(model: nn.Module, config: Any) -> None:
     distance = 0.0 if found is None else _distance(record["base"], found)
     if distance <= TOLERANCE:
         patched = patched_config(model)
-        if patched is not None and trained_on.phase in patched.bound_method.phases and not adapters_in(model):
+        if patched is not None and trained_on.phase in method_class(patched.method).phases and not adapters_in(model):
             set_phase(model, trained_on.phase)
         return
     if current is None:
@@ -186,7 +188,7 @@ def _may_be_rebuilt(model: Any) -> bool:
     if not weights:
         return True  # a packed model comes from a checkpoint that has its weights
     method: Any = weights[0].method
-    if not method.accepts_masks or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
+    if not takes_masks(type(method)) or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
         return True
     if all(torch.equal(weight.pruned(), weight.parameter) for weight in weights):
         return False

@@ -17,7 +17,7 @@ from torch import nn
 from ..adapters import check_adapters
 from ..adapters.attaching import attaching
 from ..adapters.merging import check_mergeable
-from ..patching.surgery import adopt
+from ..patching.ownership import adopt
 from ..weights.packed_weight import packed_weights
 from ..weights.sparse_weight import sparse_weights
 from .origin import check_origin, record_origin

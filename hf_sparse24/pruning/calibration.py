@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..progress import Progress
-from ..weights.sparse_weight import SparseWeight, layer_name
+from ..weights.place import layer_name
+from ..weights.sparse_weight import SparseWeight
 from . import layerwise
 from .replay import Batch, Course, Effect, Replay, warn_of_whole_passes
 
@@ -121,8 +122,7 @@ def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
 
 def matrix(weight: SparseWeight) -> Tensor:
     """The weight as `[out, in]`, however it is stored: a view."""
-    values, dim, _ = weight.view()
-    return values if dim == 1 else values.t()
+    return weight.out_in(weight.views()[0].matrix)
 
 
 def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> Batch:

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from ..config import Sparse24Config
 from ..html_tables import html_table
-from ..methods import ONESHOT_METHOD, method_class
+from ..methods import ONESHOT_METHOD, method_class, takes_masks
 from ..metrics import kept_magnitude
 from ..patching.report import PatchReport, group_name
-from ..patching.surgery import patch_model, patched_config, set_phase, unpatch_model
+from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import Progress, get_logger
-from ..weights.sparse_weight import SparseWeight, check_whole, layer_name, sparse_weights
+from ..run import patched_config
+from ..weights.place import layer_name
+from ..weights.sharding import check_whole
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from . import layerwise
 from .calibration import Gram, Sample, calibrate, check_batch, matrix
 
@@ -199,7 +202,8 @@ def oneshot(
                     reports[name], mask = _prune_weight(name, weight, inputs, criterion, reconstruct, damping)
                     masks[id(weight.parameter)] = mask
                     pruning.update(note=f"error {reports[name].error:.1%}")
-                weight.set_state(weight.method.adopt_mask(weight.view(), masks[id(weight.parameter)]))
+                (view,) = weight.views()
+                weight.set_state(weight.method.adopt_mask(view, masks[id(weight.parameter)]))
         set_phase(model, "sparse")
     except BaseException:
         for name, (original, bias) in originals.items():
@@ -220,7 +224,7 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, d
         raise ValueError(f"criterion={criterion!r}: must be one of {list(CRITERIA)}")
     if not 0 <= damping < float("inf"):
         raise ValueError(f"damping={damping!r}: must be a finite number >= 0")
-    if not method_class(config.method).accepts_masks:
+    if not takes_masks(method_class(config.method)):
         raise ValueError(
             f"method={config.method!r}: oneshot chooses masks once and for all, as {ONESHOT_METHOD!r} keeps them"
         )

@@ -120,7 +120,7 @@ def gemm_plans(
         return {gemm.name: plan for gemm in weight.method.gemms}
     out, inputs = weight.sizes
     return {
-        gemm.name: gemm.plan(tokens, out, inputs, dtype, device, weight.config.backend) for gemm in weight.method.gemms
+        gemm.name: gemm.plan(tokens, out, inputs, dtype, device, weight.run.backend) for gemm in weight.method.gemms
     }
 
 

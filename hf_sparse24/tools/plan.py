@@ -5,7 +5,7 @@ measured, except where this device has a tuning table.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -80,7 +80,7 @@ def plan_step(model: PreTrainedModel, setting: Setting) -> Plan:
     """
     if setting.parallel == "tp":
         check_tp(model, setting.gpus)
-    method = next(iter(sparse_weights(model).values())).config.bound_method
+    method: Any = next(iter(sparse_weights(model).values())).method
     sparse_share, refreshes = _averages(method)
     all_parts = list(parts(model, setting))
     layers = _layer_times(all_parts, setting, refreshes)

@@ -156,7 +156,7 @@ def _gemm_us(gemm: Gemm, matrix: Matrix, rows: int, setting: Setting) -> _Times:
         problem is not None
         and weight is not None
         and not weight.is_stack
-        and weight.config.backend != "dense"
+        and weight.run.backend != "dense"
         and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None
     )
     usual = kernels.linear_problem(rows, matrix.out, matrix.inputs, dtype)

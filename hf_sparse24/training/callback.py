@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..config import Sparse24Config
-from ..patching.surgery import patched_config
+from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import packed_weights
 from . import reference
 from .controller import Sparse24Controller
+from .distillation import Distiller, find_distiller
 from .resume import check_resumed, restore
 from .run_log import RunLog
 
@@ -43,6 +44,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self.run_log: RunLog | None = None
         self.phase_is_restored = False
         self.is_idle = False
+        self._distiller: Distiller | None = None
+        self._logged_step = 0
 
     @property
     def _running(self) -> Sparse24Controller:
@@ -101,11 +104,15 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         return callback
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        config = patched_config(kwargs["model"])
-        self.is_idle = config is None and bool(packed_weights(kwargs["model"]))
+        run = sparse_run(kwargs["model"])
+        self.is_idle = run is None and bool(packed_weights(kwargs["model"]))
+        self._distiller = find_distiller(kwargs["model"])
+        if self._distiller is not None:
+            self._distiller.reset()
+        self._logged_step = state.global_step
         if self.is_idle:
             return
-        if args.fp16 and config is not None and _simulates_fp8(config):
+        if args.fp16 and run is not None and _simulates_fp8(run):
             # A loss scale finds its size by overflowing, and FP8 refuses to round what has overflowed.
             raise ValueError(
                 "fp16=True with FP8 GEMMs: loss scaling overflows on purpose; train with bf16=True instead"
@@ -161,15 +168,22 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             restore(kwargs["model"], state.best_model_checkpoint)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
-        if self.controller is None or "loss" not in logs:  # evaluation and the closing summary
+        if "loss" not in logs:  # evaluation and the closing summary
             return
-        # Both on every process: where weights are sharded, all of them compute.
-        metrics, flip_rates = self.controller.metrics(), self.controller.layer_flip_rates()
-        if self.run_log is not None:
-            self.run_log.write(state, flip_rates)
+        metrics: dict[str, float] = {}
+        # On every process: they average, and where weights are sharded, all of them compute.
+        if self._distiller is not None:
+            means = self._distiller.means(state.global_step - self._logged_step)
+            metrics |= {name: reduce(mean, "mean").item() for name, mean in means.items()}
+            self._distiller.reset()
+            self._logged_step = state.global_step
+        if self.controller is not None:
+            if self.run_log is not None:
+                self.run_log.write(state, self.controller.layer_flip_rates(), self.controller.method_metrics())
+            metrics |= self.controller.metrics()
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
 
 
-def _simulates_fp8(config: Sparse24Config) -> bool:
-    return any(gemm.precision != "native" for gemm in config.bound_method.gemms)
+def _simulates_fp8(run: SparseRun) -> bool:
+    return any(gemm.precision != "native" for gemm in run.method.gemms)

@@ -21,8 +21,9 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from ..html_tables import html_table
 from ..methods.masked_decay import AUTO
-from ..patching.surgery import patched_config, set_phase
+from ..patching.surgery import set_phase
 from ..progress import Progress, get_logger
+from ..run import patched_config, sparse_run
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
 
@@ -117,9 +118,9 @@ def has_trainable_weights(model: nn.Module) -> bool:
 
 def set_decay(model: nn.Module, decay: float) -> None:
     """Let a patched model train with this masked decay."""
-    config = patched_config(model)
-    if config is not None:
-        config.masked_decay = decay
+    run = sparse_run(model)
+    if run is not None:
+        run.change_settings(masked_decay=decay)
 
 
 def model_of(trainer: Trainer) -> nn.Module:
@@ -199,10 +200,10 @@ class _Watch(TrainerCallback):
 
 
 def _leave_out_dense_phases(model: nn.Module) -> None:
-    config = patched_config(model)
+    run = sparse_run(model)
     for name in ("dense_start", "dense_tail"):
-        if hasattr(config, name):
-            setattr(config, name, 0)
+        if run is not None and hasattr(run.config, name):
+            run.change_settings(**{name: 0})
 
 
 def _quiet(args: TrainingArguments) -> TrainingArguments:

@@ -4,7 +4,7 @@
 
 The cross entropy is the loss that the model itself returns. The KL divergence compares the predictions at temperature
 T, SquareHead the hidden states, both at the tokens whose prediction has a label. Both are sums over tokens, divided as
-the Trainer divides the cross entropy, so that micro-batches add up to one batch.
+the model divides the cross entropy, so that micro-batches add up to one batch.
 
 No tensor of the size [tokens, vocabulary] is made for the teacher, whose logits come in chunks of tokens. The gradient
 of the student's logits is made in the same pass, and is the one such tensor that a step holds in addition. (TRL and
@@ -13,7 +13,6 @@ pass, which adapters, wrappers and auxiliary losses need, and Liger's runs on a 
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -21,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import kl_div, pad
-from transformers import Trainer
+from torch.nn.functional import kl_div
 
+from ..methods import Batch
+from .loss_terms import LossHook, predicting_positions, share_of_batch
 from .teacher import Chunks, Teacher, shifts_labels
 
-IGNORED = -100
 EPS = 1e-6
 """Keeps SquareHead finite where a teacher's hidden state is zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """How much the teacher of a `Sparse24Trainer` counts beside the labels.
+    """How much a teacher counts beside the labels.
 
         loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student) + hidden_weight * SquareHead
 
@@ -70,13 +69,6 @@ class DistillationConfig:
             raise ValueError("temperature=0: must be above 0")
         if not self.weight and not self.hidden_weight:
             raise ValueError("weight=0 and hidden_weight=0: the teacher would have no effect; leave out teacher=")
-
-
-def predicting_positions(labels: Tensor, shifted: bool) -> Tensor:
-    """The flat positions [n] whose logits predict a label: `labels` [batch, tokens] without -100, and one to the left
-    where the loss shifts them."""
-    targets = pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted else labels
-    return (targets != IGNORED).flatten().nonzero().squeeze(1)
 
 
 def kl_divergence(logits: Tensor, chunks: Chunks, temperature: float) -> Tensor:
@@ -127,72 +119,70 @@ def square_head(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], positions:
     return total
 
 
-@dataclass(frozen=True)
-class LossParts:
-    """Sums of what losses are made of, over the micro-batches since the optimizer step `since`."""
-
-    since: int
-    sums: dict[str, Tensor]
-
-    def plus(self, parts: Mapping[str, Tensor], factor: float) -> "LossParts":
-        return LossParts(self.since, {name: self.sums.get(name, 0) + factor * part for name, part in parts.items()})
-
-    def means(self, step: int) -> dict[str, Tensor]:
-        """Per optimizer step, as the Trainer logs `loss`."""
-        return {name: total / max(step - self.since, 1) for name, total in self.sums.items()}
-
-
-class Distiller:
-    """The loss of a Trainer whose model has a teacher.
+class Distiller(LossHook):
+    """The teacher's terms in the loss of a model, from `distill` on until `end`.
 
     Args:
-        trainer: whose `model` learns; its processing class, where it is a tokenizer, tells which logits are padding.
+        model: which learns.
         teacher: a model, or the name or directory of one (see `Teacher`).
         config: how much it counts.
-
-    Raises:
-        ValueError: the Trainer computes its loss in another way, the model is no causal or masked language model, or
-            the teacher shares weights with the model, or has other tokens, layers or sizes than it must have.
+        tokenizer: of the model, which tells which logits are padding; None where the vocabularies are of one size.
     """
 
-    def __init__(self, trainer: Trainer, teacher: nn.Module | str | PathLike, config: DistillationConfig):
-        self.args, self.config = trainer.args, config
-        if self.args.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor}: the teacher's predictions smooth the "
-                f"labels already; leave it at 0, or leave out teacher="
-            )
-        if trainer.compute_loss_func is not None:
-            raise ValueError("compute_loss_func and teacher= both say what the loss is; pass one of them")
-        self.shifted = shifts_labels(trainer.model)
-        self.teacher = Teacher(teacher, trainer.model, trainer.processing_class, bool(config.hidden_weight))
-        self.teacher.to(self.args.device)
+    def __init__(
+        self, model: nn.Module, teacher: nn.Module | str | PathLike, config: DistillationConfig, tokenizer: Any = None
+    ):
+        super().__init__(self._add_teacher, is_shared=True)
+        self.config, self.shifted = config, shifts_labels(model)
+        self.teacher = Teacher(teacher, model, tokenizer, bool(config.hidden_weight))
+        self.reset()
+        self._handles = [self.attach(model)]
+        if config.hidden_weight:
+            self._handles.append(model.register_forward_pre_hook(_with_hidden_states, with_kwargs=True))
 
-    def student_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the student is called with."""
-        return {**inputs, "output_hidden_states": True} if self.config.hidden_weight else dict(inputs)
+    def end(self) -> None:
+        """Let the model learn without the teacher."""
+        for handle in self._handles:
+            handle.remove()
 
-    def loss(
-        self, loss: Tensor, outputs: Any, inputs: Mapping[str, Any], num_items: Tensor | int | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss with the teacher's terms, and its parts without gradients, for the log.
+    def reset(self) -> None:
+        """Begin the means anew."""
+        self._sums: dict[str, Tensor] = {}
+        self._micro_batches, self._is_mean = 0, True
+
+    def means(self, steps: int | None = None) -> dict[str, Tensor]:
+        """What the losses since the last `reset` are made of.
 
         Args:
-            loss: the cross entropy as `Trainer.compute_loss` returns it; one per device under DataParallel.
-            outputs: the student's: `logits` [batch, tokens, vocabulary], and `hidden_states` where they count.
-            inputs: the batch, with `labels` or `shift_labels` [batch, tokens].
-            num_items: the labels of the whole step, as `Trainer.compute_loss` gets it.
+            steps: the optimizer steps since then, where a Trainer divides losses by the labels of a whole step; None
+                for the mean over micro-batches.
+
+        Returns:
+            `cross_entropy`, `distillation_loss` and `hidden_state_loss`, as far as they count: 0-d tensors of this
+            process.
+        """
+        count = self._micro_batches if self._is_mean or steps is None else steps
+        return {name: total / max(count, 1) for name, total in self._sums.items()}
+
+    def _add_teacher(self, loss: Tensor, outputs: Any, batch: Batch) -> Tensor:
+        """The loss with the teacher's terms.
 
         Raises:
             ValueError: there are no logits, or no label for each.
         """
-        logits, positions = self._predictions(outputs, inputs)
-        share = self._share(len(positions), num_items)
+        logits, positions = self._predictions(outputs, batch)
+        tokens = len(positions)
+        if not tokens:
+            return loss  # nothing to compare, and nothing to divide by
+        self.teacher.to(logits.device)
+        self._is_mean = batch.get("num_items_in_batch") is None
+        # Sums over tokens, divided as the model divides its own loss.
+        share = 1 / tokens if self._is_mean else share_of_batch(batch, 1)
         parts = {"cross_entropy": loss.detach().mean()}
         total = (1 - self.config.weight) * loss
-        hidden, states = self.teacher.run(inputs)
+        hidden, states = self.teacher.run(batch)
         if self.config.weight:
-            chunks = self.teacher.logits(hidden, inputs, positions)
+            chunks = self.teacher.logits(hidden, batch, positions)
             kl = kl_divergence(logits, chunks, self.config.temperature) * share
             parts["distillation_loss"] = kl.detach()
             total = total + self.config.weight * kl
@@ -200,9 +190,11 @@ class Distiller:
             square = square_head(outputs["hidden_states"], states, positions) * share
             parts["hidden_state_loss"] = square.detach()
             total = total + self.config.hidden_weight * square
-        return total, parts
+        self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}
+        self._micro_batches += 1
+        return total
 
-    def _predictions(self, outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _predictions(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """The student's logits, and the positions where they predict a label."""
         logits = outputs.get("logits") if isinstance(outputs, dict) else None
         if logits is None:
@@ -210,8 +202,8 @@ class Distiller:
                 "distillation needs the model's logits, and it returned none; leave use_liger_kernel and other fused "
                 "losses off, which do not make them"
             )
-        shifted = inputs.get("shift_labels")
-        labels = inputs.get("labels") if shifted is None else shifted
+        shifted = batch.get("shift_labels")
+        labels = batch.get("labels") if shifted is None else shifted
         if labels is None or labels.shape != logits.shape[:2]:
             found = "there are none" if labels is None else f"they are {list(labels.shape)}"
             raise ValueError(
@@ -220,11 +212,54 @@ class Distiller:
             )
         return logits, predicting_positions(labels, self.shifted and shifted is None).to(logits.device)
 
-    def _share(self, tokens: int, num_items: Tensor | int | None) -> Tensor | float:
-        """What one token counts, as `Trainer.compute_loss` has it for the cross entropy."""
-        if num_items is None:
-            return 1 / max(tokens, 1)
-        step = torch.as_tensor(num_items, device=self.args.device).flatten()[0]  # DataParallel repeats it
-        if self.args.average_tokens_across_devices:
-            return self.args.world_size / step
-        return 1 / (step * max(self.args.n_gpu, 1))
+
+def _with_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (args, kwargs | {"output_hidden_states": True}) if model.training else None
+
+
+def distill(
+    model: nn.Module,
+    teacher: nn.Module | str | PathLike,
+    config: DistillationConfig | None = None,
+    tokenizer: Any = None,
+) -> Distiller:
+    """Let a model learn a teacher's predictions too, in any Trainer and in a loop of your own.
+
+    From now on the loss that the model returns in training is that of `DistillationConfig`; in evaluation it is the
+    model's own. `Sparse24Callback` logs what it is made of.
+
+    Args:
+        model: a causal or masked language model that returns its loss, patched or not; as the training gets it, before
+            DDP, FSDP2 or torch.compile wraps it.
+        teacher: a dense or sparse language model of the same tokens, or its name or directory. Frozen, and no part of
+            checkpoints.
+        config: how much the teacher counts; None for `DistillationConfig()`.
+        tokenizer: of the model, where its vocabulary and the teacher's differ by padding.
+
+    Returns:
+        The `Distiller`: `end()` takes the teacher away, `means()` has the parts of the loss.
+
+    Raises:
+        ValueError: the model is no causal or masked language model, has a teacher already, or the teacher shares
+            weights with it, or has other tokens, layers or sizes than it must have.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> teacher = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model)
+        >>> distiller = distill(model, teacher)
+        >>> ids = torch.randint(300, (1, 16))
+        >>> model.train()(input_ids=ids, labels=ids).loss.backward()
+        >>> sorted(distiller.means())
+        ['cross_entropy', 'distillation_loss']
+    """
+    if find_distiller(model) is not None:
+        raise ValueError("the model has a teacher already; call end() of what distill returned first")
+    return Distiller(model, teacher, config or DistillationConfig(), tokenizer)
+
+
+def find_distiller(model: nn.Module) -> Distiller | None:
+    """What `distill` has attached to a model, or to the model inside of it; None without a teacher."""
+    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    return next((hook for hook in hooks if isinstance(hook, Distiller)), None)

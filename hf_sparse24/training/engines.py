@@ -6,8 +6,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from ..patching.surgery import patched_config
 from ..progress import get_logger
+from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from .zero import check_method
 
@@ -21,10 +21,10 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
     accelerate 1.15 where a model has buffers that are saved, such as masks and scales. DeepSpeed ZeRO has no place for
     what some methods do; `patch_model` has refused ZeRO-3.
     """
-    config = patched_config(model)
+    run = sparse_run(model)
     zero: Any = getattr(accelerator.state, "deepspeed_plugin", None)
-    if config is not None and zero is not None and zero.zero_stage:
-        check_method(config.bound_method)
+    if run is not None and zero is not None and zero.zero_stage:
+        check_method(run.method)
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":

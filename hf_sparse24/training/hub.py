@@ -38,8 +38,8 @@ from ..checkpoints.hub import (
     write_model,
 )
 from ..checkpoints.losses import Control
-from ..patching.surgery import patched_config
 from ..progress import get_logger
+from ..run import patched_config
 from .decay_search import model_of
 
 logger = get_logger(__name__)

@@ -1,12 +1,15 @@
 """What the controller asks of an optimizer, of any class that torch's hooks work for."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..methods import SparseMethod
-from ..weights.sharding import is_sharded
-from ..weights.sparse_weight import SparseWeight, check_sharding
+from ..methods import Piece, SparseMethod
+from ..weights.sharding import check_supported, is_sharded, local, local_gradient
+from ..weights.sparse_weight import SparseWeight, first_of_each
 from .zero import ZeroOptimizer, is_deepspeed
 
 
@@ -25,7 +28,7 @@ def check_optimizer(weights: dict[str, SparseWeight], optimizer: Any) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     _check_all_sharded(weights, optimizer)
     for name, weight in weights.items():
-        check_sharding(name, weight.master)
+        check_supported(name, weight.master)
         own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
         for trained, tensor in {name: weight.master, **own}.items():
             if tensor.requires_grad and id(tensor) not in held:
@@ -50,14 +53,69 @@ def _check_all_sharded(weights: dict[str, SparseWeight], optimizer: Any) -> None
         )
 
 
-def groups_of_weights(weights: dict[str, SparseWeight], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's param group of each weight; frozen weights have none."""
-    owners = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    ids = {name: id(weight.master) for name, weight in weights.items()}
-    return {name: owners[key] for name, key in ids.items() if key in owners}
+class TorchOptimizer:
+    """What the controller needs of a `torch.optim.Optimizer`: calls around its steps, and pieces of weights."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        self._takes_step = False
+
+    def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
+        """What this process updates of the weights that have a gradient; `mask` gives that of a weight by name."""
+        # Looked up anew: loading an optimizer's state gives it other group objects.
+        rates = {id(parameter): group["lr"] for group in self.optimizer.param_groups for parameter in group["params"]}
+        pieces = []
+        for name, weight in first_of_each(weights).items():
+            values, gradient = local(weight.master), local_gradient(weight.master)
+            if gradient is None or not values.numel():  # there may be more processes than rows
+                continue
+            pieces.append(Piece(name, values, gradient, rates.get(id(weight.master), 0.0), partial(mask, name)))
+        return pieces
+
+    def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+        """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
+        that the optimizer is not going to take is none.
+
+        Returns:
+            torch's handles.
+        """
+
+        def final_gradients() -> None:
+            self._takes_step = _unscale(self.optimizer)
+            if self._takes_step:
+                before()
+                change()
+
+        def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
+            self._takes_step = False
+            if kwargs == {"closure": None} and not any(group.get("lr", 1) for group in optimizer.param_groups):
+                return None  # torch.distributed.checkpoint lets the optimizer make its state so, before it loads that
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                return final_gradients()
+
+            def and_final_gradients() -> Any:  # they are made within the step
+                loss = closure()
+                final_gradients()
+                return loss
+
+            if len(args) > 1:
+                return (args[0], and_final_gradients, *args[2:]), kwargs
+            return args, kwargs | {"closure": and_final_gradients}
+
+        def post_hook(*_: Any) -> None:
+            if self._takes_step:
+                self._takes_step = False
+                after()
+
+        return [
+            self.optimizer.register_step_pre_hook(pre_hook),
+            self.optimizer.register_step_post_hook(post_hook),
+        ]
 
 
-def unscale(optimizer: Any) -> bool:
+def _unscale(optimizer: Any) -> bool:
     """Let gradients be final where a GradScaler leaves that to the optimizer, as it does to torch's fused ones.
 
     Returns:

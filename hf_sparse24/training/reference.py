@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..patching.packing import unpack_model
-from ..patching.surgery import patched_config, set_phase, unpatch_model
+from ..patching.surgery import set_phase, unpatch_model
 from ..progress import get_logger
+from ..run import patched_config, sparse_run
 from ..weights.packed_weight import packed_weights
 from ..weights.sparse_weight import sparse_weights
 
@@ -37,19 +38,19 @@ def match_reference(trainer: Trainer) -> None:
     if not hasattr(trainer, "ref_model"):
         return
     policy: Any = trainer.model
-    config = patched_config(policy)
-    if config is None:
+    run = sparse_run(policy)
+    if run is None:
         return
     if getattr(trainer.args, "sync_ref_model", False):
         raise ValueError(
             "sync_ref_model=True mixes the policy's dense master weights into the reference, and a sparse policy does "
             "not compute with them; set sync_ref_model=False"
         )
-    phase = config.bound_method.phase(0, _LONG_RUN, trainer.optimizer)  # type: ignore[arg-type]  # None but for STEP
-    if phase != config.run_state.phase:  # as the controller does when it begins
-        for weight in sparse_weights(policy).values() if phase != "dense" else ():
-            weight.init_state()
+    phase = run.method.phase(0, _LONG_RUN, trainer.optimizer)  # type: ignore[arg-type]  # None but for STEP
+    if phase != run.phase:  # as the controller does when it begins
         set_phase(policy, phase)
+        for weight in () if run.is_dense else sparse_weights(policy).values():
+            weight.init_state()
     reference = trainer.ref_model
     if reference is None:
         _check_precomputed(trainer, policy)
@@ -74,8 +75,8 @@ def _weights(policy: nn.Module) -> dict[str, Tensor]:
     """The weights that `policy` computes with, by name."""
     tensors = policy.state_dict()
     for name, weight in sparse_weights(policy).items():
-        if weight.run_state.phase != "dense":
-            tensors[name] = weight.method.merged(weight)
+        if not weight.run.is_dense:
+            tensors[name] = weight.merged()
     return tensors
 
 

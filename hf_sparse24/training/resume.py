@@ -19,9 +19,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..config import Sparse24Config
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
-from ..patching.surgery import patched_config, set_phase
+from ..patching.surgery import set_phase
 from ..peft_hooks.origin import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
+from ..run import patched_config
 
 logger = get_logger(__name__)
 

@@ -4,9 +4,9 @@
 
     {"step", "time", "layers": {name: weights}, "parameters", "device", "processes", "versions", "config", "arguments"}
 
-and one follows for each training log, its flip rates in the order of the `layers` above it:
+and one follows for each training log, its flip rates in the order of the `layers` above it, with the method's metrics:
 
-    {"step", "time", "steps_per_second", "tokens_per_second", "peak_memory", "flip_rates": [...]}
+    {"step", "time", "steps_per_second", "tokens_per_second", "peak_memory", "flip_rates": [...], "metrics": {...}}
 
 A value that is not known is null. `hf-sparse24 report` draws them.
 """
@@ -28,10 +28,11 @@ import torch
 from transformers.trainer_callback import TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..patching.surgery import patched_config
 from ..progress import get_logger
+from ..run import patched_config
 from ..version import __version__
-from ..weights.sparse_weight import first_of_each, layer_name
+from ..weights.place import layer_name
+from ..weights.sparse_weight import first_of_each
 from .controller import Sparse24Controller
 
 try:
@@ -61,6 +62,7 @@ class LogLine(NamedTuple):
         steps_per_second, tokens_per_second: since the line before, evaluations and checkpoints left out.
         peak_memory: bytes: of the device by PyTorch's allocator where that is a GPU, else of the process.
         flip_rates: by layer, those that have been measured.
+        metrics: of the method, by name.
     """
 
     step: int
@@ -69,6 +71,7 @@ class LogLine(NamedTuple):
     tokens_per_second: float | None
     peak_memory: float | None
     flip_rates: dict[str, float]
+    metrics: dict[str, float]
 
 
 class RunLog:
@@ -97,8 +100,8 @@ class RunLog:
         self._began += time.perf_counter() - self._worked_until
         self._worked_until = time.perf_counter()
 
-    def write(self, state: TrainerState, flip_rates: Mapping[str, float]) -> None:
-        """Add a line; `flip_rates` by layer."""
+    def write(self, state: TrainerState, flip_rates: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """Add a line: `flip_rates` by layer, `metrics` of the method by name."""
         now = time.perf_counter()
         seconds, steps = now - self._began, state.global_step - self._step
         tokens = state.num_input_tokens_seen - self._tokens  # 0 unless args.include_num_input_tokens_seen
@@ -109,6 +112,7 @@ class RunLog:
             "tokens_per_second": _rounded(tokens / seconds) if tokens else None,
             "peak_memory": peak_memory(self.device),
             "flip_rates": [_rounded(flip_rates.get(name)) for name in self.layers],
+            **({"metrics": {name: _rounded(value) for name, value in metrics.items()}} if metrics else {}),
         }
         self._step, self._tokens = state.global_step, state.num_input_tokens_seen
         self._began = self._worked_until = now
@@ -165,6 +169,7 @@ def read_run_log(path: str | Path) -> tuple[list[RunStart], list[LogLine]]:
                 tokens_per_second=_number(entry.get("tokens_per_second")),
                 peak_memory=_number(entry.get("peak_memory")),
                 flip_rates=flip_rates,
+                metrics=_numbers(entry.get("metrics")),
             )
         )
     return starts, lines
@@ -238,6 +243,11 @@ def _entries(path: str | Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    named = values.items() if isinstance(values, dict) else ()
+    return {name: number for name, value in named if (number := _number(value)) is not None}
 
 
 def _number(value: Any) -> float | None:

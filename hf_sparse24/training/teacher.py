@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from ..progress import get_logger
+from .loss_terms import base_of_peft, language_model_kind
 
 logger = get_logger(__name__)
 
@@ -28,7 +25,7 @@ CHUNK = 2**24
 Chunks = Iterator[tuple[Tensor, Tensor]]
 """Flat positions of some tokens [n], and the teacher's logits there [n, vocabulary]."""
 
-_OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "output_hidden_states")
+_OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
 
 
 class Teacher:
@@ -59,14 +56,16 @@ class Teacher:
             _check_blocks(teacher, student)
         self.model = teacher.eval().requires_grad_(False)
         self.gives_states = gives_states
+        self.device: torch.device | None = None
         self.chunk = max(CHUNK // _size(teacher, "vocab_size"), 1)
         self.by_chunks: bool | None = None
         """Whether the output embedding gives the logits as they are; None before the first batch has shown it."""
 
     def to(self, device: torch.device) -> None:
-        """Move it, unless it has a device map."""
-        if getattr(self.model, "hf_device_map", None) is None:
+        """Move it where the student's logits are, unless it has a device map."""
+        if device != self.device and getattr(self.model, "hf_device_map", None) is None:
             self.model.to(device)
+        self.device = device
 
     def run(self, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Any]:
         """The inputs [batch, tokens, hidden] of the output embedding for a batch, None where chunks of them do not give
@@ -148,22 +147,15 @@ def shifts_labels(model: Any) -> bool:
     Raises:
         ValueError: a model of another kind.
     """
-    model = _base(model)
-    names = {cls.__name__ for cls in type(model).__mro__}
-    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
-        return True
-    if names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} and not model.config.is_encoder_decoder:
-        return False
-    raise ValueError(f"teacher=: {type(model).__name__} is no causal or masked language model of Transformers")
-
-
-def _base(model: Any) -> Any:
-    """The model of Transformers in one of PEFT."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = language_model_kind(model)
+    if kind is None:
+        name = type(base_of_peft(model)).__name__
+        raise ValueError(f"teacher=: {name} is no causal or masked language model of Transformers")
+    return kind == "causal"
 
 
 def _size(model: Any, name: str) -> int:
-    return getattr(_base(model).config.get_text_config(), name)
+    return getattr(base_of_peft(model).config.get_text_config(), name)
 
 
 def _row(value: Any, row: int) -> Any:

@@ -4,7 +4,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn, optim
 from transformers import PreTrainedModel, TrainingArguments
@@ -13,10 +12,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from ..config import Sparse24Config
-from ..methods.step_adamw import step_param_groups
+from ..methods import step_param_groups
 from ..patching.report import PatchReport
-from ..patching.surgery import patch_model, patched_config
+from ..patching.surgery import patch_model
 from ..progress import get_logger
+from ..run import patched_config, sparse_run
 from ..weights.packed_weight import packed_weights
 from .callback import Sparse24Callback
 from .decay_search import (
@@ -29,7 +29,7 @@ from .decay_search import (
     set_decay,
     tune_masked_decay,
 )
-from .distillation import DistillationConfig, Distiller, LossParts
+from .distillation import DistillationConfig, distill
 from .engines import check_engine
 from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
@@ -100,8 +100,8 @@ class Sparse24Trainer(HubTrainer):
         if args is not None and args.ddp_broadcast_buffers is None:
             args.ddp_broadcast_buffers = False  # masks and scales are the same on all processes
         super().__init__(model, args, *trainer_args, **kwargs)
-        self.distiller = None if teacher is None else Distiller(self, teacher, distillation or DistillationConfig())
-        self._loss_parts: LossParts | None = None
+        if teacher is not None:
+            self._distill(teacher, distillation)
         Sparse24Callback.add_to(self)
 
     @property
@@ -185,31 +185,12 @@ class Sparse24Trainer(HubTrainer):
             )
         return tune_masked_decay(self, tuple(candidates), steps)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.distiller is None or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = self.distiller.student_inputs(inputs)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss, parts = self.distiller.loss(loss, outputs, inputs, num_items_in_batch)
-        # The Trainer divides a mean over a micro-batch by the number of them, which it knows once it trains.
-        steps = 1 if num_items_in_batch is not None else getattr(self, "current_gradient_accumulation_steps", 1)
-        self._loss_parts = (self._loss_parts or LossParts(self.state.global_step, {})).plus(parts, 1 / steps)
-        return (loss, outputs) if return_outputs else loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self._loss_parts is not None and "loss" in logs:
-            means = self._loss_parts.means(self.state.global_step)
-            values = self.accelerator.reduce(torch.stack(list(means.values())), reduction="mean")
-            logs.update(zip(means, values.tolist()))
-            self._loss_parts = None
-        super().log(logs, start_time)
-
     def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
         model = model_of(self) if model is None else model
-        config = patched_config(model)
-        if self.optimizer is None and config is not None:
+        run = sparse_run(model)
+        if self.optimizer is None and run is not None:
             names = set(self.get_decay_parameter_names(model))
-            own = config.bound_method.make_optimizer(
+            own = run.method.make_optimizer(
                 step_param_groups(model, self.args.weight_decay, names),
                 total_steps=max(self.state.max_steps, self.args.max_steps),  # train() has set the first
                 lr=self.args.learning_rate,
@@ -217,7 +198,7 @@ class Sparse24Trainer(HubTrainer):
                 eps=self.args.adam_epsilon,
             )
             if own is not None:
-                self._reject_another_optimizer(config.method)
+                self._reject_another_optimizer(run.method.name)
                 self.optimizer = own
         return super().create_optimizer(model)
 
@@ -247,6 +228,16 @@ class Sparse24Trainer(HubTrainer):
         if config is None and patched_config(model) is None:
             config = Sparse24Config()
         self.patch_report = patch_model(model, config)
+
+    def _distill(self, teacher: nn.Module | str | PathLike, config: DistillationConfig | None) -> None:
+        if self.args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor}: the teacher's predictions smooth the "
+                f"labels already; leave it at 0, or leave out teacher="
+            )
+        if self.compute_loss_func is not None:
+            raise ValueError("compute_loss_func and teacher= both say what the loss is; pass one of them")
+        distill(model_of(self), teacher, config, self.processing_class)
 
     def _reject_another_optimizer(self, method: str) -> None:
         """What asks for an optimizer must not be ignored where the method makes its own."""

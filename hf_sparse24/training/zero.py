@@ -11,52 +11,22 @@ new when the step of ZeRO ends, not when that of the optimizer below does.
 Attributes of DeepSpeed's classes that this relies on are in 0.19.8, the version of the tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..methods import SparseMethod
+from ..methods import Piece, SparseMethod
 from ..weights.sparse_weight import SparseWeight, first_of_each
 
 _ZERO_1_AND_2 = "DeepSpeedZeroOptimizer"
-
-_NEEDS_WHOLE_WEIGHTS = {
-    "make_optimizer": "has an optimizer of its own",
-    "loss": "adds to the loss",
-    "after_step": "changes weights after each step",
-}
-
-
-class WeightPiece(SparseWeight):
-    """A weight as one process optimizes it: `master` is this process's fp32 piece of it, flat, with its gradient.
-
-    Args:
-        weight: some of it is in the piece of its group that this process holds.
-        flat: that piece, whose gradient is final.
-    """
-
-    def __init__(self, weight: SparseWeight, flat: Tensor):
-        self.__dict__.update(weight.__dict__)
-        mapping = _mapping(weight)
-        self._in_weight, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-        self.gathered_from = flat.detach().narrow(0, in_flat.start, in_flat.numel)
-        assert flat.grad is not None  # ZeRO sets it for the step
-        self.gathered_from.grad = flat.grad.narrow(0, in_flat.start, in_flat.numel)
-
-    @torch.no_grad()
-    def local_mask(self, packed: bool = False) -> Tensor:
-        """Never packed: a piece may begin within a byte."""
-        piece = self.mask().flatten().narrow(0, self._in_weight.start, self._in_weight.numel)
-        return piece.to(self.master.device)  # which is the CPU where the optimizer is offloaded
 
 
 class ZeroOptimizer:
     """What the controller needs of a `torch.optim.Optimizer`, of the optimizer of ZeRO-1 or ZeRO-2.
 
     Raises:
-        ValueError: it is another optimizer of DeepSpeed, or `check_method` raises it.
+        ValueError: it is another optimizer of DeepSpeed, or the method has an optimizer of its own.
     """
 
     def __init__(self, zero: Any, method: SparseMethod):
@@ -75,19 +45,20 @@ class ZeroOptimizer:
         parameters = {id(flat): held for flat, held in owners}
         return [group | {"params": parameters[id(_flat(group))]} for group in self.zero.optimizer.param_groups]
 
-    def pieces(self, weights: dict[str, SparseWeight]) -> dict[str, SparseWeight]:
+    def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """Within a step of the optimizer below, this process's pieces of the weights whose gradients it uses."""
         (group,), (held,) = self.zero.optimizer.param_groups, self.param_groups
-        ids = {id(parameter) for parameter in held["params"]}
-        return {
-            name: WeightPiece(weight, _flat(group))
+        ids, flat = {id(parameter) for parameter in held["params"]}, _flat(group)
+        assert flat.grad is not None  # ZeRO sets it for the step
+        return [
+            _piece(name, weight, flat, group["lr"])
             for name, weight in first_of_each(weights).items()
             if id(weight.master) in ids and _mapping(weight) is not None
-        }
+        ]
 
-    def follow(self, begin: Callable[[], None], before_group: Callable[[], None], end: Callable[[], None]) -> list[Any]:
-        """Call `begin` and `end` around each step, and `before_group` when the gradients of a group are final. A step
-        that ZeRO skips, because gradients have overflowed, is none.
+    def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+        """Call `before` and `after` around each step, and `change` when the gradients of a group are final. A step that
+        ZeRO skips, because gradients have overflowed, is none.
 
         ZeRO's optimizer has no hooks, so its method `step` gets another one in its place.
 
@@ -96,22 +67,22 @@ class ZeroOptimizer:
         """
         zero, take_step, has_begun = self.zero, self.zero.step, False
 
-        def before_optimizer(*_: Any) -> None:
+        def before_group(*_: Any) -> None:
             nonlocal has_begun
             if not has_begun:
                 has_begun = True
-                begin()
-            before_group()
+                before()
+            change()
 
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_begun
             has_begun = False
             result = take_step(*args, **kwargs)
             if has_begun:
-                end()
+                after()
             return result
 
-        self._handle, self._step = zero.optimizer.register_step_pre_hook(before_optimizer), step
+        self._handle, self._step = zero.optimizer.register_step_pre_hook(before_group), step
         zero.step = step
         return [self]
 
@@ -123,17 +94,29 @@ class ZeroOptimizer:
 
 
 def check_method(method: SparseMethod) -> None:
-    """Raise ValueError where a method needs whole weights around the optimizer's step, as STEP's own optimizer does."""
-    for hook, does in _NEEDS_WHOLE_WEIGHTS.items():
-        if getattr(type(method), hook) is not getattr(SparseMethod, hook):
-            raise ValueError(
-                f"method {method.name!r} {does}, and DeepSpeed ZeRO optimizes flat pieces of the weights, one group "
-                f"after the other; use DDP or FSDP2"
-            )
+    """Raise ValueError where a method has an optimizer of its own, as STEP has."""
+    if type(method).make_optimizer is not SparseMethod.make_optimizer:
+        raise ValueError(
+            f"method {method.name!r} has an optimizer of its own, and DeepSpeed ZeRO optimizes flat pieces of the "
+            f"weights, one group after the other; use DDP or FSDP2"
+        )
 
 
 def is_deepspeed(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith("deepspeed.runtime")
+
+
+def _piece(name: str, weight: SparseWeight, flat: Any, learning_rate: float) -> Piece:
+    """This process's fp32 piece of a weight, in the piece `flat` of its group, whose gradient is final."""
+    mapping = _mapping(weight)
+    in_weight, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+
+    def mask() -> Tensor:
+        # Never packed: a piece may begin within a byte. On the CPU where the optimizer is offloaded.
+        return weight.mask().flatten().narrow(0, in_weight.start, in_weight.numel).to(flat.device)
+
+    values = flat.detach().narrow(0, in_flat.start, in_flat.numel)
+    return Piece(name, values, flat.grad.narrow(0, in_flat.start, in_flat.numel), learning_rate, mask)
 
 
 def _mapping(weight: SparseWeight) -> Any:

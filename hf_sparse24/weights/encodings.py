@@ -15,22 +15,14 @@ it misses, is a write through `.data` to single elements.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 import torch
 from sparse24_kernels import Compression
 from torch import Tensor, nn
-
-from ..progress import get_logger
-
-logger = get_logger(__name__)
-
-Forms = Mapping[str, Compression | None]
-"""Forms of a matrix by the names that `sparse24_kernels.prune_forms` knows; for compressed ones, how to compress."""
 
 
 class Wanted(NamedTuple):
@@ -39,63 +31,6 @@ class Wanted(NamedTuple):
     operand: str
     form: str
     compression: Compression | None
-
-
-class Controller(Protocol):
-    """What runs a training, as far as weights need to know."""
-
-    def end(self) -> None: ...
-
-
-class RunState:
-    """What changes while a model trains, one object for all its sparse weights; `phase` is saved beside the settings.
-
-    Attributes:
-        phase: `"sparse"`, `"dense"`, or another phase of the method: what the weights are used as.
-        step: an object that stands for the open step, None where none is open.
-        controller: what runs the training, None where nothing does.
-        owners: the models whose own configs say that they, or parts of them, are sparse.
-    """
-
-    def __init__(self, phase: str = "sparse"):
-        self.phase = phase
-        self.step: object | None = None
-        self.controller: Controller | None = None
-        self.owners: WeakSet[nn.Module] = WeakSet()
-        self._has_warned = False
-
-    @contextmanager
-    def open_step(self) -> Iterator[None]:
-        """Keep encodings within the block, in which nobody changes the weights."""
-        self.begin_step()
-        try:
-            yield
-        finally:
-            self.end_step()
-
-    def expect_controller(self) -> None:
-        """Say once that a model trains and nothing runs its sparsity."""
-        if self.controller is None and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "this sparse model trains without a Sparse24Controller: its phases, masks and scales stay as they are, "
-                "there is no masked decay, and weights are pruned in every forward pass. In a Trainer, call "
-                "Sparse24Callback.add_to(trainer) before train(); in a loop of your own, make a "
-                "Sparse24Controller(model, optimizer, total_steps)"
-            )
-
-    def begin_step(self) -> None:
-        self.step = object()
-
-    def end_step(self) -> None:
-        self.step = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has neither a controller nor models of its own.
-        return {"phase": self.phase}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # of this very class, not of one derived from it
 
 
 class _Kept(NamedTuple):
@@ -127,8 +62,8 @@ class Encodings:
         dtype: torch.dtype,
         tensors: Sequence[Tensor],
         tokens: int,
-        run_state: RunState,
-        make: Callable[[str, Forms], Sequence[Tensor]],
+        step: object | None,
+        make: Callable[[str, Mapping[str, Compression | None]], Sequence[Tensor]],
         keep: bool = True,
     ) -> list[Tensor]:
         """The wanted encodings in `dtype`, from memory where they are valid.
@@ -136,11 +71,12 @@ class Encodings:
         Args:
             tensors: what they are made from.
             tokens: how many the GEMM multiplies by: the more they are, the less it matters to look closely.
+            step: the open step, None where none is open.
             make: makes all forms of one operand in one pass.
             keep: False makes them anew every time.
         """
-        keep = keep and _may_be_kept(run_state, tensors)
-        kept = _still_valid(self._kept, dtype, tensors, tokens, run_state) if keep else _Kept()
+        keep = keep and _may_be_kept(step, tensors)
+        kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
         missing: dict[str, dict[str, Compression | None]] = {}
         for operand, form, compression in wanted:
             if (operand, form) not in kept.tensors:
@@ -166,8 +102,8 @@ class Encodings:
         return Encodings, ()
 
 
-def _may_be_kept(run_state: RunState, tensors: Sequence[Tensor]) -> bool:
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and run_state.step is None):
+def _may_be_kept(step: object | None, tensors: Sequence[Tensor]) -> bool:
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and step is None):
         return False
     # Tensors of inference mode have no version; those of subclasses, such as fake ones, may have no values.
     if any(tensor.is_inference() or type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
@@ -176,10 +112,12 @@ def _may_be_kept(run_state: RunState, tensors: Sequence[Tensor]) -> bool:
     return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _still_valid(kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], tokens: int, run_state: RunState) -> _Kept:
+def _still_valid(
+    kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], tokens: int, open_step: object | None
+) -> _Kept:
     """`kept` where it is valid, otherwise an empty one for what is to be made from `tensors` as they are."""
     # With gradients, weights change between steps alone. Without, somebody may have swapped them in between.
-    step = run_state.step if torch.is_grad_enabled() else None
+    step = open_step if torch.is_grad_enabled() else None
     version = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
     if kept.version == version:
         if step is not None and kept.step is step:

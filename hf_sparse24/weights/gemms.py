@@ -15,8 +15,8 @@ from torch import Tensor
 HARDWARE_PATTERN = Pattern(2, 4)
 """The one pattern that sparse tensor cores multiply."""
 
-PRUNED, MASTER = "pruned", "master"
-"""Names of weight operands: what the method prunes the weight to, and the dense master weight as it is."""
+PRUNED, GRAD_INPUT = "pruned", "grad_input"
+"""Names of weight operands: what `SparseMethod.prune` gives, and what `prune_grad_input` does where a method has it."""
 
 _ESTIMATES = {
     "none": None,
@@ -39,8 +39,8 @@ class Gemm:
         name: which of the three.
         sparse: the operand that has the pattern along the contracted dimension, so that sparse tensor cores can take
             it; None for dense math, whatever zeros the operands hold.
-        weight: the weight operand by name: `"pruned"`, `"master"`, or a name that the method itself prunes by. GEMMs
-            with the same name share one pruned weight. None for grad_weight, which has no weight operand.
+        weight: the weight operand by name, `"pruned"` or `"grad_input"`. GEMMs with the same name share one pruned
+            weight. None for grad_weight, which has no weight operand.
         estimator: how the operand that is no weight (X in output, dZ in the other two) is pruned, in groups along the
             contracted dimension: `"none"`, `"magnitude"` (2:4), `"mvue"`, `"mvue-approx"` (2:4) or `"mvue-1:2"`.
         pattern: of the sparse operand.
@@ -70,8 +70,6 @@ class Gemm:
             return f"no kernel takes a sparse {self.sparse} in the {self.name} GEMM"
         if self.sparse == "grad" and self.estimator not in ("mvue", "mvue-approx"):
             return f"no kernel compresses a gradient by estimator={self.estimator!r}"
-        if self.sparse == "weight" and self.weight == MASTER:
-            return "the dense master weight is not sparse"
         return None
 
     def problem(self, tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem | None:
@@ -147,16 +145,19 @@ def standard_gemms(
     pattern: Pattern,
     *,
     transposable: bool = False,
+    own_grad_input: bool = False,
     weight_grad: str = "dense",
     input_grad: str = "dense",
     activations: str = "dense",
     fp8: bool = False,
 ) -> Gemms:
-    """The GEMMs of a method that multiplies by one pruned weight, forward and backward.
+    """The GEMMs of a method that multiplies by a pruned weight, forward and backward.
 
     Args:
-        pattern: of that weight, along its input dimension. transposable: along its output dimension too, so that the
-            grad_input GEMM can be sparse.
+        pattern: of that weight, along its input dimension.
+        transposable: whether the weight of the grad_input GEMM has it along the output dimension, so that this GEMM can
+            be sparse.
+        own_grad_input: whether that weight is another one than the output GEMM's.
         weight_grad, input_grad, activations, fp8: see `methods.settings.GemmSettings`.
     """
     precision: Literal["native", "fp8-simulated"] = "fp8-simulated" if fp8 else "native"
@@ -177,6 +178,7 @@ def standard_gemms(
         Gemm(
             "grad_input",
             input_sparse,
+            weight=GRAD_INPUT if own_grad_input else PRUNED,
             estimator=input_estimator,
             pattern=_ESTIMATES[input_estimator] or pattern,
             precision=precision,

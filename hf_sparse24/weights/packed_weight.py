@@ -6,12 +6,14 @@ A packed weight is two buffers of its module, `packed_weight_values` and `packed
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
 from torch import Tensor, nn
+
+from .place import WeightPlace, named_weights
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,12 @@ class PackedFormat:
         return {"version": self.version, "weights": list(self.weights), "files": self.files}
 
 
-class PackedWeight:
-    """One packed weight. `attach` makes one; `packed_weights(model)` finds them.
+class PackedWeight(WeightPlace):
+    """One packed weight; `packed_weights(model)` finds them. Its module has no Parameter: `dense` unpacks a copy."""
 
-    Attributes:
-        module, name: the dense weight is `getattr(module, name)`, unpacked at every read.
-        input_dim: which of its dimensions is the input dimension, -1 or -2.
-    """
-
-    def __init__(self, module: nn.Module, name: str, input_dim: int):
-        self.module, self.name, self.input_dim = module, name, input_dim
+    @property
+    def parameter(self) -> Tensor:
+        return self.dense()
 
     @property
     def buffer_names(self) -> tuple[str, str]:
@@ -75,8 +73,7 @@ class PackedWeight:
     @torch.no_grad()
     def dense(self) -> Tensor:
         """A copy of the weight with its zeros, in the layout that the Parameter had."""
-        weight = kernels.unpack_nm(self.packed)
-        return weight if self.input_dim == -1 else weight.transpose(-1, -2)
+        return self.out_in(kernels.unpack_nm(self.packed))
 
     def wrong(self) -> str | None:
         """What is wrong with the two buffers, where packing cannot have made them."""
@@ -98,11 +95,7 @@ def packed_weight_name(buffer: str) -> str | None:
 
 def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of `model` by the dense weight's name, in module order; shared modules count once."""
-    return {
-        f"{prefix}.{name}" if prefix else name: weight
-        for prefix, module in model.named_modules()
-        for name, weight in module.__dict__.get("packed24", {}).items()
-    }
+    return cast(dict[str, PackedWeight], named_weights(model, "packed24"))
 
 
 def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:

@@ -122,6 +122,20 @@ def unsupported(parameter: Tensor) -> str | None:
     return None
 
 
+def check_supported(name: str, parameter: Tensor) -> None:
+    """Raise ValueError where the weight `name` is split in a way that it cannot be trained in."""
+    reason = unsupported(parameter)
+    if reason:
+        raise ValueError(f"{name} is {reason}")
+
+
+def check_whole(name: str, parameter: Tensor) -> None:
+    """Raise ValueError where a process holds only a part of the weight `name`, with what has split it."""
+    check_supported(name, parameter)
+    if is_sharded(parameter):
+        raise ValueError(f"{name} is a DTensor, sharded by FSDP2 or tensor parallelism; do this before sharding")
+
+
 def _dim_of(placement: Any, tensor: Tensor) -> int:
     assert isinstance(placement, Shard) or hasattr(placement, "dim")  # a strided shard is no Shard
     return placement.dim % tensor.dim()

@@ -86,8 +86,7 @@ def train(entry: str, method: str) -> dict[str, Any]:
     """What the child process does: train, and time the steps after the warm-up."""
     import transformers
 
-    from hf_sparse24 import Sparse24Config, Sparse24Trainer
-    from hf_sparse24.weights.sparse_weight import sparse_weights
+    from hf_sparse24 import Sparse24Config, Sparse24Trainer, sparse_weights
 
     sequences, length, kind, sizes = RUNS[entry.split(",")[0]]
     on_gpu, times = torch.cuda.is_available(), []

@@ -32,8 +32,7 @@ def patched(build: Build, method: str, backend: str, operands: str = "made") -> 
     Weight operands are "made" in every call; "kept" after the first one, as for later micro-batches of a step, but also
     while a CUDA graph is captured, when hf_sparse24 keeps nothing; or there are none: the weights are "packed".
     """
-    from hf_sparse24 import Sparse24Config, pack_model, patch_model
-    from hf_sparse24.weights.sparse_weight import sparse_weights
+    from hf_sparse24 import Sparse24Config, pack_model, patch_model, sparse_weights
 
     parent = nn.ModuleList([build()])
     patch_model(parent, Sparse24Config(method=method, target_modules="all-linear", backend=backend))

@@ -11,10 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model, unpatch_model
+from hf_sparse24 import (
+    Sparse24Config,
+    export_model,
+    pack_model,
+    patch_model,
+    sparse_weights,
+    unpack_model,
+    unpatch_model,
+)
 from hf_sparse24.adapters import masked
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 peft = pytest.importorskip("peft")
 pytestmark = [

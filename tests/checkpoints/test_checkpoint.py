@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config, set_phase
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import patched_config
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
 
@@ -100,7 +100,7 @@ def test_config_json_says_what_the_model_is(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert (saved["quant_method"], saved["method"], saved["phase"]) == ("sparse24", "t-sr-ste", "dense")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert {weight.run_state.phase for weight in sparse_weights(loaded).values()} == {"dense"}
+    assert {weight.run.phase for weight in sparse_weights(loaded).values()} == {"dense"}
     assert torch.equal(logits(loaded), logits(model))
 
 

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import edit_config, logits, patched
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model
+from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24.run import sparse_run
 
 LAYER = "model.layers.0.mlp.up_proj"
 SCALES = {
@@ -181,7 +180,7 @@ def test_random_damage(method, tmp_path):
             outcomes["reported" if any(report.values()) else "loaded"] += 1
             for weight in sparse_weights(loaded).values():
                 assert weight.wrong_state() is None
-                assert is_nm_sparse(weight.pruned(), *patched_config(loaded).bound_method.pattern)
+                assert is_nm_sparse(weight.pruned(), *sparse_run(loaded).method.pattern)
         (tmp_path / name).write_bytes(whole[name])
     assert outcomes["refused"] > 30, outcomes
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))

@@ -12,8 +12,7 @@ from paths import ROOT
 from test_checkpoint import patched
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import export_model
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import export_model, sparse_weights
 
 PAGE = ROOT / "docs/engines.md"
 _, SNIPPET = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)  # after the one that exports
@@ -27,7 +26,7 @@ def exported(name: str, directory: Path, **sizes: int) -> tuple[dict[str, torch.
     tokens = torch.randint(3, zoo.VOCAB, (3, 5))
     weights = {}
     for path, weight in sparse_weights(model).items():
-        sparse = weight.method.merged(weight)
+        sparse = weight.merged()
         weights[path] = sparse if isinstance(model.get_submodule(path.rpartition(".")[0]), Conv1D) else sparse.t()
     with torch.no_grad():
         return weights, tokens, model(tokens, use_cache=False).logits if name != "bert" else model(tokens).logits

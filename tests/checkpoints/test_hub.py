@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model, push_to_hub, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.run import patched_config
 from hf_sparse24.weights.packed_weight import packed_weights
 
 # The client's own: it passes the files of Git LFS to its HTTP library in an old way.

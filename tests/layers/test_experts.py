@@ -23,13 +23,14 @@ from hf_sparse24 import (
     oneshot,
     pack_model,
     patch_model,
+    sparse_weights,
     unpatch_model,
 )
 from hf_sparse24.layers.experts import SparseExperts, find_input_dim
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.tools import doctor
-from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
+from hf_sparse24.weights.sparse_weight import SparseWeight
 
 EXPERTS = "model.layers.1.mlp.experts"
 OF_LAYERS = {"own"}  # multiplies by another weight in the backward pass, which only a layer can
@@ -240,13 +241,17 @@ def test_threads_that_share_a_model_do_not_disturb_each_other():
     assert experts.down_proj.grad is not None and isinstance(experts.down_proj, nn.Parameter)
 
 
-def test_a_replica_of_data_parallel_computes_with_its_own_weights():
-    experts = patched("mixtral").model.layers[0].mlp.experts
-    replica = experts._replicate_for_data_parallel()
-    for name in ("gate_up_proj", "down_proj"):
-        setattr(replica, name, 2 * experts.get_parameter(name))  # a tensor, as torch sets it
-    inputs = torch.randn(4, 32), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
-    assert not torch.equal(replica(*inputs), experts(*inputs)) and replica.pruned is not experts.pruned
+@pytest.mark.parametrize("pack", [False, True])
+def test_replicas_of_data_parallel_are_refused(pack):
+    """Of experts and of layers."""
+    model = zoo.build("mixtral")
+    patch_model(model, Sparse24Config(target_modules="all-linear"))
+    if pack:
+        pack_model(model)
+    block = model.model.layers[0]
+    for module in (block.mlp.experts, block.self_attn.q_proj):
+        with pytest.raises(RuntimeError, match=r"nn.DataParallel runs copies .* torchrun"):
+            module._replicate_for_data_parallel()
 
 
 # What is saved.

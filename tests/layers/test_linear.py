@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import METHODS, Sparse24Config, Sparse24Conv1D, Sparse24Linear
+from hf_sparse24 import METHODS, Sparse24Config, Sparse24Conv1D, Sparse24Linear, SparseRun
 from hf_sparse24.weights.encodings import Wanted
 
 METHOD_NAMES = sorted(name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24."))
@@ -14,13 +14,12 @@ GRADIENTS = [("mvue", 2, 4, "exact"), ("mvue-approx", 2, 4, "approx"), ("mvue-1:
 
 
 def make_layer(method: str, conv1d: bool = False, bias: bool = True, dtype=torch.float64, **arguments):
-    config = Sparse24Config(method=method, **arguments)
-    config.bind()
+    run = SparseRun(Sparse24Config(method=method, **arguments))
     if conv1d:
         dense = Conv1D(12, 8).to(dtype)
         nn.init.normal_(dense.weight)
-        return Sparse24Conv1D.from_dense(dense, config)
-    return Sparse24Linear.from_dense(nn.Linear(8, 12, bias=bias, dtype=dtype), config)
+        return Sparse24Conv1D.from_dense(dense, run)
+    return Sparse24Linear.from_dense(nn.Linear(8, 12, bias=bias, dtype=dtype), run)
 
 
 def fix_draws(layer: nn.Module, key: int) -> None:
@@ -35,9 +34,7 @@ def test_sparse_weight_of_each_method():
         linear = nn.Linear(4, 4, bias=False)
         with torch.no_grad():
             linear.weight.copy_(weight)
-        config = Sparse24Config(method=method)
-        config.bind()
-        return Sparse24Linear.from_dense(linear, config)
+        return Sparse24Linear.from_dense(linear, SparseRun(Sparse24Config(method=method)))
 
     for method in ("ste", "sr-ste"):
         assert sparse(method).sparse_weight()[0].tolist() == [4, 0, 3, 0]
@@ -183,7 +180,7 @@ def test_nothing_is_computed_for_what_needs_no_gradient():
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_dense_phase_is_the_dense_layer(method, conv1d):
     layer = make_layer(method, conv1d, dtype=torch.float32)
-    layer.sparse24["weight"].run_state.phase = "dense"
+    layer.sparse24["weight"].run.set_phase("dense")
     assert layer.phase == "dense"
     x = torch.randn(4, 8)
     weight = layer.weight.t() if conv1d else layer.weight

@@ -33,12 +33,12 @@ from hf_sparse24 import (
     export_model,
     pack_model,
     patch_model,
+    sparse_weights,
     unpack_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 def exported(directory, model: PreTrainedModel, **arguments) -> PreTrainedModel:
@@ -255,7 +255,7 @@ def test_unpacking_and_training_on(tmp_path):
     patch_model(loaded, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
     assert torch.equal(logits(loaded), expected)
     wanted = Sparse24Config(method="fixed-mask", target_modules="all-linear")
-    with pytest.warns(UserWarning, match=r"loading attributes \(e.g. \['settings'\]\) will be overwritten"):
+    with pytest.warns(UserWarning, match=r"loading attributes \(e.g. \['passed'\]\) will be overwritten"):
         again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=wanted)
     assert torch.equal(logits(again), expected) and again.config.quantization_config.packed is None
     args = TrainingArguments(str(tmp_path / "run"), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from test_registered_method import give_adapters_a_value, patched
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import patched_config
 from hf_sparse24.tools import cli
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -26,16 +26,17 @@ from hf_sparse24 import (
     oneshot,
     patch_model,
     register_method,
+    sparse_weights,
     step_param_groups,
     unpatch_model,
 )
 from hf_sparse24.methods.settings import MethodSettings, setting
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import patched_config
 from hf_sparse24.tools import doctor
 from hf_sparse24.weights.encodings import RunState
 from hf_sparse24.weights.gemms import MASTER
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 def patched(name: str = "llama", **settings):
@@ -205,7 +206,7 @@ def test_a_gemm_can_take_the_dense_master():
         dense = Conv1D(12, 8) if conv1d else nn.Linear(8, 12)
         layer = (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, Config)
         x, grad = torch.randn(4, 8, requires_grad=True), torch.randn(4, 12)
-        with Config.run_state.open_step():
+        with Config.run_state.keep_encodings():
             layer(x).backward(grad)
             torch.testing.assert_close(x.grad, grad @ (layer.weight.t() if conv1d else layer.weight).detach())
             with torch.no_grad():

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from hf_sparse24 import Sparse24Config
+from hf_sparse24 import Sparse24Config, SparseRun
 from hf_sparse24.methods.schedule import Schedule
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 
 
 def schedule_of(total: int, method: str = "s-ste", **settings) -> Schedule:
-    return Sparse24Config(method=method, **settings).bind().schedule(total)
+    return SparseRun(Sparse24Config(method=method, **settings)).method.schedule(total)
 
 
 def phases(total: int, method: str = "s-ste", **settings) -> str:
@@ -32,7 +32,7 @@ def test_a_run_without_a_tail_leaves_a_sparse_model_and_one_with_a_tail_a_dense_
 
 def refreshes(total: int, method: str = "s-ste", **settings) -> list[int]:
     """The steps after which the state is computed anew; the first is where sparsity starts, and computes it anyway."""
-    method = Sparse24Config(method=method, **settings).bind()
+    method = SparseRun(Sparse24Config(method=method, **settings)).method
     sparse = [step for step in range(total + 1) if method.schedule(total).phase(step) == "sparse"]
     return [step for step in sparse if method.refreshes_state(step, total)]
 

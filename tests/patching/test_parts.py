@@ -7,9 +7,8 @@ import torch
 import zoo
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.run import patched_config
 
 LLAVA = {
     "text_config": {"model_type": "llama", "vocab_size": zoo.VOCAB, **zoo.CAUSAL["llama"]},
@@ -53,6 +52,7 @@ def test_a_base_model(name, targets, tmp_path):
         targets = [ending for ending in targets if any(n.endswith(ending) for n, _ in model.named_modules())]
     report = patch_model(model.base_model, Sparse24Config(target_modules=targets, layers_to_transform=layers))
     assert report.patched
+    assert patch_model(model).patched == tuple(name.removesuffix(".weight") for name in sparse_weights(model))
     assert model.config.quantization_config is patched_config(model) is model.base_model.config.quantization_config
     assert_reloads_the_same(model, tmp_path)
 
@@ -61,6 +61,7 @@ def test_the_language_model_of_a_multi_modal_one(tmp_path):
     model = llava()
     other = llava()
     patch_model(model.model.language_model, Sparse24Config(method="t-sr-ste", target_modules="all-linear"))
+    patch_model(model)
     assert all("language_model" in name for name in sparse_weights(model))
     assert getattr(other.config, "quantization_config", None) is None
     assert_reloads_the_same(model, tmp_path)
@@ -122,6 +123,9 @@ def test_another_model_from_the_same_config_stays_dense():
     model, other = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)
     patch_model(model.model, Sparse24Config())
     assert getattr(other.config, "quantization_config", None) is None
+    assert getattr(model.config, "quantization_config", None) is None  # a part does not know of the whole
+    patch_model(model)
+    assert getattr(other.config, "quantization_config", None) is None
     assert model.model.config is model.config
 
 
@@ -139,6 +143,7 @@ def test_unpatching_a_part_leaves_the_rest_sparse(method, tmp_path):
 def test_layers_of_a_model(tmp_path):
     model = zoo.build("llama")
     patch_model(model.model.layers, Sparse24Config(method="ste"))
+    patch_model(model)
     assert_reloads_the_same(model, tmp_path)
 
 

@@ -8,10 +8,9 @@ import zoo
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24.run import patched_config
 
 # Suffixes of the layers that each group must find, the same in every block.
 EXPECTED = {

@@ -10,9 +10,8 @@ import zoo
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_sparse24 import Sparse24Config, patch_model, unpatch_model
-from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import Sparse24Config, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.run import patched_config
 
 
 def two_layers(**changes) -> nn.Module:

@@ -21,13 +21,13 @@ from hf_sparse24 import (
     export_model,
     oneshot,
     patch_model,
+    sparse_weights,
     step_param_groups,
     unpatch_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
 from hf_sparse24.peft_hooks.origin import _distance, fingerprint
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24.run import patched_config, sparse_run
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -300,7 +300,7 @@ def test_copies_that_modules_to_save_trains_are_trained_by_the_method(method, de
     copied, original = down.modules_to_save["default"], down.original_module
     assert copied.sparse24["weight"].config is original.sparse24["weight"].config
     groups = step_param_groups(model)
-    bound = patched_config(model).bound_method
+    bound = sparse_run(model).method
     optimizer = bound.make_optimizer(groups, 12, lr=1e-2) or torch.optim.AdamW(groups, lr=1e-2)
     controller = Sparse24Controller(model.train(), optimizer, 12)
     before = original.weight.clone(), copied.weight.clone()
@@ -309,7 +309,7 @@ def test_copies_that_modules_to_save_trains_are_trained_by_the_method(method, de
         optimizer.step()
         optimizer.zero_grad()
     assert torch.equal(original.weight, before[0]) and not torch.equal(copied.weight, before[1])
-    assert copied.phase == original.phase == controller.run_state.phase
+    assert copied.phase == original.phase == controller.run.phase
     controller.end()
     expected = logits(model)
     export_model(model, tmp_path / "export")
@@ -326,7 +326,7 @@ def test_copies_that_modules_to_save_trains_are_trained_by_the_method(method, de
 def test_copies_in_another_phase_are_refused(dense):
     model = peft.get_peft_model(patched(dense), lora(modules_to_save=["lm_head"]))
     twin = copy.deepcopy(model.base_model.model.model.layers[0].mlp.gate_proj)
-    twin.sparse24["weight"].config.run_state.phase = "dense"
+    twin.sparse24["weight"].run.phase = "dense"
     with pytest.raises(ValueError, match="patched apart"):
         Sparse24Controller(nn.ModuleList([model, twin]), torch.optim.SGD(model.parameters()), 12)
 

@@ -11,8 +11,7 @@ import torch
 import zoo
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's own, of every tuner

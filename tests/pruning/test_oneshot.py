@@ -18,13 +18,13 @@ from hf_sparse24 import (
     export_model,
     oneshot,
     patch_model,
+    sparse_weights,
     unpatch_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
 from hf_sparse24.pruning.layerwise import least_squares, output_norm, ridge, sparsegpt, wanda_mask
 from hf_sparse24.pruning.oneshot import CRITERIA
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24.run import patched_config
 
 PRUNING = [criterion for criterion in CRITERIA if criterion != "existing"]  # what prunes a dense model
 

@@ -14,8 +14,7 @@ from datasets import load_dataset
 from paths import RECIPES
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
-from hf_sparse24 import Sparse24Trainer
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import Sparse24Trainer, sparse_weights
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from paths import RECIPES, ROOT, SUPPORT
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import sparse_weights
 
 KINDS = {
     "single": DistributedType.NO,

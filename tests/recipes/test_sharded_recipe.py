@@ -15,8 +15,8 @@ import zoo
 from paths import ROOT
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from hf_sparse24 import sparse_weights
 from hf_sparse24.tools.cli import main
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 SIZES = {key: value for key, value in zoo.CAUSAL["llama"].items() if not key.endswith("token_id")}
 

@@ -15,9 +15,8 @@ from datasets import Dataset
 from paths import RECIPES
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from hf_sparse24 import Sparse24Config, Sparse24Linear, export_model, patch_model
+from hf_sparse24 import Sparse24Config, Sparse24Linear, export_model, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 # TRL and PEFT still use names of Transformers 4 that Transformers 5 is renaming.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(RECIPES))
 import train
 from running import leave
 
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import sparse_weights
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -30,7 +30,7 @@ def main() -> None:
     trainer = train.main()
     model = trainer.accelerator.unwrap_model(trainer.model)
     mine = {
-        name: (weight.run_state.phase, digest(model.get_parameter(name), weight.mask(), *weight.state.values()))
+        name: (weight.run.phase, digest(model.get_parameter(name), weight.mask(), *weight.state.values()))
         for name, weight in sparse_weights(model).items()
     }
     ranks = [None] * dist.get_world_size()

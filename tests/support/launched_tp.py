@@ -18,7 +18,7 @@ import train
 from arguments import parse_arguments
 from models import make_model
 
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import sparse_weights
 
 
 def main() -> None:

@@ -22,9 +22,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, step_param_groups, unpatch_model
+from hf_sparse24 import (
+    Sparse24Config,
+    Sparse24Controller,
+    patch_model,
+    sparse_weights,
+    step_param_groups,
+    unpatch_model,
+)
 from hf_sparse24.weights.sharding import whole
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks", "torch.distributed.fsdp", "torch.distributed.checkpoint"])

@@ -24,10 +24,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import utils
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model, sparse_weights
 from hf_sparse24.checkpoints.export import FORMATS
 from hf_sparse24.tools.cli import main as hf_sparse24
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 ARCHITECTURES = [
     "gpt2",

@@ -8,11 +8,12 @@ import torch
 import zoo
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.weights.sparse_weight import SparseWeight, layer_name, sparse_weights
+from hf_sparse24.weights.place import layer_name
+from hf_sparse24.weights.sparse_weight import SparseWeight
 
 
 def patched(method: str = "s-ste", name: str = "llama", lr: float = 1e-2, **arguments):
@@ -93,7 +94,7 @@ def test_step_turns_sparse_when_its_optimizer_switches():
     controller = Sparse24Controller(model, optimizer, total_steps=10)
     phases = []
     for step in range(8):
-        phases.append(first_weight(model).run_state.phase)
+        phases.append(first_weight(model).run.phase)
         assert controller.phase == phases[-1] == model.config.quantization_config.phase
         run_step(model, optimizer, controller, step)
     assert phases == ["dense"] * optimizer.switch_step + ["sparse"] * (8 - optimizer.switch_step)
@@ -143,7 +144,7 @@ def test_phases_and_mask_refreshes_follow_the_schedule():
     seen, changes = [], []
     for step in range(12):
         seen.append(weight.module.phase)
-        assert model.config.quantization_config.phase == weight.run_state.phase == controller.phase == seen[-1]
+        assert model.config.quantization_config.phase == weight.run.phase == controller.phase == seen[-1]
         mask = weight.mask()
         run_step(model, optimizer, controller, step)
         if not torch.equal(mask, weight.mask()):
@@ -165,7 +166,7 @@ def test_the_s_ste_scale_is_frozen():
     assert all(torch.equal(weights[name].state["scale"], scale) for name, scale in scales.items())
     weight = first_weight(model)
     assert not torch.equal(kernels.s_ste_scale(weight.parameter), weight.state["scale"])
-    assert weight.run_state.phase == "sparse"  # no tail: the trained model is sparse
+    assert weight.run.phase == "sparse"  # no tail: the trained model is sparse
 
 
 def test_the_scale_starts_from_the_weights_that_sparsity_starts_with():
@@ -245,7 +246,7 @@ def test_a_resumed_loop_equals_an_uninterrupted_one(method):
     for step in range(3, 8):
         run_step(other, other_optimizer, other_controller, step, micro_batches=2)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
-    assert first_weight(other).run_state.phase == controller.phase
+    assert first_weight(other).run.phase == controller.phase
 
 
 @pytest.mark.parametrize("method", ["s-ste", "fixed-mask"])
@@ -281,7 +282,7 @@ def test_training_again_after_the_tail_starts_from_fresh_masks():
             weight.parameter.copy_(weight.parameter.flip(0))
     Sparse24Controller(model, optimizer, total_steps=12)
     for weight in sparse_weights(model).values():
-        assert weight.run_state.phase == "sparse"
+        assert weight.run.phase == "sparse"
         assert torch.equal(weight.mask(), kernels.transposable_mask(weight.parameter))
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.run import patched_config
 from hf_sparse24.training import decay_search
 from hf_sparse24.training.decay_search import DecayTuning, _probe
 

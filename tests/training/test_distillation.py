@@ -18,10 +18,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_sparse24 import DistillationConfig, Sparse24Config, Sparse24Trainer, patch_model
+from hf_sparse24 import DistillationConfig, Sparse24Config, Sparse24Trainer, patch_model, sparse_weights
 from hf_sparse24.training import teacher as teachers
 from hf_sparse24.training.distillation import EPS, kl_divergence, predicting_positions
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 PEFT_WARNS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 BOTH = DistillationConfig(weight=0.7, temperature=3.0, hidden_weight=0.2)

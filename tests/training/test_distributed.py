@@ -9,9 +9,8 @@ import torch
 import zoo
 from transformers import TrainingArguments
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
-from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model, sparse_weights
+from hf_sparse24.run import patched_config
 
 METHODS = {
     "ste": {},

@@ -9,10 +9,9 @@ from test_distributed import check_equal, settings
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model, sparse_weights
 from hf_sparse24.tools.cli import main
 from hf_sparse24.weights.sharding import whole
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 ODD = {"n_embd": 36, "n_inner": 76}  # half of the inputs is no multiple of 4
 

@@ -9,9 +9,8 @@ import zoo
 from accelerate import Accelerator
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.run import sparse_run
 
 
 def mlp(method: str = "sr-ste", **settings) -> nn.ModuleList:
@@ -195,7 +194,7 @@ def test_numbers_out_of_range(name, value):
     arguments = {"total_steps": 10} | {name: value}
     with pytest.raises(ValueError, match=f"{name}={value!r}: must be an int"):
         Sparse24Controller(model, torch.optim.SGD(model.parameters()), **arguments)
-    assert patched_config(model).run_state.controller is None
+    assert sparse_run(model).controller is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from test_trainer import arguments, dataset, train, weights
 from transformers import Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.run import patched_config
 from hf_sparse24.training.resume import checkpoint_damage, last_whole_checkpoint
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}

@@ -10,11 +10,19 @@ import zoo
 from test_trainer import arguments, dataset, train
 from transformers import Trainer, TrainerCallback
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, Sparse24Trainer, __version__, patch_model
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24 import (
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Controller,
+    Sparse24Trainer,
+    __version__,
+    patch_model,
+    sparse_weights,
+)
+from hf_sparse24.run import patched_config
 from hf_sparse24.training import run_log
 from hf_sparse24.training.run_log import RUN_LOG, RunLog, peak_memory, read_run_log
-from hf_sparse24.weights.sparse_weight import layer_name, sparse_weights
+from hf_sparse24.weights.place import layer_name
 
 CONFIG = Sparse24Config(method="t-sr-ste", mask_interval=1)
 LEARNS = {"learning_rate": 0.05}

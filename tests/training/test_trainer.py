@@ -18,11 +18,11 @@ from hf_sparse24 import (
     Sparse24Controller,
     Sparse24Trainer,
     patch_model,
+    sparse_weights,
     unpatch_model,
 )
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.run import patched_config, sparse_run
 from hf_sparse24.training.decay_search import DecayTuning, _probe
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 
 def arguments(tmp_path, **overrides) -> TrainingArguments:
@@ -267,7 +267,7 @@ def test_the_callback_resumes_a_model_that_has_been_through_its_dense_tail(tmp_p
     Sparse24Callback.add_to(run)
     run.train()
     end = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert patched_config(model).run_state.step is None  # nothing is kept once training has ended
+    assert sparse_run(model).open_step is None  # nothing is kept once training has ended
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())
 

@@ -8,9 +8,8 @@ import zoo
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Linear, patch_model
-from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Linear, patch_model, sparse_weights
+from hf_sparse24.run import patched_config
 
 # TRL and PEFT still use names of Transformers 4 that Transformers 5 is renaming.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -19,9 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model, sparse_weights
 from hf_sparse24.training.engines import check_engine
-from hf_sparse24.weights.sparse_weight import sparse_weights
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install deepspeed")
 

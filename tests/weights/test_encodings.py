@@ -13,10 +13,11 @@ from test_gemms import model_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from hf_sparse24 import Sparse24Controller
-from hf_sparse24.patching.surgery import patched_config, set_phase
+from hf_sparse24 import Sparse24Controller, sparse_weights
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import sparse_run
 from hf_sparse24.weights.encodings import Sample
-from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
+from hf_sparse24.weights.sparse_weight import SparseWeight
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
 EVALUATIONS = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -46,7 +47,7 @@ def prunings(monkeypatch) -> list[SparseWeight]:
 def test_kept_across_micro_batches_and_recomputation(stand_in, prunings, backend):  # noqa: F811
     model = model_of("s-ste", backend)
     x = X.clone().requires_grad_()
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         for _ in range(3):
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).float().sum().backward()
         assert len(prunings) == 2 and kept(model) > 0  # one pass makes all forms of a weight
@@ -73,7 +74,7 @@ def test_kept_across_evaluations(stand_in, prunings, mode):  # noqa: F811
 @EVALUATIONS
 def test_training_and_evaluation_use_each_others(prunings, mode):
     model = model_of("ste", "dense")
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         with mode():
             expected = model(X)
         for _ in range(2):
@@ -88,7 +89,7 @@ def test_training_and_evaluation_use_each_others(prunings, mode):
 def test_writes_through_data_around_evaluations(stand_in, mode):  # noqa: F811
     """As averaged weights are swapped in, or adapters merged; no version counter sees them."""
     model = model_of("ste")
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         trained = model(X)
         with mode():
             before = model(X)
@@ -153,7 +154,7 @@ def test_fake_tensors_keep_none():
 def test_weights_of_inference_mode():
     with torch.inference_mode():
         model = model_of("ste", "dense")
-        with patched_config(model).run_state.open_step():
+        with sparse_run(model).keep_encodings():
             before = model(X)
             for parameter in model.parameters():
                 parameter.mul_(2)
@@ -196,7 +197,7 @@ def changes():
 @BACKENDS
 def test_no_change_within_a_step_goes_unseen(stand_in, change, backend):  # noqa: F811
     model = model_of("s-ste", backend)
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         before = model(X)
         assert torch.equal(model(X), before) and kept(model)
         change(model)
@@ -207,7 +208,7 @@ def test_no_change_within_a_step_goes_unseen(stand_in, change, backend):  # noqa
 
 def test_reassigned_data_at_a_recycled_address(stand_in):  # noqa: F811
     model = model_of("ste")
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         for _ in range(20):
             before = model(X)
             for parameter in model.parameters():
@@ -219,7 +220,7 @@ def test_reassigned_data_at_a_recycled_address(stand_in):  # noqa: F811
 def test_another_dtype_has_encodings_of_its_own(prunings):
     model = model_of("ste", "dense").float()
     x = X.float()
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         exact = model(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert model(x).dtype == torch.bfloat16
@@ -259,11 +260,11 @@ def test_a_controller_keeps_them_between_two_steps(stand_in, prunings):  # noqa:
 
 def test_a_new_step_looks_again(stand_in, prunings):  # noqa: F811
     model = model_of("ste")
-    run_state = patched_config(model).run_state
+    run_state = sparse_run(model)
     for scale, passes in ((1, 2), (1, 2), (2, 4)):
         for parameter in model.parameters():
             parameter.data.mul_(scale)
-        with run_state.open_step():
+        with run_state.keep_encodings():
             model(X)
             model(X)
         assert len(prunings) == passes
@@ -271,7 +272,7 @@ def test_a_new_step_looks_again(stand_in, prunings):  # noqa: F811
 
 def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
     model = model_of("ste")
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         model(X)
         set_phase(model, "dense")
         assert kept(model) == 0
@@ -281,8 +282,8 @@ def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
 
 def test_a_copy_and_a_pickle_carry_none(stand_in):  # noqa: F811
     model = model_of("ste")
-    run_state = patched_config(model).run_state
-    with run_state.open_step():
+    run_state = sparse_run(model)
+    with run_state.keep_encodings():
         model(X)
         assert kept(model) > 0
         twin = copy.deepcopy(model)

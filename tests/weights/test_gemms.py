@@ -1,7 +1,5 @@
 """Sparse GEMMs in models, on a CPU stand-in for the library: right numbers, compressed once."""
 
-from dataclasses import replace
-
 import cslt
 import pytest
 import sparse24_kernels as kernels
@@ -11,12 +9,11 @@ from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, patch_model
+from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config
+from hf_sparse24.run import sparse_run
 from hf_sparse24.weights.encodings import Wanted
-from hf_sparse24.weights.gemms import MASTER, Gemm
-from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24.weights.gemms import Gemm
 
 SOME = ["ste", "s-ste", "t-sr-ste"]  # one, two and three sparse GEMMs
 CPU = torch.device("cpu")
@@ -35,7 +32,6 @@ def test_only_gemms_that_a_kernel_computes_have_a_problem(name, sparse):
         runs = drawn or (name != "grad_weight" and sparse == "weight")
         assert (gemm.unsupported() is None) == runs, gemm
         assert (gemm.problem(32, 48, 32, torch.bfloat16) is not None) == runs
-        assert replace(gemm, weight=MASTER).unsupported() is not None or sparse == "grad"
     with pytest.raises(ValueError, match="estimator='best': must be one of"):
         Gemm(name, sparse, estimator="best")
 
@@ -101,7 +97,7 @@ def test_weights_are_compressed_once_per_optimizer_step(counting_stand_in, metho
 def test_recomputation_and_inference_reuse_them(counting_stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
     x = torch.randn(16, 32).bfloat16().requires_grad_()
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
         assert counting_stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
         with torch.no_grad():
@@ -134,7 +130,7 @@ def test_training_after_inference_mode(stand_in):  # noqa: F811
 
 def test_memory_of_a_layer_whose_gemms_are_all_sparse(stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
-    with patched_config(model).run_state.open_step():
+    with sparse_run(model).keep_encodings():
         model(torch.randn(16, 32).bfloat16().requires_grad_())
         weight = sparse_weights(model)["layers.0.weight"]
         # W and its transpose, nothing dense

@@ -8,10 +8,11 @@ from test_contract import STEPS, every_method, loop, method_config
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import patched_config, set_phase
-from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import patched_config
+from hf_sparse24.weights.sparse_weight import SparseWeight
 
 EXPERTS, OUT, IN = 3, 16, 8
 every_layout = pytest.mark.parametrize("input_dim", [-1, -2])
@@ -116,9 +117,9 @@ def test_saved_and_loaded(method, input_dim):
 @every_method
 def test_attached_and_detached(method):
     model, stack = attached(make_stack(-1), -1, method)
-    assert stack.run_state.phase == "sparse" and patched_config(model) is stack.config
+    assert stack.run.phase == "sparse" and patched_config(model) is stack.config
     set_phase(model, "dense")
-    assert stack.run_state.phase == "dense"
+    assert stack.run.phase == "dense"
     stack.detach()
     assert not sparse_weights(model) and list(model.state_dict()) == ["up"] and "sparse24" not in vars(model)
     assert torch.equal(model.up, make_stack(-1))

@@ -1,0 +1,118 @@
+"""Which Transformers models say in their configs that they are sparse: the one that was patched, and what it lies in.
+
+What is saved is a whole model. A part that was patched by itself, such as `model.model` or the language model of a
+multi-modal one, cannot know of the whole. So `adopt` runs whenever the whole passes through the library: in
+`patch_model`, a controller, an export.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..run import SparseRun, sparse_run
+from ..weights.place import layer_name
+from ..weights.sparse_weight import sparse_weights
+
+MODEL_METHODS: dict[str, Callable] = {}
+"""Functions of a model that a patched one has in place of its class's methods; `checkpoints/hub.py` adds them."""
+
+
+def adopt(model: nn.Module) -> SparseRun | None:
+    """Let the Transformers models in `model` say in their configs that parts of them are sparse.
+
+    Copies of layers that are within the model, such as those that PEFT's `modules_to_save` trains, join its run.
+
+    Returns:
+        The run of all sparse weights, None where there are none.
+
+    Raises:
+        ValueError: parts have different configs: one controller cannot run them, one file not describe them.
+    """
+    run = sparse_run(model)
+    if run is None:
+        return None
+    weights = sparse_weights(model)
+    for name, weight in weights.items():
+        if weight.run is not run and not _is_unused_copy(weight.run, run):
+            raise ValueError(
+                f"{name} and {next(iter(weights))} were patched apart, each with a config of its own; call "
+                f"unpatch_model on the parts, then patch_model on the whole model"
+            )
+    for weight in weights.values():
+        weight.run = run
+    wholes = list(outermost(model))
+    for whole in wholes:
+        if getattr(whole.config, "quantization_config", None) is None and sparse_weights(whole):
+            write_config(whole, run)
+            if len(wholes) == 1:  # several share one config, which cannot name the layers of each
+                name_layers(whole, run)
+    return run
+
+
+def _is_unused_copy(other: Any, run: SparseRun) -> bool:
+    """Whether another run is an equal copy in the same phase, which no model and no training uses."""
+    is_equal = other.config == run.config and other.phase == run.phase
+    return is_equal and not other.owners and other.controller is None
+
+
+def write_config(model: nn.Module, run: SparseRun) -> None:
+    """Let the model's config say what the model is, where it has one of Transformers, which are saved.
+
+    A config of the model's own: other models made from the same config object are not sparse.
+    """
+    shared: Any = getattr(model, "config", None)
+    if not isinstance(shared, PreTrainedConfig):
+        return
+    run.owners.add(model)
+    if isinstance(model, PreTrainedModel):
+        for name, function in MODEL_METHODS.items():
+            setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
+    if getattr(shared, "quantization_config", None) is run.config:
+        return
+    own: Any = copy.deepcopy(shared)
+    own.quantization_config = run.config
+    for module in model.modules():
+        found = module.__dict__.get("config")  # not one that a wrapper passes on
+        of_part = type(found) is type(shared) and getattr(found, "quantization_config", None) is run.config
+        if found is shared or of_part:
+            module.config = own
+
+
+def name_layers(owner: nn.Module, run: SparseRun) -> None:
+    """Let an owner's config name the layers that are sparse, one by one, or say no more that any are."""
+    owner_config: Any = owner.config
+    if getattr(owner_config, "quantization_config", None) is not run.config:  # it has got another one since
+        return
+    names = [layer_name(name) for name in sparse_weights(owner)]
+    if names:
+        run.config.record(target_modules=names, exclude_modules=None, layers_to_transform=None)
+        return
+    del owner_config.quantization_config
+    for name in MODEL_METHODS:
+        owner.__dict__.pop(name, None)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel, DeepSpeed and torch.compile, whose layers have the names that `patch_model`
+    saw."""
+    while True:
+        kind = {cls.__name__ for cls in type(model).__mro__}
+        if "OptimizedModule" in kind:
+            model = model._orig_mod  # type: ignore[assignment]  # attributes of a Module are Tensor | Module
+        elif kind & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
+            model = model.module  # type: ignore[assignment]  # as above
+        else:
+            return model
+
+
+def outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The Transformers models in `module` that are in no other one."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from outermost(child)

@@ -1,0 +1,156 @@
+"""SparseRun: one object per patched model, with all that changes while it trains."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from sparse24_kernels import Pattern
+from torch import nn
+
+from .config import Sparse24Config
+from .methods import SparseMethod, method_class
+from .methods.context import DENSE
+from .methods.settings import SHARED, shown
+from .progress import get_logger
+from .weights.sparse_weight import sparse_weights
+
+logger = get_logger(__name__)
+
+
+class Controller(Protocol):
+    """What a run asks of the controller that trains it; `Sparse24Controller` has it."""
+
+    step: int
+    total_steps: int
+
+    def end(self) -> None: ...
+
+
+class SparseRun:
+    """What changes while a patched model trains, shared by all of its sparse weights. `sparse_run(model)` finds it.
+
+    The run writes the model's own config, which is saved: the phase, settings that change, the layers that are sparse.
+
+    Args:
+        config: how the model is patched; copied.
+
+    Attributes:
+        config: the model's own `Sparse24Config`; it cannot be assigned to.
+        method: the method, with the settings as they are now.
+        controller: what trains the model, None where nothing does.
+        open_step: an object that stands for the step between two optimizer steps, in which nobody changes weights and
+            encodings are kept; None where none is open.
+        owners: the models whose configs say that they, or parts of them, are sparse.
+    """
+
+    def __init__(self, config: Sparse24Config):
+        self._start(config.replace())
+        self.config.record(_is_live=True)
+
+    def _start(self, config: Sparse24Config) -> None:
+        self.config = config
+        self.method: SparseMethod = method_class(config.method)(config.settings, Pattern.parse(config.pattern))
+        self.controller: Controller | None = None
+        self.open_step: object | None = None
+        self.owners: WeakSet[nn.Module] = WeakSet()
+        self._has_warned = False
+
+    @property
+    def phase(self) -> str:
+        """How the model computes: `"sparse"`, `"dense"`, or another phase of its method."""
+        return self.config.phase
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the model computes with its dense master weights."""
+        return self.phase == DENSE
+
+    @property
+    def is_nm(self) -> bool:
+        """Whether the weights that the model computes with must be N:M."""
+        return not self.is_dense and self.phase not in self.method.unstructured_phases
+
+    @property
+    def backend(self) -> str:
+        """What runs the GEMMs, as `Sparse24Config.backend` names it."""
+        return self.config.backend if self.is_nm else "dense"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Optimizer steps done, and those of the whole run; (0, 1) outside training."""
+        return (0, 1) if self.controller is None else (self.controller.step, self.controller.total_steps)
+
+    def set_phase(self, phase: str) -> None:
+        """Let the model compute as `phase` says. `patching.set_phase` also drops what its weights keep.
+
+        Raises:
+            ValueError: the method has no such phase.
+        """
+        if phase not in self.method.phases:
+            raise ValueError(f"phase={phase!r}: must be one of {list(self.method.phases)}")
+        self.config.record(phase=phase)
+
+    def change_settings(self, **settings: Any) -> None:
+        """Go on with other settings of the method, such as `masked_decay`, from the next step on.
+
+        Args:
+            settings: by name, checked as in a new config.
+
+        Raises:
+            ValueError: a value that is not allowed, or a field that is no setting of the method.
+        """
+        fields = [name for name in settings if name in SHARED]
+        if fields:
+            raise ValueError(
+                f"{fields[0]}={shown(settings[fields[0]])}: a model is patched with this config; call "
+                f"unpatch_model(model), then patch_model with another config"
+            )
+        changed = self.config.replace(**settings)
+        self.config.record(settings=changed.settings, _given=changed.given_settings())
+        self.method = type(self.method)(changed.settings, self.method.pattern)
+
+    @contextmanager
+    def keep_encodings(self) -> Iterator[None]:
+        """Keep encodings within the block, in which nobody changes the weights."""
+        self.open_step = object()
+        try:
+            yield
+        finally:
+            self.open_step = None
+
+    def expect_controller(self) -> None:
+        """Say once that a model trains and nothing runs its sparsity."""
+        if self.controller is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "this sparse model trains without a Sparse24Controller: its phases, masks and scales stay as they are, "
+                "there is no masked decay, and weights are pruned in every forward pass. In a Trainer, call "
+                "Sparse24Callback.add_to(trainer) before train(); in a loop of your own, make a "
+                "Sparse24Controller(model, optimizer, total_steps)"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config}  # a copy has neither a controller nor models of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start(state["config"])
+
+
+def sparse_run(model: nn.Module) -> SparseRun | None:
+    """The run of a patched model.
+
+    Args:
+        model: any model.
+
+    Returns:
+        The `SparseRun` that its sparse weights share; None of a model that is not patched.
+    """
+    runs: Iterator[Any] = (weight.run for weight in sparse_weights(model).values())
+    return next(runs, None)
+
+
+def patched_config(model: nn.Module) -> Sparse24Config | None:
+    """The config that a model is patched with, its own; None of a model that is not patched."""
+    run = sparse_run(model)
+    return None if run is None else run.config

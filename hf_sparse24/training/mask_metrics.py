@@ -1,0 +1,63 @@
+"""Flip rates and kept magnitude of a model that trains."""
+
+from collections.abc import Mapping
+
+import sparse24_kernels as kernels
+import torch
+from torch import Tensor
+
+from ..weights.place import layer_name
+from ..weights.sharding import local, total
+from ..weights.sparse_weight import SparseWeight
+
+
+class Flips:
+    """How many entries of each weight have entered or left its mask, as last measured.
+
+    Where weights are sharded, all processes must call its methods.
+
+    Attributes:
+        counts: 0-d tensors by the weight's name, over all processes; empty before the first measurement.
+    """
+
+    def __init__(self, weights: Mapping[str, SparseWeight]):
+        self._weights = weights
+        self._before: Mapping[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
+
+    def start(self, masks: Mapping[str, Tensor]) -> None:
+        """Measure from these masks on: packed bits by name, of what this process updates."""
+        self._before = masks
+
+    def finish(self) -> None:
+        """Measure up to the masks as they are now, if a measurement was started."""
+        if not self._before:
+            return
+        after = [self._weights[name].local_mask(packed=True) for name in self._before]
+        counts = kernels.count_flips(list(self._before.values()), after)
+        self.counts = dict(
+            zip(self._before, total(list(counts), [self._weights[name].master for name in self._before]))
+        )
+        self._before = {}
+
+    def rate(self) -> float | None:
+        """The share of all measured entries that have flipped; None before the first measurement."""
+        if not self.counts:
+            return None
+        sizes = sum(self._weights[name].master.numel() for name in self.counts)
+        return float(sum(self.counts.values())) / sizes
+
+    def layer_rates(self) -> dict[str, float]:
+        """The same by layer; a weight that layers share stands under the first of them."""
+        sizes = {name: self._weights[name].master.numel() for name in self.counts}
+        return {layer_name(name): float(flips) / sizes[name] for name, flips in self.counts.items()}
+
+
+def kept_share(weights: Mapping[str, SparseWeight]) -> float:
+    """The share of the weights' L1 norm that their masks keep. Where weights are sharded, all processes must call."""
+    sums = []
+    for weight in weights.values():
+        magnitude = local(weight.master).float().abs()
+        sums.append(torch.stack([(magnitude * weight.local_mask()).sum(), magnitude.sum()]).cpu())
+    kept, all_of_it = total(sums, [weight.master for weight in weights.values()]).sum(0).tolist()
+    return kept / max(all_of_it, 1e-38)

@@ -1,0 +1,174 @@
+"""StepWork: what happens around each optimizer step of a sparse training.
+
+Forward decides nothing: gradient checkpointing and accumulation repeat it. What changes during training changes here,
+as the method says: phases, state such as masks, gradients; and the random streams of MVUE.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.merging import adapters_in
+from ..methods import Batch, SparseMethod, StepContext
+from ..patching.surgery import set_phase
+from ..run import SparseRun
+from ..weights.sharding import rank
+from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from .loss_terms import LossHook, count_labels, language_model_kind, share_of_batch
+from .mask_metrics import Flips
+from .optimizers import TorchOptimizer
+from .random_streams import RandomStreams
+from .zero import ZeroOptimizer
+
+
+class StepWork:
+    """The base of `Sparse24Controller`: it takes over a run, and follows an optimizer until `end`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: SparseRun,
+        weights: Mapping[str, SparseWeight],
+        optimizer: Any,
+        total_steps: int,
+        seed: int,
+        step: int,
+        metrics_interval: int,
+    ):
+        self.model, self.run, self.weights, self.optimizer = model, run, weights, optimizer
+        self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
+        self.step, self.micro_step = step, 0
+        self._trained = {name: weight for name, weight in weights.items() if _trains(weight)}
+        # Below an adapter, no schedule may change what a frozen weight computes.
+        self._keeps_phase = not self._trained or _any_frozen_below_adapters(model)
+        if not self._keeps_phase:
+            run.method.check_run(total_steps, optimizer)
+        self._flips = Flips(weights)
+        self._masks: dict[str, Tensor] = {}
+        self._streams = RandomStreams(list(weights.values()))
+        self._hooks: list[Any] = []
+        if run.controller is not None:
+            run.controller.end()
+        run.controller = self
+        self._enter_phase()
+        for weight in weights.values():
+            if not weight.state_is_ready:
+                weight.init_state()
+
+    def follow(self) -> None:
+        """Run around the optimizer's steps from now on."""
+        self._set_streams()
+        self.run.open_step = object()
+        is_zero = isinstance(self.optimizer, ZeroOptimizer)
+        self._optimizer: Any = self.optimizer if is_zero else TorchOptimizer(self.optimizer)
+        self._hooks += self._optimizer.follow(self._before_step, self._change_gradients, self._after_step)
+        if type(self.run.method).loss is not SparseMethod.loss:
+            self._hooks.append(LossHook(self._add_term, is_shared=False).attach(self.model))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it follows the optimizer: it has not ended, and no other controller has taken the model over."""
+        return self.run.controller is self
+
+    def end(self) -> None:
+        """Call where training stops before `total_steps`: pruned weights are no longer kept, and the optimizer's steps
+        no longer followed."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.is_running:
+            self.run.open_step = self.run.controller = None
+            self._streams.end()
+
+    @property
+    def phase(self) -> str:
+        """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next.
+
+        A model whose sparse weights are all frozen, or frozen below adapters, keeps its phase, as do copies of modules
+        that train beside the adapters: all weights of a model are in one.
+        """
+        if self._keeps_phase:
+            return self.run.phase
+        return self.run.method.phase(self.step, self.total_steps, self.optimizer)
+
+    def _before_step(self) -> None:
+        """Right before the optimizer uses the gradients."""
+        if self.step >= self.total_steps:
+            raise RuntimeError(
+                f"total_steps={self.total_steps} are done, and the optimizer takes another; make the controller with "
+                f"the steps of the whole run, or call controller.end() to go on without it"
+            )
+        self._masks = {}
+        # Where masks change at refreshes alone, `_refresh` measures their flips.
+        if not self.run.method.flips_at_refresh and ((self.step + 1) % self.metrics_interval == 0 or self.step == 0):
+            self._flips.start({name: self._mask(name, packed=True) for name in first_of_each(self.weights)})
+        self.run.open_step = None
+        for weight in self.weights.values():
+            weight.clear_encodings()  # the optimizer can use the memory
+
+    @torch.no_grad()
+    def _change_gradients(self) -> None:
+        """When the gradients of a step, or with ZeRO of a group, are final."""
+        if type(self.run.method).change_gradients is not SparseMethod.change_gradients:
+            pieces = self._optimizer.pieces(self.weights, self._mask)
+            self.run.method.change_gradients(pieces, self._context())
+
+    def _mask(self, name: str, packed: bool = False) -> Tensor:
+        """The mask of what this process updates of a weight, made once in a step however often it is used."""
+        if name not in self._masks:
+            weight = self.weights[name]
+            # On a GPU bits: an eighth of the memory. On a CPU packing costs more than it saves.
+            self._masks[name] = weight.local_mask(packed=packed or weight.master.is_cuda)
+        return self._masks[name]
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        """Right after an optimizer step: counts it, switches the phase, refreshes state."""
+        self.step += 1
+        self.micro_step = 0
+        self._masks = {}
+        if self.phase != self.run.phase:
+            self._enter_phase()
+        elif not self.run.is_dense and self.run.method.refreshes_state(self.step, self.total_steps):
+            self._refresh()
+        self._flips.finish()  # of a step and of the refresh after it
+        self._set_streams()
+        self.run.open_step = object() if self.step < self.total_steps else None
+
+    def _enter_phase(self) -> None:
+        """Set the phase of the current step; state starts from the weights when it turns sparse."""
+        was_dense = self.run.is_dense
+        set_phase(self.model, self.phase)
+        if was_dense and not self.run.is_dense:
+            for weight in self._trained.values():
+                weight.init_state()
+
+    def _refresh(self) -> None:
+        """State anew of the weights that train; where only that changes masks, their flips are measured here."""
+        if self.run.method.flips_at_refresh:
+            self._flips.start({name: weight.local_mask(packed=True) for name, weight in self._trained.items()})
+        for weight in self._trained.values():
+            weight.init_state()
+
+    def _add_term(self, loss: Tensor, outputs: Any, batch: Batch) -> Tensor:
+        """A model's own loss, and the method's term of what the model returned."""
+        term = self.run.method.loss(outputs, batch, self._context())
+        if term is None:
+            return loss
+        return loss + term * share_of_batch(batch, count_labels(batch, language_model_kind(self.model) == "causal"))
+
+    def _context(self) -> StepContext:
+        return StepContext(self.step, self.total_steps, self.phase, self.optimizer, self.weights)
+
+    def _set_streams(self) -> None:
+        self._streams.set(self.seed + rank(), self.step, self.micro_step)
+
+
+def _trains(weight: SparseWeight) -> bool:
+    return any(tensor.requires_grad for tensor in (weight.master, *weight.parameters.values()))
+
+
+def _any_frozen_below_adapters(model: nn.Module) -> bool:
+    adapted = (module.get_base_layer() for module in adapters_in(model))
+    return any(not _trains(weight) for layer in adapted for weight in sparse_weights(layer).values())

@@ -1,0 +1,101 @@
+"""Rules: how a weight becomes N:M, as data. A method returns one; the library makes it in the forms that GEMMs take."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import Compression, Pattern
+from torch import Tensor
+
+from .view import WeightView
+
+Forms = Mapping[str, Compression | None]
+"""Forms of a matrix by the names that `sparse24_kernels.prune_forms` knows; for compressed ones, how to compress."""
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """Keep the N largest magnitudes of every M; ties keep the lower index."""
+
+
+@dataclass(frozen=True)
+class SoftThreshold:
+    """`scale * sign(w) max(|w| - t, 0)`, t the (M - N)-th smallest magnitude of the group (S-STE, section 4).
+
+    Attributes:
+        scale: fp32 0-d tensor.
+    """
+
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Keep the weights where `mask` is True.
+
+    Attributes:
+        mask: bool `[rows, columns]`, or its packed bits along the last dimension (`sparse24_kernels.pack_bits`).
+    """
+
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Values:
+    """Multiply by these values, where no other rule says them.
+
+    Attributes:
+        values: `[rows, columns]`, in the layout of `view.matrix`. Compressed forms leave out their zeros.
+    """
+
+    values: Tensor
+
+
+Rule = Magnitude | SoftThreshold | Mask | Values
+
+
+def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
+    """What a rule makes of a weight, in each of `forms` and in `dtype`, by one pass over the weight. Never -0.0."""
+    matrix = rule.values if isinstance(rule, Values) else view.matrix
+    names: dict[type, str] = {Magnitude: "magnitude", SoftThreshold: "soft-threshold", Mask: "mask", Values: "mask"}
+    arguments: dict[str, Any] = {}
+    if isinstance(rule, SoftThreshold):
+        arguments = {"scale": rule.scale}
+    elif isinstance(rule, Mask):
+        arguments = {"mask": rule.mask}
+    elif isinstance(rule, Values):
+        arguments = {"mask": rule.values != 0}
+    compressions = {form: compression for form, compression in forms.items() if compression is not None}
+    made = kernels.prune_forms(
+        matrix,
+        list(forms),
+        names[type(rule)],
+        *pattern,
+        view.dim,
+        dtype=dtype,
+        compressions=compressions,
+        **arguments,
+    )
+    return cast(list[Tensor], list(made))
+
+
+def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:
+    """Which entries a rule keeps: bool in the shape of `view.matrix`, or its packed bits."""
+    if isinstance(rule, Magnitude | SoftThreshold):
+        return kernels.nm_mask(view.matrix, *pattern, view.dim, packed)
+    mask = rule.values != 0 if isinstance(rule, Values) else rule.mask
+    if mask.dtype == torch.bool:
+        return kernels.pack_bits(mask) if packed else mask
+    return mask if packed else kernels.unpack_bits(mask, view.matrix.shape[1])
+
+
+def is_exact(rule: Rule) -> bool:
+    """Whether a rule keeps at most N of every M whatever it is given."""
+    return isinstance(rule, Magnitude | SoftThreshold)
+
+
+def groups_above(mask: Tensor, pattern: Pattern, dim: int) -> int:
+    """How many groups of M along `dim` keep more than N."""
+    return int((mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1) > pattern.n).sum())
