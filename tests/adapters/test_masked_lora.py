@@ -6,6 +6,8 @@ import io
 import pytest
 import torch
 import zoo
+from lora_models import ONE_BLOCK, TARGETS, adapted, logits, lora, patched
+from sparse_models import assert_same_state, snapshot
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,46 +25,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Adapter second was active which is now deleted"),
 ]
 
-TARGETS = {"llama": ["up_proj", "down_proj"], "gpt2": ["c_fc", "mlp.c_proj"]}
-SMALL = {"llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}
 METHODS = ["s-ste", "t-sr-ste", "fixed-mask", "ste"]
-
-
-def patched(base: str = "llama", method: str = "s-ste", dtype: torch.dtype = torch.float32) -> nn.Module:
-    model = zoo.build(base, **SMALL[base])
-    patch_model(model, Sparse24Config(method=method))
-    return model.to(dtype).eval()
-
-
-def lora(base: str = "llama", **changes) -> "peft.LoraConfig":
-    """One whose adapter does something from the start, unless `init_lora_weights` is given."""
-    defaults = {"r": 4, "lora_alpha": 16, "target_modules": TARGETS[base], "init_lora_weights": False}
-    return peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=base == "gpt2", **(defaults | changes))
-
-
-def adapted(base: str = "llama", method: str = "s-ste", dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
-    torch.manual_seed(1)
-    return peft.get_peft_model(patched(base, method, dtype), lora(base, **changes)).eval()
-
-
-def logits(model: nn.Module, **inputs) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**(inputs or zoo.batch())).logits.float()
 
 
 def around(model: nn.Module) -> list[nn.Module]:
     """The adapters around sparse layers."""
     return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m.get_base_layer(), "sparse24")]
-
-
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_equal(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
 
 
 # What it computes.
@@ -222,7 +190,7 @@ def test_a_merge_changes_nothing_but_rounding_is_2_to_4_and_is_undone_bit_for_bi
         layer = adapter.base_layer
         assert is_nm_sparse(layer.weight, 2, 4, layer.input_dim) and torch.equal(layer.sparse_weight(), layer.weight)
     model.unmerge_adapter()
-    assert_equal(model, before)
+    assert_same_state(model, before)
     assert torch.equal(logits(model), expected)
 
     unpatched = unpatch_model(copy.deepcopy(model))
@@ -245,7 +213,7 @@ def test_several_adapters_merge_together_and_one_by_one(dora):
             model.merge_adapter(names)
         torch.testing.assert_close(logits(model), expected)
         model.unmerge_adapter()
-        assert_equal(model, before)
+        assert_same_state(model, before)
 
 
 def test_adapters_are_switched_scaled_disabled_and_mixed_in_a_batch():
@@ -284,13 +252,13 @@ def test_unpatching_a_merged_model_keeps_outputs_also_once_it_is_unmerged():
 def test_a_merged_model_is_neither_packed_nor_unpacked_nor_patched():
     sparse, packed = adapted(), adapted()
     pack_model(packed.get_base_model())
-    dense = peft.get_peft_model(zoo.build("llama", **SMALL["llama"]), lora())
+    dense = peft.get_peft_model(zoo.build("llama", **ONE_BLOCK["llama"]), lora())
     for model, function in ((sparse, pack_model), (packed, unpack_model), (dense, patch_model)):
         model.merge_adapter()
         merged, before = logits(model), snapshot(model)
         with pytest.raises(ValueError, match=r"proj: an adapter is merged .*: model\.unmerge_adapter\(\)"):
             function(model.get_base_model())
-        assert_equal(model, before)
+        assert_same_state(model, before)
         assert torch.equal(logits(model), merged)
         model.unmerge_adapter()
         function(model.get_base_model())
@@ -321,7 +289,7 @@ def test_a_merge_that_would_densify_is_refused_and_changes_nothing(kind, tmp_pat
     ):
         with pytest.raises(ValueError, match=r"is not 2:4.* call unpatch_model\(model\) first"):
             merge()
-        assert_equal(model, before)
+        assert_same_state(model, before)
         assert torch.equal(logits(model), expected)
     assert not list(tmp_path.iterdir())
     unpatch_model(model)
@@ -370,7 +338,7 @@ def test_an_export_has_the_adapter_in_it_and_leaves_it_in_place(dora, method, tm
     model = adapted(method=method, use_dora=dora, target_modules=[*TARGETS["llama"], "q_proj"])
     expected, before = logits(model), snapshot(model)
     export_model(model, tmp_path)
-    assert_equal(model, before)
+    assert_same_state(model, before)
     assert torch.equal(logits(model), expected)
     loaded = zoo.auto_class("llama").from_pretrained(tmp_path).eval()
     torch.testing.assert_close(logits(loaded), expected)
@@ -393,7 +361,7 @@ def test_an_export_has_adapters_of_dense_layers_in_it_and_leaves_them_in_place(k
     expected, before = logits(model), snapshot(model)
     assert (expected - without).abs().max() > 0.01
     export_model(model, tmp_path)
-    assert_equal(model, before)
+    assert_same_state(model, before)
     assert torch.equal(logits(model), expected)
     torch.testing.assert_close(logits(zoo.auto_class("llama").from_pretrained(tmp_path).eval()), expected)
 
@@ -405,7 +373,7 @@ def test_an_export_of_an_adapter_of_a_tied_weight_is_refused_and_changes_nothing
     expected, before = logits(model), snapshot(model)
     with pytest.raises(ValueError, match=r"transformer\.wte and lm_head share one weight"):
         export_model(model, tmp_path)
-    assert_equal(model, before)
+    assert_same_state(model, before)
     assert torch.equal(logits(model), expected) and not list(tmp_path.iterdir())
 
 
@@ -429,7 +397,7 @@ def test_a_copy_that_trains_leaves_the_frozen_base_as_it_is():
     """Its masks are refreshed, those of frozen weights are not; and no dense tail changes what they compute."""
     from hf_sparse24 import Sparse24Controller
 
-    model = zoo.build("llama", **SMALL["llama"])
+    model = zoo.build("llama", **ONE_BLOCK["llama"])
     patch_model(model, Sparse24Config(method="t-sr-ste", mask_interval=1))
     with torch.no_grad():  # masks that these weights would not choose
         for weight in sparse_weights(model).values():

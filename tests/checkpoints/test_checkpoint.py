@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 import zoo
+from checkpoints import edit_config, patched
 from paths import SUPPORT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from sparse_models import logits
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
@@ -19,17 +21,6 @@ from hf_sparse24.patching.surgery import patched_config, set_phase
 from hf_sparse24.weights.sparse_weight import sparse_weights
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
-
-
-def patched(name: str = "llama", method: str = "s-ste", **overrides) -> PreTrainedModel:
-    model = zoo.build(name, **overrides)
-    patch_model(model, Sparse24Config(method=method, target_modules="all-linear"))
-    return model.eval()
-
-
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**zoo.batch()).logits
 
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
@@ -134,12 +125,6 @@ def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == FILES
     with pytest.raises(ValueError, match=r"not patched; use model.save_pretrained"):
         export_model(zoo.build("gpt2"), tmp_path)
-
-
-def edit_config(directory, **changes) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] |= changes
-    (directory / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(

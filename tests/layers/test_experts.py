@@ -8,8 +8,9 @@ from itertools import cycle
 import pytest
 import torch
 import zoo
+from method_runs import dataset, every_method, loop, method_config, run_steps, trainer
 from safetensors.torch import load_file
-from test_contract import assert_same_state, dataset, every_method, loop, method_config, run_steps, trainer
+from sparse_models import assert_same_state, logits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
@@ -47,11 +48,6 @@ def patched(name: str = "qwen3_moe", method: str = "s-ste") -> PreTrainedModel:
 def emulated(model: PreTrainedModel) -> PreTrainedModel:
     """The dense model whose Parameters are the pruned weights: the same GEMMs, and the same gradients."""
     return unpatch_model(copy.deepcopy(model))
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**zoo.batch()).logits
 
 
 def assert_same_step(model: nn.Module, other: nn.Module) -> None:

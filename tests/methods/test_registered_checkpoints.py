@@ -8,9 +8,9 @@ import pytest
 import torch
 import zoo
 from own_method import ADAPTING
+from own_models import give_adapters_a_value, patched
 from paths import SUPPORT
 from safetensors.torch import load_file, save_file
-from test_registered_method import give_adapters_a_value, patched
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, unpatch_model

@@ -8,8 +8,9 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
+from method_runs import dataset, loop, run_steps, trainer
 from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
-from test_contract import dataset, loop, run_steps, trainer
+from own_models import give_adapters_a_value, patched
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -36,19 +37,6 @@ from hf_sparse24.tools import doctor
 from hf_sparse24.weights.encodings import RunState
 from hf_sparse24.weights.gemms import MASTER
 from hf_sparse24.weights.sparse_weight import sparse_weights
-
-
-def patched(name: str = "llama", **settings):
-    model = zoo.build(name)
-    patch_model(model, Sparse24Config(method="own", **settings))
-    return model
-
-
-def give_adapters_a_value(model: nn.Module) -> None:
-    with torch.no_grad():
-        for weight in sparse_weights(model).values():
-            weight.parameters["left"].normal_(std=0.1)
-
 
 # --- settings ---
 

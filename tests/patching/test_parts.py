@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import zoo
+from training_runs import arguments, dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, patch_model, unpatch_model
@@ -80,8 +81,6 @@ def test_a_part_that_was_sparse_before_it_became_one(tmp_path):
 
 
 def test_a_trainer_whose_model_has_a_sparse_part(tmp_path):
-    from test_trainer import arguments, dataset
-
     base = zoo.build("llama").model
     patch_model(base, Sparse24Config(method="t-sr-ste"))
     model = zoo.build("llama", seed=1)

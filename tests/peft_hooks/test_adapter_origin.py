@@ -4,14 +4,17 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import lora_models
 import pytest
 import torch
 import zoo
+from lora_models import logits
 from paths import SUPPORT
-from test_trainer import dataset
 from torch import nn
+from training_runs import dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_sparse24 import (
@@ -37,18 +40,8 @@ pytestmark = [
 ]
 
 METHODS = ["s-ste", "t-sr-ste", "fixed-mask", "ste", "sr-ste", "step", "own"]
-TARGETS = ["up_proj", "down_proj"]
-
-
-def lora(**changes) -> "peft.LoraConfig":
-    return peft.LoraConfig(
-        **({"r": 4, "lora_alpha": 16, "target_modules": TARGETS, "init_lora_weights": False} | changes)
-    )
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**zoo.batch()).logits.float()
+TARGETS = lora_models.TARGETS["llama"]
+lora = partial(lora_models.lora, task_type=None)  # unless a test gives one
 
 
 def masks(model: nn.Module) -> list[bool]:

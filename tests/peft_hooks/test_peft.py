@@ -7,11 +7,13 @@ import copy
 import dataclasses
 
 import pytest
+import sparse_models
 import torch
 import zoo
+from lora_models import ONE_BLOCK, TARGETS, trained
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Controller, patch_model, unpatch_model
 from hf_sparse24.weights.sparse_weight import sparse_weights
 
 pytestmark = [
@@ -21,7 +23,6 @@ pytestmark = [
 peft = pytest.importorskip("peft")
 CONFIGS = peft.PEFT_TYPE_TO_CONFIG_MAPPING
 
-TARGETS = {"llama": ["up_proj", "down_proj"], "gpt2": ["c_fc", "mlp.c_proj"]}
 # What tuners need for layers this small, besides `target_modules`.
 ARGUMENTS = {
     "ADALORA": {"total_step": 10},
@@ -51,9 +52,7 @@ def dense(base: str) -> nn.Module:
 
 
 def patched(base: str) -> nn.Module:
-    model = zoo.build(base, **({"n_layer": 1} if base == "gpt2" else {"num_hidden_layers": 1}))
-    patch_model(model, Sparse24Config(method="ste", weight_grad="dense"))
-    return model
+    return sparse_models.patched(base, ONE_BLOCK[base], method="ste", weight_grad="dense")
 
 
 def adapted(model: nn.Module, base: str, name: str, extra: dict) -> nn.Module:
@@ -79,10 +78,6 @@ def reference(base: str, name: str, extra: dict) -> nn.Module:
         pytest.skip(f"not on a dense {base}: {str(error)[:80]}")
     model.zero_grad()
     return model
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def outline(model: nn.Module) -> dict:

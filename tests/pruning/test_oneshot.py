@@ -7,6 +7,7 @@ import torch
 import zoo
 from datasets import Dataset
 from sparse24_kernels import nm_mask, pack_bits
+from sparse_models import assert_same_state, snapshot
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -75,13 +76,8 @@ def mask_of(layer: nn.Module) -> torch.Tensor:
     return layer.sparse24["weight"].mask()
 
 
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], mode: bool = True) -> None:
-    after = model.state_dict()
-    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert_same_state(model, before)
     assert not sparse_weights(model) and all(module.training == mode for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any("forward" in module.__dict__ for module in model.modules())

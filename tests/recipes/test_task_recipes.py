@@ -13,6 +13,7 @@ import torch
 import zoo
 from datasets import Dataset
 from paths import RECIPES
+from sparse_models import logits
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_sparse24 import Sparse24Config, Sparse24Linear, export_model, patch_model
@@ -119,11 +120,6 @@ def trained_texts(trainer) -> list[str]:
     rows = trainer.train_dataset
     kept = [[token for token, label in zip(row["input_ids"], row["labels"]) if label != -100] for row in rows]
     return trainer.processing_class.batch_decode(kept)
-
-
-@torch.no_grad()
-def logits(model) -> torch.Tensor:
-    return model.eval()(input_ids=torch.arange(20).view(2, 10)).logits
 
 
 def assert_merged(directory: Path, adapted: torch.nn.Module, targets: tuple[str, ...]) -> None:

@@ -22,6 +22,7 @@ import torch
 import zoo
 from datasets import Dataset
 from safetensors.torch import load_file
+from sparse_models import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, utils
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model
@@ -184,11 +185,6 @@ def kill_exports(kills: int, root: Path, draw: random.Random, format: str) -> st
         f"{format} exports: {killed} kills, {switching} while files were switched; {killed - new} left the old model, "
         f"{new} the new one, none a mix"
     )
-
-
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**zoo.batch()).logits
 
 
 def main(training: int, exports: int, seed: int = 0) -> None:

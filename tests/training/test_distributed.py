@@ -7,32 +7,12 @@ import pytest
 import ranks
 import torch
 import zoo
+from distributed_runs import METHODS, check_equal, settings
 from transformers import TrainingArguments
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
 from hf_sparse24.patching.surgery import patched_config
 from hf_sparse24.weights.sparse_weight import sparse_weights
-
-METHODS = {
-    "ste": {},
-    "sr-ste": {"masked_decay": 0.05},
-    "sr-ste-on-weight": {"masked_decay": 0.05, "decay_on": "weight"},
-    "s-ste": {},
-    "s-ste-every-step": {"scale_frozen": False},
-    "t-sr-ste": {"masked_decay": 0.05, "mask_interval": 2, "dense_tail": 1},
-    "step": {"switch_after": 2, "switch_by": 5},
-    "step-arithmetic": {"switch_after": 2, "switch_by": 4, "switch_rule": "arithmetic"},
-    "fixed-mask": {"dense_start": 2},
-    "own": {},
-}
-
-
-def settings(name: str) -> dict:
-    method = next(m for m in sorted(METHODS, key=len, reverse=True) if name.startswith(m) and m in NAMES)
-    return {"method": method, "target_modules": "all-linear", **METHODS[name]}
-
-
-NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "own")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -147,25 +127,3 @@ def _auto_decay(rank, world, folder):
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return patched_config(trainer.model).masked_decay, losses
-
-
-def check_equal(world, model, config, engine, **options):
-    one = ranks.train(0, world, model, config, "one", **{k: v for k, v in options.items() if k == "sizes"})
-    many = ranks.run(world, _train, model, config, engine, options)
-    for result in many:
-        for (loss, norm, phase, metrics), (loss1, norm1, phase1, metrics1) in zip(result["log"], one["log"]):
-            assert phase == phase1
-            assert loss == pytest.approx(loss1, rel=2e-6) and norm == pytest.approx(norm1, rel=1e-6)
-            assert metrics == pytest.approx(metrics1, rel=1e-5, abs=1e-7)
-        for name, mask in one["masks"].items():
-            assert torch.equal(result["masks"][name], mask)
-        for kind in ("weights", "state"):
-            assert result[kind].keys() == one[kind].keys()
-            for name, tensor in one[kind].items():
-                torch.testing.assert_close(result[kind][name], tensor, rtol=1e-9, atol=1e-12)
-    for name, tensor in many[0]["state"].items():
-        assert all(torch.equal(tensor, other["state"][name]) for other in many[1:])
-
-
-def _train(rank, world, model, config, engine, options):
-    return ranks.train(rank, world, model, config, engine, **options)

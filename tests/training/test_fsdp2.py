@@ -4,8 +4,8 @@ import pytest
 import ranks
 import torch
 import zoo
+from distributed_runs import check_equal, settings
 from safetensors.torch import load_file
-from test_distributed import check_equal, settings
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 

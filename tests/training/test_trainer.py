@@ -6,9 +6,9 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 import zoo
-from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from training_runs import arguments, dataset, train, weights
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
@@ -23,35 +23,6 @@ from hf_sparse24 import (
 from hf_sparse24.patching.surgery import patched_config
 from hf_sparse24.training.decay_search import DecayTuning, _probe
 from hf_sparse24.weights.sparse_weight import sparse_weights
-
-
-def arguments(tmp_path, **overrides) -> TrainingArguments:
-    defaults = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(str(tmp_path), **(defaults | overrides))
-
-
-def dataset(rows: int = 32) -> Dataset:
-    return Dataset.from_dict({k: v.tolist() for k, v in zoo.batch(rows=rows).items()})
-
-
-def train(tmp_path, model=None, config=None, **overrides) -> Sparse24Trainer:
-    run = Sparse24Trainer(
-        model or zoo.build("llama"), arguments(tmp_path, **overrides), train_dataset=dataset(), sparse24_config=config
-    )
-    run.train()
-    return run
-
-
-def weights(run: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().float() for p in run.model.parameters()])
 
 
 def test_patches_by_default_and_keeps_a_patched_model(tmp_path):
@@ -185,7 +156,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
         enable = getattr(checkpointing, "activation_checkpointing_enable", None)
         (enable or checkpointing.gradient_checkpointing_enable)()
         plain, checkpointed = train(tmp_path, config=config), train(tmp_path, checkpointing, config)
-        assert torch.equal(weights(plain), weights(checkpointed))
+        assert torch.equal(weights(plain.model), weights(checkpointed.model))
 
 
 def test_accumulation_equals_one_big_batch(tmp_path):
@@ -193,7 +164,7 @@ def test_accumulation_equals_one_big_batch(tmp_path):
     config = Sparse24Config(method="sr-ste", masked_decay=0.1)
     whole = train(tmp_path, config=config, per_device_train_batch_size=4, optim="sgd")
     parts = train(tmp_path, config=config, gradient_accumulation_steps=4, per_device_train_batch_size=1, optim="sgd")
-    torch.testing.assert_close(weights(whole), weights(parts))
+    torch.testing.assert_close(weights(whole.model), weights(parts.model))
 
 
 def test_micro_batches_draw_their_own_samples(tmp_path):
@@ -209,9 +180,9 @@ def test_micro_batches_draw_their_own_samples(tmp_path):
 
 def test_bf16_autocast(tmp_path):
     run = train(tmp_path, bf16=True)
-    assert weights(run).isfinite().all()
+    assert weights(run.model).isfinite().all()
     assert all(p.dtype == torch.float32 for p in run.model.parameters())
-    assert not torch.equal(weights(run), weights(train(tmp_path)))
+    assert not torch.equal(weights(run.model), weights(train(tmp_path).model))
 
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
@@ -221,7 +192,7 @@ def test_torch_compile(tmp_path, method):
     eager = train(tmp_path, config=config)
     torch._dynamo.reset()
     compiled = train(tmp_path, config=config, torch_compile=True, torch_compile_backend="aot_eager")
-    torch.testing.assert_close(weights(compiled), weights(eager), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(weights(compiled.model), weights(eager.model), atol=2e-5, rtol=1e-4)
 
 
 def test_inductor_compiles_a_layer_in_one_graph():
@@ -357,7 +328,7 @@ def test_fp8_and_loss_scaling_exclude_each_other(tmp_path):
 def test_fp8_and_step_train(tmp_path):
     for config in (Sparse24Config(fp8=True), Sparse24Config(method="step", switch_by=2, switch_after=1)):
         run = train(tmp_path, config=config)
-        assert weights(run).isfinite().all() and run.state.log_history[2]["sparse_phase"] == 1.0
+        assert weights(run.model).isfinite().all() and run.state.log_history[2]["sparse_phase"] == 1.0
 
 
 def test_too_few_steps_for_the_schedule(tmp_path):
@@ -376,7 +347,7 @@ def test_training_twice_and_evaluating(tmp_path):
 
 def test_masked_language_model_with_deberta(tmp_path):
     run = train(tmp_path, model=zoo.build("deberta-v2"), config=Sparse24Config(target_modules="all-linear"))
-    assert weights(run).isfinite().all()
+    assert weights(run.model).isfinite().all()
 
 
 def test_two_callbacks_are_refused(tmp_path):

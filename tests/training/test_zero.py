@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import zoo
-from test_distributed import METHODS, settings
+from distributed_runs import METHODS, settings
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, set_hf_deepspeed_config, unset_hf_deepspeed_config

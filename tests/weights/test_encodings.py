@@ -9,7 +9,7 @@ import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_gemms import model_of
+from sparse_models import model_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_contract import STEPS, every_method, loop, method_config
+from method_runs import STEPS, every_method, loop, method_config
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
