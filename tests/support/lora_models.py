@@ -34,6 +34,11 @@ def adapted(
     return peft.get_peft_model(patched(base, method, dtype), lora(base, **changes)).eval()
 
 
+def around(model: nn.Module) -> list[nn.Module]:
+    """The adapters around sparse layers."""
+    return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m.get_base_layer(), "sparse24")]
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
