@@ -27,6 +27,15 @@ def settings(name: str) -> dict[str, Any]:
     return {"method": method, "target_modules": "all-linear", **METHODS[name]}
 
 
+def assert_same_tensors(result: dict[str, Any], expected: dict[str, Any], rtol: float, atol: float) -> None:
+    """Of two that `ranks.state_of` made, the masks are equal, the weights and the methods' state close."""
+    for kind in ("weights", "state", "masks"):
+        assert result[kind].keys() == expected[kind].keys()
+        for name, tensor in expected[kind].items():
+            tolerance = {"rtol": 0, "atol": 0} if kind == "masks" else {"rtol": rtol, "atol": atol}
+            torch.testing.assert_close(result[kind][name], tensor, **tolerance)
+
+
 def check_equal(world: int, model: str, config: dict[str, Any], engine: str, **options: Any) -> None:
     """Every process of `world` ends with what one process ends with that takes all their batches."""
     one = ranks.train(0, world, model, config, "one", **{k: v for k, v in options.items() if k == "sizes"})
@@ -36,12 +45,7 @@ def check_equal(world: int, model: str, config: dict[str, Any], engine: str, **o
             assert phase == phase1
             assert loss == pytest.approx(loss1, rel=2e-6) and norm == pytest.approx(norm1, rel=1e-6)
             assert metrics == pytest.approx(metrics1, rel=1e-5, abs=1e-7)
-        for name, mask in one["masks"].items():
-            assert torch.equal(result["masks"][name], mask)
-        for kind in ("weights", "state"):
-            assert result[kind].keys() == one[kind].keys()
-            for name, tensor in one[kind].items():
-                torch.testing.assert_close(result[kind][name], tensor, rtol=1e-9, atol=1e-12)
+        assert_same_tensors(result, one, rtol=1e-9, atol=1e-12)
     for name, tensor in many[0]["state"].items():
         assert all(torch.equal(tensor, other["state"][name]) for other in many[1:])
 

@@ -8,7 +8,7 @@ import ranks
 import torch
 import zoo
 from distributed_runs import METHODS, check_equal, settings
-from transformers import TrainingArguments
+from training_runs import arguments
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
 from hf_sparse24.patching.surgery import patched_config
@@ -41,15 +41,20 @@ def test_processes_with_different_configs_are_told_so(difference, message):
         assert "process 1 differs from process 0 in" in error and re.search(message, error)
 
 
+def _refusal(model) -> str:
+    """What a controller says of a model that it cannot train."""
+    with pytest.raises(ValueError) as error:
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
+    return str(error.value)
+
+
 def _differ(rank, world, difference):
     config = settings("sr-ste") | (difference if rank else {})
     if config["method"] == "ste":
         config = settings("ste")
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(**config))
-    with pytest.raises(ValueError) as error:
-        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
-    return str(error.value)
+    return _refusal(model)
 
 
 def test_processes_that_start_from_different_weights_are_told_so():
@@ -60,9 +65,7 @@ def test_processes_that_start_from_different_weights_are_told_so():
 def _differ_in_weights(rank, world):
     model = zoo.build("llama", seed=rank)
     patch_model(model, Sparse24Config(**settings("s-ste")))
-    with pytest.raises(ValueError) as error:
-        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
-    return str(error.value)
+    return _refusal(model)
 
 
 def test_fsdp1_is_refused_by_name():
@@ -76,9 +79,7 @@ def _fsdp1(rank, world):
     model = zoo.build("llama")
     patch_model(model)
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    with pytest.raises(ValueError) as error:
-        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
-    return str(error.value)
+    return _refusal(model)
 
 
 def test_random_streams_differ_by_process_and_are_the_same_again():
@@ -94,8 +95,7 @@ def _keys(rank, world):
 def _trainer(folder, **settings):
     model = zoo.build("llama")
     data = [{name: tensor[0] for name, tensor in zoo.batch(seed, rows=1).items()} for seed in range(64)]
-    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
-    args = TrainingArguments(str(folder), max_steps=8, learning_rate=1e-2, per_device_train_batch_size=2, **quiet)
+    args = arguments(folder, max_steps=8, learning_rate=1e-2)
     config = Sparse24Config(**settings)
     return Sparse24Trainer(model, args, train_dataset=data, eval_dataset=data[:4], sparse24_config=config)
 
