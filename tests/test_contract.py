@@ -8,7 +8,7 @@ import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from method_runs import STEPS, dataset, every_method, loop, method_config, run_steps, trainer
-from sparse_models import assert_same_state
+from sparse_models import assert_same_state, logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import (
@@ -44,18 +44,15 @@ def test_life_of_a_model(method, name, tmp_path):
         pruned = weight.pruned()
         assert is_nm_sparse(pruned, dim=weight.input_dim)
         assert not torch.signbit(pruned[pruned == 0]).any()
-    inputs = zoo.batch()
-    with torch.no_grad():
-        logits = model(**inputs).logits
+    expected = logits(model)
 
     model.save_pretrained(tmp_path / "saved")
     reloaded, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(loading.values())
     assert_same_state(reloaded, model)
     assert patched_config(reloaded) == patched_config(model) and patched_config(reloaded).phase == phase
-    with torch.no_grad():
-        assert torch.equal(reloaded(**inputs).logits, logits)
-    assert reloaded.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
+    assert torch.equal(logits(reloaded), expected)
+    assert reloaded.generate(zoo.batch()["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
     again = Sparse24Trainer(reloaded, run.args, train_dataset=dataset())  # a reloaded model trains as it is
     again.train()
 
@@ -68,11 +65,10 @@ def test_life_of_a_model(method, name, tmp_path):
     for plain in (exported, model):
         assert not hasattr(plain.config, "quantization_config")
         assert plain.state_dict().keys() == zoo.build(name).state_dict().keys()
-        with torch.no_grad():
-            if has_own_parameters:  # merged into one weight, which rounds
-                torch.testing.assert_close(plain(**inputs).logits, logits)
-            else:
-                assert torch.equal(plain(**inputs).logits, logits)
+        if has_own_parameters:  # merged into one weight, which rounds
+            torch.testing.assert_close(logits(plain), expected)
+        else:
+            assert torch.equal(logits(plain), expected)
 
 
 @every_method

@@ -6,7 +6,7 @@ import zoo
 from datasets import Dataset
 from oneshot_models import OneLayer, assert_untouched, batches, correlated, fixed_mask
 from sparse24_kernels import nm_mask, pack_bits
-from sparse_models import snapshot
+from sparse_models import logits, snapshot
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -239,9 +239,7 @@ def test_life_after(criterion, tmp_path):
     losses = [log["loss"] for log in run.state.log_history if "loss" in log]
     assert losses[-1] < losses[0]
 
-    model.eval()
-    with torch.no_grad():
-        logits = model(**zoo.batch()).logits
+    expected = logits(model)
     model.save_pretrained(tmp_path / "saved")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for each in (model, reloaded):
@@ -254,9 +252,8 @@ def test_life_after(criterion, tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight) and not sparse_weights(exported)
     unpatch_model(model)
-    with torch.no_grad():
-        for each in (reloaded, exported, model):
-            assert torch.equal(each(**zoo.batch()).logits, logits)
+    for each in (reloaded, exported, model):
+        assert torch.equal(logits(each), expected)
 
 
 def test_existing_keeps_what_is_there():
