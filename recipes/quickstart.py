@@ -105,9 +105,7 @@ def check_export(trainer: Trainer, directory: Path) -> tuple[float, float]:
     export_model(trainer.model, directory)
     trainer.processing_class.save_pretrained(directory)
     exported = AutoModelForCausalLM.from_pretrained(directory).eval()
-    trained = {
-        name: weight for name, weight in sparse_weights(trainer.model).items() if weight.run.phase != "dense"
-    }
+    trained = {name: weight for name, weight in sparse_weights(trainer.model).items() if weight.run.phase != "dense"}
     weights = {name: exported.get_parameter(name) for name in trained}
     dense = [name for name, weight in weights.items() if not is_nm_sparse(weight, dim=trained[name].input_dim)]
     if dense:

@@ -40,7 +40,7 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils.logging import tqdm
 
-from hf_sparse24 import Sparse24Controller, export_model, patch_model, step_param_groups
+from hf_sparse24 import sparse_run, Sparse24Controller, export_model, patch_model, step_param_groups
 from hf_sparse24.weights.sharding import whole
 
 
@@ -79,8 +79,8 @@ def make_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.opt
     """The method's own, or AdamW; after sharding, which replaces the parameters."""
     settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups = step_param_groups(model, args.weight_decay)
-    config = getattr(model.config, "quantization_config", None)
-    own = config and config.bound_method.make_optimizer(groups, total_steps=args.max_steps, **settings)
+    run = sparse_run(model)
+    own = run and run.method.make_optimizer(groups, total_steps=args.max_steps, **settings)
     return own or torch.optim.AdamW(groups, **settings)
 
 

@@ -2,93 +2,27 @@
 
 import copy
 import json
-from dataclasses import fields
 
 import pytest
 import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
-from datasets import Dataset
-from torch import nn
-from transformers import AutoModelForCausalLM, TrainingArguments
+from method_runs import STEPS, dataset, every_method, loop, method_config, run_steps, trainer
+from sparse_models import assert_same_state, logits
+from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import (
     METHODS,
-    Sparse24Config,
     Sparse24Controller,
     Sparse24Trainer,
     export_model,
     patch_model,
     sparse_weights,
-    step_param_groups,
     unpatch_model,
 )
-from hf_sparse24.methods.settings import is_length, is_positive_length
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config, sparse_run
 from hf_sparse24.tools import doctor
-
-STEPS = 12
-every_method = pytest.mark.parametrize("method", sorted(METHODS))
-
-
-def short_lengths(method: str) -> dict[str, int]:
-    """What is longer than a short run, as a number of steps; fractions of the run are short in any case."""
-    lengths = [
-        f for f in fields(METHODS[method].Settings) if f.metadata.get("check") in (is_length, is_positive_length)
-    ]
-    return {field.name: 2 for field in lengths if isinstance(field.default, int) and field.default > 2}
-
-
-def method_config(method: str, **settings) -> Sparse24Config:
-    return Sparse24Config(method=method, target_modules="all-linear", **short_lengths(method) | settings)
-
-
-def dataset(rows: int = 64) -> Dataset:
-    """Sequences that count upwards: something to learn within a few steps."""
-    starts = torch.randint(3, zoo.VOCAB - 16, (rows,), generator=torch.Generator().manual_seed(1))
-    ids = (starts[:, None] + torch.arange(12)).tolist()
-    return Dataset.from_dict({"input_ids": ids, "labels": ids})
-
-
-def trainer(model, output_dir, method: str, **arguments) -> Sparse24Trainer:
-    defaults = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 5,
-    }
-    args = TrainingArguments(str(output_dir), **(defaults | arguments))
-    return Sparse24Trainer(model, args, train_dataset=dataset(), sparse24_config=method_config(method))
-
-
-def loop(model: nn.Module, lr: float = 1e-2) -> tuple[torch.optim.Optimizer, Sparse24Controller]:
-    """The optimizer and the controller of a loop without a Trainer, as a method wants them."""
-    method, groups = sparse_run(model).method, step_param_groups(model, 0.0)
-    optimizer = method.make_optimizer(groups, total_steps=STEPS, lr=lr) or torch.optim.AdamW(groups, lr=lr)
-    return optimizer, Sparse24Controller(model, optimizer, total_steps=STEPS)
-
-
-def run_steps(model: nn.Module, optimizer, controller, steps: int) -> None:
-    for _ in range(steps):
-        for micro_step in range(2):
-            model(**zoo.batch(micro_step)).loss.backward()
-            controller.after_micro_step()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_same_state(a: nn.Module, b: nn.Module) -> None:
-    one, two = a.state_dict(), b.state_dict()
-    assert one.keys() == two.keys()
-    different = [name for name in one if not torch.equal(one[name], two[name])]
-    assert not different
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -110,18 +44,15 @@ def test_life_of_a_model(method, name, tmp_path):
         pruned = weight.pruned()
         assert is_nm_sparse(pruned, dim=weight.input_dim)
         assert not torch.signbit(pruned[pruned == 0]).any()
-    inputs = zoo.batch()
-    with torch.no_grad():
-        logits = model(**inputs).logits
+    expected = logits(model)
 
     model.save_pretrained(tmp_path / "saved")
     reloaded, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(loading.values())
     assert_same_state(reloaded, model)
     assert patched_config(reloaded) == patched_config(model) and patched_config(reloaded).phase == phase
-    with torch.no_grad():
-        assert torch.equal(reloaded(**inputs).logits, logits)
-    assert reloaded.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
+    assert torch.equal(logits(reloaded), expected)
+    assert reloaded.generate(zoo.batch()["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
     again = Sparse24Trainer(reloaded, run.args, train_dataset=dataset())  # a reloaded model trains as it is
     again.train()
 
@@ -134,11 +65,10 @@ def test_life_of_a_model(method, name, tmp_path):
     for plain in (exported, model):
         assert not hasattr(plain.config, "quantization_config")
         assert plain.state_dict().keys() == zoo.build(name).state_dict().keys()
-        with torch.no_grad():
-            if has_own_parameters:  # merged into one weight, which rounds
-                torch.testing.assert_close(plain(**inputs).logits, logits)
-            else:
-                assert torch.equal(plain(**inputs).logits, logits)
+        if has_own_parameters:  # merged into one weight, which rounds
+            torch.testing.assert_close(logits(plain), expected)
+        else:
+            assert torch.equal(logits(plain), expected)
 
 
 @every_method

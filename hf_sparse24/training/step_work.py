@@ -128,21 +128,21 @@ class StepWork:
         self.step += 1
         self.micro_step = 0
         self._masks = {}
-        if self.phase != self.run.phase:
-            self._enter_phase()
-        elif not self.run.is_dense and self.run.method.refreshes_state(self.step, self.total_steps):
+        has_new_state = self._enter_phase() or self.run.is_dense
+        if not has_new_state and self.run.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self._flips.finish()  # of a step and of the refresh after it
         self._set_streams()
         self.run.open_step = object() if self.step < self.total_steps else None
 
-    def _enter_phase(self) -> None:
-        """Set the phase of the current step; state starts from the weights when it turns sparse."""
-        was_dense = self.run.is_dense
+    def _enter_phase(self) -> bool:
+        """Set the phase of the current step. State starts from the weights where it turns sparse, which is returned."""
+        turns_sparse = self.run.is_dense
         set_phase(self.model, self.phase)
-        if was_dense and not self.run.is_dense:
-            for weight in self._trained.values():
-                weight.init_state()
+        turns_sparse = turns_sparse and not self.run.is_dense
+        for weight in self._trained.values() if turns_sparse else ():
+            weight.init_state()
+        return turns_sparse
 
     def _refresh(self) -> None:
         """State anew of the weights that train; where only that changes masks, their flips are measured here."""

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 import zoo
+from lora_models import TARGETS, adapted, logits, lora, patched, trained
 from paths import SUPPORT
-from test_masked_lora import TARGETS, adapted, logits, lora, patched
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -33,10 +33,6 @@ def packed(base: str, method: str = "s-ste") -> nn.Module:
 def adapted_packed(base: str, method: str = "s-ste", **changes) -> nn.Module:
     torch.manual_seed(1)
     return peft.get_peft_model(packed(base, method), lora(base, **changes)).eval()
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @pytest.mark.parametrize("base", TARGETS)

@@ -7,21 +7,16 @@ import pytest
 import torch
 import zoo
 from huggingface_hub import ModelCard
+from sparse_models import patched
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_sparse24 import METHODS, Sparse24Config, export_model, make_model_card, patch_model
+from hf_sparse24 import METHODS, Sparse24Config, export_model, make_model_card
 from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
 from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
 from hf_sparse24.patching.surgery import set_phase
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]
 EVALUATED = [{"step": 50, "eval_loss": 4.2, "eval_runtime": 1.0}, {"step": 100, "eval_loss": 3.25, "eval_runtime": 1.0}]
-
-
-def patched(name: str = "llama", **settings):
-    model = zoo.build(name)
-    patch_model(model, Sparse24Config(**settings))
-    return model
 
 
 def code(card: ModelCard, number: int) -> str:

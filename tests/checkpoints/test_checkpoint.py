@@ -7,29 +7,20 @@ import sys
 import pytest
 import torch
 import zoo
+from checkpoints import edit_config, patched
 from paths import SUPPORT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from sparse_models import logits
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
-
-
-def patched(name: str = "llama", method: str = "s-ste", **overrides) -> PreTrainedModel:
-    model = zoo.build(name, **overrides)
-    patch_model(model, Sparse24Config(method=method, target_modules="all-linear"))
-    return model.eval()
-
-
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**zoo.batch()).logits
 
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
@@ -136,12 +127,6 @@ def test_export_is_plain_and_leaves_the_model_alone(tmp_path):
         export_model(zoo.build("gpt2"), tmp_path)
 
 
-def edit_config(directory, **changes) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] |= changes
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -227,7 +212,7 @@ def test_settings_of_another_quantization_config_are_taken(tmp_path):
         )
     config = patched_config(loaded)
     assert (config.masked_decay, config.backend, config.decay_on) == (0.5, "dense", "weight")
-    assert config.bound_method.settings.masked_decay == 0.5
+    assert sparse_run(loaded).method.settings.masked_decay == 0.5
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from checkpoints import patched
 from paths import ROOT
-from test_checkpoint import patched
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import export_model, sparse_weights

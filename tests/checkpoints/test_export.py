@@ -10,7 +10,8 @@ import torch
 import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from test_checkpoint import logits, patched
+from checkpoints import patched
+from sparse_models import logits
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import patched
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_checkpoint import logits, patched
+from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 import zoo
+from checkpoints import patched
 from paths import SUPPORT
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_checkpoint import logits, patched
+from sparse_models import logits
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

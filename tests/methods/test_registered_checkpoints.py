@@ -8,9 +8,10 @@ import pytest
 import torch
 import zoo
 from own_method import ADAPTING
+from own_models import give_adapters_a_value, patched
 from paths import SUPPORT
 from safetensors.torch import load_file, save_file
-from test_registered_method import give_adapters_a_value, patched
+from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
@@ -48,8 +49,7 @@ def test_adapters_are_saved_in_their_phase(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert patched_config(loaded).phase == ADAPTING
-    with torch.no_grad():
-        assert torch.equal(loaded(**zoo.batch()).logits, model(**zoo.batch()).logits)
+    assert torch.equal(logits(loaded), logits(model))
     low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for weight in sparse_weights(low).values():
         assert {tensor.dtype for tensor in (weight.parameter, *weight.parameters.values())} == {torch.bfloat16}
@@ -106,8 +106,7 @@ def test_a_fresh_process_needs_the_registration(tmp_path):
     set_phase(model, ADAPTING)
     model.config.architectures = ["LlamaForCausalLM"]
     model.save_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        torch.save(model(**zoo.batch()).logits, tmp_path / "logits.pt")
+    torch.save(logits(model), tmp_path / "logits.pt")
     code = IN_A_FRESH_PROCESS.format(here=str(SUPPORT))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr

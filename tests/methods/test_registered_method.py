@@ -1,5 +1,6 @@
 """A method from outside the package gets everything that the published ones get (besides tests/test_contract.py)."""
 
+import copy
 import dataclasses
 import json
 
@@ -8,8 +9,9 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
+from method_runs import STEPS, dataset, loop, run_steps, trainer
 from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
-from test_contract import dataset, loop, run_steps, trainer
+from own_models import give_adapters_a_value, patched
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -22,6 +24,7 @@ from hf_sparse24 import (
     Sparse24Linear,
     Sparse24Trainer,
     SparseMethod,
+    SparseRun,
     describe_settings,
     oneshot,
     patch_model,
@@ -30,26 +33,11 @@ from hf_sparse24 import (
     step_param_groups,
     unpatch_model,
 )
-from hf_sparse24.methods.settings import MethodSettings, setting
+from hf_sparse24.methods import KeptMaskMethod, MethodSettings, Values, setting
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config
 from hf_sparse24.tools import doctor
-from hf_sparse24.weights.encodings import RunState
-from hf_sparse24.weights.gemms import MASTER
-
-
-def patched(name: str = "llama", **settings):
-    model = zoo.build(name)
-    patch_model(model, Sparse24Config(method="own", **settings))
-    return model
-
-
-def give_adapters_a_value(model: nn.Module) -> None:
-    with torch.no_grad():
-        for weight in sparse_weights(model).values():
-            weight.parameters["left"].normal_(std=0.1)
-
 
 # --- settings ---
 
@@ -99,7 +87,8 @@ def test_wrong_registrations():
     rejected(OwnMethod, r"Settings\.power: make it by setting\(", **settings(power=dataclasses.field(default=3)))
     rejected(OwnMethod, r"Settings\.pattern: a config has a field", **settings(pattern=setting(3, is_rank, "")))
     rejected(OwnMethod, r"phases=\('a',\): must have 'sparse' and 'dense'", phases=("a",))
-    rejected(SparseMethod, r"Wrong must implement \['mask', 'prune'\]")
+    rejected(SparseMethod, r"Wrong must implement mask, or prune")
+    rejected(OwnMethod, r"unstructured_phases=\('ramp',\) among them", unstructured_phases=("ramp",))
     with pytest.raises(ValueError, match="must be a name"):
         register_method(3)(OwnMethod)
 
@@ -108,7 +97,7 @@ def test_a_patch_that_fails_leaves_nothing(monkeypatch):
     """A buffer's name that the layer has already, after one that it has not; and a shared weight with adapters."""
     model = zoo.build("gpt2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    monkeypatch.setattr(OwnMethod, "init_state", lambda self, view: {"fine": torch.ones(3), "bias": torch.ones(3)})
+    monkeypatch.setattr(OwnMethod, "init_state", lambda self, view, *_: {"fine": torch.ones(3), "bias": torch.ones(3)})
     with pytest.raises(ValueError, match="method 'own' keeps 'bias' beside a weight, and Conv1D has an attribute"):
         patch_model(model, Sparse24Config(method="own"))
     monkeypatch.undo()
@@ -190,23 +179,22 @@ def test_all_three_gemms_run_sparse(stand_in):  # noqa: F811
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results))
 
 
-def test_a_gemm_can_take_the_dense_master():
+def test_the_backward_pass_can_take_the_dense_master():
     """Z of the pruned weight, dX of the dense one."""
 
     class DenseBackward(OwnMethod):
-        def make_gemms(self):
-            gemms = super().make_gemms()
-            return gemms._replace(grad_input=dataclasses.replace(gemms.grad_input, sparse=None, weight=MASTER))
+        transposable = False
 
-    class Config:
-        backend, run_state = "auto", RunState()
-        bound_method = DenseBackward(OwnMethod.Settings(), kernels.Pattern(2, 4))
+        def prune_grad_input(self, view):
+            return Values(view.matrix)
 
+    run = SparseRun(Sparse24Config(method="own"))
+    run.method = DenseBackward(OwnMethod.Settings(), kernels.Pattern(2, 4))
     for conv1d in (False, True):
         dense = Conv1D(12, 8) if conv1d else nn.Linear(8, 12)
-        layer = (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, Config)
+        layer = (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, run)
         x, grad = torch.randn(4, 8, requires_grad=True), torch.randn(4, 12)
-        with Config.run_state.keep_encodings():
+        with run.keep_encodings():
             layer(x).backward(grad)
             torch.testing.assert_close(x.grad, grad @ (layer.weight.t() if conv1d else layer.weight).detach())
             with torch.no_grad():
@@ -216,41 +204,108 @@ def test_a_gemm_can_take_the_dense_master():
             torch.testing.assert_close(x.grad, 2 * before)
 
 
-def test_a_method_needs_no_more_than_mask_and_prune(monkeypatch, tmp_path):
-    """No settings, no state: what is left is how it prunes. Here a fixed pattern, the first two of every four."""
-    monkeypatch.setitem(METHODS, "minimal", None)  # so that the method is gone after the test
+@pytest.fixture
+def registered(monkeypatch):
+    """Registers a class under a name that is gone after the test."""
 
-    @register_method("minimal")
-    class Minimal(SparseMethod):
-        def mask(self, view, packed):
+    def register(cls: type) -> str:
+        monkeypatch.setitem(METHODS, cls.__name__, None)
+        register_method(cls.__name__)(cls)
+        return cls.__name__
+
+    return register
+
+
+def test_a_method_needs_no_more_than_a_mask(registered, tmp_path):
+    """No settings, no state: what is left is what it keeps. Here a fixed pattern, the first two of every four."""
+
+    class FirstTwo(SparseMethod):
+        def mask(self, view):
             first = torch.arange(view.matrix.shape[view.dim]) % 4 < 2
-            mask = (first if view.dim == 1 else first[:, None]).expand(view.matrix.shape).contiguous()
-            return kernels.pack_bits(mask) if packed else mask
-
-        def prune(self, view, operand, forms, dtype):
-            return self.prune_by(view, forms, dtype, "mask", mask=self.mask(view, True))
+            return (first if view.dim == 1 else first[:, None]).expand(view.matrix.shape).contiguous()
 
     model = zoo.build("gpt2")
-    patch_model(model, Sparse24Config(method="minimal"))
-    run_steps(model, *loop(model), 2)
+    patch_model(model, Sparse24Config(method=registered(FirstTwo), dense_start=1))
+    optimizer, controller = loop(model)
+    run_steps(model, optimizer, controller, 2)
+    assert controller.metrics()["flip_rate"] == 0
     for weight in sparse_weights(model).values():
         pruned = weight.pruned().unflatten(0, (-1, 4))
         assert pruned[:, :2].all() and not pruned[:, 2:].any()
     model.eval().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(**zoo.batch()).logits, model(**zoo.batch()).logits)
-    with pytest.raises(ValueError, match="dense_start=3: method 'minimal' has no dense_start; leave it None"):
-        Sparse24Config(method="minimal", dense_start=3)
-    with pytest.raises(TypeError, match=r"has no argument 'typo'; it has .*, and with method='minimal' "):
-        Sparse24Config(method="minimal", typo=3)
+    with pytest.raises(ValueError, match="masked_decay=3: method 'FirstTwo' has no masked_decay; leave it None"):
+        Sparse24Config(method="FirstTwo", masked_decay=3)
+    with pytest.raises(TypeError, match=r"has no argument 'typo'; it has .*, and with method='FirstTwo' "):
+        Sparse24Config(method="FirstTwo", typo=3)
+
+
+@pytest.mark.parametrize("hook", ["mask", "prune", "prune_grad_input"])
+def test_what_is_not_nm_is_an_error_the_first_time(registered, hook):
+    """Of each operand, along the dimension that its GEMM contracts; before an export too."""
+
+    class TooMany(METHODS["ste"]):
+        transposable = hook == "prune_grad_input"
+
+    everything = {"mask": lambda self, view: torch.ones_like(view.matrix, dtype=torch.bool)}
+    everything["prune"] = everything["prune_grad_input"] = lambda self, view: Values(view.matrix)
+    setattr(TooMany, hook, everything[hook])
+    if hook == "mask":
+        TooMany.prune = SparseMethod.prune
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=registered(TooMany)))
+    along = "output" if hook == "prune_grad_input" else "input"
+    with pytest.raises(ValueError, match=rf"'TooMany' keeps more than 2 of 4 weights along the {along} dimension in"):
+        model(**zoo.batch()).loss.backward()
+
+
+def test_a_ramp_ends_in_nm(registered, tmp_path):
+    """Gradual pruning (Zhu and Gupta 2017): the share of groups that are 2:4 grows by a cubic ramp over the first half
+    of training, in a phase whose GEMMs are dense math; state is told the step."""
+
+    class CubicRamp(KeptMaskMethod):
+        phases = ("sparse", "ramp", "dense")
+        unstructured_phases = ("ramp",)
+        flips_at_refresh = True
+
+        def init_state(self, view, step, total_steps):
+            share = 1 - (1 - min(1.0, 2 * step / total_steps)) ** 3
+            kept = kernels.nm_mask(view.matrix, *self.pattern, view.dim)
+            groups = torch.arange(view.matrix.numel()).reshape(view.matrix.shape) % 97 / 97 < share
+            return {"mask_bits": kernels.pack_bits(kept | ~groups)}
+
+        def check_state(self, view):
+            return None
+
+        def phase(self, step, total_steps, optimizer):
+            return "ramp" if 2 * step < total_steps else "sparse"
+
+        def refreshes_state(self, step, total_steps):
+            return 2 * step <= total_steps
+
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=registered(CubicRamp)))
+    optimizer, controller = loop(model)
+    zeros, phases = [], []
+    for _ in range(STEPS):
+        phases.append(controller.phase)
+        zeros.append(sum(int((weight.pruned() == 0).sum()) for weight in sparse_weights(model).values()))
+        run_steps(model, optimizer, controller, 1)
+    assert phases == ["ramp"] * (STEPS // 2) + ["sparse"] * (STEPS // 2)
+    assert zeros[0] == 0 and zeros == sorted(zeros)
+    assert all(is_nm_sparse(weight.pruned()) for weight in sparse_weights(model).values())
+    assert zeros[-1] == sum(weight.parameter.numel() // 2 for weight in sparse_weights(model).values())
 
 
 # --- training ---
 
 
-def test_its_loss_is_added_once_to_final_gradients():
-    """After clipping, and however many micro-batches there were."""
-    model = patched(ridge=0.5)
+def test_its_changes_of_gradients_come_once_and_last():
+    """After clipping, and however many micro-batches there were; frozen weights are left out."""
+    model = patched(ridge=0.5, z_loss=0.0)
+    frozen, *trained = sparse_weights(model)
+    model.get_parameter(frozen).requires_grad_(False)
     optimizer, controller = loop(model, lr=0.0)
     for seed in range(3):
         model(**zoo.batch(seed)).loss.backward()
@@ -258,30 +313,40 @@ def test_its_loss_is_added_once_to_final_gradients():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
-    for name, parameter in model.named_parameters():
-        expected = before.get(name)
-        if name in sparse_weights(model):
-            expected = expected + 0.5 * parameter.detach()
-        assert (parameter.grad is None) == (expected is None)  # adapters take no part yet
-        if expected is not None:
-            torch.testing.assert_close(parameter.grad, expected)
+    assert model.get_parameter(frozen).grad is None
+    for name, gradient in before.items():
+        decay = 0.5 * model.get_parameter(name).detach() if name in trained else 0
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient + decay)
 
 
-def test_its_loss_reaches_weights_without_a_gradient_and_skips_frozen_ones():
-    model = patched(ridge=0.5)
-    weights = list(sparse_weights(model).values())
-    weights[0].parameter.requires_grad_(False)
-    optimizer, _ = loop(model, lr=0.0)
-    optimizer.step()
-    assert weights[0].parameter.grad is None
-    torch.testing.assert_close(weights[1].parameter.grad, 0.5 * weights[1].parameter.detach())
-
-
-def test_its_loss_of_weights_that_are_all_frozen_adds_nothing():
+def test_weights_that_are_all_frozen_have_no_pieces():
     model = patched(ridge=0.5)
     for weight in sparse_weights(model).values():
         weight.parameter.requires_grad_(False)
     run_steps(model, *loop(model), 1)
+
+
+def test_its_term_of_the_outputs_is_added_while_it_trains():
+    """To the loss that the model returns, while a controller runs, in train mode with gradients; a copy has none."""
+    model, plain = patched(z_loss=0.5), patched(z_loss=0.0)
+    optimizer, controller = loop(model)
+    batch = zoo.batch()
+    own, outputs = plain(**batch).loss, model(**batch)
+    term = 0.5 * outputs.logits.float().logsumexp(-1).square().mean()
+    torch.testing.assert_close(outputs.loss, own + term)
+    torch.testing.assert_close(model(**batch, return_dict=False)[0], own + term)
+    torch.testing.assert_close(copy.deepcopy(model)(**batch).loss, own)
+    labels = int((batch["labels"][:, 1:] != -100).sum())
+    part = model(**batch, num_items_in_batch=torch.tensor(4 * labels)).loss  # one of four equal micro-batches
+    torch.testing.assert_close(part, (own + term) / 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).loss, own)
+    torch.testing.assert_close(model.eval()(**batch).loss, own)
+    model.train()
+    with pytest.raises(ValueError, match="the model returned no loss to add to: pass it labels"):
+        model(input_ids=batch["input_ids"])
+    controller.end()
+    torch.testing.assert_close(model(**batch).loss, own)
 
 
 @pytest.mark.parametrize("phase", ["sparse", ADAPTING])

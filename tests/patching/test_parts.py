@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import zoo
+from sparse_models import logits
+from training_runs import arguments, dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
@@ -38,8 +40,7 @@ def assert_reloads_the_same(model, directory) -> None:
     loaded = auto.from_pretrained(directory)
     assert list(sparse_weights(loaded)) == list(sparse_weights(model)) != []
     ids = zoo.batch()["input_ids"] + 1  # without image tokens
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert torch.equal(logits(loaded, input_ids=ids), logits(model, input_ids=ids))
 
 
 @pytest.mark.parametrize("targets", ["mlp", "all-linear", ["down_proj", "output.dense", "c_proj"], "all-but-first"])
@@ -81,8 +82,6 @@ def test_a_part_that_was_sparse_before_it_became_one(tmp_path):
 
 
 def test_a_trainer_whose_model_has_a_sparse_part(tmp_path):
-    from test_trainer import arguments, dataset
-
     base = zoo.build("llama").model
     patch_model(base, Sparse24Config(method="t-sr-ste"))
     model = zoo.build("llama", seed=1)

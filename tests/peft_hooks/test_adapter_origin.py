@@ -4,15 +4,19 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import lora_models
 import pytest
+import sparse_models
 import torch
 import zoo
+from lora_models import logits
 from paths import SUPPORT
-from test_trainer import dataset
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from training_runs import arguments, dataset
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_sparse24 import (
     Sparse24Callback,
@@ -37,18 +41,9 @@ pytestmark = [
 ]
 
 METHODS = ["s-ste", "t-sr-ste", "fixed-mask", "ste", "sr-ste", "step", "own"]
-TARGETS = ["up_proj", "down_proj"]
-
-
-def lora(**changes) -> "peft.LoraConfig":
-    return peft.LoraConfig(
-        **({"r": 4, "lora_alpha": 16, "target_modules": TARGETS, "init_lora_weights": False} | changes)
-    )
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**zoo.batch()).logits.float()
+TARGETS = lora_models.TARGETS["llama"]
+lora = partial(lora_models.lora, task_type=None)  # unless a test gives one
+load = AutoModelForCausalLM.from_pretrained
 
 
 def masks(model: nn.Module) -> list[bool]:
@@ -62,10 +57,6 @@ def dense(tmp_path) -> Path:
     """The directory of a dense model."""
     zoo.build("llama", num_hidden_layers=1).save_pretrained(tmp_path / "dense")
     return tmp_path / "dense"
-
-
-def load(directory: Path, **arguments) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, **arguments)
 
 
 def patched(directory: Path, method: str = "s-ste") -> nn.Module:
@@ -147,10 +138,7 @@ def test_dense_layers_and_dense_models_get_what_peft_gives_them(dense, tmp_path)
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
 def test_train_merge_export_reload_and_the_adapter_alone(method, dora, dense, tmp_path):
     model = peft.get_peft_model(patched(dense, method), lora(task_type="CAUSAL_LM", use_dora=dora, r=2))
-    args = TrainingArguments(
-        str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
-        save_strategy="no", use_cpu=True, learning_rate=1e-2,
-    )  # fmt: skip
+    args = arguments(tmp_path / "run", max_steps=6, learning_rate=1e-2)
     base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     before = logits(model)
     trainer = Trainer(model.train(), args, train_dataset=dataset())
@@ -276,14 +264,11 @@ def test_masks_that_were_chosen_in_memory_are_warned_of_and_not_rebuilt_wrongly(
 
 
 def test_the_distance_of_two_bases_is_estimated_within_a_third():
-    first, second = zoo.build("llama"), zoo.build("llama")
-    for model in (first, second):
-        patch_model(model, Sparse24Config(method="ste"))
+    first, second = (sparse_models.patched(method="ste") for _ in range(2))
     assert _distance(fingerprint(first, False), fingerprint(second, False)) == 0
     with torch.no_grad():
-        weights = [w.parameter for w in sparse_weights(second).values()]
-        for weight in weights:
-            weight.mul_(1 + 0.05 * torch.randn_like(weight))
+        for weight in sparse_weights(second).values():
+            weight.parameter.mul_(1 + 0.05 * torch.randn_like(weight.parameter))
     pairs = zip(sparse_weights(first).values(), sparse_weights(second).values())
     squares = sum(float((a.pruned() - b.pruned()).square().sum()) for a, b in pairs)
     exact = (squares / sum(float(w.pruned().square().sum()) for w in sparse_weights(first).values())) ** 0.5

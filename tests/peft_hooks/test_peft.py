@@ -7,11 +7,13 @@ import copy
 import dataclasses
 
 import pytest
+import sparse_models
 import torch
 import zoo
+from lora_models import ONE_BLOCK, TARGETS, trained
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Controller, patch_model, sparse_weights, unpatch_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's own, of every tuner
@@ -20,7 +22,6 @@ pytestmark = [
 peft = pytest.importorskip("peft")
 CONFIGS = peft.PEFT_TYPE_TO_CONFIG_MAPPING
 
-TARGETS = {"llama": ["up_proj", "down_proj"], "gpt2": ["c_fc", "mlp.c_proj"]}
 # What tuners need for layers this small, besides `target_modules`.
 ARGUMENTS = {
     "ADALORA": {"total_step": 10},
@@ -50,9 +51,7 @@ def dense(base: str) -> nn.Module:
 
 
 def patched(base: str) -> nn.Module:
-    model = zoo.build(base, **({"n_layer": 1} if base == "gpt2" else {"num_hidden_layers": 1}))
-    patch_model(model, Sparse24Config(method="ste", weight_grad="dense"))
-    return model
+    return sparse_models.patched(base, ONE_BLOCK[base], method="ste", weight_grad="dense")
 
 
 def adapted(model: nn.Module, base: str, name: str, extra: dict) -> nn.Module:
@@ -78,10 +77,6 @@ def reference(base: str, name: str, extra: dict) -> nn.Module:
         pytest.skip(f"not on a dense {base}: {str(error)[:80]}")
     model.zero_grad()
     return model
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def outline(model: nn.Module) -> dict:

@@ -1,12 +1,12 @@
-"""oneshot: the mathematics of one layer against literal solutions, then whole models."""
-
-import itertools
+"""oneshot on a model of one layer, where the solution is known, then on whole models."""
 
 import pytest
 import torch
 import zoo
 from datasets import Dataset
+from oneshot_models import OneLayer, assert_untouched, batches, correlated, fixed_mask
 from sparse24_kernels import nm_mask, pack_bits
+from sparse_models import logits, snapshot
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -22,49 +22,11 @@ from hf_sparse24 import (
     unpatch_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.pruning.layerwise import least_squares, output_norm, ridge, sparsegpt, wanda_mask
+from hf_sparse24.pruning.layerwise import wanda_mask
 from hf_sparse24.pruning.oneshot import CRITERIA
 from hf_sparse24.run import patched_config
 
 PRUNING = [criterion for criterion in CRITERIA if criterion != "existing"]  # what prunes a dense model
-
-
-def fixed_mask(**arguments) -> Sparse24Config:
-    return Sparse24Config(method="fixed-mask", **{"target_modules": "all-linear", **arguments})
-
-
-def batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
-    return [zoo.batch(seed=seed, rows=4, length=24) for seed in range(count)]
-
-
-def correlated(tokens: int, inputs: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
-    """Activations as layers see them: a few directions and a few inputs dominate. fp64."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    noise = randn(tokens, inputs)
-    return (randn(tokens, 6) @ randn(6, inputs) + 0.5 * noise) * randn(inputs).exp() + mean
-
-
-def randn64(*shape) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-class OneLayer(nn.Module):
-    """A "model" of one block that holds one layer; its batches are the layer's inputs."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleDict({"mlp": layer})])
-
-    @property
-    def layer(self):
-        return self.blocks[0]["mlp"]
-
-    def forward(self, x, attention_mask=None):
-        return self.layer(x)
 
 
 def linear(outputs: int, inputs: int, bias: bool = True) -> nn.Linear:
@@ -73,157 +35,6 @@ def linear(outputs: int, inputs: int, bias: bool = True) -> nn.Linear:
 
 def mask_of(layer: nn.Module) -> torch.Tensor:
     return layer.sparse24["weight"].mask()
-
-
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], mode: bool = True) -> None:
-    after = model.state_dict()
-    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    assert not sparse_weights(model) and all(module.training == mode for module in model.modules())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert not any("forward" in module.__dict__ for module in model.modules())
-    assert getattr(getattr(model, "config", None), "quantization_config", None) is None
-
-
-# --- one layer ---
-
-
-def test_wanda_on_literal_numbers():
-    weight = torch.tensor([[1.0, -2.0, 3.0, 4.0, 1.0, 1.0, -1.0, 1.0]])
-    x = torch.tensor([[3.0, 0, 0, 0, 1, 0, 0, 0], [4.0, 1, 1, 0.5, 0, 2, 3, 0]])  # norms 5, 1, 1, 0.5, 1, 2, 3, 0
-    expected = torch.tensor([[True, False, True, False, False, True, True, False]])  # scores 5 2 3 2 | 1 2 3 0
-    assert torch.equal(wanda_mask(weight, x.square().sum(0), 2, 4), expected)
-    assert wanda_mask(weight, x.square().sum(0), 1, 8).nonzero().tolist() == [[0, 0]]
-
-
-OFFICIAL_WEIGHT = torch.tensor([[4.0, -3, 2, 1, -2, 5, 1, -4], [1, 2, -4, 3, 3, 3, -2, 1], [-2, 5, 1, -3, 4, -1, 2, 2]])
-OFFICIAL_X = torch.tensor(
-    [
-        [1.0, 2, 0, -1, 3, 0, 1, 2], [0, 1, 1, 2, -1, 1, 0, 1], [2, -1, 3, 0, 1, 1, -2, 0], [1, 0, -2, 1, 0, 2, 1, -1],
-        [-1, 1, 1, 3, 2, 0, 1, 1], [0, 2, 1, -1, 1, -3, 2, 0], [3, 1, 0, 1, -2, 1, 1, 2], [1, -2, 1, 0, 1, 1, 0, 3],
-        [2, 1, -1, 1, 0, -1, 2, -2], [0, 3, 2, 1, 1, 2, -1, 1],
-    ]
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("dead", "damping", "expected"),
-    [
-        ([], 0.01, [
-            [4.000000, -3.000000, 0, 0, 0, 5.400703, 0, -3.730569],
-            [0, 0, -1.695099, 2.009198, 2.785538, 4.951161, 0, 0],
-            [0, 5.573154, 0, -2.047218, 4.395056, 0, 0, 1.351910],
-        ]),
-        ([4], 0.0, [
-            [4.000000, -3.000000, 0, 0, 0, 4.988992, 0, -3.036478],
-            [0, 0, -1.612774, 1.893511, 0, 5.155490, 1.834702, 0],
-            [0, 5.756978, 0, -2.040148, 0, -2.903130, 0, 2.362982],
-        ]),
-    ],
-)  # fmt: skip
-def test_sparsegpt_gives_the_numbers_of_the_official_code(dead, damping, expected):
-    """What `SparseGPT.fasterprune` in github.com/IST-DASLab/sparsegpt (147d215) gives, dead inputs included."""
-    x = OFFICIAL_X.index_fill(1, torch.tensor(dead, dtype=torch.long), 0)
-    pruned, mask, used = sparsegpt(OFFICIAL_WEIGHT, x.T @ x, 2, 4, damping)
-    torch.testing.assert_close(pruned, torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert used == damping and mask.unflatten(1, (-1, 4)).sum(2).eq(2).all() and (pruned[~mask] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("dead", "expected"),
-    [
-        ([], [[4.0, -3, 0, 0, 0, 5, 0, -4], [0, 0, -4, 3, 3, 3, 0, 0], [0, 5, 0, -3, 4, 0, 0, 2]]),
-        ([4], [[4.0, -3, 0, 0, 0, 5, 0, -4], [0, 0, -4, 3, 0, 3, -2, 0], [0, 5, 0, -3, 0, 0, 2, 2]]),
-    ],
-)
-def test_wanda_gives_the_numbers_of_the_official_code(dead, expected):
-    """What `prune_wanda` in github.com/locuslab/wanda (8e8fc87) gives, dead inputs included."""
-    x = OFFICIAL_X.index_fill(1, torch.tensor(dead, dtype=torch.long), 0)
-    assert torch.equal(OFFICIAL_WEIGHT * wanda_mask(OFFICIAL_WEIGHT, x.square().sum(0), 2, 4), torch.tensor(expected))
-
-
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4)])
-def test_sparsegpt_is_optimal_brain_surgery(n, m):
-    """Against the formulas taken literally: an inverse for every column, of the columns that are left."""
-    x, weight = correlated(100, 16), randn64(3, 16)
-    gram = x.T @ x
-    damped = gram + ridge(gram, 0.01) * torch.eye(16)
-    rows, keep = weight.clone(), torch.ones(3, 16, dtype=torch.bool)
-    for row, kept in zip(rows, keep):
-        for j in range(16):
-            if j % m == 0:
-                costs = [row[k] ** 2 / damped[k:, k:].inverse()[0, 0] for k in range(j, j + m)]
-                kept[[j + k for k in torch.tensor(costs).argsort()[: m - n].tolist()]] = False
-            if not kept[j]:
-                inverse = damped[j:, j:].inverse()
-                row[j:] -= row[j].clone() / inverse[0, 0] * inverse[0]
-                row[j] = 0
-    for width in (1, m, 128):  # the blocks of lazy updates change nothing
-        pruned, mask, damping = sparsegpt(weight, gram, n, m, 0.01, width)
-        assert torch.equal(mask, keep) and damping == 0.01
-        torch.testing.assert_close(pruned, rows)
-    assert is_nm_sparse(pruned, n, m) and not torch.signbit(pruned[pruned == 0]).any()
-
-
-def test_sparsegpt_raises_the_damping_where_it_must():
-    weight = randn64(4, 8)
-    singular = torch.ones(8, 8, dtype=torch.float64)
-    pruned, mask, damping = sparsegpt(weight, singular, 2, 4, 0.0)
-    assert damping == 1e-6 and pruned.isfinite().all() and is_nm_sparse(mask)
-    pruned, mask, damping = sparsegpt(weight, 0 * singular, 2, 4, 0.0)  # no input at all is no reason to
-    assert damping == 0.0 and not pruned.any() and mask.sum() == weight.numel() // 2
-
-
-@pytest.mark.parametrize("penalty", [0.0, 0.3])
-def test_least_squares_is_the_closed_form(penalty):
-    x, weight = correlated(80, 16), randn64(5, 16)
-    mask = nm_mask(weight)
-    start = weight * mask
-    solution = least_squares(weight, mask, x.T @ x, torch.full((16,), penalty, dtype=torch.float64), start)
-    assert torch.equal(start, weight * mask)
-    # A ridge is 16 more rows of data, that ask for the dense weights.
-    design = torch.cat([x, penalty**0.5 * torch.eye(16, dtype=torch.float64)])
-    for row, kept, found in zip(weight, mask, solution):
-        expected = torch.linalg.lstsq(design[:, kept], design @ row).solution
-        torch.testing.assert_close(found[kept], expected, rtol=1e-6, atol=1e-8)
-        assert (found[~kept] == 0).all()
-
-
-def test_least_squares_with_too_little_data():
-    """Fewer tokens than kept weights, and inputs that are never active: the outputs become exact, nothing explodes."""
-    x, weight = randn64(6, 32), randn64(4, 32)
-    x[:, :3] = 0
-    mask = nm_mask(weight)
-    solution = least_squares(weight, mask, x.T @ x, torch.zeros(32, dtype=torch.float64), weight * mask)
-    torch.testing.assert_close(x @ solution.T, x @ weight.T)
-    assert torch.equal(solution[:, :3], (weight * mask)[:, :3]) and solution.abs().max() < 100
-
-
-def test_errors_are_ordered():
-    """Summed over many rows: magnitude, Wanda, SparseGPT; updates beat their own mask; least squares beats all."""
-    x, weight = correlated(2000, 64), randn64(256, 64)
-    gram = x.T @ x
-
-    def error(pruned):
-        return output_norm(weight - pruned, gram) / output_norm(weight, gram)
-
-    updated, sparsegpt_mask, _ = sparsegpt(weight, gram, 2, 4, 0.01)
-    masks = {
-        "magnitude": nm_mask(weight),
-        "wanda": wanda_mask(weight, gram.diagonal(), 2, 4),
-        "sparsegpt": sparsegpt_mask,
-    }
-    masked = {name: error(weight * mask) for name, mask in masks.items()}
-    zero = torch.zeros(64, dtype=torch.float64)
-    best = {name: error(least_squares(weight, mask, gram, zero, weight * mask)) for name, mask in masks.items()}
-    assert masked["magnitude"] > masked["wanda"] > error(updated)
-    assert error(updated) < masked["sparsegpt"]
-    assert best["sparsegpt"] < error(updated) and all(best[name] < 0.8 * masked[name] for name in masks)
-    direct = torch.linalg.norm(x @ (weight - updated).T) / torch.linalg.norm(x @ weight.T)
-    assert error(updated) == pytest.approx(direct.item())
 
 
 # --- a model of one layer ---
@@ -428,9 +239,7 @@ def test_life_after(criterion, tmp_path):
     losses = [log["loss"] for log in run.state.log_history if "loss" in log]
     assert losses[-1] < losses[0]
 
-    model.eval()
-    with torch.no_grad():
-        logits = model(**zoo.batch()).logits
+    expected = logits(model)
     model.save_pretrained(tmp_path / "saved")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for each in (model, reloaded):
@@ -443,9 +252,8 @@ def test_life_after(criterion, tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight) and not sparse_weights(exported)
     unpatch_model(model)
-    with torch.no_grad():
-        for each in (reloaded, exported, model):
-            assert torch.equal(each(**zoo.batch()).logits, logits)
+    for each in (reloaded, exported, model):
+        assert torch.equal(logits(each), expected)
 
 
 def test_existing_keeps_what_is_there():
@@ -502,113 +310,6 @@ def test_weights_that_layers_share():
     assert [layer.name for layer in report.layers] == ["model.layers.0.mlp.up_proj"]
     assert first.weight is second.weight and torch.equal(first.mask_bits, second.mask_bits)
     assert torch.equal(first.sparse_weight(), second.sparse_weight()) and is_nm_sparse(first.weight)
-
-
-# --- what goes wrong ---
-
-
-class HalfUsed(OneLayer):
-    """Its second block is never run."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(16, 8))
-        self.blocks.append(nn.ModuleDict({"mlp": nn.Linear(16, 8)}))
-
-
-X = torch.ones(3, 16)
-
-
-@pytest.mark.parametrize(
-    ("make", "data", "arguments", "message"),
-    [
-        (None, [], {}, "data has no batches"),
-        (None, iter([]), {}, "data has no batches"),
-        (None, [[1, 2]], {}, "batch 0 of data is <class 'list'>: must be a dict of tensors"),
-        (None, [zoo.batch(), {"input_ids": [1, 2]}], {}, "batch 1 of data is {'input_ids': 'list'}: must be a dict"),
-        (None, batches(1), {"criterion": "best"}, r"criterion='best': must be one of \['magnitude', 'wanda'"),
-        (None, batches(1), {"damping": -1}, "damping=-1: must be a finite number >= 0"),
-        (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
-        (None, batches(1), {"config": Sparse24Config()}, "method='s-ste': oneshot chooses masks once and for all"),
-        (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5: other masks would be chosen"),
-        (None, batches(1), {"config": fixed_mask(target_modules=["nope"])}, "no linear layer's name ends in"),
-        (None, batches(1), {"criterion": "existing"}, "criterion='existing': the targeted weights have no zeros"),
-        (HalfUsed, [{"x": X}], {}, "no calibration tokens reach blocks.1.mlp; use more data, or leave them out"),
-        (None, [{**zoo.batch(), "attention_mask": torch.zeros(2, 12)}], {}, "no calibration tokens .* and 2 more"),
-        (lambda: OneLayer(nn.Linear(16, 8)), [{"x": X * torch.inf}], {}, "NaN or inf in the inputs of blocks.0.mlp"),
-        (lambda: OneLayer(nn.Linear(16, 8)), [{"x": X * torch.nan}], {}, "NaN or inf in the inputs of blocks.0.mlp"),
-        (lambda: OneLayer(nn.Linear(16, 8, device="meta")), [{"x": X}], {}, "blocks.0.mlp has no weight yet"),
-    ],
-)  # fmt: skip
-def test_refused_and_untouched(make, data, arguments, message):
-    model = (make or (lambda: zoo.build("llama")))()
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    before = {} if meta else snapshot(model)
-    with pytest.raises(ValueError, match=message):
-        oneshot(model, data, **{"config": fixed_mask(), **arguments})
-    if not meta:
-        assert_untouched(model, before)
-
-
-def test_weights_with_nan_are_refused():
-    model = zoo.build("llama")
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"NaN or inf in the weights of model\.layers\.1\.mlp\.up_proj"):
-        oneshot(model, batches(1), fixed_mask())
-    assert not sparse_weights(model)
-
-
-def test_a_patched_model_is_refused_and_stays_patched():
-    model = zoo.build("llama")
-    oneshot(model, batches(1), fixed_mask())
-    before = snapshot(model)
-    with pytest.raises(ValueError, match=r"already patched; call unpatch_model\(model\) first"):
-        oneshot(model, batches(1), fixed_mask())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_an_interrupted_run_restores_the_model(name, error):
-    """Whenever it comes: in the survey, before anything is pruned, when one block is. An error in the trial of replay
-    only means that there is no replay."""
-    model = zoo.build(name).eval()
-    before, data = snapshot(model), batches(1)
-
-    def interrupted_at(call: int) -> bool:
-        counter = itertools.count(1)
-
-        def interrupt(module, *args):
-            if next(counter) == call:
-                raise error("stop")
-
-        attention = next(module for module in model.modules() if module.__class__.__name__.endswith("Attention"))
-        handle = attention.register_forward_hook(interrupt)
-        try:
-            oneshot(model, data, fixed_mask())
-        except error:
-            return True
-        finally:
-            handle.remove()
-        return False
-
-    # The survey, the trial, the first block's pass, the second's, when the first is pruned.
-    for call in (1, 3, 4) if error is RuntimeError else (1, 2, 3, 4):
-        assert interrupted_at(call)
-        assert_untouched(model, before, mode=False)
-    assert not interrupted_at(5) and sparse_weights(model)
-
-
-def test_an_interrupt_after_a_layer_was_written(monkeypatch):
-    model = zoo.build("gpt2")
-    before = snapshot(model)
-
-    def interrupt(**fields):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hf_sparse24.pruning.oneshot.LayerReport", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        oneshot(model, batches(1), fixed_mask())
-    assert_untouched(model, before)
 
 
 @pytest.mark.parametrize("criterion", ["magnitude", "wanda"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
+from sparse_models import assert_same_state
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
@@ -178,11 +179,6 @@ def in_whole_passes(monkeypatch) -> None:
     monkeypatch.setattr(Replay, "study", lambda self, batch: replace(study(self, batch), last_use=None))
 
 
-def assert_equal(one: nn.Module, two: nn.Module) -> None:
-    expected = two.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in one.state_dict().items())
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_whole_passes(name, monkeypatch, caplog):
     build, data, most = CASES[name]
@@ -199,7 +195,7 @@ def test_results_are_those_of_whole_passes(name, monkeypatch, caplog):
     assert "from its start" not in caplog.text and max(kept) == most
     in_whole_passes(monkeypatch)
     assert oneshot(whole, data(), CONFIG).layers == report.layers
-    assert_equal(replayed, whole)
+    assert_same_state(replayed, whole)
 
 
 @pytest.mark.parametrize("depth", [4, 12])
@@ -247,7 +243,7 @@ def test_what_cannot_be_replayed_runs_in_whole_passes(build, reason, monkeypatch
     assert f"runs the model from its start for every block, which is slow in a deep model: {reason}" in caplog.text
     in_whole_passes(monkeypatch)
     oneshot(whole, x_batches(), CONFIG)
-    assert_equal(model, whole)
+    assert_same_state(model, whole)
 
 
 def test_kinds_of_batches_may_run_different_blocks():

@@ -1,25 +1,26 @@
-"""SFT, LoRA, and one-shot pruning with recovery, as a user runs them, on tiny models and texts."""
+"""LoRA, and one-shot pruning with recovery, as a user runs them, on tiny models and texts."""
 
-import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import zoo
-from datasets import Dataset
 from paths import RECIPES
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from sparse_models import logits
+from task_runs import MLP, assert_merged, results, text_flags
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_sparse24 import Sparse24Config, Sparse24Linear, export_model, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Linear, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 
-# TRL and PEFT still use names of Transformers 4 that Transformers 5 is renaming.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    # TRL and PEFT still use names of Transformers 4 that Transformers 5 is renaming.
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("own_cache"),
+]
 
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
@@ -28,113 +29,13 @@ import arguments  # noqa: E402
 import lora  # noqa: E402
 import oneshot  # noqa: E402
 import sft  # noqa: E402
-import stdlib_text  # noqa: E402
-import tiny_chats  # noqa: E402
 
 SCRIPTS = {"sft": sft, "lora": lora, "oneshot": oneshot}
-TEXTS = [f"def function_{i}(a, b):\n    return a * {i} + b\n" * 6 for i in range(30)]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """One model with a tokenizer: `dense`, `sparse` (a training checkpoint of S-STE), `zeros` (a dense export)."""
-    directory = tmp_path_factory.mktemp("models")
-    tokenizer = stdlib_text.train_tokenizer(TEXTS, 300)
-    torch.manual_seed(0)
-    model = zoo.build("llama", vocab_size=300, max_position_embeddings=128, initializer_range=0.2, num_hidden_layers=1)
-    model.save_pretrained(directory / "dense")
-    patch_model(model, Sparse24Config(method="s-ste"))
-    model.save_pretrained(directory / "sparse")
-    export_model(model, directory / "zeros")
-    for name in ("dense", "sparse", "zeros"):
-        tokenizer.save_pretrained(directory / name)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory) -> Path:
-    return tiny_chats.prepare(tmp_path_factory.mktemp("chats"), max_files=60)
-
-
-def flags(tmp_path, model, **settings) -> list[str]:
-    settings = {
-        "model_name_or_path": model,
-        "output_dir": tmp_path / "out",
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        **settings,
-    }
-    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
-
-
-def text_flags(tmp_path, model, **settings) -> list[str]:
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return flags(
-        tmp_path,
-        model,
-        **{"dataset": path, "validation_split": 0.1, "eval_on_start": True, "block_size": 16, **settings},
-    )
-
-
-def chat_flags(tmp_path, model, chats, kind="instructions", **settings) -> list[str]:
-    settings = {
-        "dataset": chats / kind,
-        "max_length": 96,
-        "max_samples": 16,
-        "gradient_checkpointing": False,
-        **settings,
-    }
-    return flags(tmp_path, model, **settings)
 
 
 def eval_losses(trainer) -> list[float]:
     return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
-
-def results(tmp_path) -> dict:
-    return json.loads((tmp_path / "out" / "all_results.json").read_text())
-
-
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def trained_texts(trainer) -> list[str]:
-    """Of every example, the text that has labels."""
-    rows = trainer.train_dataset
-    kept = [[token for token, label in zip(row["input_ids"], row["labels"]) if label != -100] for row in rows]
-    return trainer.processing_class.batch_decode(kept)
-
-
-@torch.no_grad()
-def logits(model) -> torch.Tensor:
-    return model.eval()(input_ids=torch.arange(20).view(2, 10)).logits
-
-
-def assert_merged(directory: Path, adapted: torch.nn.Module, targets: tuple[str, ...]) -> None:
-    """The directory holds a plain model that computes as the adapted one, with every target 2:4."""
-    merged = AutoModelForCausalLM.from_pretrained(directory)
-    torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-4, atol=1e-4)
-    weights = {name: module.weight for name, module in merged.named_modules() if name.endswith(targets)}
-    assert weights and all(is_nm_sparse(weight) for weight in weights.values())
-    assert AutoTokenizer.from_pretrained(directory).eos_token == "<eos>"
-
-
-MLP = ("gate_proj", "up_proj", "down_proj")
 
 # --- LoRA ---
 
@@ -231,77 +132,6 @@ def test_oneshot_resumes(tmp_path, models):
     assert torch.equal(logits(whole.model), logits(resumed.model))
 
 
-# --- SFT ---
-
-
-def test_the_chats_that_every_machine_can_make(tmp_path, chats):
-    rows, held_out = (read(chats / "instructions" / f"{split}.jsonl") for split in ("train", "validation"))
-    assert len(rows) > 100 and all(row["completion"].strip() in row["prompt"] for row in rows)
-    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
-    conversation = read(chats / "chats" / "train.jsonl")[0]["messages"]
-    assert [message["role"] for message in conversation] == ["user", "assistant"] * 3
-    written = (chats / "manifest.json").stat().st_mtime_ns
-    assert tiny_chats.prepare(chats, max_files=60) == chats
-    assert (chats / "manifest.json").stat().st_mtime_ns == written
-
-
-def test_sft_of_all_weights(tmp_path, models, chats, capsys):
-    settings = {"method": "s-ste", "validation_split": "validation", "max_samples": 64}
-    trainer = sft.main(chat_flags(tmp_path, models / "sparse", chats, **settings))
-    assert type(trainer) is trl.SFTTrainer and "2:4 sparse by s-ste: 3 of" in capsys.readouterr().out
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert all({"flip_rate", "kept_magnitude", "sparse_phase"} <= log.keys() for log in logs) and len(logs) == 4
-    start = sft.main(chat_flags(tmp_path, models / "sparse", chats, **settings, learning_rate=0.0))
-    assert trainer.evaluate()["eval_loss"] < start.evaluate()["eval_loss"] - 0.05
-    answers = {f"{row['completion']}<eos>" for row in read(chats / "instructions" / "train.jsonl")}
-    assert all(any(answer.startswith(text) for answer in answers) for text in trained_texts(trainer))
-    assert answers & set(trained_texts(trainer))  # not all of them are cut off by max_length
-
-
-def test_sft_on_chats(tmp_path, models, chats):
-    settings = {"method": "s-ste", "kind": "chats", "max_length": 128}
-    with pytest.raises(ValueError, match="no chat template, which messages need; give --chat_template_path"):
-        sft.main(chat_flags(tmp_path, models / "sparse", chats, **settings))
-    template = {"chat_template_path": chats / "chat_template.jinja", "assistant_only_loss": True}
-    trainer = sft.main(chat_flags(tmp_path, models / "sparse", chats, **settings, **template))
-    answers = {
-        "".join(f" {message['content']}<eos>" for message in row["messages"] if message["role"] == "assistant")
-        for row in read(chats / "chats" / "train.jsonl")
-    }
-    assert all(any(answer.startswith(text) for answer in answers) for text in trained_texts(trainer))
-    assert isinstance(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].mlp.up_proj, Sparse24Linear
-    )
-
-
-def test_sft_with_lora(tmp_path, models, chats, capsys):
-    lora_flags = chat_flags(tmp_path, models / "zeros", chats, method="fixed-mask", lora=True, lora_r=4)
-    sft.main(lora_flags)
-    assert "verified: all 3 weights are 2:4" in capsys.readouterr().out
-    base = AutoModelForCausalLM.from_pretrained(models / "zeros")
-    patch_model(base, Sparse24Config(method="fixed-mask"))
-    assert_merged(tmp_path / "out" / "merged", peft.PeftModel.from_pretrained(base, tmp_path / "out"), MLP)
-    with pytest.raises(ValueError, match=r"3 of 3 weights .* are dense"):
-        sft.main(chat_flags(tmp_path, models / "dense", chats, method="fixed-mask", lora=True))
-
-
-def test_sft_control_run(tmp_path, models, chats):
-    control = sft.main(chat_flags(tmp_path, models / "dense", chats, method="dense"))
-    assert not sparse_weights(control.model) and "flip_rate" not in control.state.log_history[0]
-    with pytest.raises(ValueError, match=r"method='dense': .* is a 2:4 model"):
-        sft.main(chat_flags(tmp_path, models / "sparse", chats, method="dense"))
-
-
-def test_sft_resumes(tmp_path, models, chats):
-    saving = {"method": "s-ste", "save_strategy": "steps", "save_steps": 2}
-    whole = sft.main(chat_flags(tmp_path, models / "sparse", chats, **saving))
-    with pytest.raises(ValueError, match="holds checkpoint-4 of an earlier run"):
-        sft.main(chat_flags(tmp_path, models / "sparse", chats, **saving))
-    checkpoint = tmp_path / "out" / "checkpoint-2"
-    resumed = sft.main(chat_flags(tmp_path, models / "sparse", chats, **saving, resume_from_checkpoint=checkpoint))
-    assert torch.equal(logits(whole.model), logits(resumed.model))
-
-
 # --- arguments ---
 
 
@@ -320,26 +150,6 @@ def test_sft_resumes(tmp_path, models, chats):
 def test_wrong_arguments(tmp_path, models, script, settings, message):
     with pytest.raises(ValueError, match=message):
         SCRIPTS[script].main(text_flags(tmp_path, models / "dense", **settings))
-
-
-@pytest.mark.parametrize(("package", "settings"), [("peft", {"lora": True}), ("trl", {})])
-def test_missing_packages(tmp_path, models, chats, monkeypatch, package, settings):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "sft")
-    with pytest.raises(ImportError, match=rf"needs {package}: pip install -c constraints\.txt -e '\.\[{package}\]'"):
-        importlib.import_module("sft").main(
-            chat_flags(tmp_path, models / "zeros", chats, method="fixed-mask", **settings)
-        )
-
-
-def test_wrong_chats(tmp_path, models):
-    with pytest.raises(ValueError, match="dataset is missing"):
-        sft.main(flags(tmp_path, models / "sparse"))
-    Dataset.from_dict({"question": ["1 + 1"], "answer": ["2"]}).to_json(tmp_path / "data" / "train.jsonl")
-    with pytest.raises(
-        ValueError, match=r"has the columns \['answer', 'question'\]; SFT needs messages, or prompt and"
-    ):
-        sft.main(flags(tmp_path, models / "sparse", dataset=tmp_path / "data", max_length=64))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

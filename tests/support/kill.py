@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 import zoo
-from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, utils
+from sparse_models import logits
+from training_runs import arguments, dataset
+from transformers import AutoModelForCausalLM, PreTrainedModel, utils
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model
 from hf_sparse24.checkpoints import replacing
@@ -44,21 +45,10 @@ class Run(Sparse24Trainer):
 
 def train(directory: Path) -> None:
     """Begin the run in `directory`, or go on with it, and save what it ends with."""
-    args = TrainingArguments(
-        str(directory),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=2,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    data = Dataset.from_dict({key: value.tolist() for key, value in zoo.batch(rows=32).items()})
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    args = arguments(directory, max_steps=STEPS, learning_rate=1e-2, **saving)
     config = Sparse24Config(method="t-sr-ste", mask_interval=4, target_modules="all-linear")
-    run = Run(zoo.build("llama"), args, train_dataset=data, sparse24_config=config)
+    run = Run(zoo.build("llama"), args, train_dataset=dataset(), sparse24_config=config)
     run.train(resume_from_checkpoint=newest(directory) > 0)
     run.save_model(str(directory / "end"))
 
@@ -184,11 +174,6 @@ def kill_exports(kills: int, root: Path, draw: random.Random, format: str) -> st
         f"{format} exports: {killed} kills, {switching} while files were switched; {killed - new} left the old model, "
         f"{new} the new one, none a mix"
     )
-
-
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**zoo.batch()).logits
 
 
 def main(training: int, exports: int, seed: int = 0) -> None:

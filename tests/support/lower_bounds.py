@@ -22,10 +22,14 @@ VENV = ROOT / "runs" / "lower-bounds"
 TESTS = [
     "patching/test_patching.py",
     "training/test_trainer.py",
+    "training/test_callback.py",
+    "training/test_hyperparameter_search.py",
     "training/test_decay_search.py",
     "checkpoints/test_checkpoint.py",
     "layers/test_packed.py",
     "recipes/test_recipes.py",
+    "recipes/test_recipe_flags.py",
+    "recipes/test_quickstart.py",
 ]
 
 

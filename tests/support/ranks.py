@@ -26,6 +26,7 @@ from hf_sparse24 import (
     Sparse24Config,
     Sparse24Controller,
     patch_model,
+    sparse_run,
     sparse_weights,
     step_param_groups,
     unpatch_model,
@@ -104,7 +105,7 @@ def make(name: str, settings: dict[str, Any], engine: str, steps: int, **options
     shared = shard(model, engine, **options)
     if settings["method"] == "step":
         groups = step_param_groups(model)
-        optimizer = config.bind().make_optimizer(groups, total_steps=steps, lr=1e-2, betas=(0.9, 0.5))
+        optimizer = sparse_run(model).method.make_optimizer(groups, total_steps=steps, lr=1e-2, betas=(0.9, 0.5))
     else:
         groups = [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},

@@ -5,16 +5,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 VOCAB = 96
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    **_IDS,
-}
 _BERT = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -23,6 +13,7 @@ _BERT = {
     "max_position_embeddings": 64,
     **_IDS,
 }
+_LLAMA = {**_BERT, "num_key_value_heads": 2, "head_dim": 8}
 
 CAUSAL = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **_IDS},

@@ -6,8 +6,9 @@ import shutil
 import pytest
 import torch
 import zoo
+from checkpoints import patched
 from safetensors.torch import load_file, save_file
-from test_checkpoint import logits, patched
+from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model

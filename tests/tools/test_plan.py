@@ -14,7 +14,7 @@ from step_bytes import Case
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
 from hf_sparse24.tools import costs, speed
 from hf_sparse24.tools.cli import main
 from hf_sparse24.tools.plan import plan_step
@@ -161,8 +161,7 @@ def test_encodings_take_what_is_planned(stand_in, method):  # noqa: F811
     model = zoo.build("llama").bfloat16()
     patch_model(model, Sparse24Config(method=method))
     plan = plan_step(model, Setting(1, 32, 16))
-    config = next(iter(sparse_weights(model).values())).config
-    with config.run_state.keep_encodings():
+    with sparse_run(model).keep_encodings():
         model(**zoo.batch(rows=2, length=16)).loss.backward()
         kept = sum(zoo.kept_bytes(weight) for weight in sparse_weights(model).values())
     assert plan.memory["encodings, kept for the step"] == kept > 0

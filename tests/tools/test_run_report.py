@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import browser
 import pytest
 import zoo
-from test_trainer import arguments, dataset
+from training_runs import arguments, dataset
 from transformers import Trainer
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer

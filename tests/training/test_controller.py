@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import sparse24_kernels as kernels
+import sparse_models
 import torch
 import zoo
 from torch import nn
@@ -17,8 +18,7 @@ from hf_sparse24.weights.sparse_weight import SparseWeight
 
 
 def patched(method: str = "s-ste", name: str = "llama", lr: float = 1e-2, **arguments):
-    model = zoo.build(name)
-    patch_model(model, Sparse24Config(method=method, **arguments))
+    model = sparse_models.patched(name, method=method, **arguments)
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 

@@ -5,12 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-import zoo
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import TrainingArguments
+from training_runs import decay_trainer
 
-from hf_sparse24 import Sparse24Config, Sparse24Trainer
+from hf_sparse24 import Sparse24Trainer
 from hf_sparse24.run import patched_config
 from hf_sparse24.training import decay_search
 from hf_sparse24.training.decay_search import DecayTuning, _probe
@@ -19,29 +17,9 @@ peft_reads_it = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` i
 CANDIDATES = (1e-3, 1.0, 1e3)
 
 
-def make_trainer(tmp_path, decay=1e-3, method="sr-ste", **arguments) -> Sparse24Trainer:
-    defaults = {
-        "max_steps": 12,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    data = Dataset.from_dict({k: v.tolist() for k, v in zoo.batch(rows=64).items()})
-    return Sparse24Trainer(
-        zoo.build("llama"),
-        TrainingArguments(str(tmp_path), **(defaults | arguments)),
-        train_dataset=data,
-        sparse24_config=Sparse24Config(method=method, masked_decay=decay),
-    )
-
-
 @pytest.mark.parametrize("method", ["sr-ste", "t-sr-ste"])
 def test_stronger_decay_flips_less(method, tmp_path):
-    tuning = make_trainer(tmp_path, method=method).tune_masked_decay(CANDIDATES, steps=8)
+    tuning = decay_trainer(tmp_path, method=method).tune_masked_decay(CANDIDATES, steps=8)
     assert tuning.dense_flip_rate > 0
     assert list(tuning.mu) == list(CANDIDATES)
     assert tuning.mu[1e3] < tuning.mu[1e-3] - 0.1
@@ -55,7 +33,7 @@ def test_the_choice():
 
 def test_nothing_is_touched(tmp_path):
     """Training after probes equals training without: model, random states, data order."""
-    tuned, plain = make_trainer(tmp_path), make_trainer(tmp_path)
+    tuned, plain = decay_trainer(tmp_path), decay_trainer(tmp_path)
     weights = {name: tensor.clone() for name, tensor in tuned.model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     tuned.tune_masked_decay((1e-3,), steps=4)
@@ -74,7 +52,7 @@ def test_auto(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(
         "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 0.8, 2e-4: 0.4}, 6e-5)
     )
-    run = make_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
+    run = decay_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
     with caplog.at_level("INFO", logger="hf_sparse24"):
         run.train()
     assert patched_config(run.model).masked_decay == 6e-5 and run.decay_tuning.chosen == 6e-5
@@ -82,7 +60,7 @@ def test_auto(tmp_path, monkeypatch, caplog):
     # A resumed run takes the number it began with, and does not probe again.
     monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
     for checkpoint in (True, str(tmp_path / "checkpoint-6")):
-        resumed = make_trainer(tmp_path, decay="auto", save_strategy="no")
+        resumed = decay_trainer(tmp_path, decay="auto", save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint)
         assert patched_config(resumed.model).masked_decay == 6e-5
 
@@ -94,7 +72,7 @@ def test_auto_on_a_short_run_probes_all_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Sparse24Trainer, "tune_masked_decay", lambda run: tunings.append(tune(run, (1e-3, 1e3))) or tunings[0]
     )
-    run = make_trainer(tmp_path, decay="auto", method="t-sr-ste", max_steps=8)
+    run = decay_trainer(tmp_path, decay="auto", method="t-sr-ste", max_steps=8)
     monkeypatch.setattr("hf_sparse24.training.decay_search.FEASIBLE", (0.0, 2.0))
     run.train()
     assert run.state.global_step == 8 and patched_config(run.model).masked_decay in (1e-3, 1e3)
@@ -103,16 +81,16 @@ def test_auto_on_a_short_run_probes_all_of_it(tmp_path, monkeypatch):
 
 def test_auto_on_a_run_that_is_too_short_says_what_to_set(tmp_path):
     with pytest.raises(ValueError, match=r"the run has 3 optimizer steps.* at least 4: set masked_decay to a number"):
-        make_trainer(tmp_path, decay="auto", max_steps=3).train()
+        decay_trainer(tmp_path, decay="auto", max_steps=3).train()
 
 
 def test_dense_probes_that_flip_nothing_say_what_to_change(tmp_path):
     with pytest.raises(ValueError, match=r"no mask flipped .* raise the learning rate, or set masked_decay"):
-        make_trainer(tmp_path, decay="auto", learning_rate=0.0).train()
+        decay_trainer(tmp_path, decay="auto", learning_rate=0.0).train()
 
 
 def with_adapters(tmp_path, unfrozen: str | None = None) -> Sparse24Trainer:
-    run = make_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
+    run = decay_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
     model = get_peft_model(run.model, LoraConfig(r=2, target_modules=["up_proj"]))
     for name, parameter in model.named_parameters():
         if unfrozen is not None and unfrozen in name:
@@ -153,7 +131,7 @@ def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):
         "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 1.8}, None)
     )
     with pytest.raises(ValueError, match=r"no candidate has mu in \[0.60, 0.95\](?s:.*)mu 1.800"):
-        make_trainer(tmp_path, decay="auto").train()
+        decay_trainer(tmp_path, decay="auto").train()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +144,7 @@ def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):
     ],
 )
 def test_wrong_arguments(arguments, message, tmp_path):
-    run = make_trainer(tmp_path, max_steps=16)
+    run = decay_trainer(tmp_path, max_steps=16)
     states = torch.get_rng_state(), random.getstate()
     with pytest.raises(ValueError, match=message):
         run.tune_masked_decay(**arguments)
@@ -175,4 +153,4 @@ def test_wrong_arguments(arguments, message, tmp_path):
 
 def test_methods_without_decay(tmp_path):
     with pytest.raises(ValueError, match="method 's-ste' has no masked_decay to tune"):
-        make_trainer(tmp_path, decay=None, method="s-ste").tune_masked_decay()
+        decay_trainer(tmp_path, decay=None, method="s-ste").tune_masked_decay()

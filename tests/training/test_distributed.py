@@ -7,31 +7,11 @@ import pytest
 import ranks
 import torch
 import zoo
-from transformers import TrainingArguments
+from distributed_runs import METHODS, check_equal, settings
+from training_runs import arguments
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model, sparse_weights
 from hf_sparse24.run import patched_config
-
-METHODS = {
-    "ste": {},
-    "sr-ste": {"masked_decay": 0.05},
-    "sr-ste-on-weight": {"masked_decay": 0.05, "decay_on": "weight"},
-    "s-ste": {},
-    "s-ste-every-step": {"scale_frozen": False},
-    "t-sr-ste": {"masked_decay": 0.05, "mask_interval": 2, "dense_tail": 1},
-    "step": {"switch_after": 2, "switch_by": 5},
-    "step-arithmetic": {"switch_after": 2, "switch_by": 4, "switch_rule": "arithmetic"},
-    "fixed-mask": {"dense_start": 2},
-    "own": {},
-}
-
-
-def settings(name: str) -> dict:
-    method = next(m for m in sorted(METHODS, key=len, reverse=True) if name.startswith(m) and m in NAMES)
-    return {"method": method, "target_modules": "all-linear", **METHODS[name]}
-
-
-NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "own")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -60,15 +40,20 @@ def test_processes_with_different_configs_are_told_so(difference, message):
         assert "process 1 differs from process 0 in" in error and re.search(message, error)
 
 
+def _refusal(model) -> str:
+    """What a controller says of a model that it cannot train."""
+    with pytest.raises(ValueError) as error:
+        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
+    return str(error.value)
+
+
 def _differ(rank, world, difference):
     config = settings("sr-ste") | (difference if rank else {})
     if config["method"] == "ste":
         config = settings("ste")
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(**config))
-    with pytest.raises(ValueError) as error:
-        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
-    return str(error.value)
+    return _refusal(model)
 
 
 def test_processes_that_start_from_different_weights_are_told_so():
@@ -79,9 +64,7 @@ def test_processes_that_start_from_different_weights_are_told_so():
 def _differ_in_weights(rank, world):
     model = zoo.build("llama", seed=rank)
     patch_model(model, Sparse24Config(**settings("s-ste")))
-    with pytest.raises(ValueError) as error:
-        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
-    return str(error.value)
+    return _refusal(model)
 
 
 def test_fsdp1_is_refused_by_name():
@@ -95,9 +78,7 @@ def _fsdp1(rank, world):
     model = zoo.build("llama")
     patch_model(model)
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    with pytest.raises(ValueError) as error:
-        Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=4)
-    return str(error.value)
+    return _refusal(model)
 
 
 def test_random_streams_differ_by_process_and_are_the_same_again():
@@ -113,8 +94,7 @@ def _keys(rank, world):
 def _trainer(folder, **settings):
     model = zoo.build("llama")
     data = [{name: tensor[0] for name, tensor in zoo.batch(seed, rows=1).items()} for seed in range(64)]
-    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
-    args = TrainingArguments(str(folder), max_steps=8, learning_rate=1e-2, per_device_train_batch_size=2, **quiet)
+    args = arguments(folder, max_steps=8, learning_rate=1e-2)
     config = Sparse24Config(**settings)
     return Sparse24Trainer(model, args, train_dataset=data, eval_dataset=data[:4], sparse24_config=config)
 
@@ -146,25 +126,3 @@ def _auto_decay(rank, world, folder):
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return patched_config(trainer.model).masked_decay, losses
-
-
-def check_equal(world, model, config, engine, **options):
-    one = ranks.train(0, world, model, config, "one", **{k: v for k, v in options.items() if k == "sizes"})
-    many = ranks.run(world, _train, model, config, engine, options)
-    for result in many:
-        for (loss, norm, phase, metrics), (loss1, norm1, phase1, metrics1) in zip(result["log"], one["log"]):
-            assert phase == phase1
-            assert loss == pytest.approx(loss1, rel=2e-6) and norm == pytest.approx(norm1, rel=1e-6)
-            assert metrics == pytest.approx(metrics1, rel=1e-5, abs=1e-7)
-        for name, mask in one["masks"].items():
-            assert torch.equal(result["masks"][name], mask)
-        for kind in ("weights", "state"):
-            assert result[kind].keys() == one[kind].keys()
-            for name, tensor in one[kind].items():
-                torch.testing.assert_close(result[kind][name], tensor, rtol=1e-9, atol=1e-12)
-    for name, tensor in many[0]["state"].items():
-        assert all(torch.equal(tensor, other["state"][name]) for other in many[1:])
-
-
-def _train(rank, world, model, config, engine, options):
-    return ranks.train(rank, world, model, config, engine, **options)

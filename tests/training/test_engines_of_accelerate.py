@@ -8,7 +8,7 @@ import torch
 import zoo
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from test_distributed import settings
+from distributed_runs import settings
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model

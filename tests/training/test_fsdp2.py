@@ -4,8 +4,8 @@ import pytest
 import ranks
 import torch
 import zoo
+from distributed_runs import assert_same_tensors, check_equal, settings
 from safetensors.torch import load_file
-from test_distributed import check_equal, settings
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -162,9 +162,7 @@ def test_sharded_checkpoints_of_n_processes_resume_on_m(tmp_path, method, worlds
     before, after = worlds
     saved = ranks.run(before, _save, config, tmp_path)[0]
     for resumed in ranks.run(after, _resume, config, tmp_path):
-        for kind in ("weights", "masks", "state"):
-            for name, tensor in saved[kind].items():
-                torch.testing.assert_close(resumed[kind][name], tensor, rtol=1e-9, atol=1e-12)
+        assert_same_tensors(resumed, saved, rtol=1e-9, atol=1e-12)
 
 
 STEPS = 6

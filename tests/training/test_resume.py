@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from test_decay_search import make_trainer
-from test_trainer import arguments, dataset, train, weights
+from training_runs import arguments, dataset, decay_trainer, train, weights
 from transformers import Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
@@ -32,7 +31,7 @@ def resume(directory, checkpoint: bool | str = True, config: Sparse24Config = CO
 def finished(tmp_path_factory):
     """A run of 4 steps with checkpoints 2 and 4, and its weights; copy it to change it."""
     directory = tmp_path_factory.mktemp("finished")
-    return directory, weights(train(directory, config=CONFIG, **SAVING))
+    return directory, weights(train(directory, config=CONFIG, **SAVING).model)
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_a_half_written_checkpoint_is_skipped(finished, run_dir, caplog):
     (run_dir / "checkpoint-6").mkdir()
     (run_dir / "checkpoint-best").mkdir()
     run = resume(run_dir)
-    assert torch.equal(weights(run), finished[1])
+    assert torch.equal(weights(run.model), finished[1])
     (warning,) = [record.getMessage() for record in caplog.records if "newest whole" in record.getMessage()]
     assert "checkpoint-6: trainer_state.json, which is written last, is missing" in warning
     assert "checkpoint-4: optimizer.pt is cut short or damaged" in warning and "from" in warning
@@ -154,7 +153,7 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
     from peft import LoraConfig, get_peft_model
 
     def run(trains_below=False, **overrides) -> Sparse24Trainer:
-        made = make_trainer(tmp_path, decay="auto", method="t-sr-ste", **overrides)
+        made = decay_trainer(tmp_path, decay="auto", method="t-sr-ste", **overrides)
         model = get_peft_model(made.model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
         model.base_model.model.model.layers[0].mlp.down_proj.weight.requires_grad_(trains_below)
         return Sparse24Trainer(model, made.args, train_dataset=made.train_dataset)
@@ -170,7 +169,7 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
         resumed = run(save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint)
         assert patched_config(resumed.model).phase == "sparse"
-        assert torch.equal(weights(resumed), weights(first))
+        assert torch.equal(weights(resumed.model), weights(first.model))
     record.write_text(json.dumps(json.loads(record.read_text()) | {"auto_mapping": None}))
     with pytest.raises(ValueError, match=r"masked_decay=.auto.: .*checkpoint-6 does not say which decay"):
         run(trains_below=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 import zoo
-from test_trainer import arguments, dataset, train
+from training_runs import arguments, dataset, train
 from transformers import Trainer, TrainerCallback
 
 from hf_sparse24 import (

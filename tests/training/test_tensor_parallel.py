@@ -4,8 +4,8 @@ import pytest
 import ranks
 import torch
 import zoo
+from distributed_runs import METHODS, check_equal, settings
 from safetensors.torch import load_file
-from test_distributed import METHODS, check_equal, settings
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import export_model

@@ -6,52 +6,12 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 import zoo
-from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
-from transformers.trainer_utils import BestRun, HPSearchBackend
+from training_runs import arguments, dataset, train, weights
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_sparse24 import (
-    Sparse24Callback,
-    Sparse24Config,
-    Sparse24Controller,
-    Sparse24Trainer,
-    patch_model,
-    sparse_weights,
-    unpatch_model,
-)
-from hf_sparse24.run import patched_config, sparse_run
-from hf_sparse24.training.decay_search import DecayTuning, _probe
-
-
-def arguments(tmp_path, **overrides) -> TrainingArguments:
-    defaults = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(str(tmp_path), **(defaults | overrides))
-
-
-def dataset(rows: int = 32) -> Dataset:
-    return Dataset.from_dict({k: v.tolist() for k, v in zoo.batch(rows=rows).items()})
-
-
-def train(tmp_path, model=None, config=None, **overrides) -> Sparse24Trainer:
-    run = Sparse24Trainer(
-        model or zoo.build("llama"), arguments(tmp_path, **overrides), train_dataset=dataset(), sparse24_config=config
-    )
-    run.train()
-    return run
-
-
-def weights(run: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().float() for p in run.model.parameters()])
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.run import patched_config
 
 
 def test_patches_by_default_and_keeps_a_patched_model(tmp_path):
@@ -73,68 +33,6 @@ def test_model_init(tmp_path):
     )
     run.train()
     assert patched_config(run.model).method == "ste" and "flip_rate" in run.state.log_history[0]
-
-
-class Trials:
-    """A backend of `Trainer.hyperparameter_search` that does what Transformers' own for Optuna does with a trainer."""
-
-    def __init__(self, trials: list[dict]):
-        self.trials, self.runs = trials, []
-
-    def ensure_available(self):
-        pass
-
-    def run(self, trainer, n_trials, direction):
-        for number in range(n_trials):
-            trainer.train(trial=types.SimpleNamespace(number=number, params=self.trials[number]))
-            trainer.objective = trainer.compute_objective(trainer.evaluate())
-            config = patched_config(trainer.model)
-            self.runs.append((trainer.objective, trainer.args.learning_rate, trainer.patch_report, config))
-            trainer.model_wrapped = trainer.model = None
-            trainer.accelerator.clear()
-        return BestRun("0", min(objective for objective, *_ in self.runs), {})
-
-
-def search(monkeypatch, tmp_path, config, trials, **overrides) -> Trials:
-    backend = Trials(trials)
-    monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, lambda: backend)
-    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)  # knows Optuna's alone
-    run = Sparse24Trainer(
-        args=arguments(tmp_path, **overrides),
-        model_init=lambda: zoo.build("llama"),
-        train_dataset=dataset(),
-        eval_dataset=dataset(4),
-        sparse24_config=config,
-    )
-    run.hyperparameter_search(lambda trial: trial.params, n_trials=len(trials), backend="optuna")
-    return backend
-
-
-@pytest.mark.parametrize("method", ["s-ste", "step"])
-def test_hyperparameter_search_patches_the_model_of_every_trial(tmp_path, monkeypatch, method):
-    """`step` too, whose optimizer is made anew: a trial with the settings of the first one ends where that one did."""
-    trials = [{"learning_rate": rate, "max_steps": steps} for rate, steps in ((1e-2, 3), (1e-3, 2), (1e-2, 3))]
-    runs = search(monkeypatch, tmp_path, Sparse24Config(method=method), trials).runs
-    losses = [objective for objective, *_ in runs]
-    assert losses[0] == losses[2] != losses[1]
-    assert [rate for _, rate, *_ in runs] == [1e-2, 1e-3, 1e-2]
-    assert len({id(report) for *_, report, _ in runs}) == 3
-
-
-def test_every_trial_finds_its_own_masked_decay(tmp_path, monkeypatch):
-    """With its own learning rate; the probes train copies of the trial's model, not models that `model_init` makes."""
-    asked = []
-
-    def tune(run, candidates, steps):
-        asked.append(run.args.learning_rate)
-        _probe(run, None, 4)
-        return DecayTuning(1e-3, {}, 1e-5 * len(asked))
-
-    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", tune)
-    config = Sparse24Config(method="sr-ste", masked_decay="auto")
-    runs = search(monkeypatch, tmp_path, config, [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}]).runs
-    assert asked == [1e-2, 1e-3]
-    assert [config.masked_decay for *_, config in runs] == [1e-5, 2e-5]
 
 
 def test_a_model_that_is_no_longer_patched_is_not_trained(tmp_path):
@@ -185,7 +83,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
         enable = getattr(checkpointing, "activation_checkpointing_enable", None)
         (enable or checkpointing.gradient_checkpointing_enable)()
         plain, checkpointed = train(tmp_path, config=config), train(tmp_path, checkpointing, config)
-        assert torch.equal(weights(plain), weights(checkpointed))
+        assert torch.equal(weights(plain.model), weights(checkpointed.model))
 
 
 def test_accumulation_equals_one_big_batch(tmp_path):
@@ -193,7 +91,7 @@ def test_accumulation_equals_one_big_batch(tmp_path):
     config = Sparse24Config(method="sr-ste", masked_decay=0.1)
     whole = train(tmp_path, config=config, per_device_train_batch_size=4, optim="sgd")
     parts = train(tmp_path, config=config, gradient_accumulation_steps=4, per_device_train_batch_size=1, optim="sgd")
-    torch.testing.assert_close(weights(whole), weights(parts))
+    torch.testing.assert_close(weights(whole.model), weights(parts.model))
 
 
 def test_micro_batches_draw_their_own_samples(tmp_path):
@@ -209,9 +107,9 @@ def test_micro_batches_draw_their_own_samples(tmp_path):
 
 def test_bf16_autocast(tmp_path):
     run = train(tmp_path, bf16=True)
-    assert weights(run).isfinite().all()
+    assert weights(run.model).isfinite().all()
     assert all(p.dtype == torch.float32 for p in run.model.parameters())
-    assert not torch.equal(weights(run), weights(train(tmp_path)))
+    assert not torch.equal(weights(run.model), weights(train(tmp_path).model))
 
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
@@ -221,7 +119,7 @@ def test_torch_compile(tmp_path, method):
     eager = train(tmp_path, config=config)
     torch._dynamo.reset()
     compiled = train(tmp_path, config=config, torch_compile=True, torch_compile_backend="aot_eager")
-    torch.testing.assert_close(weights(compiled), weights(eager), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(weights(compiled.model), weights(eager.model), atol=2e-5, rtol=1e-4)
 
 
 def test_inductor_compiles_a_layer_in_one_graph():
@@ -245,37 +143,6 @@ def test_tensorboard_shows_the_metrics(tmp_path, monkeypatch):
     events.Reload()
     assert {"train/flip_rate", "train/kept_magnitude", "train/sparse_phase"} <= set(events.Tags()["scalars"])
     assert len(events.Scalars("train/flip_rate")) == 4
-
-
-def test_the_callback_in_a_plain_trainer_does_the_same(tmp_path):
-    logs = []
-    for make in (Sparse24Trainer, Trainer):
-        model = zoo.build("llama")
-        patch_model(model, Sparse24Config(method="t-sr-ste", mask_interval=1))
-        passed = {"callbacks": [Sparse24Callback()]} if make is Trainer else {}
-        run = make(model, arguments(tmp_path), train_dataset=dataset(), **passed)
-        run.train()
-        logs.append([log for log in run.state.log_history if "loss" in log])
-    assert logs[0] == logs[1]
-    assert logs[0][0]["flip_rate"] > 0
-
-
-def test_the_callback_resumes_a_model_that_has_been_through_its_dense_tail(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method="s-ste", dense_tail=2))
-    run = Trainer(model, arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=4), train_dataset=dataset())
-    Sparse24Callback.add_to(run)
-    run.train()
-    end = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert sparse_run(model).open_step is None  # nothing is kept once training has ended
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())
-
-
-def test_the_callback_needs_a_patched_model(tmp_path):
-    run = Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Sparse24Callback()])
-    with pytest.raises(ValueError, match="not patched; call patch_model"):
-        run.train()
 
 
 def test_the_best_model_computes_as_it_did(tmp_path):
@@ -332,13 +199,6 @@ def test_going_on_longer_starts_the_new_sparse_phase_afresh(tmp_path):
     assert all(torch.equal(mask, fresh) for mask, fresh in stop.masks)
 
 
-def test_one_callback_is_enough(tmp_path):
-    run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), callbacks=[Sparse24Callback()])
-    Sparse24Callback.add_to(run)
-    assert [type(callback) for callback in run.callback_handler.callbacks].count(Sparse24Callback) == 1
-    assert run.callback_handler.callbacks[0] is run.sparse24_callback
-
-
 def test_flip_rates_logged_by_the_epoch_are_fresh(tmp_path):
     run = train(tmp_path, max_steps=-1, num_train_epochs=3, logging_strategy="epoch", learning_rate=1e-2)
     rates = [log["flip_rate"] for log in run.state.log_history if "loss" in log]
@@ -357,7 +217,7 @@ def test_fp8_and_loss_scaling_exclude_each_other(tmp_path):
 def test_fp8_and_step_train(tmp_path):
     for config in (Sparse24Config(fp8=True), Sparse24Config(method="step", switch_by=2, switch_after=1)):
         run = train(tmp_path, config=config)
-        assert weights(run).isfinite().all() and run.state.log_history[2]["sparse_phase"] == 1.0
+        assert weights(run.model).isfinite().all() and run.state.log_history[2]["sparse_phase"] == 1.0
 
 
 def test_too_few_steps_for_the_schedule(tmp_path):
@@ -376,26 +236,7 @@ def test_training_twice_and_evaluating(tmp_path):
 
 def test_masked_language_model_with_deberta(tmp_path):
     run = train(tmp_path, model=zoo.build("deberta-v2"), config=Sparse24Config(target_modules="all-linear"))
-    assert weights(run).isfinite().all()
-
-
-def test_two_callbacks_are_refused(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method="sr-ste"))
-    callbacks = [Sparse24Callback(), Sparse24Callback()]
-    run = Trainer(model, arguments(tmp_path), train_dataset=dataset(), callbacks=callbacks)
-    with pytest.raises(ValueError, match="two callbacks of class Sparse24Callback; it needs one"):
-        run.train()
-
-
-def test_a_controller_made_during_training_is_not_overlooked(tmp_path):
-    class Intruder(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-            Sparse24Controller(model, optimizer, total_steps=4)
-
-    run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Intruder()])
-    with pytest.raises(RuntimeError, match="another Sparse24Controller has taken this model over"):
-        run.train()
+    assert weights(run.model).isfinite().all()
 
 
 def test_the_last_flip_rate_is_logged_after_resuming(tmp_path):

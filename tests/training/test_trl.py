@@ -6,6 +6,7 @@ import pytest
 import torch
 import zoo
 from datasets import Dataset
+from training_runs import weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Linear, patch_model, sparse_weights
@@ -89,10 +90,6 @@ def reward(start, tmp_path, model=None, **settings):
     if model is None:
         model = policy(start, AutoModelForSequenceClassification, num_labels=1)
     return trl.RewardTrainer(model, args=args, train_dataset=Dataset.from_dict(PAIRS))
-
-
-def weights(model) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("make", [sft, dpo, grpo, reward])

@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import zoo
-from test_distributed import METHODS, settings
+from distributed_runs import METHODS, assert_same_tensors, settings
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, set_hf_deepspeed_config, unset_hf_deepspeed_config
@@ -45,12 +45,7 @@ def test_two_processes_train_as_one(trained, method):
             assert phase == phase1
             assert loss == pytest.approx(loss1, rel=1e-6)
             assert metrics == pytest.approx(metrics1, rel=1e-5, abs=1e-6)
-        for name, mask in one["masks"].items():
-            assert torch.equal(result["masks"][name], mask)
-        for kind in ("weights", "state"):
-            assert result[kind].keys() == one[kind].keys()
-            for name, tensor in one[kind].items():
-                torch.testing.assert_close(result[kind][name], tensor, rtol=1e-5, atol=2e-6)
+        assert_same_tensors(result, one, rtol=1e-5, atol=2e-6)
     for kind in ("weights", "state"):
         assert all(torch.equal(tensor, many[1][kind][name]) for name, tensor in many[0][kind].items())
 

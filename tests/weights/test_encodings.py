@@ -9,7 +9,7 @@ import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_gemms import model_of
+from sparse_models import model_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -260,11 +260,11 @@ def test_a_controller_keeps_them_between_two_steps(stand_in, prunings):  # noqa:
 
 def test_a_new_step_looks_again(stand_in, prunings):  # noqa: F811
     model = model_of("ste")
-    run_state = sparse_run(model)
+    run = sparse_run(model)
     for scale, passes in ((1, 2), (1, 2), (2, 4)):
         for parameter in model.parameters():
             parameter.data.mul_(scale)
-        with run_state.keep_encodings():
+        with run.keep_encodings():
             model(X)
             model(X)
         assert len(prunings) == passes
@@ -282,15 +282,13 @@ def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
 
 def test_a_copy_and_a_pickle_carry_none(stand_in):  # noqa: F811
     model = model_of("ste")
-    run_state = sparse_run(model)
-    with run_state.keep_encodings():
+    run = sparse_run(model)
+    with run.keep_encodings():
         model(X)
         assert kept(model) > 0
         twin = copy.deepcopy(model)
         assert kept(twin) == 0
         twin(X)
         assert kept(twin) == 0  # nor has it an open step
-        layer = model.layers[0]
-        assert zoo.kept_bytes(layer._replicate_for_data_parallel().sparse24["weight"]) == 0
-        assert pickle.loads(pickle.dumps(layer.sparse24["weight"].encodings))._kept.tensors == {}
-        assert pickle.loads(pickle.dumps(run_state)).step is None
+        assert pickle.loads(pickle.dumps(model.layers[0].sparse24["weight"].encodings))._kept.tensors == {}
+        assert pickle.loads(pickle.dumps(run)).open_step is None

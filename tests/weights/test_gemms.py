@@ -6,6 +6,7 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
+from sparse_models import model_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -34,22 +35,6 @@ def test_only_gemms_that_a_kernel_computes_have_a_problem(name, sparse):
         assert (gemm.problem(32, 48, 32, torch.bfloat16) is not None) == runs
     with pytest.raises(ValueError, match="estimator='best': must be one of"):
         Gemm(name, sparse, estimator="best")
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 48), nn.Linear(48, 16, bias=False)])
-
-    def forward(self, x):
-        return self.layers[1](self.layers[0](x).relu())
-
-
-def model_of(method: str, backend: str = "auto") -> nn.Module:
-    torch.manual_seed(0)
-    model = Mlp().bfloat16()
-    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", backend=backend))
-    return model
 
 
 def fix_draws(*models: nn.Module) -> None:

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from test_contract import STEPS, every_method, loop, method_config
+from method_runs import STEPS, every_method, loop, method_config
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, SparseRun, patch_model, sparse_run, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config
@@ -32,10 +32,8 @@ def make_stack(input_dim: int, seed: int = 0) -> Tensor:
 
 
 def attached(stack: Tensor, input_dim: int, method: str) -> tuple[nn.Module, SparseWeight]:
-    config = method_config(method)
-    config.bind()
     model = Experts(stack)
-    return model, SparseWeight.attach(model, "up", input_dim, config)
+    return model, SparseWeight.attach(model, "up", input_dim, SparseRun(method_config(method)))
 
 
 def layers_of(stack: Tensor, input_dim: int, method: str) -> nn.Module:
@@ -117,7 +115,7 @@ def test_saved_and_loaded(method, input_dim):
 @every_method
 def test_attached_and_detached(method):
     model, stack = attached(make_stack(-1), -1, method)
-    assert stack.run.phase == "sparse" and patched_config(model) is stack.config
+    assert stack.run.phase == "sparse" and sparse_run(model) is stack.run
     set_phase(model, "dense")
     assert stack.run.phase == "dense"
     stack.detach()
@@ -127,11 +125,10 @@ def test_attached_and_detached(method):
 
 def test_two_weights_of_one_module_keep_their_state_apart():
     """As gate, up and down of stacked experts stand in one module. State of `weight` has the short names."""
-    config = Sparse24Config()
-    config.bind()
+    run = SparseRun(Sparse24Config())
     model = Experts(make_stack(-1))
     model.weight = nn.Parameter(torch.randn(OUT, IN))
-    weights = [SparseWeight.attach(model, name, -1, config) for name in ("up", "weight")]
+    weights = [SparseWeight.attach(model, name, -1, run) for name in ("up", "weight")]
     assert list(model.state_dict()) == ["up", "weight", "scale_of_up", "scale"]
     assert list(sparse_weights(model)) == ["up", "weight"]
     assert weights[0].state["scale"].shape == (EXPERTS,) and weights[1].state["scale"].shape == ()

@@ -1,0 +1,116 @@
+"""What oneshot refuses, and that a model is untouched after an error or an interrupt."""
+
+import itertools
+
+import pytest
+import torch
+import zoo
+from oneshot_models import OneLayer, assert_untouched, batches, fixed_mask
+from sparse_models import snapshot
+from torch import nn
+
+from hf_sparse24 import Sparse24Config, oneshot, sparse_weights
+
+
+class HalfUsed(OneLayer):
+    """Its second block is never run."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(16, 8))
+        self.blocks.append(nn.ModuleDict({"mlp": nn.Linear(16, 8)}))
+
+
+X = torch.ones(3, 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "arguments", "message"),
+    [
+        (None, [], {}, "data has no batches"),
+        (None, iter([]), {}, "data has no batches"),
+        (None, [[1, 2]], {}, "batch 0 of data is <class 'list'>: must be a dict of tensors"),
+        (None, [zoo.batch(), {"input_ids": [1, 2]}], {}, "batch 1 of data is {'input_ids': 'list'}: must be a dict"),
+        (None, batches(1), {"criterion": "best"}, r"criterion='best': must be one of \['magnitude', 'wanda'"),
+        (None, batches(1), {"damping": -1}, "damping=-1: must be a finite number >= 0"),
+        (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
+        (None, batches(1), {"config": Sparse24Config()}, "method='s-ste': oneshot chooses masks once and for all"),
+        (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5: other masks would be chosen"),
+        (None, batches(1), {"config": fixed_mask(target_modules=["nope"])}, "no linear layer's name ends in"),
+        (None, batches(1), {"criterion": "existing"}, "criterion='existing': the targeted weights have no zeros"),
+        (HalfUsed, [{"x": X}], {}, "no calibration tokens reach blocks.1.mlp; use more data, or leave them out"),
+        (None, [{**zoo.batch(), "attention_mask": torch.zeros(2, 12)}], {}, "no calibration tokens .* and 2 more"),
+        (lambda: OneLayer(nn.Linear(16, 8)), [{"x": X * torch.inf}], {}, "NaN or inf in the inputs of blocks.0.mlp"),
+        (lambda: OneLayer(nn.Linear(16, 8)), [{"x": X * torch.nan}], {}, "NaN or inf in the inputs of blocks.0.mlp"),
+        (lambda: OneLayer(nn.Linear(16, 8, device="meta")), [{"x": X}], {}, "blocks.0.mlp has no weight yet"),
+    ],
+)  # fmt: skip
+def test_refused_and_untouched(make, data, arguments, message):
+    model = (make or (lambda: zoo.build("llama")))()
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    before = {} if meta else snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        oneshot(model, data, **{"config": fixed_mask(), **arguments})
+    if not meta:
+        assert_untouched(model, before)
+
+
+def test_weights_with_nan_are_refused():
+    model = zoo.build("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or inf in the weights of model\.layers\.1\.mlp\.up_proj"):
+        oneshot(model, batches(1), fixed_mask())
+    assert not sparse_weights(model)
+
+
+def test_a_patched_model_is_refused_and_stays_patched():
+    model = zoo.build("llama")
+    oneshot(model, batches(1), fixed_mask())
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"already patched; call unpatch_model\(model\) first"):
+        oneshot(model, batches(1), fixed_mask())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_an_interrupted_run_restores_the_model(name, error):
+    """Whenever it comes: in the survey, before anything is pruned, when one block is. An error in the trial of replay
+    only means that there is no replay."""
+    model = zoo.build(name).eval()
+    before, data = snapshot(model), batches(1)
+
+    def interrupted_at(call: int) -> bool:
+        counter = itertools.count(1)
+
+        def interrupt(module, *args):
+            if next(counter) == call:
+                raise error("stop")
+
+        attention = next(module for module in model.modules() if module.__class__.__name__.endswith("Attention"))
+        handle = attention.register_forward_hook(interrupt)
+        try:
+            oneshot(model, data, fixed_mask())
+        except error:
+            return True
+        finally:
+            handle.remove()
+        return False
+
+    # The survey, the trial, the first block's pass, the second's, when the first is pruned.
+    for call in (1, 3, 4) if error is RuntimeError else (1, 2, 3, 4):
+        assert interrupted_at(call)
+        assert_untouched(model, before, mode=False)
+    assert not interrupted_at(5) and sparse_weights(model)
+
+
+def test_an_interrupt_after_a_layer_was_written(monkeypatch):
+    model = zoo.build("gpt2")
+    before = snapshot(model)
+
+    def interrupt(**fields):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_sparse24.pruning.oneshot.LayerReport", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(model, batches(1), fixed_mask())
+    assert_untouched(model, before)

@@ -1,0 +1,160 @@
+"""The quickstart, the text that it trains on, and the pages of the comparison of methods."""
+
+import io
+import json
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+
+import mask_quality
+import methods
+import pytest
+import quickstart
+import stdlib_text
+import torch
+import train
+from arguments import parse_arguments
+from paths import RECIPES
+from recipe_runs import LLAMA, flags
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+# --- the standard library's text, and the quickstart ---
+
+
+def test_stdlib_text_is_cached_and_deterministic(tmp_path):
+    first = stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=100)
+    files = ["train.jsonl", "validation.jsonl", "tokenizer/tokenizer.json"]
+    contents = [(first / name).read_bytes() for name in files]
+    stamps = [(first / name).stat().st_mtime_ns for name in files]
+    stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=100)
+    assert [(first / name).stat().st_mtime_ns for name in files] == stamps
+    again = stdlib_text.prepare(tmp_path / "b", vocab_size=300, max_files=100)
+    assert [(again / name).read_bytes() for name in files] == contents
+    assert [content.count(b"\n") for content in contents[:2]] == [98, 2]
+    (first / "manifest.json").unlink()  # as an interrupted run leaves it
+    (first / "train.jsonl").write_text("half")
+    stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=100)
+    assert [(first / name).read_bytes() for name in files] == contents
+    tokenizer = AutoTokenizer.from_pretrained(first / "tokenizer")
+    text = "def f(a):\n    return 'é' + a\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    with pytest.raises(ValueError, match=r"vocab_size=100: .* at least 260"):
+        stdlib_text.prepare(tmp_path / "c", vocab_size=100)
+
+
+TINY = [
+    "--max_steps=4",
+    "--eval_steps=2",
+    "--logging_steps=1",
+    "--per_device_train_batch_size=2",
+    "--disable_tqdm=true",
+    "--dataloader_pin_memory=false",
+    f"--config_overrides={json.dumps({**LLAMA, 'max_position_embeddings': 256})}",
+]
+
+
+def in_this_process(command: list[str], **_) -> SimpleNamespace:
+    """What `subprocess.run` gives for a Python script, without the seconds that its imports take."""
+    printed, ended_with = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(sys, "argv", command[1:])
+        try:
+            runpy.run_path(command[1], run_name="__main__")
+        except SystemExit as end:
+            ended_with = end.code
+    return SimpleNamespace(returncode=int(ended_with != 0), stdout=printed.getvalue(), stderr=str(ended_with))
+
+
+def test_quickstart_twice_and_its_loud_failures(tmp_path, capsys, monkeypatch):
+    arguments = [*TINY, f"--output_dir={tmp_path / 'out'}"]
+    for _ in range(2):
+        quickstart.main(arguments, data=str(tmp_path / "data"), max_files=50)
+        out = capsys.readouterr().out
+        assert "reload check passed" in out and "export check passed" in out and "\ndef " in out
+        assert "50.0% of the 2:4 weights" in out
+        dense, packed = (int(re.search(rf"{kind} export +(\d+) kB", out)[1]) for kind in ("dense", "packed"))
+        assert packed < dense
+        assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
+        assert f"report             {tmp_path / 'out' / 'report.html'}\n" in out
+        assert '<g class="cells" data-row="gate_proj"' in (tmp_path / "out" / "report.html").read_text()
+        # The first run has shown that a fresh process loads it.
+        monkeypatch.setattr(quickstart, "subprocess", SimpleNamespace(run=in_this_process))
+
+    arguments = flags(tmp_path, tmp_path / "data/train.jsonl", tmp_path / "data/tokenizer", validation_split=0.1)
+    trainer = train.make_trainer(*parse_arguments(train.ARGUMENTS, arguments))
+    trainer.save_model(tmp_path / "damaged")
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] += 1
+    with pytest.raises(SystemExit, match="reload check FAILED"):
+        quickstart.check_reload(trainer, tmp_path / "damaged")
+    monkeypatch.setattr(quickstart, "export_model", lambda model, path, *_: plain_copy(model, path))
+    with pytest.raises(SystemExit, match="packed check FAILED"):
+        quickstart.check_packed(trainer, tmp_path / "not-packed")
+    with pytest.raises(SystemExit, match=r"export check FAILED: not 2:4 in .*: model.layers.0.mlp.gate_proj"):
+        quickstart.check_export(trainer, tmp_path / "not-sparse")
+
+
+def plain_copy(model, path):
+    copy = AutoModelForCausalLM.from_config(type(model.config)(**{**LLAMA, "vocab_size": model.config.vocab_size}))
+    copy.save_pretrained(path)
+
+
+def test_quickstart_interrupted(tmp_path):
+    command = [sys.executable, str(RECIPES / "quickstart.py"), *TINY, "--max_steps=100000", "--output_dir=out"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "runs/stdlib_text/manifest.json").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors and "Traceback" not in errors
+
+
+def test_methods_page(tmp_path, capsys, monkeypatch):
+    """Runs are kept and not repeated; the page tells what is there, the reverse of a claim included."""
+    stdlib_text.prepare(tmp_path / "text", 300, max_files=60)
+    results = tmp_path / "results" / "methods"
+    common = ["--results", str(results), "--data", str(tmp_path / "text"), "--steps", "10"]
+    monkeypatch.setattr(methods, "START", methods.LEARNING_RATES[3:4])
+    monkeypatch.setattr(methods, "LEARNING_RATES", methods.START)
+    monkeypatch.setattr(methods, "SEEDS", (0,))
+    monkeypatch.setattr(methods, "RATE_OF", {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stdlib_text, "prepare", lambda directory: directory)
+        methods.main([*common, "--only", "dense"])
+        methods.main([*common, "--only", "dense", "ste", "--shard", "1/2"])
+        (rate,) = methods.START
+        dense, ste = (results / f"{variant}-lr{rate:g}-seed0.json" for variant in ("dense", "ste"))
+        assert set(results.iterdir()) == {dense, ste}
+        before = ste.stat().st_mtime_ns
+        methods.main([*common, "--only", "ste"])
+    assert ste.stat().st_mtime_ns == before
+    saved = json.loads(ste.read_text())
+    assert saved["sparse24"]["method"] == "ste" and saved["eval_loss"] > 0 and saved["steps"] == [5, 10]
+    assert saved["tokens"] == 10 * 8 * 128 and saved["model"] == "llama"
+    # A made-up sr-ste run that is worse than ste: a claim that does not hold must be said not to.
+    saved |= {"variant": "sr-ste", "eval_loss": saved["eval_loss"] + 1}
+    (results / f"sr-ste-lr{rate:g}-seed0.json").write_text(json.dumps(saved))
+    methods.main([*common, "--report"])
+    page = (tmp_path / "results" / "methods.md").read_text()
+    assert (
+        f"| `ste` | magnitude masks, straight-through, at `sr-ste`'s learning rate | {rate:g} |" in page
+        and "from 3 runs" in page
+    )
+    assert (tmp_path / "results" / "methods.png").stat().st_size > 0
+    assert "- `sr-ste` below `ste` (SR-STE, section 3): **not seen**: the reverse (1 seed, by -1.000)" in page
+
+
+def test_mask_quality_table():
+    lines = mask_quality.table(32, 0).splitlines()
+    assert len(lines) == 2 + 3 * 5
+    best = [line for line in lines if "| exact |" in line]
+    assert all("| 1.0000 |" in line for line in best)

@@ -1,0 +1,143 @@
+"""The flags of train.py, from YAML files and the command line, and the errors of wrong ones."""
+
+import pytest
+import stdlib_text
+import train
+import yaml
+from arguments import parse_arguments, read_yaml
+from recipe_runs import LLAMA, flags, jsonl
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def test_yaml_and_flags_on_top(tmp_path, tokenizer, text_file):
+    settings = {"dataset": text_file, "model_type": "llama", "config_overrides": LLAMA, "tokenizer_name": tokenizer}
+    settings |= {"target_modules": "attention", "sparse24": {"weight_grad": "dense"}, "max_steps": 3, "use_cpu": True}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings) + "learning_rate: 1e-3\nbf16: false\ndataset_config: null\n")
+    model_args, _, data_args, sparse_args, _, training_args = parse_arguments(
+        train.ARGUMENTS, [str(path), "--max_steps", "7"]
+    )
+    assert (training_args.max_steps, training_args.learning_rate, training_args.bf16) == (7, 1e-3, False)
+    assert model_args.config_overrides == LLAMA
+    assert (data_args.dataset, data_args.dataset_config) == (text_file, None)
+    assert sparse_args.make_config().target_modules == "attention"
+    assert sparse_args.make_config().weight_grad == "dense"
+    path.write_text(yaml.safe_dump(settings | {"target_modules": ["up_proj", "down_proj"]}))
+    assert parse_arguments(train.ARGUMENTS, [str(path)])[3].make_config().target_modules == ["up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "0.1e-3", ".1e-3", "+1e-4", "1.0e-4", "0.0001"])
+def test_numbers_of_a_yaml_file_are_numbers_at_every_depth(tmp_path, number):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"sparse24:\n  masked_decay: {number}\n  list: [{number}, e4, 1e, 3]\n")
+    assert read_yaml(str(path), train.ARGUMENTS) == {"sparse24": {"masked_decay": 1e-4, "list": [1e-4, "e4", "1e", 3]}}
+
+
+def test_help_shows_the_flags_of_the_script(capsys):
+    shown = {}
+    for flag in ("-h", "--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            parse_arguments(train.ARGUMENTS, [flag])
+        assert stopped.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    assert shown["-h"] == shown["--help"] and len(shown["-h"].splitlines()) < 80
+    assert all(flag in shown["-h"] for flag in ("--dataset", "--sparse24", "--objective", "--help-all"))
+    assert "--neftune_noise_alpha" not in shown["-h"] and "--neftune_noise_alpha" in shown["--help-all"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("max_stepz: 3\n", r"unknown keys \['max_stepz'\]"), ("- a\n- b\n", "must be a mapping")],
+)
+def test_wrong_yaml(tmp_path, content, message):
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(train.ARGUMENTS, [str(path)])
+    with pytest.raises(ValueError, match="no such file"):
+        parse_arguments(train.ARGUMENTS, [str(tmp_path / "absent.yaml")])
+
+
+def test_wrong_type_in_yaml(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("block_size: 12.5\n")
+    with pytest.raises(SystemExit):
+        parse_arguments(train.ARGUMENTS, [str(path)])
+    assert "--block_size/--block-size: invalid int value: '12.5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"dataset": None}, ValueError, "dataset is missing"),
+        ({"dataset": "absent.txt"}, ValueError, "absent.txt: no such file"),
+        ({"dataset": "./absent/*.txt"}, ValueError, r"absent/\*.txt: no such file"),
+        ({"validation_file": "/absent.jsonl"}, ValueError, "/absent.jsonl: no such file"),
+        ({"text_column": "body"}, ValueError, r"text_column='body': .*train.txt has the columns \['text'\]"),
+        ({"text_column": "body", "streaming": True}, ValueError, r"has the columns \['text'\]"),
+        ({"model_name_or_path": "gpt2"}, ValueError, "both of model_name_or_path"),
+        ({"model_type": None, "config_overrides": None}, ValueError, "neither of model_name_or_path"),
+        ({"model_type": None, "model_name_or_path": "gpt2"}, ValueError, "config_overrides is for model_type"),
+        ({"model_type": "lama"}, ValueError, "model_type='lama': must be one of"),
+        ({"overrides": {"hiden_size": 16}}, ValueError, r"\['hiden_size'\] are no fields of LlamaConfig"),
+        ({"config_overrides": "{hidden_size: 16}"}, ValueError, "config_overrides=.*: not JSON"),
+        ({"config_overrides": "[16]"}, ValueError, "must be a JSON object"),
+        ({"overrides": {**LLAMA, "vocab_size": 200}}, ValueError, "the tokenizer has 300 tokens, the model embeds 200"),
+        ({"tokenizer_name": None}, ValueError, "model_type='llama' needs tokenizer_name"),
+        ({"objective": "prefix"}, ValueError, "objective='prefix': must be one of causal, masked"),
+        ({"dtype": "int8"}, ValueError, "dtype='int8': must be one of float32, bfloat16"),
+        ({"distillation": "{}", "teacher": "t", "method": "dense"}, ValueError, "teacher is for sparse methods"),
+        ({"distillation": '{"weight": 1}'}, ValueError, "distillation is for a teacher"),
+        ({"distillation": '{"wait": 1}', "teacher": "t"}, ValueError, r"\['wait'\] are no fields of Distillation"),
+        ({"distillation": '{"weight": 2}', "teacher": "t"}, ValueError, "weight=2: must be in"),
+        ({"method": "magic"}, ValueError, "method='magic': must be one of dense, fixed-mask, .*s-ste"),
+        ({"sparse24": '{"patern": "2:4"}'}, ValueError, r"unknown keys in a Sparse24Config: \['patern'\]"),
+        ({"block_size": 64}, ValueError, "sequences of 64 tokens: the model has 32 positions"),
+        ({"block_size": 1}, ValueError, "block_size=1: must be at least 2"),
+        ({"validation_split": "1.5"}, ValueError, "validation_split='1.5': a fraction must be between 0 and 1"),
+        ({"validation_split": 0.1, "streaming": True}, ValueError, "a stream has no length"),
+        ({"validation_split": 0.1, "validation_file": "x.txt"}, ValueError, "both of validation_file"),
+        ({"validation_split": 0.9999}, ValueError, "validation_split=0.9999: leaves nothing of"),
+        ({"distributed": '{"tp": 2}'}, ValueError, r"distributed: \['tp'\] are no fields of DistributedConfig"),
+        ({"typo": 1}, ValueError, "typo"),
+    ],
+)
+def test_clear_errors(tmp_path, tokenizer, text_file, settings, error, message):
+    settings = {"dataset": text_file, "tokenizer": tokenizer, **settings}
+    if "tokenizer_name" in settings:
+        settings["tokenizer"] = settings.pop("tokenizer_name")
+    with pytest.raises(error, match=message):
+        train.make_trainer(*parse_arguments(train.ARGUMENTS, flags(tmp_path, **settings)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_too_little_text(tmp_path, tokenizer, streaming):
+    arguments = flags(tmp_path, jsonl(tmp_path / "t.jsonl", ["abc", *[""] * 20, "xy"]), tokenizer, streaming=streaming)
+    with pytest.raises(ValueError, match="the text has 7 tokens, less than one block"):
+        train.main(arguments)
+    (tmp_path / "t.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"t\.jsonl: empty, there is no text in it"):
+        train.main(arguments)
+
+
+def test_mixed_directory(tmp_path, tokenizer):
+    directory = tmp_path / "mixed"
+    directory.mkdir()
+    jsonl(directory / "a.jsonl")
+    (directory / "b.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"holds files of several kinds \(json, text\)"):
+        train.main(flags(tmp_path, directory, tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("missing", "objective", "message"),
+    [("eos_token", "causal", "has no eos_token"), ("mask_token", "masked", "has no mask_token")],
+)
+def test_tokenizer_lacks_a_token(tmp_path, tokenizer, text_file, missing, objective, message):
+    tokens = {name: token for name, token in stdlib_text.SPECIAL_TOKENS.items() if name != missing}
+    tokenizer_object = AutoTokenizer.from_pretrained(tokenizer).backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer_object, **tokens).save_pretrained(tmp_path / "lacking")
+    with pytest.raises(ValueError, match=message):
+        train.main(flags(tmp_path, text_file, tmp_path / "lacking", objective=objective))

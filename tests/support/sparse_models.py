@@ -1,0 +1,56 @@
+"""Tiny sparse models of the zoo, what they compute, and whether two models hold the same tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import zoo
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_sparse24 import Sparse24Config, patch_model
+
+
+def patched(name: str = "llama", sizes: Mapping[str, Any] | None = None, **settings: Any) -> PreTrainedModel:
+    """A model of the zoo, in train mode, patched by a `Sparse24Config` with the settings."""
+    model = zoo.build(name, **(sizes or {}))
+    patch_model(model, Sparse24Config(**settings))
+    return model
+
+
+class Mlp(nn.Module):
+    """Two layers, large enough for sparse GEMMs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 48), nn.Linear(48, 16, bias=False)])
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x).relu())
+
+
+def model_of(method: str, backend: str = "auto") -> nn.Module:
+    """A sparse `Mlp` in bf16, always with the same weights."""
+    torch.manual_seed(0)
+    model = Mlp().bfloat16()
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", backend=backend))
+    return model
+
+
+def logits(model: nn.Module, **inputs: Any) -> torch.Tensor:
+    """What the model computes in eval mode, in its own dtype, of `zoo.batch()` unless inputs are given."""
+    with torch.no_grad():
+        return model.eval()(**(inputs or zoo.batch())).logits
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the model's state dict."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_state(model: nn.Module, expected: nn.Module | Mapping[str, torch.Tensor]) -> None:
+    """The model's state dict equals that of another model, or a snapshot, bit for bit."""
+    one, two = model.state_dict(), expected.state_dict() if isinstance(expected, nn.Module) else expected
+    assert one.keys() == two.keys()
+    different = [name for name in one if not torch.equal(one[name], two[name])]
+    assert not different
