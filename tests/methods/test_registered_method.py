@@ -329,7 +329,7 @@ def test_weights_that_are_all_frozen_have_no_pieces():
 def test_its_term_of_the_outputs_is_added_while_it_trains():
     """To the loss that the model returns, while a controller runs, in train mode with gradients; a copy has none."""
     model, plain = patched(z_loss=0.5), patched(z_loss=0.0)
-    optimizer, controller = loop(model)
+    _optimizer, controller = loop(model)
     batch = zoo.batch()
     own, outputs = plain(**batch).loss, model(**batch)
     term = 0.5 * outputs.logits.float().logsumexp(-1).square().mean()
