@@ -1,4 +1,4 @@
-"""Sparse or dense, and by which algorithm: decided from measurements, and dense where there is none.
+"""Verdicts from measurements: sparse or dense, and by which algorithm; dense where nothing was measured.
 
     tune(problems, device)     measures in a child process and stores the result; `hf-sparse24 tune` calls it
     choose(problem, device)    says what to run now; planning calls it for every GEMM
@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from .. import cusparselt
-from ..cusparselt import CUSPARSELT
 from ..problem import Algorithm, GemmProblem
 from .child import WORKER, Child
 from .records import Environment, Measured, bucket, current_environment
@@ -112,7 +111,8 @@ def _verdict(
 
 
 def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> Verdict:
-    unsupported = CUSPARSELT.unsupported(problem, device)
+    unsupported = cusparselt.unsupported_device(device)
+    unsupported = unsupported or cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
     if unsupported:
         return _unmeasured(unsupported)
     table = _table(current_environment(device))

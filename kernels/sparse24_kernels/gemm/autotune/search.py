@@ -2,7 +2,7 @@
 
 No candidate runs in this process. A child (`worker.py`) gets one candidate per request:
 
-    {"device": "cuda:0", "environment": [...], "problem": {...}, "algorithm": [id, split_k, mode], "effort": 1}
+    {"device": "cuda:0", "environment": [...], "problem": [...], "algorithm": [id, split_k, mode], "effort": 1}
     {"ok": true, "sparse_us": 188.7, "dense_us": 289.5}
     {"ok": false, "reason": "wrong numbers ...", "deny": true}
 
