@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.decay import foreach_masked_decay_
 from torch import Tensor
 
 from ..sharding import local, local_gradient
@@ -76,4 +76,4 @@ class MaskedDecayMethod(SparseMethod):
             parameters.append(parameter)
             masks.append(context.mask(name, weight))
             alphas.append(decay if on_gradient else -decay * context.learning_rate(name))
-        kernels.foreach_masked_decay_(targets, parameters, masks, alphas)
+        foreach_masked_decay_(targets, parameters, masks, alphas)

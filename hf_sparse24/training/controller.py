@@ -6,8 +6,8 @@ as the method says: phases, state such as masks, what it adds to gradients; and 
 
 from typing import Any
 
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 
 from ..adapters import check_adapters
@@ -370,7 +370,7 @@ class Sparse24Controller:
     def _count_flips(self, before: dict[str, Tensor]) -> dict[str, Tensor]:
         """By weight, how many of its entries have entered or left the mask since, on all processes."""
         after = [self.weights[name].local_mask(packed=True) for name in before]
-        counts = kernels.count_flips(list(before.values()), after)
+        counts = count_flips(list(before.values()), after)
         return dict(zip(before, total(list(counts), [self.weights[name].master for name in before])))
 
 
