@@ -51,6 +51,7 @@ while True:
     elif do == "exit": sys.exit(3)
     elif do == "close": pipe.close(); time.sleep(1000)
     elif do == "wrong": reply(ok=False, reason="wrong numbers", deny=True)
+    elif do == "untimed": reply(ok=False, reason="no CUDA graph takes this call", deny=False)
     elif do == "garbage": pipe.send_bytes(b"\\x00\\xff{]"); time.sleep(1000)
     elif do == "noise": print("library says hello", flush=True); reply(ok=True, sparse_us=80.0, dense_us=100.0)
     elif do == "nonsense": reply(ok=True, sparse_us="fast", dense_us=None)

@@ -128,6 +128,14 @@ def test_when_nothing_passes_the_verdict_is_remembered(stand_in):
     assert "no algorithm passes" in choose(PROBLEM, CPU).reason
 
 
+def test_when_nothing_can_be_timed_the_reason_is_told_and_nothing_is_remembered(stand_in):
+    worker = stand_in(_0="untimed", _1="wrong", max_id=1)
+    reason = "no algorithm could be timed: no CUDA graph takes this call"
+    assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].reason == reason
+    reset()
+    assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+
+
 def test_time_runs_out(stand_in):
     worker = stand_in(**{"0": 50} | {str(number): "hang" for number in range(1, 64)})
     start = time.monotonic()

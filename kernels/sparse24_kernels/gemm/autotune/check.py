@@ -19,7 +19,7 @@ from .. import cusparselt
 from ..cusparselt import MULTIPLE
 from ..problem import Algorithm, GemmProblem
 from .records import Environment, bucket, bucket_start, current_environment
-from .timing import Exposed, Sample, sampler
+from .timing import NotCaptured, Sample, sampler
 
 MOST_DENSE_ERROR = 8.0
 """In the units of `Case.error`. A dense result that is less accurate cannot be the reference for sparse ones."""
@@ -138,7 +138,7 @@ def laid_out(product: Tensor, problem: GemmProblem) -> Tensor:
 
 
 def prepare(library: Library, problem: GemmProblem) -> list[Case]:
-    """The inputs. The first one is also timed.
+    """The inputs that a problem's algorithms are checked on. The first one is also timed.
 
     Raises:
         Rejected: dense math itself is inaccurate.
@@ -210,7 +210,7 @@ def check(case: Case, result: Tensor, of: str = "") -> None:
 
 
 def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, of: str = "") -> None:
-    """Without split-k, results have the bits of the first run. Split-k sums in any order, but must be accurate."""
+    """Reject other bits than those of the first run. Split-k sums in any order, but must be accurate."""
     if algorithm.split_k != 1:
         check(case, result, of)
     elif not torch.equal(result.view(torch.int16), first.view(torch.int16)):
@@ -218,7 +218,7 @@ def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, 
 
 
 def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
-    """The algorithm itself adds the bias, so the bias is checked too."""
+    """Reject a wrong bias: the algorithm itself adds it."""
     bias = torch.linspace(-4, 4, case.problem.m, device=case.dense.device).to(case.problem.dtype)
     column = bias.float()  # of the transposed result
     half_eps = torch.finfo(bias.dtype).eps / 2
@@ -227,7 +227,7 @@ def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
 
 
 def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, effort: int) -> tuple[float, float]:
-    """Microseconds of the sparse GEMM and of the dense one.
+    """Microseconds that the sparse GEMM takes, and the dense one.
 
     Args:
         effort: 0 screens, with the first input and three samples; otherwise all inputs, and samples in proportion.
@@ -250,14 +250,14 @@ def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, eff
         check_bias(library, timed, algorithm)
     sparse_us: list[float] = []
     dense_us: list[float] = []
-    sample_sparse = library.sampler(sparse(timed))
-    sample_dense = library.sampler(lambda: library.dense(timed.matrix, timed.dense, timed.problem))
+    try:
+        sample_sparse = library.sampler(sparse(timed))
+        sample_dense = library.sampler(lambda: library.dense(timed.matrix, timed.dense, timed.problem))
+    except NotCaptured as error:
+        raise Rejected(str(error), deny=False) from None
     rounds = 5 * effort or 3
     while len(sparse_us) < rounds:
-        try:
-            (us, result), (dense, _) = sample_sparse(), sample_dense()
-        except Exposed as error:
-            raise Rejected(str(error), deny=False) from None
+        (us, result), (dense, _) = sample_sparse(), sample_dense()
         check_bits(timed, result, expected, algorithm, " while timed")
         sparse_us.append(us)
         dense_us.append(dense)
