@@ -119,7 +119,7 @@ class Operands:
         return kernels.sparse_linear(self.b, operand, self.bias, plan=plan)
 
     def check(self, plan: GemmPlan) -> None:
-        """The sparse GEMM, of what our kernels have compressed and of what the library has."""
+        """Assert the sparse GEMM of what our kernels have compressed, and of what the library has."""
         assert self.packed is not None, plan.reason
         pruned = self.encode("dense")
         dense, truth = self.dense(pruned), self.dense(pruned, Tensor.float)
@@ -132,7 +132,10 @@ class Operands:
 
 
 def assert_three_way(ours: Tensor, dense: Tensor, truth: Tensor, what: str) -> None:
-    """By norm and at the worst element no further from the truth than twice the dense result, plus one rounding."""
+    """Assert that a result is no further from the truth than twice the dense result, plus one rounding.
+
+    By norm, and at the worst element.
+    """
     assert (ours.shape, ours.dtype) == (truth.shape, dense.dtype), f"{what}: {ours.shape}, {ours.dtype}"
     truth, eps = truth.to(torch.promote_types(truth.dtype, torch.float32)), torch.finfo(ours.dtype).eps
     for name, size in (("norm", torch.linalg.vector_norm), ("largest", lambda x: x.abs().max())):

@@ -58,12 +58,12 @@ class Workload(Case):
         return replace(self, row=(shape, *self.row[1:]))
 
     def call(self, arguments: tuple, compiled: Callable[..., Any] | None = None) -> Any:
-        """The public function; what it returns, or its first argument where it works in place."""
+        """The result of the public function: what it returns, or its first argument where it works in place."""
         results = (compiled or self.public)(*arguments)
         return arguments[0] if results is None else results
 
     def bytes(self) -> int:
-        """What must be read and written: inputs (as often as needed) and results, each once."""
+        """Bytes that must be read and written: inputs (as often as needed) and results, each once."""
         arguments = self.arguments(torch.device("meta"))
         read, written = (sum(x.nbytes for x in tensors(found)) for found in (arguments, self.call(arguments)))
         return self.reads * read + written

@@ -61,12 +61,12 @@ class Run:
         return describe(error)
 
     def log(self, text: str) -> None:
-        """Into the log beside the report."""
+        """Append to the log beside the report."""
         with open(f"{self.path}.log", "a") as log:
             log.write(f"{clean(text)}\n")
 
     def compare(self, makers: Mapping[str, Maker], limit: float = 40) -> Row:
-        """Several ways to do the same work, sampled in turn: the time or the error of each."""
+        """The row of several ways to do the same work, sampled in turn: the time or the error of each."""
         times: dict[str, Row] = {}
         samplers: dict[str, Sampler] = {}
         try:
@@ -115,7 +115,7 @@ class Section:
         return {}
 
     def measure(self, run: Run, entry: Any) -> Row:
-        """`times` by way and `facts` by head of a column, as of `Run.compare`."""
+        """The row of an entry: `times` by way and `facts` by head of a column, as `Run.compare` returns them."""
         raise NotImplementedError
 
     def execute(self, run: Run) -> None:
@@ -159,14 +159,14 @@ def execute(run: Run, sections: list[Section]) -> int:
 
 
 def clean(text: str) -> str:
-    """Without the folders of this machine."""
+    """The text without the folders of this machine."""
     for folder, name in ((str(ROOT), "."), (sys.prefix, "python"), (str(Path.home()), "~")):
         text = text.replace(folder, name)
     return text
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """`path` with .json and with .md. A run that is killed leaves the last complete version."""
+    """Write `path` with .json and with .md. A run that is killed leaves the last complete version."""
     for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page(result))):
         unfinished = path.with_name(path.name + suffix + ".tmp")
         unfinished.write_text(clean(text))
@@ -208,7 +208,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def number(x: Any) -> str:
-    """Three or four digits of a float; anything else as it is."""
+    """Text of a cell: three or four digits of a float, anything else as it is."""
     if isinstance(x, float):
         return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 100 else f"{x:.2f}"
     return "" if x is None else str(x).replace("|", "/")

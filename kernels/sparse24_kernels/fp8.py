@@ -39,7 +39,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
-    """What is left of `x` after a round trip through FP8 with one current scale per tensor.
+    """`x` rounded to FP8 with one current scale per tensor, in its own dtype.
 
     Simulation: the result has the dtype of `x`, so the GEMMs that follow run as before. Values are multiplied by
     `s = max / amax`, rounded to nearest even, and divided by s, in fp32 (fp64 too).

@@ -66,7 +66,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
-    """The mask that `pack_bits` has packed.
+    """The bool mask that `pack_bits` packed.
 
     Args:
         packed: uint8 `[..., ceil(size/8)]`.

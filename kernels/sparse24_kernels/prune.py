@@ -249,7 +249,7 @@ def _prune(
     forms: str,
     compressions: Sequence[int],
 ) -> list[Tensor]:
-    """`compressions`: columns and layout number of each compressed form, in the order of `forms`."""
+    """The tensors of all forms in order; `compressions` has columns and layout number of each compressed one."""
     prune = implementation("prune.prune", weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
     wanted = forms.split(",")  # an operator's schema has no list of strings
     stored = _compression_of(wanted, compressions)
@@ -295,6 +295,6 @@ def _(
 
 
 def _compression_of(forms: list[str], compressions: Sequence[int]) -> dict[str, Compression]:
-    """The compressed ones of `forms`, each with its two numbers."""
+    """The `Compression` of each compressed form, from its two numbers."""
     compressed = [form for form in forms if form in COMPRESSED]
     return {form: Compression(compressions[2 * i], compressions[2 * i + 1]) for i, form in enumerate(compressed)}

@@ -36,7 +36,7 @@ NOT_TUNED = "not tuned: run `hf-sparse24 tune`"
 
 
 class Verdict(NamedTuple):
-    """What to run: `backend` is "cusparselt" or "dense".
+    """The decision for a GEMM: `backend` is "cusparselt" or "dense".
 
     `algorithm` is the fastest that passed its checks, with its times, even where dense is faster; None where none
     passed. `measured` is False where no measurement exists, so nothing is known of the sparse algorithms.
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speedup of the round.
+    """State of a progress bar: problem `number` (from 0) of `total`, candidates tried, best speedup of the round.
 
     `str` says what is behind the bar: the problem, and what is known of it.
     """
@@ -73,7 +73,7 @@ _lock = threading.RLock()  # autograd calls `choose` from threads of its own
 
 
 def choose(problem: GemmProblem, device: torch.device) -> Verdict:
-    """What to run for `problem` on `device`; n may be symbolic while torch.compile traces.
+    """The verdict for `problem` on `device`; n may be symbolic while torch.compile traces.
 
     Under `torch.use_deterministic_algorithms(True)`, algorithms that split k are left out.
     """
