@@ -11,6 +11,7 @@ import pages
 import pytest
 import zoo
 from safetensors import safe_open
+from sparse24_kernels.gemm.backend import backend_names, unregister_backend
 
 from hf_sparse24 import METHODS, export_model, patch_model
 from hf_sparse24.packed import PackedFormat
@@ -23,11 +24,14 @@ FORMAT = "docs/packed_format.md"
 
 @pytest.fixture
 def unregistered():
-    """Methods that a page registers are gone after it."""
+    """Methods and backends that a page registers are gone after it."""
     before = dict(METHODS)
+    backends = backend_names()
     yield
     for name in METHODS.keys() - before.keys():
         METHODS.pop(name)
+    for name in set(backend_names()) - set(backends):
+        unregister_backend(name)
 
 
 # Pages show the shortest code, so trainers pick a device and trackers themselves; TRL and PEFT still use names of
