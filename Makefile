@@ -1,10 +1,10 @@
 # `make demo`, `make test` and `make methods` need nothing but Python 3.11+: they make .venv and install into it first.
 PYTHON ?= python3
-# What `make gpu` runs with: an interpreter that has PyTorch, Triton and tqdm. It installs nothing.
+# What `make gpu-test` and `make gpu` run with: an interpreter that has PyTorch, Triton and tqdm. It installs nothing.
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow coverage lower-bounds methods figures docs gpu lint lint-check dist clean
+.PHONY: demo test test-slow coverage lower-bounds methods figures docs gpu-test gpu lint lint-check dist clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
@@ -40,7 +40,11 @@ figures: .venv/.docs-installed
 docs: .venv/.docs-installed
 	$(BIN)/python docs/build_site.py $(DOCS_ARGS)
 
-# On a GPU: kernels and GEMMs checked first, then timed, then models. GPU_ARGS='--sections kernels --minutes 4'.
+# On a GPU: whether kernels, GEMMs and layers compute the right thing. Needs the test extra in GPU_PYTHON.
+gpu-test:
+	$(GPU_PYTHON) -m pytest -q -m gpu
+
+# On a GPU: kernels, GEMMs, layers and models timed. GPU_ARGS='--sections kernels --minutes 4'.
 gpu:
 	$(GPU_PYTHON) recipes/benchmarks/gpu.py $(GPU_ARGS)
 

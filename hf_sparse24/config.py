@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, Self, overload
 
 from packaging.version import Version
-from sparse24_kernels import BACKENDS, Pattern
+from sparse24_kernels import Pattern
+from sparse24_kernels.gemm.backend import backend_names
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
@@ -296,7 +297,7 @@ def _check_shared(
         raise ValueError(
             f"layers_to_transform={shown(layers_to_transform)}: must be a block index >= 0 or a non-empty list of them"
         )
-    wrong = one_of("auto", *BACKENDS)(backend)
+    wrong = one_of("auto", *backend_names())(backend)
     if wrong:
         raise ValueError(f"backend={shown(backend)}: {wrong}")
 

@@ -8,7 +8,8 @@ import time
 from functools import partial
 
 import torch
-from sparse24_kernels import SOLVERS, nm_mask, transposable_mask
+from sparse24_kernels import nm_mask, transposable_mask
+from sparse24_kernels.transposable import SOLVERS
 
 from hf_sparse24.metrics import kept_magnitude, mask_diversity
 

@@ -8,8 +8,9 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
-from sparse24_kernels import Algorithm
-from sparse24_kernels.gemm import autotune
+from sparse24_kernels import GemmPlan
+from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm.problem import Algorithm
 from torch import nn
 
 from hf_sparse24 import METHODS, Sparse24Config, patch_model, sparse_weights
@@ -35,14 +36,14 @@ class Spy:
     """What `kernels.sparse_linear` and `sparse_mm` were called with, in the order of the GEMMs of a layer."""
 
     def __init__(self, monkeypatch):
-        self.algorithms: list[Algorithm | None] = []
+        self.plans: list[GemmPlan] = []
         for name in ("sparse_linear", "sparse_mm"):
             monkeypatch.setattr(kernels, name, self.recording(getattr(kernels, name)))
 
     def recording(self, function):
-        def record(*arguments, algorithm=None):
-            self.algorithms.append(algorithm)
-            return function(*arguments, algorithm=algorithm)
+        def record(*arguments, plan):
+            self.plans.append(plan)
+            return function(*arguments, plan=plan)
 
         return record
 
@@ -55,13 +56,13 @@ def spy(monkeypatch) -> Spy:
 def gemms_that_run(layer: nn.Module, tokens: int, library: StandIn, spy: Spy) -> dict[str, tuple[int, int, int] | None]:
     """One forward and backward pass: the (m, n, k) of each GEMM that ran sparse, None where it was dense math."""
     library.gemms.clear()
-    spy.algorithms.clear()
+    spy.plans.clear()
     x = torch.randn(tokens, IN).bfloat16().requires_grad_()
     output = layer(x)
     forward = len(library.gemms)
     output.backward(torch.randn(tokens, OUT).bfloat16())
     assert x.grad is not None and layer.weight.grad is not None
-    assert sum(algorithm is not None for algorithm in spy.algorithms) == len(library.gemms)
+    assert all(plan.is_sparse for plan in spy.plans) and len(spy.plans) == len(library.gemms)
     ran: dict[str, tuple[int, int, int] | None] = dict.fromkeys(GEMMS)
     for index, (m, n, k, _, transposed) in enumerate(library.gemms):
         name = "output" if index < forward else "grad_input" if transposed else "grad_weight"
@@ -96,7 +97,11 @@ def check_agreement(model: nn.Module, weight: SparseWeight, tokens: int, library
             continue
         assert plan == kernels.plan_gemm(problem, CPU, weight.run.backend)
         # The stand-in's verdict is always "sparse": what can run sparse does, and the autotuner would be given it.
-        assert plan.is_sparse == (problem in promised) == (kernels.gemm_unsupported(problem, CPU) is None)
+        assert (
+            plan.is_sparse
+            == (problem in promised)
+            == (cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None)
+        )
         if plan.is_sparse:
             m, n, k = problem[:3]
             assert ran[gemm.name] == (m, n + -n % 16, k)  # the library is called with n padded to 16
@@ -126,7 +131,7 @@ def test_they_agree_in_dtypes_that_sparse_gemms_do_not_take(stand_in, spy, metho
     plans = doctor.gemm_plans(weight, 32, torch.float32, CPU)
     assert not any(plan.is_sparse for plan in plans.values()) and doctor.problems(model, 32, torch.float32) == []
     model[0](torch.randn(32, IN, requires_grad=True)).sum().backward()
-    assert not stand_in.gemms and not spy.algorithms
+    assert not stand_in.gemms and not spy.plans
 
 
 @pytest.mark.parametrize("backend", ["dense", "cusparselt"])

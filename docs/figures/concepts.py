@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from methods_runs import best_rate, search
 from results import METHODS, draw_curve, every_run
-from sparse24_kernels import count_flips, mvue, nm_mask, nm_prune, s_ste_scale, soft_threshold, transposable_mask
+from sparse24_kernels import mvue, nm_mask, nm_prune, s_ste_scale, soft_threshold, transposable_mask
+from sparse24_kernels.masks import count_flips
 from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, bare, cells, matrix, picture
 from torch import Tensor
 

@@ -39,7 +39,8 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
 
     A module is fused if its linear layers have the names that Llama (`gate_proj`, `up_proj`, `down_proj`), Phi-3
     (`gate_up_proj`, `down_proj`), LFM2 (`w1`, `w3`, `w2`) or ModernBERT (`Wi`, `Wo`) gives them, if it has no other
-    weights, and if it *behaves* like `output(act(gate) * up)` with one of `sparse24_kernels.GATED_ACTIVATIONS`: its own
+    weights, and if it *behaves* like `output(act(gate) * up)` with one of `GATED_ACTIVATIONS` of
+    `sparse24_kernels.gated`: its own
     forward must say so on tiny layers put in the place of its own, in train mode. Everything else, an MLP with dropout
     for instance, is left alone.
 

@@ -34,6 +34,7 @@ from typing import Any
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import GemmPlan
+from sparse24_kernels.fp8 import fp8_simulate
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
@@ -91,7 +92,7 @@ def _output(gemm: Gemm, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor 
     """Z = X W^T from a pruned X `[..., in]`."""
     x, weight = _rounded(gemm, "e4m3", x, weight)
     if plan.is_sparse:
-        return kernels.sparse_linear(x, weight, bias, algorithm=plan.algorithm)
+        return kernels.sparse_linear(x, weight, bias, plan=plan)
     return nn.functional.linear(x, weight, bias)
 
 
@@ -99,7 +100,7 @@ def _grad_input(gemm: Gemm, plan: GemmPlan, grad: Tensor, weight: Tensor, key: T
     """dX = dZ W from `[..., out]`."""
     grad, weight = _rounded(gemm, "e5m2", gemm.prune(grad, -1, key), weight)
     if plan.is_sparse:
-        return kernels.sparse_linear(grad, weight, algorithm=plan.algorithm)
+        return kernels.sparse_linear(grad, weight, plan=plan)
     return grad @ weight
 
 
@@ -107,7 +108,7 @@ def _grad_weight(gemm: Gemm, grad: Tensor, x: Tensor, key: Tensor | None, backen
     """dW = dZ^T X from `[T, out]` and `[T, in]`."""
     plan = gemm.plan(len(grad), grad.shape[1], x.shape[1], grad.dtype, grad.device, backend)
     if plan.is_sparse:
-        return kernels.sparse_mm(gemm.compress(grad, 0, key, plan), x, algorithm=plan.algorithm)
+        return kernels.sparse_mm(gemm.compress(grad, 0, key, plan), x, plan=plan)
     grad, x = _rounded(gemm, "e5m2", gemm.prune(grad, 0, key), x)
     return grad.t() @ x
 
@@ -116,7 +117,7 @@ def _rounded(gemm: Gemm, format: str, *operands: Tensor) -> tuple[Tensor, ...]:
     """The operands in the GEMM's precision."""
     if gemm.precision == "native":
         return operands
-    return tuple(kernels.fp8_simulate(operand, format) for operand in operands)
+    return tuple(fp8_simulate(operand, format) for operand in operands)
 
 
 class Sparse24Layer(SparseModule):

@@ -8,8 +8,8 @@ Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10); the regulariser is SR-
 from dataclasses import dataclass
 from typing import Any
 
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.decay import foreach_masked_decay_
 
 from .base import SparseMethod
 from .context import Pieces, StepContext
@@ -63,6 +63,6 @@ class MaskedDecayMethod(SparseMethod):
         values, masks = [piece.values for piece in pieces], [piece.mask for piece in pieces]
         if self.settings.decay_on == "gradient":
             gradients = [piece.gradient for piece in pieces]
-            kernels.foreach_masked_decay_(gradients, values, masks, [decay] * len(pieces))
+            foreach_masked_decay_(gradients, values, masks, [decay] * len(pieces))
         else:
-            kernels.foreach_masked_decay_(values, values, masks, [-decay * piece.learning_rate for piece in pieces])
+            foreach_masked_decay_(values, values, masks, [-decay * piece.learning_rate for piece in pieces])

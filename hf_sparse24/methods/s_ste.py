@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.scale import SCALE_RULES
 from torch import Tensor
 
 from ..weights.rules import SoftThreshold
@@ -38,7 +39,7 @@ class SSTE(SparseMethod):
         weight_grad: str = with_default(GemmSettings, "weight_grad", "mvue", "section 5 of the paper")
         scale_rule: str = setting(
             "mse",
-            one_of(*kernels.SCALE_RULES),
+            one_of(*SCALE_RULES),
             "what S-STE's scale keeps of the dense weight: 'mse' the least squared difference (Table 2 picks it), 'l1' "
             "its L1 norm; 'none' is no scale",
         )

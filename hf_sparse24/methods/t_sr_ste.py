@@ -22,6 +22,7 @@ Method card
 from dataclasses import dataclass
 
 import sparse24_kernels as kernels
+from sparse24_kernels.transposable import SOLVERS
 from torch import Tensor
 
 from ..weights.sparse_weight import WeightView
@@ -45,7 +46,7 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
         )
         mask_solver: str = setting(
             "exact",
-            one_of(*kernels.SOLVERS),
+            one_of(*SOLVERS),
             "how the transposable mask is found: 'exact' keeps the largest possible L1 norm (2:4 over all 90 patterns "
             "of a 4 x 4 tile, other N:M by 'min-cost-flow', which needs OR-tools); 'greedy' and 'two-approx' are fast "
             "for any N:M, and keep less",

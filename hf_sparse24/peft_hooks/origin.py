@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -194,7 +194,7 @@ def _may_be_rebuilt(model: Any) -> bool:
         return False
     before = [weight.mask(packed=True) for weight in weights]
     fresh = [weight.fresh_mask(weight.parameter) for weight in weights]
-    flips = sum(int(count) for count in kernels.count_flips(before, fresh))
+    flips = sum(int(count) for count in count_flips(before, fresh))
     return flips <= TOLERANCE * sum(weight.parameter.numel() for weight in weights)  # another dtype breaks ties anew
 
 

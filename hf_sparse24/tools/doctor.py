@@ -9,9 +9,16 @@ from typing import cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import GemmProblem
+from sparse24_kernels import GemmPlan, GemmProblem
+from sparse24_kernels.dispatch import choose_kernels
+from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.layout import compressor
+from sparse24_kernels.gemm.operand import Operand
+from sparse24_kernels.gemm.planning import choose_backend
+from sparse24_kernels.gemm.problem import Algorithm
+from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 
 from ..version import __version__
@@ -39,9 +46,10 @@ def devices() -> list[torch.device]:
 def choices(device: torch.device) -> list[tuple[str, str, str]]:
     """What runs each kind of work on `device`: the work, what runs it, and why."""
     rows = [
-        ("pruning, masks, MVUE", *kernels.choose_kernels(device, torch.bfloat16)),
-        ("FP8", *kernels.choose_kernels(device, torch.bfloat16, fp8=True)),
-        ("GEMMs", *kernels.choose_backend("auto", device)),
+        ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
+        ("FP8", *choose_kernels(device, torch.bfloat16, fp8=True)),
+        ("GEMMs", *choose_backend("auto", device)),
+        ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed.packed_linear")),
     ]
     if cusparselt.unsupported_device(device) is None:
         rows.append(("compressed operands", *compressor(device)))
@@ -76,10 +84,10 @@ _SELF_TESTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "packed_linear": lambda x: [kernels.packed_linear(x[:8], kernels.pack_nm(x))],
     "mvue": lambda x: [cast(Tensor, kernels.mvue(x, dim=dim, key=_KEY.to(x.device))) for dim in (0, 1)],
     "masked_decay_": lambda x: [kernels.masked_decay_(x.clone(), x, kernels.nm_mask(x), 0.5)],
-    "count_flips": lambda x: [kernels.count_flips([kernels.nm_mask(x)], [kernels.nm_mask(x, dim=0)])],
+    "count_flips": lambda x: [count_flips([kernels.nm_mask(x)], [kernels.nm_mask(x, dim=0)])],
     "s_ste_scale": lambda x: [kernels.s_ste_scale(x)],
     "gated_activation": lambda x: [kernels.gated_activation(x, x.t(), "swiglu")],
-    "fp8_simulate": lambda x: [kernels.fp8_simulate(x, "e4m3")],
+    "fp8_simulate": lambda x: [fp8_simulate(x, "e4m3")],
 }
 
 
@@ -94,14 +102,17 @@ def _compare(function: Callable[[Tensor], list[Tensor]], device: torch.device) -
 def _check_gemm(device: torch.device) -> str:
     """A sparse GEMM against dense math, from a matrix compressed by the library, and by the pruning kernel."""
     problem = kernels.linear_problem(64, 64, 64, torch.bfloat16)
-    compression = kernels.plan_gemm(problem, device, "cusparselt").compression
-    compressions = {} if compression is None else {"compressed": compression}
+    plan = kernels.plan_gemm(problem, device, "cusparselt")
+    if plan.compression is None:
+        return f"skipped: {plan.reason}"
+    compressions = {"compressed": plan.compression}
+    plan = plan._replace(algorithm=Algorithm())  # the library's default, whatever was tuned
     forms = kernels.prune_forms(_X.to(device), ["dense", "compressed"], dtype=torch.bfloat16, compressions=compressions)
     matrix, ours = cast(tuple[Tensor, Tensor], forms)
     x = _X.to(device, torch.bfloat16).roll(1, 0)
     truth = x.float() @ matrix.float().t()
-    for compressor_name, compressed in (("cuSPARSELt", kernels.compress(matrix, compression)), ("the kernel", ours)):
-        result = kernels.sparse_linear(x, compressed, algorithm=kernels.Algorithm())
+    for compressor_name, operand in (("cuSPARSELt", kernels.compress(matrix, plan)), ("the kernel", Operand(ours))):
+        result = kernels.sparse_linear(x, operand, plan=plan)
         error = ((result.float() - truth).norm() / truth.norm()).item()
         if not error < 1e-2:
             return f"FAILED: compressed by {compressor_name}, relative error {error:.2g}"
@@ -111,12 +122,10 @@ def _check_gemm(device: torch.device) -> str:
 NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
 
 
-def gemm_plans(
-    weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, kernels.GemmPlan]:
+def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, GemmPlan]:
     """What runs the three GEMMs of a layer in training: the very plans that the layer asks for."""
     if weight.is_stack:
-        plan = kernels.GemmPlan("dense", NO_GROUPED_GEMM, None, None)
+        plan = GemmPlan(DENSE, NO_GROUPED_GEMM)
         return {gemm.name: plan for gemm in weight.method.gemms}
     out, inputs = weight.sizes
     return {

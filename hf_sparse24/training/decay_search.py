@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
@@ -193,7 +193,7 @@ class _Watch(TrainerCallback):
             parameters = dict(kwargs["model"].named_parameters(remove_duplicate=False))
             masks = [weight.fresh_mask(parameters[name]) for name, weight in self.weights.items()]
             if self.last is not None:
-                self.flips.append(int(kernels.count_flips(self.last, masks).sum()) / self.size)
+                self.flips.append(int(count_flips(self.last, masks).sum()) / self.size)
             self.last = masks
         if self.done >= self.steps:
             control.should_training_stop = True

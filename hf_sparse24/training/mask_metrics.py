@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.masks import count_flips
 from torch import Tensor
 
 from ..weights.place import layer_name
@@ -34,7 +34,7 @@ class Flips:
         if not self._before:
             return
         after = [self._weights[name].local_mask(packed=True) for name in self._before]
-        counts = kernels.count_flips(list(self._before.values()), after)
+        counts = count_flips(list(self._before.values()), after)
         self.counts = dict(
             zip(self._before, total(list(counts), [self._weights[name].master for name in self._before]))
         )

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from sparse24_kernels import Compression
+from sparse24_kernels.formats import Compression
 from torch import Tensor, nn
 
 
@@ -40,13 +40,13 @@ class _Kept(NamedTuple):
         version: of the tensors they were made from, and the dtype they are in.
         samples: of those tensors. They share their memory, so no other tensor comes to lie at the same address.
         step: the open step in which they are known to be valid, None where only the samples can say.
-        tensors: the encodings by operand and form.
+        tensors: the encodings by operand, form, and the backend that stores it so.
     """
 
     version: tuple[Any, ...] = ()
     samples: Sequence["Sample"] = ()
     step: object | None = None
-    tensors: Mapping[tuple[str, str], Tensor] = {}
+    tensors: Mapping[tuple[str, str, str | None], Tensor] = {}
 
 
 class Encodings:
@@ -79,20 +79,20 @@ class Encodings:
         kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
         missing: dict[str, dict[str, Compression | None]] = {}
         for operand, form, compression in wanted:
-            if (operand, form) not in kept.tensors:
+            if _key(operand, form, compression) not in kept.tensors:
                 missing.setdefault(operand, {})[form] = compression
         if missing:
             # What is made in inference mode could not be used in training.
             with torch.inference_mode(False) if keep else nullcontext():
                 made = {
-                    (operand, form): tensor
+                    _key(operand, form, forms[form]): tensor
                     for operand, forms in missing.items()
                     for form, tensor in zip(forms, make(operand, forms))
                 }
             kept = kept._replace(tensors={**kept.tensors, **made})
         if keep:
             self._kept = kept
-        return [kept.tensors[operand, form] for operand, form, _ in wanted]
+        return [kept.tensors[_key(*encoding)] for encoding in wanted]
 
     def clear(self) -> None:
         """Drop what is kept, and free its memory."""
@@ -100,6 +100,10 @@ class Encodings:
 
     def __reduce__(self):
         return Encodings, ()
+
+
+def _key(operand: str, form: str, compression: Compression | None) -> tuple[str, str, str | None]:
+    return operand, form, None if compression is None else compression.backend
 
 
 def _may_be_kept(step: object | None, tensors: Sequence[Tensor]) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import GemmPlan, GemmProblem, Pattern
+from sparse24_kernels.gemm.backend import DENSE
 from torch import Tensor
 
 HARDWARE_PATTERN = Pattern(2, 4)
@@ -93,13 +94,9 @@ class Gemm:
         Raises:
             ValueError: `backend` is unknown, or was asked for by name and cannot run on `device`.
         """
-        reason = self.unsupported()
-        if reason is None:  # most layers in most processes run where no GEMM is sparse: that is asked first
-            choice = kernels.choose_backend(backend, device)
-            reason = choice.reason if choice.backend == "dense" else None
-        problem = self.problem(tokens, out, inputs, dtype) if reason is None else None
+        problem = self.problem(tokens, out, inputs, dtype)
         if problem is None:
-            return GemmPlan("dense", reason or "", None, None)
+            return GemmPlan(DENSE, self.unsupported() or "")
         return kernels.plan_gemm(problem, device, backend)
 
     def weight_form(self, plan: GemmPlan) -> str:
@@ -122,7 +119,7 @@ class Gemm:
         return cast(Tensor, kernels.mvue(operand, *pattern, dim, self._mvue_estimator, key=key))
 
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
-        """The same as sparse tensor cores read it, with rows along `dim`; for a plan that is sparse."""
+        """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         compressed = kernels.mvue(
             operand, dim=dim, estimator=self._mvue_estimator, key=key, form="compressed", compression=plan.compression
         )

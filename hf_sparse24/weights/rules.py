@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Compression, Pattern
+from sparse24_kernels import Pattern
+from sparse24_kernels.formats import Compression
 from torch import Tensor
 
 from .view import WeightView

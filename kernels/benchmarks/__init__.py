@@ -1,5 +1,5 @@
-"""Benchmarks of sparse24_kernels on a GPU: correctness first, then speed. Nothing here knows a model.
+"""Speed of sparse24_kernels on a GPU. Nothing here knows a model; that results are right is for `pytest -m gpu`.
 
-`recipes/benchmarks/gpu.py` runs them (`make gpu`), with `kernels/` and `tests/kernels/` on `sys.path`. gate.py checks,
-operations.py times kernels, gemms.py and tilelang_gemm.py GEMMs; ahead_of_time.py is a command that needs no GPU.
+`recipes/benchmarks/gpu.py` runs the sections (`make gpu`): operations.py times kernels, gemms.py and packed.py GEMMs;
+run.py and timing.py are what they share.
 """

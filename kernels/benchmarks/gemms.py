@@ -1,4 +1,4 @@
-"""Sparse GEMMs: what their gate checks, autotuning, and the three GEMMs of each layer of each model against dense ones.
+"""Sparse GEMMs: autotuning, and the three GEMMs of each layer of each model against dense ones.
 
 The truth is fp32 math on the rounded operands. A sparse GEMM may be no further from it than twice what the dense GEMM
 in the operands' dtype is. Every algorithm is checked so before it is timed, at the size at which it is timed.
@@ -8,24 +8,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, product, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import sparse24_kernels as kernels
 import torch
 from kernel_cases import BF16, assert_same_bits, draw
-from sparse24_kernels import Algorithm, GemmPlan, GemmProblem, linear_problem, mm_problem
+from sparse24_kernels import GemmPlan, GemmProblem, linear_problem, mm_problem
 from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm.operand import Operand
+from sparse24_kernels.gemm.problem import Algorithm
 from torch import Tensor, nn
 
-from .gate import Check
 from .run import Row, Run, Section
 from .timing import Call, Maker, OutOfTime, time_limit
 
 NAMES = ("output", "grad_input", "grad_weight")
 AUTO = 0.98  # a goal: times dense, of what `auto` runs, at every size
-CHECKED = ((256, 128, 256), (1280, 320, 48), (1000, 1280, 5120), (2055, 2048, 512), (4096, 5120, 1280))
-"""(tokens, in, out) of the gates: also tokens that are no multiple of 16, which the library does not take."""
 
 MODELS = {"Llama 8B": (4096, 14336), "Llama 1B": (2048, 8192), "GPT-2 774M": (1280, 5120), "Llama 13B": (5120, 13824)}
 """Hidden and intermediate size of each model's MLPs."""
@@ -113,47 +112,35 @@ class Operands:
             return convert(a) @ convert(self.b)
         return nn.functional.linear(convert(self.b), convert(a), None if self.bias is None else convert(self.bias))
 
-    def sparse(self, algorithm: Algorithm | None, packed: Tensor | None = None) -> Tensor:
-        packed = self.encode("compressed") if packed is None else packed
+    def sparse(self, plan: GemmPlan, packed: Tensor | None = None) -> Tensor:
+        operand = Operand(self.encode("compressed") if packed is None else packed)
         if self.name == "grad_weight":
-            return kernels.sparse_mm(packed, self.b, algorithm=algorithm)
-        return kernels.sparse_linear(self.b, packed, self.bias, algorithm=algorithm)
+            return kernels.sparse_mm(operand, self.b, plan=plan)
+        return kernels.sparse_linear(self.b, operand, self.bias, plan=plan)
 
-    def check(self, algorithm: Algorithm | None) -> None:
-        """The sparse GEMM, of what our kernels have compressed and of what the library has."""
-        assert self.packed is not None, self.plan.reason
+    def check(self, plan: GemmPlan) -> None:
+        """Assert the sparse GEMM of what our kernels have compressed, and of what the library has."""
+        assert self.packed is not None, plan.reason
         pruned = self.encode("dense")
-        dense, truth, theirs = self.dense(pruned), self.dense(pruned, Tensor.float), kernels.compress(pruned)
+        dense, truth = self.dense(pruned), self.dense(pruned, Tensor.float)
+        theirs = kernels.compress(pruned, plan).values
         for packed in (self.packed, theirs):
-            assert_three_way(self.sparse(algorithm, packed), dense, truth, self.name)
+            assert_three_way(self.sparse(plan, packed), dense, truth, self.name)
         # Padding is never written and differs. Only a mask keeps exactly two of four that are not zero.
         if self.name == "grad_input" and theirs.shape[1] * 16 == pruned.shape[1] * 9:
             assert_same_bits(self.packed.view(torch.int16), theirs.view(torch.int16), "compressed")
 
 
 def assert_three_way(ours: Tensor, dense: Tensor, truth: Tensor, what: str) -> None:
-    """By norm and at the worst element no further from the truth than twice the dense result, plus one rounding."""
+    """Assert that a result is no further from the truth than twice the dense result, plus one rounding.
+
+    By norm, and at the worst element.
+    """
     assert (ours.shape, ours.dtype) == (truth.shape, dense.dtype), f"{what}: {ours.shape}, {ours.dtype}"
     truth, eps = truth.to(torch.promote_types(truth.dtype, torch.float32)), torch.finfo(ours.dtype).eps
     for name, size in (("norm", torch.linalg.vector_norm), ("largest", lambda x: x.abs().max())):
         error, allowed = size(ours - truth).item(), 2 * size(dense - truth).item() + eps * size(truth).item()
         assert error <= allowed, f"{what}: error {error:.3g} ({name}), at most {allowed:.3g} is allowed"
-
-
-def checks(device: torch.device, shapes: tuple[tuple[int, int, int], ...] = CHECKED) -> list[Check]:
-    """For the gate of the GEMMs: the public functions, by the algorithm that would run."""
-    found: list[Check] = []
-    for dtype, (tokens, inputs, out) in product((BF16, torch.float16), shapes):
-        for name in NAMES if tokens % 16 == 0 else NAMES[:2]:
-            layer = Layer("GPT-2 gate", out, inputs, tokens, name)
-            found.append((f"{layer}, {str(dtype).removeprefix('torch.')}", partial(_check, layer, device, dtype)))
-    return found
-
-
-def _check(layer: Layer, device: torch.device, dtype: torch.dtype) -> None:
-    operands = Operands(layer, layer.gemm, device, dtype, zeros=64)  # groups that can be stored in several ways
-    if operands.plan.is_sparse:  # otherwise no algorithm passed the autotuner's checks: dense math runs
-        operands.check(operands.plan.algorithm)
 
 
 class Autotune(Section):
@@ -202,22 +189,22 @@ class Gemms(Section):
         sets = [Operands(entry, entry.gemm, device, seed=seed) for seed in range(sets_that_fill(run, entry))]
         plan, auto = sets[0].plan, kernels.plan_gemm(self.problems(entry)[0], device)
 
-        def sparse(algorithm: Algorithm, packing: bool = False) -> list[Call]:
-            sets[0].check(algorithm)
-            return [partial(x.sparse, algorithm, None if packing else x.packed) for x in sets]
+        def sparse(plan: GemmPlan, packing: bool = False) -> list[Call]:
+            sets[0].check(plan)
+            return [partial(x.sparse, plan, None if packing else x.packed) for x in sets]
 
         # Dense: of an operand without zeros; with them it would draw less power and run faster.
         makers: dict[str, Maker] = {"dense": lambda: [partial(operands.dense, operands.a) for operands in sets]}
-        if plan.algorithm is not None:
-            makers["sparse"] = partial(sparse, plan.algorithm)
-            makers["sparse, packing"] = partial(sparse, plan.algorithm, packing=True)
+        if plan.is_sparse:
+            makers["sparse"] = partial(sparse, plan)
+            makers["sparse, packing"] = partial(sparse, plan, packing=True)
             if plan.algorithm != Algorithm():
-                makers["default"] = partial(sparse, Algorithm())
+                makers["default"] = partial(sparse, plan._replace(algorithm=Algorithm()))
         row = run.compare(makers)
         if "us" in row["times"]["dense"]:
             flops = 2 * entry.tokens * entry.out * entry.inputs
             row["facts"]["dense, TFLOP/s"] = flops / row["times"]["dense"]["us"] / 1e6
-        row["facts"] |= {"auto runs": auto.backend, "algorithm": plan.algorithm, "compression": plan.compression}
+        row["facts"] |= {"auto runs": auto.backend.name, "algorithm": plan.algorithm, "compression": plan.compression}
         # What auto runs is one of these: it is not measured twice.
         row["times"]["auto"] = row["times"]["sparse" if auto.is_sparse else "dense"]
         return row

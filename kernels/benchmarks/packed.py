@@ -5,6 +5,8 @@ from functools import partial
 import sparse24_kernels as kernels
 from kernel_cases import BF16, draw
 from sparse24_kernels import GemmPlan, GemmProblem
+from sparse24_kernels.gemm.backend import DENSE
+from sparse24_kernels.gemm.packed import PACKED
 from torch.nn.functional import linear
 
 from .gemms import AUTO, Layer, assert_three_way, sets_that_fill
@@ -13,8 +15,8 @@ from .timing import Call, Maker
 
 SIZES = {"Llama 8B query": (4096, 4096), "Llama 8B MLP up": (14336, 4096), "Llama 8B MLP down": (4096, 14336)}
 TOKENS = (1, 16, 4, 64, 2, 8, 32, 128, 256)  # what matters most first: time may run out
-BY_KERNEL = GemmPlan("packed", "what is measured", None, None)
-BY_DENSE_MATH = GemmPlan("dense", "what is measured", None, None)
+BY_KERNEL = GemmPlan(PACKED, "what is measured")
+BY_DENSE_MATH = GemmPlan(DENSE, "what is measured")
 
 
 class PackedLayers(Section):
@@ -43,7 +45,7 @@ class PackedLayers(Section):
             x, weight = packed[0]
             result, pruned = kernels.packed_linear(x, weight, plan=plan), kernels.unpack_nm(weight)
             truth = linear(x.float(), pruned.float())
-            assert_three_way(result, linear(x, pruned), truth, plan.backend)
+            assert_three_way(result, linear(x, pruned), truth, plan.backend.name)
             return [partial(kernels.packed_linear, *operands, plan=plan) for operands in packed]
 
         makers: dict[str, Maker] = {"dense": lambda: [partial(linear, *operands) for operands in dense]}
@@ -54,7 +56,7 @@ class PackedLayers(Section):
         row = run.compare(makers | {way: partial(ours, plan) for way, plan in ways.items()})
         if "us" in row["times"]["packed"]:
             row["facts"]["GB/s"] = sum(part.nbytes for part in packed[0][1]) / row["times"]["packed"]["us"] / 1e3
-        row["facts"]["auto runs"] = auto.backend
-        chosen = {"packed": "packed", "cusparselt": "compressed", "dense": "unpacked"}[auto.backend]
+        row["facts"]["auto runs"] = auto.backend.name
+        chosen = {"packed": "packed", "cusparselt": "compressed", "dense": "unpacked"}[auto.backend.name]
         row["times"]["auto"] = row["times"].get(chosen, {"error": "not measured"})
         return row

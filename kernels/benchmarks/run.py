@@ -49,7 +49,7 @@ class Run:
         versions |= {"cusparselt": str(cusparselt.version()), "commit": str(commit)}
         self.result: Row = {"command": " ".join(["recipes/benchmarks/gpu.py", *command])}
         self.result |= {"date": now.isoformat(timespec="seconds"), "environment": machine.facts | versions}
-        self.result |= {"gates": {}, "sections": {}, "errors": {}}
+        self.result |= {"sections": {}, "errors": {}}
 
     def left(self, reserve: float = 0.0) -> float:
         """Seconds left to this section, without `reserve` for what must still come."""
@@ -61,34 +61,17 @@ class Run:
         return describe(error)
 
     def log(self, text: str) -> None:
-        """Into the log beside the report."""
+        """Append to the log beside the report."""
         with open(f"{self.path}.log", "a") as log:
             log.write(f"{clean(text)}\n")
 
-    def unverified(self, gate: str, text: str, must_be_reached: bool = False) -> str | None:
-        """Why the gate does not vouch for what checks with this text in their names check; None where it does."""
-        found = self.result["gates"].get(gate)
-        if found is None or not found["passed"]:
-            return f"the {gate} has verified nothing"
-        names = [*found["failed"], *(found["not_reached"] if must_be_reached else ())]
-        wrong = [name for name in names if text in name]
-        return f"the {gate} has not verified {wrong[0]}" if wrong else None
-
-    def compare(self, makers: Mapping[str, Maker], limit: float = 40, withheld: Mapping[str, str] = {}) -> Row:
-        """Several ways to do the same work, sampled in turn: the time or the error of each.
-
-        `withheld` are ways that a gate does not vouch for, with the reason: they have that instead of a time, or with
-        `--despite-gate` beside it.
-        """
+    def compare(self, makers: Mapping[str, Maker], limit: float = 40) -> Row:
+        """The row of several ways to do the same work, sampled in turn: the time or the error of each."""
         times: dict[str, Row] = {}
         samplers: dict[str, Sampler] = {}
-        if not self.options.despite_gate:
-            times |= {way: {"error": f"withheld: {reason}"} for way, reason in withheld.items()}
         try:
             with time_limit(min(limit, self.left(reserve=5))):
                 for name, make in makers.items():
-                    if name in times:
-                        continue
                     try:
                         samplers[name] = self.machine.prepare(make())
                     except Exception as error:  # one that fails must not stop the others
@@ -100,8 +83,7 @@ class Run:
                 times |= timing.in_turn(samplers)
         except (Exception, OutOfTime) as error:
             times |= {name: {"error": self.note(error, "sampling")} for name in samplers}
-        facts = {f"{way}: unverified": reason for way, reason in withheld.items() if "us" in times[way]}
-        return {"times": {name: times[name] for name in makers}, "facts": facts}
+        return {"times": {name: times[name] for name in makers}, "facts": {}}
 
 
 class Section:
@@ -133,7 +115,7 @@ class Section:
         return {}
 
     def measure(self, run: Run, entry: Any) -> Row:
-        """`times` by way and `facts` by head of a column, as of `Run.compare`."""
+        """The row of an entry: `times` by way and `facts` by head of a column, as `Run.compare` returns them."""
         raise NotImplementedError
 
     def execute(self, run: Run) -> None:
@@ -157,8 +139,7 @@ class Section:
 
 
 def execute(run: Run, sections: list[Section]) -> int:
-    """Execute the sections; the exit code. An exception ends its section alone: time on a GPU is scarce, and sections
-    withhold what a gate has not verified."""
+    """Execute the sections; the exit code. An exception ends its section alone: time on a GPU is scarce."""
     start = time.monotonic()
     for i, section in enumerate(sections):
         now = time.monotonic()
@@ -178,14 +159,14 @@ def execute(run: Run, sections: list[Section]) -> int:
 
 
 def clean(text: str) -> str:
-    """Without the folders of this machine."""
+    """The text without the folders of this machine."""
     for folder, name in ((str(ROOT), "."), (sys.prefix, "python"), (str(Path.home()), "~")):
         text = text.replace(folder, name)
     return text
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """`path` with .json and with .md. A run that is killed leaves the last complete version."""
+    """Write `path` with .json and with .md. A run that is killed leaves the last complete version."""
     for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page(result))):
         unfinished = path.with_name(path.name + suffix + ".tmp")
         unfinished.write_text(clean(text))
@@ -199,12 +180,6 @@ def page(result: dict[str, Any]) -> str:
     lines += [f"- {name}: {value}" for name, value in environment.items() if value is not None]
     lines += [f"- not finished: {result['unfinished']}"] if "unfinished" in result else []
     lines += [f"- section {name} failed: {error}" for name, error in result["errors"].items()]
-    for name, gate in result["gates"].items():
-        lines += ["", f"## {name.capitalize()}", ""]
-        lines += [f"{gate['passed']} checks passed, {len(gate['failed'])} failed, in {gate['seconds']:.0f} s."]
-        lines += ["**Red: what these checks are for is withheld.**"] if gate["failed"] or not gate["passed"] else []
-        lines += ["", *(f"- {check}: {error}" for check, error in gate["failed"].items())]
-        lines += [f"- **not reached**: {name}" for name in gate["not_reached"]]
     for name, section in result["sections"].items():
         lines += ["", f"## {name}", "", section["note"], ""]
         lines += table([line(entry, row, section["base"]) for entry, row in section["rows"].items()])
@@ -233,7 +208,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def number(x: Any) -> str:
-    """Three or four digits of a float; anything else as it is."""
+    """Text of a cell: three or four digits of a float, anything else as it is."""
     if isinstance(x, float):
         return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 100 else f"{x:.2f}"
     return "" if x is None else str(x).replace("|", "/")
@@ -248,17 +223,11 @@ def main(sections: list[Section], output: Path, arguments: list[str], machine: A
             raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: sections are {', '.join(groups)}")
         return [section for section in sections if set(section.groups) & set(names.split(","))]
 
-    processes = max(1, min(12, (os.cpu_count() or 1) - 2))
-    parser = argparse.ArgumentParser(description="Check kernels, GEMMs and layers on a GPU, then time them.")
+    parser = argparse.ArgumentParser(description="Time kernels, GEMMs, layers and models on a GPU.")
     parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
     parser.add_argument("--sections", type=chosen, default=",".join(groups), help="any of " + ",".join(groups))
     parser.add_argument("--output", type=Path, default=output, help="folder of the results")
-    parser.add_argument("--only", default="", help="only what has this text in its name, checks included")
-    parser.add_argument("--processes", type=int, default=processes, help="of a gate; 0: in this one")
-    parser.add_argument(
-        "--gate", type=Path, help="JSON of an earlier run: take its gates, if commit and device are ours"
-    )
-    parser.add_argument("--despite-gate", action="store_true", help="measure what no gate vouches for, marked so")
+    parser.add_argument("--only", default="", help="only what has this text in its name")
     parser.add_argument("--list", action="store_true", help="print what would be measured and stop; needs no GPU")
     options = parser.parse_args(arguments)
     if options.list:

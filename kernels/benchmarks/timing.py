@@ -68,8 +68,7 @@ def captured(calls: list[Callable[[], Any]]) -> tuple[Call, list[Any]]:
 
 
 def seconds_of(run: Call, repeats: int = 1) -> float:
-    us, _ = elapsed(lambda: [run() for _ in range(repeats)])
-    return us / 1e6 / repeats
+    return elapsed(lambda: [run() for _ in range(repeats)]) / 1e6 / repeats
 
 
 def in_turn(samplers: dict[str, Sampler], samples: int = 9) -> dict[str, dict[str, Any]]:

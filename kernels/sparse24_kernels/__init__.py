@@ -7,47 +7,39 @@ torch sees them. From the bottom up:
     checks.py     what the public functions check of their arguments
     reference/    the specification in plain PyTorch, on any device
     gpu/          the same functions as Triton kernels
-    dispatch.py   which of the two runs, with a reason
+    dispatch.py   which of the two runs an operator, with a reason
     gemm/         GEMMs with a 2:4 operand: backends, storage, autotuning, plans
     the rest      the public functions: what they compute, arguments checked, one torch operator each
+
+Here are the names that most users need. The others stay where they are defined: names of choices beside their function
+(`transposable.SOLVERS`, `scale.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`), `fp8.fp8_quantize` and
+`fp8.fp8_simulate`, `masks.count_flips`, `decay.foreach_masked_decay_`, `dispatch.choose_kernels`,
+`formats.Compression`, and of `gemm`: `operand.Operand`, `problem.Algorithm`, `planning.choose_backend`.
 """
 
-from .decay import foreach_masked_decay_, masked_decay_
-from .dispatch import Choice, choose_kernels
-from .formats import Compression, Packed, Pattern
-from .fp8 import FP8_FORMATS, fp8_quantize, fp8_simulate
-from .gated import GATED_ACTIVATIONS, gated_activation
-from .gemm.planning import BACKENDS, GemmPlan, choose_backend, gemm_unsupported, plan_gemm, plan_packed
-from .gemm.problem import Algorithm, GemmProblem, linear_problem, mm_problem
-from .masks import count_flips, nm_mask, pack_bits, unpack_bits
+from .decay import masked_decay_
+from .formats import Packed, Pattern
+from .gated import gated_activation
+from .gemm.backend import GemmBackend, GemmPlan, register_backend
+from .gemm.planning import plan_gemm, plan_packed
+from .gemm.problem import GemmProblem, linear_problem, mm_problem
+from .masks import nm_mask, pack_bits, unpack_bits
 from .matmul import compress, packed_linear, sparse_linear, sparse_mm
 from .mvue import mvue
-from .prune import SCALE_RULES, apply_mask, nm_prune, pack_nm, prune_forms, s_ste_scale, soft_threshold, unpack_nm
-from .transposable import SOLVERS, transposable_mask
+from .packing import pack_nm, unpack_nm
+from .prune import apply_mask, nm_prune, prune_forms, soft_threshold
+from .scale import s_ste_scale
+from .transposable import transposable_mask
 
 __all__ = [
-    "BACKENDS",
-    "FP8_FORMATS",
-    "GATED_ACTIVATIONS",
-    "SCALE_RULES",
-    "SOLVERS",
-    "Algorithm",
-    "Choice",
-    "Compression",
+    "GemmBackend",
     "GemmPlan",
     "GemmProblem",
     "Packed",
     "Pattern",
     "apply_mask",
-    "choose_backend",
-    "choose_kernels",
     "compress",
-    "count_flips",
-    "foreach_masked_decay_",
-    "fp8_quantize",
-    "fp8_simulate",
     "gated_activation",
-    "gemm_unsupported",
     "linear_problem",
     "masked_decay_",
     "mm_problem",
@@ -60,6 +52,7 @@ __all__ = [
     "plan_gemm",
     "plan_packed",
     "prune_forms",
+    "register_backend",
     "s_ste_scale",
     "soft_threshold",
     "sparse_linear",

@@ -26,7 +26,7 @@ _KINDS: dict[type, str] = {
 
 
 def check_is(kind: type, name: str, /, **arguments: object) -> None:
-    """Each of `arguments` is a `kind`. A bool is no int."""
+    """Raise ValueError unless each of `arguments` is a `kind`. A bool is no int."""
     wanted = (int, torch.SymInt) if kind is int else kind  # sizes are symbolic while a graph is traced
     for what, value in arguments.items():
         if not isinstance(value, wanted) or isinstance(value, bool) != (kind is bool):
@@ -55,7 +55,7 @@ def check_one_of(choices: Sequence[str], /, **arguments: object) -> None:
 
 
 def check_tensors(name: str, /, **arguments: Sequence[Tensor]) -> None:
-    """Each is a list or tuple of tensors. One tensor is none: its rows would be taken for tensors."""
+    """Raise ValueError unless each is a list or tuple of tensors; the rows of one tensor would pass for tensors."""
     for what, tensors in arguments.items():
         if not isinstance(tensors, (list, tuple)):
             raise ValueError(f"{name}: {what}={described(tensors)}: must be a list of tensors")
@@ -64,7 +64,7 @@ def check_tensors(name: str, /, **arguments: Sequence[Tensor]) -> None:
 
 
 def check_floating(name: str, /, **arguments: Tensor) -> None:
-    """Each is a tensor of a dtype that this package computes with."""
+    """Raise ValueError unless each is a tensor of a dtype that this package computes with."""
     check_is(Tensor, name, **arguments)
     for what, tensor in arguments.items():
         if tensor.dtype not in INPUTS:
@@ -89,7 +89,7 @@ def check_pattern(name: str, n: int, m: int) -> None:
 
 
 def check_dim(name: str, tensor: Tensor, dim: int) -> int:
-    """`dim`, counted from the front."""
+    """The dimension counted from the front. Raises ValueError where `tensor` does not have it."""
     check_is(int, name, dim=dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"{name}: dim={dim} of a tensor of shape {tuple(tensor.shape)}")
@@ -97,7 +97,7 @@ def check_dim(name: str, tensor: Tensor, dim: int) -> int:
 
 
 def check_groups(name: str, weight: Tensor, m: int, dim: int) -> int:
-    """A floating weight whose `dim` has whole groups of m. Returns `dim`, counted from the front."""
+    """The dimension counted from the front. Raises ValueError unless it has whole groups of m floating numbers."""
     check_floating(name, weight=weight)
     along = check_dim(name, weight, dim)
     if weight.shape[dim] % m:
@@ -106,7 +106,7 @@ def check_groups(name: str, weight: Tensor, m: int, dim: int) -> int:
 
 
 def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
-    """A mask is bool of the weight's shape, or its packed bits."""
+    """Raise ValueError unless a mask is bool of the weight's shape, or its packed bits."""
     check_is(Tensor, name, mask=mask)
     bits = (*weight.shape[:-1], mask_bytes(weight.shape[-1])) if weight.dim() else None
     if (mask.dtype, tuple(mask.shape)) not in ((torch.bool, tuple(weight.shape)), (torch.uint8, bits)):
@@ -117,7 +117,7 @@ def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
 
 
 def check_packed(name: str, packed: Packed) -> None:
-    """Values `[..., R, K/2]` of a dtype that weights have, and their indices."""
+    """Raise ValueError unless `packed` has values `[..., R, K/2]` of a weight's dtype, and their indices."""
     if not isinstance(packed, tuple) or len(packed) != 2:
         raise ValueError(f"{name}: packed={described(packed)}: must be a Packed, values and indices")
     values, indices = packed
@@ -132,14 +132,14 @@ def check_packed(name: str, packed: Packed) -> None:
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:
-    """All on one device: a kernel would read another device's address as one of its own."""
+    """Raise ValueError unless all are on one device: a kernel would take another's address for one of its own."""
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None))
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on different devices: {', '.join(map(str, devices))}")
 
 
 def check_scalar(name: str, what: str, tensor: Tensor, like: Tensor) -> None:
-    """A floating 0-d tensor, on the device of `like`."""
+    """Raise ValueError unless `tensor` is floating, 0-d, and on the device of `like`."""
     check_is(Tensor, name, **{what: tensor})
     if tensor.dim() or not tensor.is_floating_point():
         raise ValueError(f"{name}: {what} is a floating 0-d tensor, got {tensor.dtype} {tuple(tensor.shape)}")

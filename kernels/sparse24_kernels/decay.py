@@ -81,7 +81,7 @@ def foreach_masked_decay_(
 def _masked_decay_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
 ) -> None:
-    implementation(weights[0]).decay.masked_decay_(grads, weights, masks, alphas)
+    implementation("decay.masked_decay_", weights[0])(grads, weights, masks, alphas)
 
 
 @_masked_decay_.register_fake

@@ -1,10 +1,16 @@
-"""Which implementation of the pruning functions runs, the PyTorch `reference` or the Triton kernels `gpu`, and why."""
+"""Which implementation of an operator runs, and why: plain PyTorch, or kernels where the device has them.
 
+An implementation is a package of modules with functions, such as `gpu/prune.py` with `prune`, and may hold any of the
+operators: one file is enough. `reference` holds all of them and runs everywhere. To add one, write its package, and
+append an `Implementation` to `IMPLEMENTATIONS`.
+"""
+
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +27,7 @@ class Choice(NamedTuple):
     """What was chosen, and the reason in words.
 
     Attributes:
-        backend: its name: `"triton"` or `"reference"` of `choose_kernels`, `"dense"` or `"cusparselt"` of
-            `choose_backend`.
+        backend: its name: `"triton"` or `"reference"` of `choose_kernels`, a GEMM backend's of `choose_backend`.
         reason: for people, such as `"the kernels need a CUDA device, not cpu"`.
     """
 
@@ -30,8 +35,30 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8: bool = False) -> Choice:
-    """Which implementation of the pruning functions runs on a device, and why.
+class Implementation(NamedTuple):
+    """A package with some of the operators.
+
+    Attributes:
+        name: what `choose_kernels` calls it.
+        package: its modules are imported on first use, so that importing this library needs none of its dependencies.
+        unsupported: why it does not run on a device, for tensors of a dtype, with FP8 results or not; None where it
+            does.
+        operators: "module.function" of each; None for all that `reference` has.
+    """
+
+    name: str
+    package: str
+    unsupported: Callable[[torch.device, torch.dtype, bool], str | None]
+    operators: frozenset[str] | None = None
+
+
+def choose_kernels(
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    fp8: bool = False,
+    operator: str = "prune.prune",
+) -> Choice:
+    """Which implementation of an operator runs on a device, and why.
 
     The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more, and of
     9.0 (Hopper) or more where the result is FP8: older devices round to FP8 twice, or cannot convert to it. Other
@@ -41,9 +68,11 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8
         device: where the tensors are.
         dtype: theirs. The kernels take fp32, bf16 and fp16; masks and other bytes are no obstacle.
         fp8: whether the result is FP8.
+        operator: "module.function" of `reference`; the default stands for pruning and masks.
 
     Returns:
-        `"triton"` or `"reference"` (plain PyTorch, on any device), with the reason in words.
+        The implementation's name with the reason in words: `"reference"` (plain PyTorch, on any device) where all
+        others refuse.
 
     Raises:
         ValueError: an argument of another type.
@@ -55,38 +84,57 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, fp8
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)
     check_is(bool, "choose_kernels", fp8=fp8)
-    return _choose_kernels(device, dtype, fp8)
+    check_is(str, "choose_kernels", operator=operator)
+    return _choose(operator, device, dtype, fp8)[1]
+
+
+def implementation(operator: str, tensor: Tensor, has_kernels: bool = True, fp8: bool = False) -> Callable[..., Any]:
+    """The function that computes an operator on the device of `tensor`.
+
+    Args:
+        operator: "module.function", such as `"prune.prune"`.
+        tensor: one of the arguments, whose device and dtype decide.
+        has_kernels: False for arguments, such as patterns other than 2:4, that `reference` alone takes.
+        fp8: whether the result is FP8.
+    """
+    package = _choose(operator, tensor.device, tensor.dtype, fp8)[0] if has_kernels else REFERENCE
+    module, name = operator.split(".")
+    return getattr(import_module(f"{package}.{module}"), name)
 
 
 @cache
-def _choose_kernels(device: torch.device, dtype: torch.dtype, fp8: bool) -> Choice:
+def _choose(operator: str, device: torch.device, dtype: torch.dtype, fp8: bool) -> tuple[str, Choice]:
+    """The package, with its name and the reason."""
+    refusals = []
+    for name, package, unsupported, operators in IMPLEMENTATIONS:
+        if operators is None or operator in operators:
+            reason = unsupported(device, dtype, fp8)
+            if reason is None:
+                where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+                return package, Choice(name, f"{name.capitalize()} on {where}")
+            refusals.append(reason)
+    return REFERENCE, Choice("reference", "; ".join(refusals))
+
+
+def _triton_unsupported(device: torch.device, dtype: torch.dtype, fp8: bool) -> str | None:
     if device.type != "cuda":
-        return Choice("reference", f"the kernels need a CUDA device, not {device.type}")
+        return f"the kernels need a CUDA device, not {device.type}"
     if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes
-        return Choice("reference", f"the kernels take fp32, bf16 and fp16, not {dtype}")
+        return f"the kernels take fp32, bf16 and fp16, not {dtype}"
     if not torch.cuda.is_available():
-        return Choice("reference", "this build of torch, or this machine, has no CUDA")
+        return "this build of torch, or this machine, has no CUDA"
     if find_spec("triton") is None:
-        return Choice("reference", "Triton is not installed: pip install triton")
+        return "Triton is not installed: pip install triton"
     if tuple(map(int, version("triton").split(".")[:2])) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        return Choice("reference", f"Triton {version('triton')} is too old, {oldest} is needed: pip install -U triton")
-    name, needed = torch.cuda.get_device_name(device), (9, 0) if fp8 else (8, 0)
+        return f"Triton {version('triton')} is too old, {oldest} is needed: pip install -U triton"
+    needed = (9, 0) if fp8 else (8, 0)
     if torch.cuda.get_device_capability(device) < needed:
         what = "FP8 results need" if fp8 else "the kernels need"
-        return Choice("reference", f"{what} compute capability {needed[0]}.{needed[1]} or more: {name}")
-    return Choice("triton", f"Triton on {name}")
+        return f"{what} compute capability {needed[0]}.{needed[1]} or more: {torch.cuda.get_device_name(device)}"
+    return None
 
 
-def implementation(tensor: Tensor, pattern_has_kernels: bool = True, fp8: bool = False) -> ModuleType:
-    """The package that implements operators on `tensor`: `reference` or `gpu`.
-
-    Both have the same modules with the same functions and arguments.
-    """
-    if pattern_has_kernels and choose_kernels(tensor.device, tensor.dtype, fp8).backend == "triton":
-        from . import gpu  # on first use: importing the package must not need Triton
-
-        return gpu
-    from . import reference
-
-    return reference
+REFERENCE = f"{__package__}.reference"
+IMPLEMENTATIONS = [Implementation("triton", f"{__package__}.gpu", _triton_unsupported)]
+"""Asked in order, before `reference`."""

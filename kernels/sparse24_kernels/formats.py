@@ -66,18 +66,20 @@ class Packed(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """How a sparse library stores 2:4 matrices `[m, k]` of one size. `plan_gemm` gives it; you pass it on.
+    """How a backend stores 2:4 matrices `[m, k]` of one size. `plan_gemm` gives it; you pass it on.
 
-    Plain ints, so that torch.compile carries it as a constant.
+    Plain ints and a name, so that torch.compile carries it as a constant.
 
     Attributes:
-        columns: the compressed matrix is `[m, columns]`: 9 k / 16 columns, or more where the library pads.
+        columns: cuSPARSELt's compressed matrix is `[m, columns]`: 9 k / 16 columns, or more where the library pads.
         layout: number of the layout, for kernels that prune and compress in one pass; -1 where only the library knows
             the layout, so that it compresses the pruned matrix.
+        backend: the name of the backend. Any other than `"cusparselt"` encodes the pruned matrix by itself.
     """
 
-    columns: int
-    layout: int
+    columns: int = 0
+    layout: int = -1
+    backend: str = "cusparselt"
 
 
 class Layout(NamedTuple):

@@ -39,7 +39,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
-    """What is left of `x` after a round trip through FP8 with one current scale per tensor.
+    """`x` rounded to FP8 with one current scale per tensor, in its own dtype.
 
     Simulation: the result has the dtype of `x`, so the GEMMs that follow run as before. Values are multiplied by
     `s = max / amax`, rounded to nearest even, and divided by s, in fp32 (fp64 too).
@@ -71,12 +71,12 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
 # Custom operators, because torch.compile cannot trace a check of the values.
 @torch.library.custom_op("sparse24::fp8_quantize", mutates_args=())
 def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return implementation(x, fp8=True).fp8.fp8_quantize(x, format)
+    return implementation("fp8.fp8_quantize", x, fp8=True)(x, format)
 
 
 @torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
 def _fp8_simulate(x: Tensor, format: str) -> Tensor:
-    return implementation(x, fp8=True).fp8.fp8_simulate(x, format)
+    return implementation("fp8.fp8_simulate", x, fp8=True)(x, format)
 
 
 @_fp8_quantize.register_fake

@@ -66,7 +66,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
-    """The mask that `pack_bits` has packed.
+    """The bool mask that `pack_bits` packed.
 
     Args:
         packed: uint8 `[..., ceil(size/8)]`.
@@ -127,7 +127,7 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("sparse24::nm_mask", mutates_args=())
 def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
-    return implementation(weight, (n, m) == (2, 4)).masks.nm_mask(weight, n, m, dim, packed)
+    return implementation("masks.nm_mask", weight, (n, m) == (2, 4))(weight, n, m, dim, packed)
 
 
 @_nm_mask.register_fake
@@ -137,7 +137,7 @@ def _(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
 
 @torch.library.custom_op("sparse24::count_flips", mutates_args=())
 def _count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    return implementation(before[0]).masks.count_flips(before, after)
+    return implementation("masks.count_flips", before[0])(before, after)
 
 
 @_count_flips.register_fake

@@ -7,12 +7,12 @@ from .checks import check_dim, check_floating, check_is, check_one_of, described
 from .dispatch import implementation
 from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
 from .gemm import cusparselt
+from .gemm.backend import encode_dense
 from .gemm.layout import layout_of
 
 FORMS = ("dense", "transposed", "packed", "compressed")
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
-_NOT_COMPRESSED = Compression(0, -1)
 
 
 def mvue(
@@ -79,16 +79,19 @@ def mvue(
         raise ValueError(f"mvue: form={form!r} needs a matrix, got shape {tuple(x.shape)}")
     if form in ("packed", "compressed") and ((n, m) != (2, 4) or x.shape[dim] % 8):
         raise ValueError(f"mvue: only 2:4 is {form}, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
-    if form == "compressed":
-        rows, size = _rows_along(x, dim)
-        cusparselt.check_compressible("mvue", rows, size, x.dtype, x.device)
-        compression = Compression(unpadded_columns(size), -1) if compression is None else compression
-        check_is(Compression, "mvue", compression=compression)
-    else:
-        compression = _NOT_COMPRESSED
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
     key = _key(key, generator, x.device).to(x.device)
-    results = _mvue(x, key, n, m, dim, estimator, form, *compression)
+    columns, layout = 0, -1
+    if form == "compressed":
+        rows, size = _rows_along(x, dim)
+        compression = Compression(unpadded_columns(size)) if compression is None else compression
+        check_is(Compression, "mvue", compression=compression)
+        if compression.backend != "cusparselt":
+            (estimate,) = _mvue(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed", 0, -1)
+            return encode_dense("mvue", estimate, compression)
+        cusparselt.check_compressible("mvue", rows, size, x.dtype, x.device)
+        columns, layout, _ = compression
+    results = _mvue(x, key, n, m, dim, estimator, form, columns, layout)
     return Packed(*results) if form == "packed" else results[0]
 
 
@@ -116,14 +119,14 @@ def _rows_along(x: Tensor, dim: int) -> tuple[int, int]:
 def _mvue(
     x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str, columns: int, layout: int
 ) -> list[Tensor]:
-    """`columns`, `layout`: the `Compression` of the compressed form."""
-    package = implementation(x)
+    """The estimate in one form; `columns` and `layout` are the `Compression` of the compressed one."""
+    draw = implementation("mvue.mvue", x)
     if form != "compressed":
-        return package.mvue.mvue(x, key, n, m, dim, estimator, form)
+        return draw(x, key, n, m, dim, estimator, form)
     found = layout_of(Compression(columns, layout), *_rows_along(x, dim), x.dtype, x.device)
     if found is not None:
-        return package.mvue.mvue(x, key, n, m, dim, estimator, form, found)
-    (estimate,) = package.mvue.mvue(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed")
+        return draw(x, key, n, m, dim, estimator, form, found)
+    (estimate,) = draw(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed")
     return [cusparselt.compress(estimate, columns)]
 
 

@@ -1,4 +1,4 @@
-"""Pruning: hard by magnitude or by a mask, soft by S-STE's threshold; in dense, packed and compressed forms."""
+"""Pruning by magnitude, by a mask, or by S-STE's soft threshold, in dense, packed and compressed forms."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,6 @@ from .checks import (
     check_mask,
     check_matrix,
     check_one_of,
-    check_packed,
     check_pattern,
     check_result,
     check_scalar,
@@ -22,15 +21,13 @@ from .checks import (
 from .dispatch import implementation
 from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
 from .gemm import cusparselt
+from .gemm.backend import encode_dense
 from .gemm.layout import layout_of
-from .gemm.packed import unpack
 
 RULES = ("magnitude", "mask", "soft-threshold")
 COMPRESSED = {"compressed": "dense", "compressed-transposed": "transposed"}
 """Compressed forms, and the dense form that the library compresses for each."""
 FORMS = ("dense", "transposed", "packed", "packed-transposed", *COMPRESSED)
-SCALE_RULES = ("mse", "l1", "none")
-"""Names of the rules for S-STE's scale; see `s_ste_scale`."""
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -132,8 +129,8 @@ def prune_forms(
             without its zeros, with groups along C, or as `"...-transposed"` of `[C, R]` with groups along R:
 
             * `"packed"`: a `Packed`; the dimension of the groups is a multiple of 8;
-            * `"compressed"`: what `compress` makes of the dense form; bf16 or fp16, both sizes multiples of 16, on a
-              device that runs sparse GEMMs.
+            * `"compressed"`: what `compress` makes of the dense form. For cuSPARSELt: bf16 or fp16, both sizes
+              multiples of 16, on a device that runs sparse GEMMs. Of other backends, those that store one tensor.
 
             Both need 2:4 groups in their direction: `dim` for magnitude and soft threshold, and a mask that keeps at
             most two of every four (of more, the last two are stored). They do not have what the rule drops, not even
@@ -172,12 +169,15 @@ def prune_forms(
     dtype = weight.dtype if dtype is None else dtype
     taken: dict[int, str] = {}
     stored: list[int] = []
+    encoded: dict[str, Compression] = {}
     for form in forms:
         check_one_of(FORMS, form=form)
         if form in ("dense", "transposed"):
             continue
         along = 0 if form.endswith("-transposed") else 1
-        check_groups(f"prune_forms: {form}", weight, 8, along)
+        compression = compressions.get(form) if compressions and form in COMPRESSED else None
+        is_foreign = isinstance(compression, Compression) and compression.backend != "cusparselt"
+        check_groups(f"prune_forms: {form}", weight, 4 if is_foreign else 8, along)
         if (n, m) != (2, 4):
             raise ValueError(f"form={form!r} is for 2:4, not {n}:{m}")
         if rule != "mask" and along != check_dim("prune_forms", weight, dim):
@@ -186,93 +186,20 @@ def prune_forms(
             raise ValueError(f"forms={forms!r}: {taken[along]!r} and {form!r} do not go together")
         if form.startswith("compressed"):
             rows, size = weight.shape if along else weight.shape[::-1]
-            cusparselt.check_compressible("prune_forms", rows, size, dtype, weight.device)
-            compression = (compressions or {}).get(form)
-            compression = Compression(unpadded_columns(size), -1) if compression is None else compression
+            compression = Compression(unpadded_columns(size)) if compression is None else compression
             check_is(Compression, "prune_forms", compression=compression)
-            stored += compression
-    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, list(forms), stored))
-    return tuple(Packed(next(results), next(results)) if "packed" in form else next(results) for form in forms)
-
-
-def pack_nm(weight: Tensor) -> Packed:
-    """Store a matrix that is 2:4 along its last dimension without its zeros.
-
-    Of a matrix that is not 2:4 the two largest magnitudes of every four are stored.
-
-    Args:
-        weight: `[R, K]`, or a stack `[..., R, K]`, fp64, fp32, bf16 or fp16; K must be a multiple of 8.
-
-    Returns:
-        Values `[..., R, K/2]` in the dtype of `weight`, and their indices.
-
-    Raises:
-        ValueError: no matrix of floating numbers, or a K that is no multiple of 8.
-
-    Examples:
-        >>> weight = nm_prune(torch.randn(2, 8))
-        >>> packed = pack_nm(weight)
-        >>> packed.values.shape, packed.indices.shape
-        (torch.Size([2, 4]), torch.Size([2, 1]))
-        >>> torch.equal(unpack_nm(packed), weight)
-        True
-    """
-    check_floating("pack_nm", weight=weight)
-    if weight.dim() < 2:
-        raise ValueError(f"pack_nm needs a matrix or a stack of matrices, got shape {tuple(weight.shape)} as weight")
-    check_groups("pack_nm", weight, 8, -1)
-    values, indices = prune_forms(weight.flatten(0, -2), ["packed"])[0]
-    above = weight.shape[:-1]
-    return Packed(values.view(*above, values.shape[1]), indices.view(*above, indices.shape[1]))
-
-
-def unpack_nm(packed: Packed) -> Tensor:
-    """The dense matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
-
-    Args:
-        packed: values `[..., R, K/2]` and indices `[..., R, K/8]`; the values may be FP8, too.
-
-    Returns:
-        `[..., R, K]` in the dtype of the values.
-
-    Raises:
-        ValueError: shapes, dtypes or devices of values and indices that do not fit each other.
-    """
-    check_packed("unpack_nm", packed)
-    values, indices = packed
-    return unpack(values.flatten(0, -2), indices.flatten(0, -2)).view(*values.shape[:-1], 2 * values.shape[-1])
-
-
-def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str = "mse") -> Tensor:
-    """S-STE's beta, the factor of S(W), the soft threshold of W.
-
-    Args:
-        weight: fp64, fp32, bf16 or fp16, any shape; the size of `dim` must be a multiple of `m`.
-        n: entries to keep of each group, 0 < n < m.
-        m: size of a group.
-        dim: the dimension that groups run along.
-        rule: `"mse"` minimises `||W - beta * S(W)||^2`, so beta is `<W, S(W)> / ||S(W)||^2`; `"l1"` keeps the L1 norm,
-            `||W||_1 / ||S(W)||_1`; `"none"` is 1.
-
-    Returns:
-        fp32 scalar on the weight's device, computed in fp32, of an fp64 weight in fp64. For Gaussian weights 1.483
-        (mse) and 2.512 (l1), for uniform ones 1.751 (mse). 1 where S(W) is all zeros: every beta gives the same there,
-        and the paper's formula divides by zero.
-
-    Raises:
-        ValueError: a pattern outside 0 < n < m, a size that `m` does not divide, or an unknown rule.
-
-    Reference: S-STE (arXiv 2409.09099), section 4.2 and Table 2, where "minimise MSE" is chosen. The paper does not say
-    which L1 norm is kept; ours is that of the dense weight.
-
-    Examples:
-        >>> weight = torch.tensor([4.0, -3.0, 2.0, 1.0])
-        >>> s_ste_scale(weight)
-        tensor(2.2000)
-    """
-    check_pattern("s_ste_scale", n, m)
-    check_one_of(SCALE_RULES, rule=rule)
-    return _s_ste_scale(weight, n, m, check_groups("s_ste_scale", weight, m, dim), rule)
+            if is_foreign:
+                encoded[form] = compression
+                continue
+            cusparselt.check_compressible("prune_forms", rows, size, dtype, weight.device)
+            stored += compression[:2]
+    # What another backend stores is made from the dense form.
+    written = list(dict.fromkeys(COMPRESSED[form] if form in encoded else form for form in forms))
+    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, written, stored))
+    made = {form: Packed(next(results), next(results)) if "packed" in form else next(results) for form in written}
+    for form, compression in encoded.items():
+        made[form] = encode_dense("prune_forms", made[COMPRESSED[form]], compression)
+    return tuple(made[form] for form in forms)
 
 
 def _prune_checked(
@@ -322,8 +249,8 @@ def _prune(
     forms: str,
     compressions: Sequence[int],
 ) -> list[Tensor]:
-    """`compressions`: columns and layout number of each compressed form, in the order of `forms`."""
-    package = implementation(weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
+    """The tensors of all forms in order; `compressions` has columns and layout number of each compressed one."""
+    prune = implementation("prune.prune", weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
     wanted = forms.split(",")  # an operator's schema has no list of strings
     stored = _compression_of(wanted, compressions)
     layouts = {}
@@ -334,7 +261,7 @@ def _prune(
             layouts[form] = layout
     by_library = {form: COMPRESSED[form] for form in stored if form not in layouts}
     written = list(dict.fromkeys(by_library.get(form, form) for form in wanted))
-    results = iter(package.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, written, layouts))
+    results = iter(prune(weight, rule, n, m, dim, mask, scale, dtype, written, layouts))
     made = {form: [next(results), next(results)] if "packed" in form else [next(results)] for form in written}
     for form, dense_form in by_library.items():
         made[form] = [cusparselt.compress(*made[dense_form], stored[form].columns)]
@@ -368,16 +295,6 @@ def _(
 
 
 def _compression_of(forms: list[str], compressions: Sequence[int]) -> dict[str, Compression]:
-    """The compressed ones of `forms`, each with its two numbers."""
+    """The `Compression` of each compressed form, from its two numbers."""
     compressed = [form for form in forms if form in COMPRESSED]
-    return {form: Compression(*compressions[2 * i : 2 * i + 2]) for i, form in enumerate(compressed)}
-
-
-@torch.library.custom_op("sparse24::s_ste_scale", mutates_args=())
-def _s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
-    return implementation(weight, (n, m) == (2, 4)).prune.s_ste_scale(weight, n, m, dim, rule)
-
-
-@_s_ste_scale.register_fake
-def _(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
-    return weight.new_empty((), dtype=torch.float32)
+    return {form: Compression(compressions[2 * i], compressions[2 * i + 1]) for i, form in enumerate(compressed)}

@@ -56,8 +56,8 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
 
 @torch.library.custom_op("sparse24::transposable_mask", mutates_args=())
 def _transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
-    package = implementation(weight, (n, m, solver) == (2, 4, "exact"))
-    return package.transposable.transposable_mask(weight, n, m, solver, packed)
+    solve = implementation("transposable.transposable_mask", weight, (n, m, solver) == (2, 4, "exact"))
+    return solve(weight, n, m, solver, packed)
 
 
 @_transposable_mask.register_fake

@@ -1,12 +1,12 @@
-"""`make gpu`: everything checked on the GPU, then timed, within a given time. Needs PyTorch, Triton, tqdm, no install.
+"""`make gpu`: kernels, GEMMs, layers and models timed on a GPU within a given time. Needs PyTorch, Triton, tqdm.
 
     python recipes/benchmarks/gpu.py [--minutes 8.5] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
-`--sections` takes any of smoke, kernels, gemms, layers, mlps, trainer, inference, and models for the last four, which
-need Transformers. What a check that fails is for is withheld, or marked with --despite-gate; --gate RESULT.json takes
-the gates of an earlier run. What a section leaves of its share of the time is for the next. Results are
-DIR/gpu_<device>_<date>.json and .md, complete after every row, and a .log with tracebacks. To go on in another run on a
-fresh machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled kernels).
+Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, layers, mlps, trainer,
+inference, and models for the last four, which need Transformers. What a section leaves of its share of the time is for
+the next. Results are DIR/gpu_<device>_<date>.json and .md, complete after every row, and a .log with tracebacks. To go
+on in another run on a fresh machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled
+kernels).
 """
 
 import os
@@ -24,27 +24,20 @@ if __name__ == "__main__":
     if missing := [name for name in ("torch", "triton", "tqdm") if not find_spec(name)]:
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
-from benchmarks import gemms, operations, packed, run, smoke, tilelang_gemm
-from benchmarks.gate import Gate
+from benchmarks import gemms, operations, packed, run
 
 from recipes.benchmarks import models, modules
 
-MODELS = ("layers", "mlps", "trainer", "inference", "models")
-SECTIONS = [  # in order: what is wrong in a kernel is wrong in the GEMMs too
-    smoke.Smoke(),
-    Gate("gate of the kernels", ("kernels",), "benchmarks.gate", 20),
+SECTIONS = [
     operations.Operations(),
-    Gate("gate of the GEMMs", ("gemms", *MODELS), "benchmarks.gemms", 6),
     gemms.Autotune(),
     gemms.Gemms(),
     packed.PackedLayers(),
-    Gate("gate of the layers", MODELS, "recipes.benchmarks.modules", 10),
     modules.Layers(),
     modules.Mlps(),
     models.Training(),
     models.Inference(),
     models.Generation(),
-    tilelang_gemm.TileLang(),
 ]
 
 

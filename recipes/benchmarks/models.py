@@ -1,5 +1,8 @@
 """Whole models: training runs of the Trainer, and prefill and decode, dense against patched and packed."""
 
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -7,14 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks import gate
 from benchmarks.gemms import Layer, mlp
 from benchmarks.run import NOT_RUN, Row, Run, Section, write
 from kernel_cases import BF16, draw
 from sparse24_kernels import GemmProblem
 from torch import Tensor, nn
 
-from .modules import Build, Layers, patched, withheld
+from .modules import Build, Layers, patched
 
 WARM_UP, STEPS, REFRESH_EVERY = 3, 8, 40
 GPT2 = {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024}
@@ -55,24 +57,31 @@ def in_processes(run: Run, section: str, entry: str, ways: Sequence[str], call: 
     """A row whose ways are run by `call(entry, way)`, each in a process of its own with a time limit."""
     row: Row = {"times": {}, "facts": {}}
     run.result["sections"][section]["rows"][entry] = row  # each run is kept as soon as it is done
-    unverified = withheld(run, ways)
     for way in ways:
-        if way in unverified and not run.options.despite_gate:
-            row["times"][way] = {"error": f"withheld: {unverified[way]}"}
-            continue
         if run.left() < 35:
             row["times"][way] = {"error": NOT_RUN}
             continue
         run.machine.forget()  # the process needs the memory
-        with gate.Child(gate.WORKER) as child:
-            seconds = min(limit, run.left(reserve=5))
-            found, error = gate.call(child, f"{__name__}:{call.__name__}", entry, way, seconds=seconds, log=run.log)
-        row["times"][way] = {"error": error} if error else {"us": found.pop("step_us"), "how": "run"}
-        if way in unverified:
-            row["facts"][f"{way}: unverified"] = unverified[way]
-        row["facts"] |= {f"{way}: {fact}": value for fact, value in (found or {}).items()}
+        try:
+            found = in_process(call.__name__, entry, way, min(limit, run.left(reserve=5)))
+        except (subprocess.SubprocessError, ValueError) as error:
+            row["times"][way] = {"error": run.note(error, f"{way}\n{getattr(error, 'stderr', '')}")}
+            continue
+        row["times"][way] = {"us": found.pop("step_us"), "how": "run"}
+        row["facts"] |= {f"{way}: {fact}": value for fact, value in found.items()}
         write(run.result, run.path)
     return row
+
+
+def in_process(call: str, entry: str, way: str, seconds: float) -> dict[str, Any]:
+    """What `call(entry, way)` of this module returns, run in a process of its own.
+
+    Raises:
+        SubprocessError: it fails, or takes longer than `seconds`.
+    """
+    command = [sys.executable, "-P", "-m", "recipes.benchmarks.models", call, entry, way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def now() -> float:
@@ -256,3 +265,7 @@ def generate(entry: str, way: str) -> dict[str, Any]:
     rates = {"prefill, tokens per s": prompt.numel() / prefill, "decode, tokens per s": len(prompt) / decode}
     peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
     return {"step_us": decode * 1e6, **rates, "weights GB": weights / 1e9, "peak GB": peak}
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps({"train": train, "generate": generate}[sys.argv[1]](*sys.argv[2:])))

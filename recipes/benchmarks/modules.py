@@ -1,19 +1,17 @@
-"""Linear layers and MLP blocks, dense against sparse; and what the gate of the layers checks.
+"""Linear layers and MLP blocks, dense against sparse.
 
 Ours beside dense, beside torchao's SemiSparseLinear (up to 0.18), and beside PyTorch's to_sparse_semi_structured, which
 has no backward.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
 import sparse24_kernels as kernels
 import torch
-from benchmarks.gate import Check, replayed
-from benchmarks.gemms import AUTO, CHECKED, MODELS, NAMES, Layer, assert_three_way, layers, sets_that_fill
+from benchmarks.gemms import AUTO, MODELS, Layer, layers, sets_that_fill
 from benchmarks.run import Row, Run, Section
 from benchmarks.timing import Call
 from kernel_cases import BF16, draw
@@ -92,16 +90,7 @@ class Layers(Section):
             return [partial(train, module, x.detach().requires_grad_(), grad) for x, grad in zip(inputs, grads)]
 
         makers = {way: partial(make, build) for way, build in self.ways(entry, device).items()}
-        return run.compare(makers, withheld=withheld(run, makers))
-
-
-def withheld(run: Run, ways: Iterable[str]) -> dict[str, str]:
-    """Our ways whose method has failed in the gate of the layers, with the reason. Where a way names no method, its
-    weights are those of S-STE."""
-    ours = [way for way in ways if not way.startswith(("dense", "torch"))]
-    methods = {way: way.split(",")[0] if way.split(",")[0] in METHODS else "s-ste" for way in ours}
-    reasons = {way: run.unverified("gate of the layers", f"'{method}'") for way, method in methods.items()}
-    return {way: reason for way, reason in reasons.items() if reason}
+        return run.compare(makers)
 
 
 def train(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -176,44 +165,3 @@ def by_torch(module: nn.Module) -> nn.Module:
             sparse = torch.sparse.to_sparse_semi_structured(kernels.nm_prune(child.weight.detach()))
             child.weight = nn.Parameter(sparse, requires_grad=False)
     return module
-
-
-def checks(device: torch.device, shapes: Any = CHECKED, compiler: str = "inductor") -> list[Check]:
-    """For the gate of the layers: each alone, and one of each method in a CUDA graph and under torch.compile."""
-    kinds = ("Linear", "Linear without bias", "Conv1D")
-    rows = list(product(kinds, METHODS, shapes, (BF16, torch.float16), ("eager",)))
-    modes = ("fullgraph", "CUDA graph") if device.type == "cuda" else ("fullgraph",)
-    rows += product(kinds[:1], METHODS, shapes[:1], (BF16,), modes)
-    return [(str(row).replace("torch.", ""), partial(check_layer, device, compiler, *row)) for row in rows]
-
-
-def check_layer(device, compiler, kind, method, shape, dtype, mode):
-    """The output and the gradients of a layer by sparse GEMMs, against dense math on the same zeros, and in fp32."""
-    from transformers.pytorch_utils import Conv1D
-
-    tokens, inputs, out = shape
-    torch._dynamo.reset()  # it counts how often one piece of code was compiled, and stops at eight
-
-    def build(dtype: torch.dtype) -> nn.Module:
-        layer = linear(inputs, out, kind != "Linear without bias", device).to(dtype)
-        if kind != "Conv1D":
-            return layer
-        conv = Conv1D(out, inputs).to(device, dtype)
-        conv.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
-        return conv
-
-    def results(backend: str, dtype: torch.dtype, mode: str = "eager") -> list[Tensor]:
-        layer = patched(partial(build, dtype), method, backend)
-        x, grad = (draw(device, (tokens, n), BF16, seed=n).to(dtype) for n in (inputs, out))
-        x.requires_grad_()
-        forward = torch.compile(layer, fullgraph=True, backend=compiler) if mode == "fullgraph" else layer
-
-        def call() -> list[Tensor]:
-            output = forward(x)
-            return [output, *torch.autograd.grad(output, [x, *layer.parameters()], grad)]
-
-        return [result.detach() for result in (replayed(call) if mode == "CUDA graph" else call())]
-
-    three = results("cusparselt", dtype, mode), results("dense", dtype), results("dense", torch.float32)
-    for ours, dense, truth, name in zip(*three, (*NAMES, "grad_bias")):
-        assert_three_way(ours, dense, truth, name)

@@ -11,6 +11,7 @@ import pytest
 import zoo
 from paths import ROOT
 from safetensors import safe_open
+from sparse24_kernels.gemm.backend import backend_names, unregister_backend
 
 from hf_sparse24 import METHODS, export_model, patch_model
 from hf_sparse24.tools.cli import make_parser
@@ -22,11 +23,14 @@ FORMAT = "docs/packed_format.md"
 
 @pytest.fixture
 def unregistered():
-    """Methods that a page registers are gone after it."""
+    """Methods and backends that a page registers are gone after it."""
     before = dict(METHODS)
+    backends = backend_names()
     yield
     for name in METHODS.keys() - before.keys():
         METHODS.pop(name)
+    for name in set(backend_names()) - set(backends):
+        unregister_backend(name)
 
 
 # Pages show the shortest code, so trainers pick a device and trackers themselves; TRL and PEFT still use names of

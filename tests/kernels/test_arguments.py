@@ -3,28 +3,38 @@
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sparse24_kernels as kernels
 import torch
-from cslt import stand_in  # noqa: F401 (a fixture)
+from cslt import sparse_plan, stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels.decay import foreach_masked_decay_
+from sparse24_kernels.dispatch import choose_kernels
+from sparse24_kernels.fp8 import fp8_quantize, fp8_simulate
+from sparse24_kernels.gemm import backend as gemm_backend
+from sparse24_kernels.gemm.planning import choose_backend
+from sparse24_kernels.masks import count_flips
 
 CPU, META, BF16, NAN = torch.device("cpu"), torch.device("meta"), torch.bfloat16, float("nan")
 X = torch.randn(16, 32)
 MASK, PACKED, W = X > 0, kernels.pack_nm(X), kernels.nm_prune(X)
 PROBLEM = kernels.linear_problem(16, 16, 32, BF16)
 PATTERN = {"n": 2, "m": 4, "dim": -1}
+NAMED = SimpleNamespace(name="a test's")
+ELSEWHERE = (choose_backend, choose_kernels, count_flips, foreach_masked_decay_, fp8_quantize, fp8_simulate)
+FUNCTIONS = {name: getattr(kernels, name) for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
+FUNCTIONS |= {function.__name__: function for function in ELSEWHERE}
 # A call of each that works, with every argument by its name.
 CALLS = {
     "apply_mask": {"weight": X, "mask": MASK, "dtype": None},
     "choose_backend": {"requested": "auto", "device": CPU},
-    "choose_kernels": {"device": CPU, "dtype": BF16, "fp8": False},
+    "choose_kernels": {"device": CPU, "dtype": BF16, "fp8": False, "operator": "prune.prune"},
     "count_flips": {"before": [MASK], "after": [MASK]},
     "foreach_masked_decay_": {"grads": [X.clone()], "weights": [X], "masks": [MASK], "alphas": [0.1]},
     "fp8_quantize": {"x": X, "format": "e4m3"},
     "fp8_simulate": {"x": X, "format": "e4m3"},
     "gated_activation": {"gate": X, "up": X, "kind": "swiglu"},
-    "gemm_unsupported": {"problem": PROBLEM, "device": CPU, "backend": "auto"},
     "linear_problem": {"tokens": 16, "out": 16, "inputs": 32, "dtype": BF16},
     "masked_decay_": {"grad": X.clone(), "weight": X, "mask": MASK, "alpha": 0.1},
     "mm_problem": {"m": 16, "n": 16, "k": 32, "dtype": BF16},
@@ -37,17 +47,18 @@ CALLS = {
     "plan_gemm": {"problem": PROBLEM, "device": CPU, "backend": "auto"},
     "plan_packed": {"problem": PROBLEM, "device": CPU},
     "prune_forms": {"weight": X, "forms": ["dense"], "rule": "soft-threshold", **PATTERN, "scale": None, "dtype": None},
+    "register_backend": {"backend": NAMED, "auto": False},
     "s_ste_scale": {"weight": X, **PATTERN, "rule": "mse"},
     "soft_threshold": {"weight": X, **PATTERN, "scale": None, "dtype": None},
-    "sparse_linear": {"x": X, "weight": W, "bias": None, "algorithm": None},
-    "sparse_mm": {"sparse": W, "dense": X.t(), "algorithm": None},
+    "sparse_linear": {"x": X, "weight": W, "bias": None, "plan": None},
+    "sparse_mm": {"sparse": W, "dense": X.t(), "plan": None},
     "transposable_mask": {"weight": X, "n": 2, "m": 4, "solver": "exact", "packed": False},
     "unpack_bits": {"packed": kernels.pack_bits(MASK), "size": 32},
     "unpack_nm": {"packed": PACKED},
 }
 # Sparse tensor cores only: on the stand-in for them.
 COMPRESSED = {
-    "compress": {"matrix": W.bfloat16(), "compression": None},
+    "compress": {"matrix": W.bfloat16(), "plan": sparse_plan(32)},
     "mvue": CALLS["mvue"] | {"x": X.bfloat16(), "form": "compressed", "compression": None},
     "prune_forms": {"weight": X, "forms": ["compressed"], "mask": None, "dtype": BF16, "compressions": None},
 }
@@ -57,9 +68,15 @@ ODD += [[X, X], MASK, [X.to(META)], torch.float8_e4m3fn, X.to(torch.float8_e4m3f
 OURS = str(Path(kernels.__file__).parent)
 
 
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch):
+    monkeypatch.setattr(gemm_backend, "_backends", dict(gemm_backend._backends))
+    monkeypatch.setattr(gemm_backend, "_automatic", list(gemm_backend._automatic))
+
+
 def raised(function: str, arguments: dict) -> BaseException | None:
     try:
-        getattr(kernels, function)(**arguments)
+        FUNCTIONS[function](**arguments)
     except BaseException as error:
         return error
     return None
@@ -102,9 +119,7 @@ def test_so_is_one_of_a_compressed_form(function, stand_in):  # noqa: F811
 
 
 def test_every_public_function_and_argument_is_checked():
-    functions = {name: getattr(kernels, name) for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
-    functions["choose_kernels"] = kernels.choose_kernels
-    called = {name: CALLS.get(name, {}) | COMPRESSED.get(name, {}) for name in functions}
-    assert {name: set(inspect.signature(function).parameters) for name, function in functions.items()} == {
+    called = {name: CALLS.get(name, {}) | COMPRESSED.get(name, {}) for name in FUNCTIONS}
+    assert {name: set(inspect.signature(function).parameters) for name, function in FUNCTIONS.items()} == {
         name: set(call) for name, call in called.items()
     }

@@ -4,12 +4,13 @@ import cslt
 import pytest
 import torch
 from autotune_stage import CPU, HERE, PROBLEM, measured, remember, tune, user_file
-from sparse24_kernels import Algorithm, GemmProblem, linear_problem, plan_gemm
+from sparse24_kernels import GemmProblem, linear_problem, plan_gemm
 from sparse24_kernels.gemm import autotune, cusparselt, layout
 from sparse24_kernels.gemm.autotune import choose, reset
 from sparse24_kernels.gemm.autotune import table as autotune_table
 from sparse24_kernels.gemm.autotune.records import Environment, bucket, bucket_start
 from sparse24_kernels.gemm.autotune.table import Table
+from sparse24_kernels.gemm.problem import Algorithm
 
 pytestmark = pytest.mark.usefixtures("autotune_stage")
 

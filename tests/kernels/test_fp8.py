@@ -3,6 +3,7 @@
 import pytest
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.fp8 import fp8_simulate
 
 from hf_sparse24.metrics import is_nm_sparse
 
@@ -13,7 +14,7 @@ both = pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 
 def simulate(values: list[float], format: str) -> list[float]:
     """With the format's largest value beside them, so that the scale is 1."""
-    return kernels.fp8_simulate(torch.tensor([*values, MAX[format]]), format).tolist()[:-1]
+    return fp8_simulate(torch.tensor([*values, MAX[format]]), format).tolist()[:-1]
 
 
 def test_e4m3_rounds_to_nearest_even():
@@ -43,7 +44,7 @@ def test_every_finite_value_of_the_format_is_kept(format):
     values = torch.arange(256, dtype=torch.uint8).view(DTYPES[format]).float()
     values = values[values.isfinite()]
     assert values.max() == MAX[format]
-    assert torch.equal(kernels.fp8_simulate(values, format), values)
+    assert torch.equal(fp8_simulate(values, format), values)
 
 
 @both
@@ -51,7 +52,7 @@ def test_every_finite_value_of_the_format_is_kept(format):
 def test_the_largest_magnitude_survives_and_is_never_exceeded(format, dtype):
     for seed in range(20):
         x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        y = kernels.fp8_simulate(x, format)
+        y = fp8_simulate(x, format)
         assert y.dtype == dtype
         largest = x.abs().argmax()
         torch.testing.assert_close(y[largest], x[largest], rtol=2e-7, atol=0)
@@ -65,23 +66,23 @@ def test_the_largest_magnitude_survives_and_is_never_exceeded(format, dtype):
 @both
 def test_powers_of_two_do_not_matter(format):
     x = torch.randn(200)
-    y = kernels.fp8_simulate(x, format)
+    y = fp8_simulate(x, format)
     for exponent in (-100, -10, 1, 60, 120):
-        assert torch.equal(kernels.fp8_simulate(x * 2.0**exponent, format), y * 2.0**exponent)
+        assert torch.equal(fp8_simulate(x * 2.0**exponent, format), y * 2.0**exponent)
 
 
 @both
 def test_zeros(format):
     zeros = torch.tensor([0.0, -0.0])
     for x in (zeros, torch.cat([zeros, torch.tensor([1.0, -1e-9])])):
-        y = kernels.fp8_simulate(x, format)
+        y = fp8_simulate(x, format)
         assert torch.equal(y[:2], torch.zeros(2)) and not torch.signbit(y[y == 0]).any()
 
 
 @both
 def test_a_24_tensor_stays_24(format):
     x = torch.randn(32, 64)
-    y = kernels.fp8_simulate(kernels.apply_mask(x, kernels.nm_mask(x)), format)
+    y = fp8_simulate(kernels.apply_mask(x, kernels.nm_mask(x)), format)
     assert is_nm_sparse(y) and not torch.signbit(y[y == 0]).any()
 
 
@@ -89,7 +90,7 @@ def test_a_24_tensor_stays_24(format):
 def test_tensors_so_small_that_the_scale_would_overflow(format):
     for amax in (1e-38, 1e-40, 1.4e-45):
         x = torch.tensor([amax, -amax / 2, 0.0])
-        y = kernels.fp8_simulate(x, format)
+        y = fp8_simulate(x, format)
         assert y.isfinite().all() and (y.abs() <= 1.2 * x.abs()).all()
 
 
@@ -97,19 +98,19 @@ def test_tensors_so_small_that_the_scale_would_overflow(format):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_half_precision_is_computed_in_fp32(format, dtype):
     x = torch.randn(8, 16).to(dtype)
-    expected = kernels.fp8_simulate(x.float(), format).to(dtype)
-    assert torch.equal(kernels.fp8_simulate(x, format), expected)
+    expected = fp8_simulate(x.float(), format).to(dtype)
+    assert torch.equal(fp8_simulate(x, format), expected)
 
 
 @both
 def test_shapes_and_strides(format):
     for shape in ((0,), (3, 0), (0, 4), (), (2, 3, 4)):
-        assert kernels.fp8_simulate(torch.ones(shape), format).shape == shape
+        assert fp8_simulate(torch.ones(shape), format).shape == shape
     x = torch.randn(6, 4)
-    y = kernels.fp8_simulate(x.t(), format)
-    assert y.stride() == x.t().stride() and torch.equal(y.t(), kernels.fp8_simulate(x, format))
+    y = fp8_simulate(x.t(), format)
+    assert y.stride() == x.t().stride() and torch.equal(y.t(), fp8_simulate(x, format))
     before = x.clone()
-    kernels.fp8_simulate(x, format)
+    fp8_simulate(x, format)
     assert torch.equal(x, before)
 
 
@@ -118,12 +119,12 @@ def test_non_finite_values(value):
     x = torch.ones(4, 8)
     x[0, 0] = x[1, 2] = value
     with pytest.raises(ValueError, match=r"2 of 32 values of a tensor of shape \(4, 8\) are NaN or inf.*turn FP8 off"):
-        kernels.fp8_simulate(x, "e4m3")
+        fp8_simulate(x, "e4m3")
 
 
 def test_wrong_format():
     with pytest.raises(ValueError, match=r"format='e3m4': must be one of \['e4m3', 'e5m2'\]"):
-        kernels.fp8_simulate(torch.ones(4), "e3m4")
+        fp8_simulate(torch.ones(4), "e3m4")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,8 @@ def test_operator_contract(x):
 
 
 def test_compiles_in_one_graph():
-    compiled = torch.compile(lambda x: kernels.fp8_simulate(x, "e4m3") * 2, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: fp8_simulate(x, "e4m3") * 2, fullgraph=True, backend="aot_eager")
     x = torch.randn(8, 8)
-    assert torch.equal(compiled(x), kernels.fp8_simulate(x, "e4m3") * 2)
+    assert torch.equal(compiled(x), fp8_simulate(x, "e4m3") * 2)
     with pytest.raises(ValueError, match="NaN or inf"):
         compiled(x / 0)

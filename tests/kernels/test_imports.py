@@ -19,13 +19,12 @@ LAYERS = [
     ["reference"],
     ["gpu"],
     ["dispatch"],
-    ["gemm.problem"],
-    ["gemm.backend"],
-    ["gemm.cusparselt"],
+    ["gemm.problem", "gemm.operand"],
+    ["gemm.backend", "gemm.cusparselt"],
     ["gemm.layout", "gemm.autotune"],
-    ["gemm.packed"],
+    ["gemm.packed", "gemm.sparse_tensor_cores"],
     ["gemm.planning"],
-    ["decay", "fp8", "gated", "masks", "matmul", "mvue", "prune", "transposable"],
+    ["decay", "fp8", "gated", "masks", "matmul", "mvue", "packing", "prune", "scale", "transposable"],
 ]
 
 
@@ -69,8 +68,8 @@ def reachable(name: str) -> set[str]:
 
 
 def test_the_graph_is_read_correctly():
-    assert f"{PACKAGE}.gpu" in GRAPH[f"{PACKAGE}.dispatch"]  # inside a function
-    assert f"{PACKAGE}.gemm.cusparselt" in GRAPH[f"{PACKAGE}.gemm.planning"]  # `from . import cusparselt`
+    assert f"{PACKAGE}.formats" in GRAPH[f"{PACKAGE}.gpu.prune"]
+    assert f"{PACKAGE}.gemm.cusparselt" in GRAPH[f"{PACKAGE}.gemm.layout"]
     assert f"{PACKAGE}.gemm.autotune.records" in reachable(PACKAGE)
 
 
@@ -113,14 +112,17 @@ def test_every_module_can_be_imported_first():
 
 SHAPES = """
 import sparse24_kernels as kernels, torch
-weight, padded = torch.empty(48, 32, device="meta", dtype=torch.bfloat16), kernels.Compression(21, -1)
+from sparse24_kernels.formats import Compression
+from sparse24_kernels.gemm.backend import GemmPlan
+from sparse24_kernels.gemm.sparse_tensor_cores import CUSPARSELT
+weight, padded = torch.empty(48, 32, device="meta", dtype=torch.bfloat16), Compression(21)
 shapes = [
     kernels.prune_forms(weight, ["compressed"])[0].shape,
     kernels.prune_forms(weight, ["compressed"], compressions={"compressed": padded})[0].shape,
     kernels.mvue(weight, key=1, form="compressed").shape,
     kernels.mvue(weight, key=1, form="compressed", compression=padded).shape,
-    kernels.compress(weight).shape,
-    kernels.compress(weight, padded).shape,
+    kernels.compress(weight, GemmPlan(CUSPARSELT, "", compression=Compression(18))).values.shape,
+    kernels.compress(weight, GemmPlan(CUSPARSELT, "", compression=padded)).values.shape,
 ]
 shapes = [tuple(shape) for shape in shapes]
 """
@@ -134,7 +136,7 @@ def test_fakes_have_no_history(monkeypatch):
     plan = kernels.plan_gemm(kernels.linear_problem(32, 48, 32, torch.bfloat16), torch.device("cpu"))
     weight = torch.randn(48, 32).bfloat16()
     kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression})
-    kernels.compress(kernels.nm_prune(weight), plan.compression)
+    kernels.compress(kernels.nm_prune(weight), plan)
     kernels.mvue(weight, form="compressed", compression=plan.compression)
     namespace = {}
     exec(SHAPES, namespace)

@@ -6,13 +6,16 @@ import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Algorithm, Compression
-from sparse24_kernels.formats import Layout
+from sparse24_kernels.formats import Compression, Layout
 from sparse24_kernels.gemm import layout
 
 CPU = torch.device("cpu")
 ORDERS = [cslt.row_major, cslt.tiles, cslt.ampere, cslt.hopper]
 FORMS = ["compressed", "compressed-transposed"]
+
+
+def compressed_by_library(matrix):
+    return kernels.compress(matrix, cslt.sparse_plan(matrix.shape[1])).values
 
 
 @pytest.fixture
@@ -66,11 +69,11 @@ def test_pruning_writes_what_the_library_would(library, order):
         x = torch.randn(16, matrix.shape[1]).bfloat16()
         assert compressed.dtype == torch.bfloat16 and compressed.shape == (len(matrix), matrix.shape[1] * 9 // 16)
         # Groups with fewer than two non-zeros can be written in several ways, so results are compared, not bits.
-        result = kernels.sparse_linear(x, compressed, algorithm=Algorithm())
+        result = kernels.sparse_linear(x, compressed, plan=cslt.sparse_plan(x.shape[-1]))
         assert torch.equal(result, torch.nn.functional.linear(x, matrix))
     full = torch.randn(64, 128).bfloat16()
     (compressed,) = kernels.prune_forms(full, ["compressed"], compressions=compressions)
-    assert torch.equal(compressed.view(torch.int16), kernels.compress(kernels.nm_prune(full)).view(torch.int16))
+    assert torch.equal(compressed.view(torch.int16), compressed_by_library(kernels.nm_prune(full)).view(torch.int16))
 
 
 def values_by_columns(flat, m, k):
@@ -104,7 +107,7 @@ def test_a_layout_of_another_kind_is_left_to_the_library(monkeypatch, strange):
 
     monkeypatch.setattr(torch, "_cslt_compress", compress)
     compression = layout.find_compression(64, 128, torch.bfloat16, CPU)
-    assert compression == (72, -1)
+    assert compression == Compression(72)
     weight = torch.randn(64, 128).bfloat16()
     (ours,) = kernels.prune_forms(weight, ["compressed"], compressions={"compressed": compression})
     assert torch.equal(ours.view(torch.int16), compress(kernels.nm_prune(weight)).view(torch.int16))
@@ -113,21 +116,21 @@ def test_a_layout_of_another_kind_is_left_to_the_library(monkeypatch, strange):
 def test_a_padded_layout_is_left_to_the_library(monkeypatch):
     cslt.install(monkeypatch, cslt.StandIn(padding=1))
     compressions = {"compressed": layout.find_compression(64, 128, torch.bfloat16, CPU)}
-    assert compressions["compressed"] == (73, -1)
+    assert compressions["compressed"] == Compression(73)
     weight = torch.randn(64, 128).bfloat16()
     assert kernels.prune_forms(weight, ["compressed"], compressions=compressions)[0].shape == (64, 73)
 
 
 def test_a_swizzled_layout_is_left_to_the_library(library):
     stand_in, compressions = library(cslt.swizzled)
-    assert set(compressions.values()) == {(72, -1), (36, -1)}
+    assert set(compressions.values()) == {Compression(36), Compression(72)}
     weight, mask = weight_and_mask()
     dense, compressed, transposed = kernels.prune_forms(
         weight, ["dense", *FORMS], "mask", mask=mask, dtype=torch.bfloat16, compressions=compressions
     )
     assert stand_in.compressed == 2
     for ours, matrix in ((compressed, dense), (transposed, dense.t())):
-        assert torch.equal(ours.view(torch.int16), kernels.compress(matrix).view(torch.int16))
+        assert torch.equal(ours.view(torch.int16), compressed_by_library(matrix).view(torch.int16))
     kernels.mvue(dense, dim=1, form="compressed", compression=compressions["compressed"])
     assert stand_in.compressed == 5  # two of them to compare with
 
@@ -198,7 +201,7 @@ def test_planning_changes_nothing_that_does_not_get_the_plan(monkeypatch):
         stand_in.compressed = 0
         (pruned,) = kernels.prune_forms(weight, ["compressed"], dtype=torch.bfloat16)
         estimate = kernels.mvue(weight.bfloat16(), key=3, dim=1, form="compressed")
-        compressed = kernels.compress(kernels.nm_prune(weight, dtype=torch.bfloat16))
+        compressed = compressed_by_library(kernels.nm_prune(weight, dtype=torch.bfloat16))
         return stand_in.compressed, [x.view(torch.int16) for x in (pruned, estimate, compressed)]
 
     calls, before = results()
@@ -243,10 +246,10 @@ def test_nothing_is_asked_during_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(layout, "_ask", lambda *size: pytest.fail("asked"))
-    assert layout.find_compression(64, 128, torch.bfloat16, cuda) == (72, -1)
+    assert layout.find_compression(64, 128, torch.bfloat16, cuda) == Compression(72)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(layout, "_ask", lambda *size: Compression(75, -1))
-    assert layout.find_compression(64, 128, torch.bfloat16, cuda) == (75, -1)  # the answer before was not kept
+    assert layout.find_compression(64, 128, torch.bfloat16, cuda) == Compression(75)  # the answer before was not kept
 
 
 def test_random_numbers_are_left_alone(monkeypatch):

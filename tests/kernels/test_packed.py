@@ -5,13 +5,14 @@ import sparse24_kernels as kernels
 import torch
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels import GemmPlan, Packed, gpu, linear_problem
+from sparse24_kernels.formats import Compression
 from sparse24_kernels.gemm import packed as packed_gemm
-from sparse24_kernels.gemm import planning
+from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.packed import PACKED
 from torch.nn import functional as F
 
 CPU, BF16, INF = torch.device("cpu"), torch.bfloat16, float("inf")
-KERNEL = GemmPlan("packed", "requested", None, None)
+KERNEL = GemmPlan(PACKED, "requested", compression=Compression(backend="packed"))
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def planned_for_gpu(monkeypatch):
 @pytest.fixture
 def has_kernels(planned_for_gpu, monkeypatch):
     """As on a GPU: the kernel in Triton's interpreter."""
-    monkeypatch.setattr(packed_gemm, "implementation", lambda x: gpu)
+    monkeypatch.setattr(packed_gemm, "implementation", lambda operator, x: gpu.packed.packed_linear)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
@@ -56,16 +57,17 @@ def test_unpacking_in_chunks(rows):
 def test_every_way_has_its_reason(stand_in, planned_for_gpu, monkeypatch):  # noqa: F811
     few, many = (linear_problem(tokens, 48, 32, BF16) for tokens in (1, 65))
     reason = "at most 64 tokens: the time is that of reading the weight"
-    assert kernels.plan_packed(few, CPU) == ("packed", reason, None, None)
+    assert kernels.plan_packed(few, CPU) == KERNEL._replace(reason=reason)
     plan = kernels.plan_packed(many, CPU)
     assert plan.is_sparse and plan.reason == "more than 64 tokens; measured"
     plan = kernels.plan_packed(many._replace(m=40), CPU)
-    assert plan[:2] == ("dense", "more than 64 tokens; cuSPARSELt needs multiples of 16, not 40 x 32")
-    assert PACKED.unsupported(few._replace(k=36), CPU) == "packed matrices have multiples of 8 columns, not 36"
+    assert plan == GemmPlan(DENSE, "more than 64 tokens; cuSPARSELt needs multiples of 16, not 40 x 32")
+    assert PACKED.plan(few._replace(k=36), CPU, False) == "packed matrices have multiples of 8 columns, not 36"
     monkeypatch.undo()
     for problem in (few, many):
         plan = kernels.plan_packed(problem, CPU)
-        assert plan[:2] == ("dense", "the kernels need a CUDA device, not cpu; cuSPARSELt needs a CUDA device, not cpu")
+        reason = "the kernels need a CUDA device, not cpu; cuSPARSELt needs a CUDA device, not cpu"
+        assert plan == GemmPlan(DENSE, reason)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf and NaN
@@ -93,7 +95,7 @@ def test_operands_at_odd_addresses_and_of_odd_strides(has_kernels):
 
 
 def test_many_tokens_take_sparse_tensor_cores_on_a_copy_made_on_the_spot(stand_in, planned_for_gpu, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(planning, "FEW_TOKENS", 8)
+    monkeypatch.setattr(packed_gemm, "FEW_TOKENS", 8)
     weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(2, 16, 32).to(BF16), torch.randn(48)
     packed, bias = kernels.pack_nm(weight), bias.to(BF16)
     plan = kernels.plan_packed(linear_problem(32, 48, 32, BF16), CPU)
@@ -102,33 +104,24 @@ def test_many_tokens_take_sparse_tensor_cores_on_a_copy_made_on_the_spot(stand_i
         result = kernels.packed_linear(x, packed, bias, plan=plan._replace(compression=compression))
         torch.testing.assert_close(result, F.linear(x, weight, bias))
         assert stand_in.compressed == by_library and len(stand_in.gemms) == 1
-        arguments = (*packed, *compression)
+        arguments = (*packed, *compression[:2])
         torch.library.opcheck(torch.ops.sparse24.compress_packed.default, arguments)
         ours = torch.ops.sparse24.compress_packed(*arguments)
-        assert torch.equal(ours.view(torch.int16), kernels.compress(weight, compression).view(torch.int16))
+        theirs = kernels.compress(weight, plan._replace(compression=compression)).values
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
-def test_the_backend_takes_both_orientations():
-    problem, weight = linear_problem(3, 24, 40, torch.float32), kernels.nm_prune(torch.randn(24, 40))
-    packed, x, bias = kernels.pack_nm(weight), torch.randn(3, 40), torch.randn(24)
-    assert PACKED.encoded_shapes(problem, None) == tuple(tuple(part.shape) for part in packed)
-    both = [
-        PACKED.run(
-            packed, x.t() if not transposed else x, bias=bias, transposed=transposed, scales=None, algorithm=None
-        )
-        for transposed in (True, False)
-    ]
-    assert torch.equal(both[0], F.linear(x, weight, bias)) and torch.equal(both[1], both[0].t())
-    assert both[1].is_contiguous()
-    with pytest.raises(ValueError, match="backend='packed' has no FP8 GEMM"):
-        PACKED.run(packed, x, bias=None, transposed=True, scales=(bias, bias), algorithm=None)
+def test_the_backend_takes_packed_weights_of_linear_layers():
+    with pytest.raises(ValueError, match="backend='packed' takes packed weights: pack_nm makes them"):
+        kernels.compress(kernels.nm_prune(torch.randn(24, 40)), KERNEL)
+    assert "in linear layers" in PACKED.plan(kernels.mm_problem(24, 3, 40, BF16), CPU, False)
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_it_compiles_in_one_graph_for_few_tokens_and_for_many(with_kernels, request, monkeypatch):
     if with_kernels:
         request.getfixturevalue("has_kernels")
-    monkeypatch.setattr(planning, "FEW_TOKENS", 8)
+    monkeypatch.setattr(packed_gemm, "FEW_TOKENS", 8)
     packed, bias = kernels.pack_nm(torch.randn(16, 32)), torch.randn(16)
     compiled = torch.compile(kernels.packed_linear, fullgraph=True, backend="aot_eager")
     for tokens in (1, 4, 20, 30):

@@ -16,9 +16,12 @@ from hf_sparse24 import (
     step_param_groups, unpack_model, unpatch_model,
 )
 from sparse24_kernels import (
-    Pattern, choose_kernels, count_flips, fp8_quantize, linear_problem, masked_decay_, mvue, nm_mask, pack_nm,
+    Pattern, linear_problem, masked_decay_, mvue, nm_mask, pack_nm,
     packed_linear, plan_gemm, prune_forms, s_ste_scale, sparse_linear, transposable_mask, unpack_nm,
 )
+from sparse24_kernels.dispatch import choose_kernels
+from sparse24_kernels.fp8 import fp8_quantize
+from sparse24_kernels.masks import count_flips
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 
@@ -64,7 +67,7 @@ def on_tensors(x: torch.Tensor) -> None:
     reveal_type(choose_kernels(x.device).reason)  # str
     plan = plan_gemm(linear_problem(8, 16, 32, x.dtype), x.device)
     reveal_type(plan.is_sparse)  # bool
-    reveal_type(sparse_linear(x, x, algorithm=plan.algorithm))  # Tensor
+    reveal_type(sparse_linear(x, x, plan=plan))  # Tensor
     reveal_type(packed_linear(x, pack_nm(x), plan=plan))  # Tensor
 
 

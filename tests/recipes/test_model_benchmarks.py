@@ -1,15 +1,16 @@
 """`make gpu` on layers, blocks, training and inference without a GPU: tiny sizes, made-up times."""
 
 # ruff: noqa: F811 (tests take the fixtures that are imported)
+import os
+import subprocess
+import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import gate
 from benchmarks import run as run_module
-from cslt import StandIn, counting_stand_in, stand_in  # noqa: F401 (fixtures)
-from gpu_run import CPU, LAYERS, SHAPES, FakeMachine, run, times, tiny, tuned  # noqa: F401 (fixtures)
+from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
+from gpu_run import CPU, LAYERS, FakeMachine, run, times, tiny, tuned  # noqa: F401 (fixtures)
 
 from hf_sparse24.weights.sparse_weight import SparseWeight
 from recipes.benchmarks import models, modules
@@ -17,33 +18,6 @@ from recipes.benchmarks import models, modules
 TINY_LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 TINY_LLAMA |= {"num_hidden_layers": 2, "vocab_size": 64}
 TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
-
-
-def test_the_gate_of_layers_passes_what_is_right_and_catches_what_is_not(stand_in, monkeypatch):
-    found = modules.checks(CPU, SHAPES, "aot_eager")
-    assert len({name for name, _ in found}) == len(found) == 2 * 2 * 2 * 3 + 2
-    for _, check in found:
-        check()
-    assert stand_in.gemms
-    monkeypatch.setattr(torch, "_cslt_sparse_mm", StandIn(wrong_ids=(3,)).matmul)
-    for _, check in found:
-        with pytest.raises(AssertionError, match="is allowed"):
-            check()
-
-
-def test_what_a_red_check_is_for_is_withheld(tiny, tuned, times, monkeypatch, tmp_path):
-    """By method: one that is right is measured, and dense math always is."""
-    names = [str(("Linear", method, SHAPES[0], "bfloat16", "eager")) for method in modules.METHODS]
-    wrong = [(names[0], lambda: 1 / 0), (names[1], lambda: None)]
-    monkeypatch.setattr(modules, "checks", lambda device: wrong)
-    code, result, page = run(tmp_path, "mlps")
-    assert code == 1 and "unfinished" not in result and "ZeroDivisionError" in page
-    gated, _, forward = result["sections"]["MLP blocks"]["rows"].values()
-    found = {way: "withheld" in x.get("error", "") for way, x in (gated["times"] | forward["times"]).items()}
-    assert {way for way, is_withheld in found.items() if is_withheld} == {"s-ste", "s-ste, auto", "packed"}
-    code, result, _ = run(tmp_path, "mlps", "--despite-gate")
-    gated, _, forward = result["sections"]["MLP blocks"]["rows"].values()
-    assert code == 1 and "us" in gated["times"]["s-ste"] and "s-ste: unverified" in gated["facts"]
 
 
 def test_layers(tiny, tuned, times, tmp_path):
@@ -117,20 +91,26 @@ def test_generation(tiny_models, monkeypatch, entry):
 
 
 def test_generation_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
-    def call(child, function, entry, way, seconds, log):
-        assert function == "recipes.benchmarks.models:generate"
+    def in_process(call, entry, way, seconds):
+        assert call == "generate"
         if way == "patched":
-            return None, "it died of SIGKILL"
-        return {"step_us": {"dense": 1000.0, "packed": 700.0}[way], "weights GB": 2.0}, ""
+            raise subprocess.TimeoutExpired("generate", seconds)
+        return {"step_us": {"dense": 1000.0, "packed": 700.0}[way], "weights GB": 2.0}
 
-    monkeypatch.setattr(models, "gate", SimpleNamespace(call=call, Child=gate.Child, WORKER=gate.WORKER))
+    monkeypatch.setattr(models, "in_process", in_process)
     monkeypatch.setattr(models.Inference, "entries", lambda self: [])
     code, result, page = run(tmp_path, "inference", "--minutes", "60")
-    assert (
-        code == 0
-        and "| 1 sequence, static | 1000 | 700.0 (1.43, meets 1.2) | it died of SIGKILL | 2.00 | 2.00 |" in page
-    )
+    assert code == 0 and "| 1 sequence, static | 1000 | 700.0 (1.43, meets 1.2) | TimeoutExpired: " in page
     assert list(result["sections"]["generation"]["rows"]) == models.Generation().entries()
+
+
+def test_a_process_of_its_own_ends_in_time_and_says_what_went_wrong(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        models.in_process("nothing", "1 sequence", "dense", 120)
+    assert "KeyError: 'nothing'" in caught.value.stderr
+    with pytest.raises(subprocess.TimeoutExpired):
+        models.in_process("generate", "1 sequence", "dense", 0.01)
 
 
 @pytest.fixture
@@ -150,13 +130,13 @@ def test_a_training_run(tiny_models, stand_in, entry, method):
 
 
 def test_training_runs_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
-    def call(child, function, entry, method, seconds, log):
-        assert function == "recipes.benchmarks.models:train" and seconds <= 180
+    def in_process(call, entry, method, seconds):
+        assert call == "train" and seconds <= 180
         if method == "s-ste" and "compile" in entry:
-            return None, "it died of SIGKILL"
-        return {"step_us": {"dense": 1e6, "s-ste": 9e5, "t-sr-ste": 5e5}[method], "loss": 10.0}, ""
+            raise subprocess.CalledProcessError(-9, "train", stderr="killed")
+        return {"step_us": {"dense": 1e6, "s-ste": 9e5, "t-sr-ste": 5e5}[method], "loss": 10.0}
 
-    monkeypatch.setattr(models, "gate", SimpleNamespace(call=call, Child=gate.Child, WORKER=gate.WORKER))
+    monkeypatch.setattr(models, "in_process", in_process)
     code, result, page = run(tmp_path, "trainer", "--minutes", "60")
     assert code == 0 and "| 500000 (2.00, meets 1.25) | 900000 (1.11, **misses** 1.25) |" in page and "SIGKILL" in page
     rows = result["sections"]["training runs"]["rows"]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from sparse24_kernels import Algorithm, Compression, Packed, pack_nm, unpack_nm
-from sparse24_kernels.formats import unpadded_columns
-from sparse24_kernels.gemm import autotune, cusparselt, layout, planning
+from sparse24_kernels import GemmPlan, Packed, pack_nm, unpack_nm
+from sparse24_kernels.formats import Compression, unpadded_columns
+from sparse24_kernels.gemm import autotune, cusparselt, layout, sparse_tensor_cores
+from sparse24_kernels.gemm.problem import Algorithm
 from torch import Tensor
 
 
@@ -91,6 +92,12 @@ def swizzled(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
     return row * units + (unit ^ (row % 2))
 
 
+def sparse_plan(k: int, algorithm: int = 0, columns: int | None = None) -> GemmPlan:
+    """A plan of cuSPARSELt for a matrix of `k` columns, which the library compresses."""
+    compression = Compression(unpadded_columns(k) if columns is None else columns)
+    return GemmPlan(sparse_tensor_cores.CUSPARSELT, "a test's", Algorithm(algorithm), compression)
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     """Sparse tensor cores on every device, every GEMM sparse by algorithm 3."""
@@ -100,7 +107,7 @@ def stand_in(monkeypatch):
 @pytest.fixture
 def counting_stand_in(stand_in, monkeypatch):
     """The same, with a layout that stays unknown: the library compresses every matrix, and counts them."""
-    monkeypatch.setattr(planning, "find_compression", lambda m, k, *_: Compression(unpadded_columns(k), -1))
+    monkeypatch.setattr(sparse_tensor_cores, "find_compression", lambda m, k, *_: Compression(unpadded_columns(k)))
     return stand_in
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gate, gemms, operations, packed, tilelang_gemm, timing
+from benchmarks import gemms, operations, packed, timing
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
 
 from recipes.benchmarks import gpu, modules
 
 CPU = torch.device("cpu")
-SHAPES = ((32, 32, 48), (34, 32, 16))
 LAYERS = [gemms.Layer("GPT-2 tiny", 48, 32, 32), gemms.Layer("Tiny", 32, 48, 8192)]
 KERNELS = ("nm_mask bits, rows", "prune mask: packed", "flips, model", "swiglu backward, row-major")
 
@@ -36,22 +35,11 @@ class FakeMachine:
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Few and small entries, and their checks."""
+    """Few and small entries."""
     small = list({w.name: w.at((8, 64)) for w in operations.workloads() if w.name in KERNELS}.values())
     monkeypatch.setattr(operations, "workloads", lambda: iter(small))
-    checks = gate.checks
-
-    def few(device):
-        cases = [check for check in checks(device) if check[0].startswith("masks.nm_mask-3-24")]
-        return cases + [(str(w), gate.partial(gate.check, w, device)) for w in small]
-
-    monkeypatch.setattr(gate, "checks", few)
-    gemm_checks, layer_checks = gemms.checks, modules.checks
-    monkeypatch.setattr(gemms, "checks", lambda device: gemm_checks(device, SHAPES[:1]))
-    monkeypatch.setattr(modules, "checks", lambda device: layer_checks(device, SHAPES[:1], "aot_eager")[:3])
     for module in (gemms, modules):
         monkeypatch.setattr(module, "layers", lambda: LAYERS)
-    monkeypatch.setattr(tilelang_gemm.TileLang, "entries", lambda self: [])
     monkeypatch.setattr(packed, "SIZES", {"Tiny": (32, 48)})
     monkeypatch.setattr(packed, "TOKENS", (1, 32))
     monkeypatch.setitem(gemms.MODELS, "Tiny", (32, 48))
@@ -88,7 +76,7 @@ def tuned(stand_in, monkeypatch):  # noqa: F811
 
 def run(folder: Path, sections: str, *arguments: str, machine=None) -> tuple[int, dict, str]:
     """Exit code, JSON and page."""
-    command = ["--output", str(folder), "--sections", sections, "--processes", "0", *arguments]
+    command = ["--output", str(folder), "--sections", sections, *arguments]
     code = gpu.main(command, machine or FakeMachine())
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".md", ".log"}
     path = max(folder.glob("gpu_fake_9000_*.json"))

@@ -11,6 +11,7 @@ import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
+from sparse24_kernels.gemm.problem import Algorithm
 from transformers import AutoConfig
 
 from hf_sparse24 import Sparse24Config, __version__, patch_model
@@ -77,7 +78,7 @@ def test_the_compressor_is_told(stand_in, order, who):  # noqa: F811
 def verdict(problem, device):
     """Dense takes 2 us everywhere; sparse wins on the output GEMM and was not measured for gradients."""
     if problem.transposed:
-        return autotune.Verdict("cusparselt", kernels.Algorithm(3), 1.25, 2.0, "measured", measured=True)
+        return autotune.Verdict("cusparselt", Algorithm(3), 1.25, 2.0, "measured", measured=True)
     return autotune.Verdict("dense", None, None, None, "not tuned: run `hf-sparse24 tune`", measured=False)
 
 

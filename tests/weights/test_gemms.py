@@ -182,5 +182,5 @@ def test_every_method_gives_every_form(request, method, known_layout, conv1d):
         assert dense.shape == (48, 32) and is_nm_sparse(dense, dim=-1 if gemm.name == "output" else 0)
         matrix = dense if gemm.name == "output" else dense.t()
         x = torch.randn(16, matrix.shape[1]).bfloat16()
-        result = kernels.sparse_linear(x, compressed, algorithm=kernels.Algorithm())
+        result = kernels.sparse_linear(x, compressed, plan=plan)
         assert torch.equal(result, nn.functional.linear(x, matrix))

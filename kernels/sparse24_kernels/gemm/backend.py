@@ -1,87 +1,216 @@
-"""What every GEMM backend provides, and the backend that runs everywhere: dense math on the pruned values."""
+"""What a GEMM backend provides, the plan that carries it, and the registry that users extend.
 
-from typing import Protocol, TypeVar
+A backend is one file and one registration. It refuses what it does not run, with a reason in words:
+
+    class MyBackend(GemmBackend):
+        name = "mine"
+
+        def plan(self, problem, device, requested):
+            return GemmPlan(self, "it is mine") if problem.transposed else "it runs linear layers only"
+
+        def linear(self, x, weight, bias, plan):
+            return my_kernel(x, weight.values, bias)
+
+    register_backend(MyBackend())
+"""
+
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..checks import check_is
 from ..formats import Compression, Packed
+from .operand import Operand, unpack
 from .problem import Algorithm, GemmProblem
 
-Operand = TypeVar("Operand", Tensor, Packed, contravariant=True)
 
+class GemmBackend(Protocol):
+    """Runs GEMMs with one 2:4 operand, whichever matrix that is: a weight, its transpose, or a pruned gradient.
 
-class GemmBackend(Protocol[Operand]):
-    """Runs GEMMs with one 2:4 operand, whichever matrix that is: a weight, its transpose, or a pruned gradient."""
+    Subclass it and write `name`, `plan` and `linear`; the other methods have defaults. What torch.compile should trace
+    has to be traceable: wrap foreign code in operators with fakes.
 
-    def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
-        """Why this backend cannot run `problem` on `device`, or None where it can."""
-        ...
+    Attributes:
+        name: what users choose it by, as `backend="name"`.
+    """
 
-    def encoded_shapes(self, problem: GemmProblem, compression: Compression | None) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tensors that are the sparse operand, as `run` takes it. Pure: fakes need no history."""
-        ...
+    name: str
 
-    def run(
-        self,
-        sparse: Operand,
-        dense: Tensor,
-        *,
-        bias: Tensor | None,
-        transposed: bool,
-        scales: tuple[Tensor, Tensor] | None,
-        algorithm: Algorithm | None,
-    ) -> Tensor:
-        """`sparse @ dense`, or with `transposed` the same GEMM as `F.linear` has it.
+    def __repr__(self) -> str:
+        return f"<backend {self.name!r}>"
+
+    def unsupported(self, device: torch.device) -> str | None:
+        """Why no GEMM runs on a device.
 
         Args:
-            sparse: the 2:4 operand `[m, k]` as this backend stores it (`encoded_shapes`).
-            dense: `[k, n]`, any strides; with `transposed`, `[..., k]`.
-            bias: `[m]` in the operands' dtype, or None.
-            transposed: `dense` and the result are rows of `[..., k]` and `[..., m]`, not `[k, n]` and `[m, n]`.
-            scales: of FP8 operands, (sparse, dense), fp32 scalars. No backend has an FP8 GEMM yet: None.
-            algorithm: of a plan that chose this backend.
+            device: where the operands would be.
 
         Returns:
-            The result in the operands' dtype, row-major.
+            The reason in words; None where some GEMMs run.
+        """
+        return None
 
-        Raises:
-            ValueError: `scales` given to a backend without an FP8 GEMM.
+    def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> "GemmPlan | str":
+        """How this backend runs a GEMM, or why it does not.
+
+        Args:
+            problem: n may be symbolic while torch.compile traces.
+            device: one that `unsupported` has nothing against.
+            requested: the user chose this backend by name. Otherwise `"auto"` asks, and a backend refuses a problem
+                that dense math runs faster.
+
+        Returns:
+            A plan that carries this backend, or the reason of the refusal in words.
         """
         ...
 
+    def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
+        """A 2:4 matrix `[m, k]` as `linear` and `mm` take it. The default keeps it dense, with its zeros.
 
-def reject_scales(backend: str, scales: tuple[Tensor, Tensor] | None) -> None:
-    """Raise where FP8 scales are given to a backend that has no FP8 GEMM: without them its result would be wrong."""
-    if scales is not None:
-        raise ValueError(f"backend={backend!r} has no FP8 GEMM: dequantize the operands and pass scales=None")
+        Args:
+            matrix: dense with zeros (any strides, never -0.0), or packed.
+            compression: of the plan.
+
+        Returns:
+            The operand. `prune_forms` and models take backends that store one tensor.
+        """
+        return Operand(unpack(*matrix) if isinstance(matrix, Packed) else matrix)
+
+    def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: "GemmPlan") -> Tensor:
+        """`F.linear(x, weight, bias)`, the GEMM of a problem that is `transposed`.
+
+        Args:
+            x: `[..., k]`, any strides.
+            weight: `[m, k]` as `encode` stores it.
+            bias: `[m]` in the dtype of `x`, or None.
+            plan: of `plan`.
+
+        Returns:
+            `[..., m]` in the dtype of `x`, row-major.
+        """
+        ...
+
+    def mm(self, sparse: Operand, dense: Tensor, plan: "GemmPlan") -> Tensor:
+        """`sparse @ dense`, the GEMM of a problem that is not `transposed`. Needed where `plan` accepts such problems.
+
+        Args:
+            sparse: `[m, k]` as `encode` stores it.
+            dense: `[k, n]`, any strides.
+            plan: of `plan`.
+
+        Returns:
+            `[m, n]` in the dtype of `dense`, row-major.
+
+        Raises:
+            NotImplementedError: the backend has no such GEMM.
+        """
+        reason = f"backend={self.name!r} planned a GEMM that it has no method for"
+        raise NotImplementedError(reason)
 
 
-class DenseBackend:
+class GemmPlan(NamedTuple):
+    """How one GEMM runs, and why.
+
+    Attributes:
+        backend: what encodes the sparse operand and runs the GEMM; `backend.name` is its name.
+        reason: in words, with the measured times where there are any.
+        algorithm: the library's algorithm, for backends that have several.
+        compression: how the backend stores the operand: what `prune_forms` and `mvue` take. None for dense math.
+    """
+
+    backend: GemmBackend
+    reason: str
+    algorithm: Algorithm | None = None
+    compression: Compression | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the backend takes an encoded operand; dense math takes the pruned matrix as it is."""
+        return self.compression is not None
+
+
+class DenseBackend(GemmBackend):
     """Dense math on the pruned values, on any device and in any dtype. The operand is stored with its zeros."""
 
-    def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
-        return None
+    name = "dense"
 
-    def encoded_shapes(self, problem: GemmProblem, compression: Compression | None) -> tuple[tuple[int, ...], ...]:
-        return ((problem.m, problem.k),)
+    def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
+        if not problem.has_one_dtype:
+            return "dense math takes operands of one dtype"
+        return GemmPlan(self, "dense math runs everywhere")
 
-    def run(
-        self,
-        sparse: Tensor,
-        dense: Tensor,
-        *,
-        bias: Tensor | None,
-        transposed: bool,
-        scales: tuple[Tensor, Tensor] | None,
-        algorithm: Algorithm | None,
-    ) -> Tensor:
-        reject_scales("dense", scales)
-        if transposed:
-            # F.linear, so that a model gives the same bits before and after its layers are unpatched.
-            return torch.nn.functional.linear(dense, sparse, bias)
-        result = sparse @ dense
-        return result if bias is None else result + bias[:, None]
+    def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
+        # F.linear, so that a model gives the same bits before and after its layers are unpatched.
+        return torch.nn.functional.linear(x, weight.values, bias)
+
+    def mm(self, sparse: Operand, dense: Tensor, plan: GemmPlan) -> Tensor:
+        return sparse.values @ dense
 
 
 DENSE = DenseBackend()
+
+_backends: dict[str, GemmBackend] = {DENSE.name: DENSE}
+_automatic: list[str] = []
+
+
+def register_backend(backend: GemmBackend, *, auto: bool = False) -> None:
+    """Make a backend available as `backend="name"`, in `plan_gemm` and in models.
+
+    Args:
+        backend: an object with the methods of `GemmBackend`. It replaces one of the same name.
+        auto: whether `"auto"` asks it too, after those that are registered already and before dense math.
+
+    Raises:
+        ValueError: its name is no string, `"auto"` or `"dense"`.
+    """
+    check_is(bool, "register_backend", auto=auto)
+    name = getattr(backend, "name", None)
+    if not isinstance(name, str) or name in ("", "auto", DENSE.name):
+        raise ValueError(f"register_backend: backend.name={name!r}: must be a name other than 'auto' and 'dense'")
+    unregister_backend(name)
+    _backends[name] = backend
+    if auto:
+        _automatic.append(name)
+
+
+def unregister_backend(name: str) -> None:
+    """Remove a backend; nothing happens where there is none of this name."""
+    _backends.pop(name, None)
+    if name in _automatic:
+        _automatic.remove(name)
+
+
+def backend_names() -> list[str]:
+    """Names that can be requested; `"auto"` is not among them."""
+    return list(_backends)
+
+
+def find_backend(name: str) -> GemmBackend:
+    """The backend of a name.
+
+    Raises:
+        ValueError: nothing of this name is registered.
+    """
+    backend = _backends.get(name) if isinstance(name, str) else None
+    if backend is None:
+        raise ValueError(f"backend={name!r} is not available; choose 'auto' or one of {backend_names()}")
+    return backend
+
+
+def automatic_backends() -> list[GemmBackend]:
+    """What `"auto"` asks, in order; dense math, which refuses nothing, comes after all of them."""
+    return [_backends[name] for name in _automatic]
+
+
+def encode_dense(name: str, matrix: Tensor | Packed, compression: Compression) -> Tensor:
+    """A pruned matrix as the backend of `compression` stores it, for functions that write one tensor per form.
+
+    Raises:
+        ValueError: the backend stores more than one tensor.
+    """
+    values, indices, scale = find_backend(compression.backend).encode(matrix, compression)
+    if indices is not None or scale is not None:
+        backend = f"backend={compression.backend!r}"
+        raise ValueError(f"{name}: {backend} stores several tensors: prune to 'dense' and call compress(matrix, plan)")
+    return values

@@ -1,4 +1,4 @@
-"""Nvidia's sparse tensor cores, through torch's two cuSPARSELt operators. The only module that calls them.
+"""torch's two cuSPARSELt operators, which run on Nvidia's sparse tensor cores. The only module that calls them.
 
 torch's operators leave some work to the caller, which is done here:
 
@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Compression, unpadded_columns
-from .backend import reject_scales
-from .problem import Algorithm, GemmProblem
+from ..formats import unpadded_columns
 
 MULTIPLE = 16
 """m and k must be multiples of this in fp16 and bf16; n is padded to it."""
@@ -221,33 +219,3 @@ def _split_k_arguments(split_k: int, split_k_mode: int) -> dict[str, Any]:
     if "split_k_mode" in _split_k_argument_names():
         return {"split_k": split_k, "split_k_mode": split_k_mode}
     return {"split_k": split_k, "split_k_one_kernel": split_k_mode == 0}
-
-
-class CusparseltBackend:
-    """GEMMs on sparse tensor cores. The operand is compressed (`gemm/layout.py`)."""
-
-    def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
-        return unsupported_device(device) or unsupported_matrix(problem.m, problem.k, problem.dtype)
-
-    def encoded_shapes(self, problem: GemmProblem, compression: Compression | None) -> tuple[tuple[int, ...], ...]:
-        return ((problem.m, unpadded_columns(problem.k) if compression is None else compression.columns),)
-
-    def run(
-        self,
-        sparse: Tensor,
-        dense: Tensor,
-        *,
-        bias: Tensor | None,
-        transposed: bool,
-        scales: tuple[Tensor, Tensor] | None,
-        algorithm: Algorithm | None,
-    ) -> Tensor:
-        reject_scales("cusparselt", scales)
-        algorithm = algorithm or Algorithm()
-        if not transposed:
-            return matmul(sparse, dense, bias, False, *algorithm)
-        rows = dense.reshape(-1, dense.shape[-1])
-        return matmul(sparse, rows.t(), bias, True, *algorithm).view(*dense.shape[:-1], len(sparse))
-
-
-CUSPARSELT = CusparseltBackend()

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..dispatch import Choice, choose_kernels, implementation
+from ..dispatch import Choice, choose_kernels
 from ..formats import Compression, Layout, unpadded_columns
 from .cusparselt import Size, compress_by_library, library_columns, size_key
+from .operand import unpack
 
 MOST = 1024
 """Experiments in a process, at most: each takes time, and a layout keeps `m + k / 16` numbers."""
@@ -141,7 +142,7 @@ def _experiment(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Lay
 
 
 def _compressed_by_library(packed: tuple[Tensor, Tensor]) -> Tensor:
-    return compress_by_library(implementation(packed[1]).packed.unpack_nm(*packed))
+    return compress_by_library(unpack(*packed))
 
 
 def _numbered(m: int, k: int, i: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,84 +1,65 @@
-"""Weights that exist in packed form alone: a backend that multiplies by them, and operands of the other backends."""
+"""Weights that exist in packed form alone: the backend that multiplies by them as they are, for few tokens."""
 
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..dispatch import choose_kernels, implementation
 from ..formats import Compression, Packed
-from . import cusparselt
-from .backend import reject_scales
-from .layout import layout_of
-from .problem import Algorithm, GemmProblem
+from .backend import GemmBackend, GemmPlan
+from .operand import Operand
+from .problem import GemmProblem
 
-
-@torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
-def unpack(values: Tensor, indices: Tensor) -> Tensor:
-    return implementation(indices).packed.unpack_nm(values, indices)
-
-
-@unpack.register_fake
-def _(values: Tensor, indices: Tensor) -> Tensor:
-    return values.new_empty(values.shape[0], values.shape[1] * 2)
-
-
-@torch.library.custom_op("sparse24::compress_packed", mutates_args=())
-def compress(values: Tensor, indices: Tensor, columns: int, layout: int) -> Tensor:
-    """What `cusparselt.compress` makes of the dense matrix; where the layout is known, only the indices move."""
-    m, k = len(values), 2 * values.shape[1]
-    found = layout_of(Compression(columns, layout), m, k, values.dtype, values.device)
-    if found is None:
-        return cusparselt.compress(unpack(values, indices), columns)
-    return reference.prune.compress(values, indices, found)
-
-
-@compress.register_fake
-def _(values: Tensor, indices: Tensor, columns: int, layout: int) -> Tensor:
-    return values.new_empty(len(values), columns)
+FEW_TOKENS = 64
+"""Tokens that a packed weight is multiplied by as it is. Reading it takes longer than multiplying until then, and any
+other way moves four times the bytes: it is written dense, and read again. An estimate for GPUs, not measured."""
 
 
 @torch.library.custom_op("sparse24::packed_linear", mutates_args=())
-def linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    return implementation(x).packed.packed_linear(x, values, indices, bias)
+def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+    """`[T, K]` times a packed `[R, K]`, plus a bias `[R]` -> `[T, R]`."""
+    return implementation("packed.packed_linear", x)(x, values, indices, bias)
 
 
-@linear.register_fake
+@packed_linear.register_fake
 def _(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(values))
 
 
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
 def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
-    choice = choose_kernels(device, dtype)
-    return None if choice.backend == "triton" else choice.reason
+    """Why no kernel reads packed weights on `device`, or None where one does."""
+    choice = choose_kernels(device, dtype, operator="packed.packed_linear")
+    return choice.reason if choice.backend == "reference" else None
 
 
-class PackedBackend:
+class PackedBackend(GemmBackend):
     """Reads a packed weight and multiplies by it, for as few tokens as there are while text is generated."""
 
-    def unsupported(self, problem: GemmProblem, device: torch.device) -> str | None:
+    name = "packed"
+
+    def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
+        if not problem.transposed or not problem.has_one_dtype:
+            return "packed weights are multiplied in linear layers with operands of one dtype"
         if problem.k % 8:
             return f"packed matrices have multiples of 8 columns, not {problem.k}"
-        return unsupported_device(device, problem.dtype)
+        reason = unsupported_device(device, problem.dtype)
+        if reason is None and problem.n > FEW_TOKENS:
+            reason = f"more than {FEW_TOKENS} tokens"
+        if reason is not None:
+            return reason
+        reason = f"at most {FEW_TOKENS} tokens: the time is that of reading the weight"
+        return GemmPlan(self, reason, compression=Compression(backend=self.name))
 
-    def encoded_shapes(self, problem: GemmProblem, compression: Compression | None) -> tuple[tuple[int, ...], ...]:
-        return (problem.m, problem.k // 2), (problem.m, problem.k // 8)
+    def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
+        if not isinstance(matrix, Packed):
+            raise ValueError("backend='packed' takes packed weights: pack_nm makes them")
+        return Operand(*matrix)
 
-    def run(
-        self,
-        sparse: Packed,
-        dense: Tensor,
-        *,
-        bias: Tensor | None,
-        transposed: bool,
-        scales: tuple[Tensor, Tensor] | None,
-        algorithm: Algorithm | None,
-    ) -> Tensor:
-        reject_scales("packed", scales)
-        if not transposed:
-            return linear(dense.t(), *sparse, bias).t().contiguous()
-        rows = dense.reshape(-1, dense.shape[-1]) if dense.numel() else dense.flatten(0, -2)
-        return linear(rows, *sparse, bias).view(*dense.shape[:-1], len(sparse.values))
+    def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
+        values, indices, _ = weight
+        assert indices is not None
+        rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
+        return packed_linear(rows, values, indices, bias).view(*x.shape[:-1], len(values))
 
 
 PACKED = PackedBackend()

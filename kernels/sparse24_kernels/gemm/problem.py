@@ -1,4 +1,4 @@
-"""One GEMM `sparse @ dense` as data: its shape and memory layouts, and the algorithm that runs it."""
+"""One GEMM `sparse @ dense` as data: its shape, dtypes and memory layouts, and the algorithm that runs it."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,11 @@ class GemmProblem(NamedTuple):
         m: rows of the sparse operand.
         n: columns of the dense operand; the tokens of a linear layer.
         k: what is contracted.
-        dtype: of the operands and the result.
+        dtype: of the result.
         dense_is_column_major: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
         transposed: the result is a contiguous `[n, m]`, not `[m, n]`.
+        sparse_dtype: of the sparse operand; None for `dtype`. FP8 differs, and no backend takes it yet.
+        dense_dtype: of the dense operand; None for `dtype`.
     """
 
     m: int
@@ -27,10 +29,17 @@ class GemmProblem(NamedTuple):
     dtype: torch.dtype
     dense_is_column_major: bool
     transposed: bool
+    sparse_dtype: torch.dtype | None = None
+    dense_dtype: torch.dtype | None = None
+
+    @property
+    def has_one_dtype(self) -> bool:
+        """Whether both operands have the dtype of the result."""
+        return {self.sparse_dtype, self.dense_dtype} <= {None, self.dtype}
 
 
 class Algorithm(NamedTuple):
-    """One way of a sparse library to run a GEMM. The meaning of an id depends on the library's version and device.
+    """One way in which a sparse library runs a GEMM. What an id means depends on the library's version and the device.
 
     Attributes:
         id: the library's number for it.
@@ -44,7 +53,7 @@ class Algorithm(NamedTuple):
 
 
 def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem:
-    """`F.linear` of `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`.
+    """The GEMM of `F.linear` on `[tokens, inputs]` activations with a 2:4 weight `[out, inputs]`.
 
     Args:
         tokens: rows of the activations, all dimensions but the last one together.
@@ -64,7 +73,7 @@ def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> Ge
 
 
 def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> GemmProblem:
-    """A sparse `[m, k]` times a dense `[k, n]`, both row-major, such as dZ^T X of the grad_weight GEMM.
+    """The GEMM of a sparse `[m, k]` and a dense `[k, n]`, both row-major, such as dZ^T X, which is grad_weight.
 
     Args:
         m: rows of the sparse operand.

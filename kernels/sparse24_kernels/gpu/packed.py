@@ -10,8 +10,8 @@ packed weight has 9/16 of the bytes in bf16. A program multiplies all tokens by 
 * **A few programs fill no GPU.** Where the weight has few rows, K is split; each part writes its own sums in fp32, and
   a second kernel adds the parts in their order. No atomics: a result has the same bits every time.
 
-Expanding takes about as many integer instructions as an H200 issues while it reads the weight (`ahead_of_time.py`
-counts them), which is why it is done by shifts, two values to a register.
+Expanding takes about as many integer instructions as an H200 issues while it reads the weight, which is why it is done
+by shifts, two values to a register.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Sparse or dense, and by which algorithm: decided from measurements, and dense where there is none.
+"""Verdicts from measurements: sparse or dense, and by which algorithm; dense where nothing was measured.
 
     tune(problems, device)     measures in a child process and stores the result; `hf-sparse24 tune` calls it
     choose(problem, device)    says what to run now; planning calls it for every GEMM
@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from .. import cusparselt
-from ..cusparselt import CUSPARSELT
 from ..problem import Algorithm, GemmProblem
 from .child import WORKER, Child
 from .records import Environment, Measured, bucket, current_environment
@@ -37,7 +36,7 @@ NOT_TUNED = "not tuned: run `hf-sparse24 tune`"
 
 
 class Verdict(NamedTuple):
-    """What to run: `backend` is "cusparselt" or "dense".
+    """The decision for a GEMM: `backend` is "cusparselt" or "dense".
 
     `algorithm` is the fastest that passed its checks, with its times, even where dense is faster; None where none
     passed. `measured` is False where no measurement exists, so nothing is known of the sparse algorithms.
@@ -52,7 +51,7 @@ class Verdict(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """For a progress bar: problem `number` (from 0) of `total`, candidates tried for it, best speedup of the round.
+    """State of a progress bar: problem `number` (from 0) of `total`, candidates tried, best speedup of the round.
 
     `str` says what is behind the bar: the problem, and what is known of it.
     """
@@ -74,7 +73,7 @@ _lock = threading.RLock()  # autograd calls `choose` from threads of its own
 
 
 def choose(problem: GemmProblem, device: torch.device) -> Verdict:
-    """What to run for `problem` on `device`; n may be symbolic while torch.compile traces.
+    """The verdict for `problem` on `device`; n may be symbolic while torch.compile traces.
 
     Under `torch.use_deterministic_algorithms(True)`, algorithms that split k are left out.
     """
@@ -112,7 +111,8 @@ def _verdict(
 
 
 def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> Verdict:
-    unsupported = CUSPARSELT.unsupported(problem, device)
+    unsupported = cusparselt.unsupported_device(device)
+    unsupported = unsupported or cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
     if unsupported:
         return _unmeasured(unsupported)
     table = _table(current_environment(device))

@@ -1,4 +1,4 @@
-"""Whether an algorithm is correct, and how fast it is: what `worker.py` runs for each candidate.
+"""The check and the timing of an algorithm, which `worker.py` runs for each candidate.
 
 Memory is filled with NaN before each GEMM, so an algorithm that returns without running cannot show an old result.
 Every result is compared with fp32, also at the smallest and the largest n of the bucket that the verdict is for.
@@ -19,7 +19,7 @@ from .. import cusparselt
 from ..cusparselt import MULTIPLE
 from ..problem import Algorithm, GemmProblem
 from .records import Environment, bucket, bucket_start, current_environment
-from .timing import Exposed, Sample, sampler
+from .timing import NotCaptured, Sample, sampler
 
 MOST_DENSE_ERROR = 8.0
 """In the units of `Case.error`. A dense result that is less accurate cannot be the reference for sparse ones."""
@@ -72,14 +72,6 @@ class Library:
             cache = torch.cuda.get_device_properties(self.device).L2_cache_size
             self._buffer = torch.empty(max(4 * cache, 1 << 26), dtype=torch.uint8, device=self.device)
         return self._buffer
-
-    def peak(self) -> float:
-        """An upper bound of operations per second, zeros counted as in dense math."""
-        properties = torch.cuda.get_device_properties(self.device)
-        # 16-bit sparse operations per clock and multiprocessor: Ampere and Ada; Hopper; Blackwell (later ones a guess).
-        per_clock = {8: 4096, 9: 8192}.get(properties.major, 16384)
-        hertz = getattr(properties, "clock_rate", 0) * 1000 or 3e9  # in kHz; some releases of torch do not have it
-        return per_clock * properties.multi_processor_count * hertz
 
 
 class Case(NamedTuple):
@@ -146,7 +138,7 @@ def laid_out(product: Tensor, problem: GemmProblem) -> Tensor:
 
 
 def prepare(library: Library, problem: GemmProblem) -> list[Case]:
-    """The inputs. The first one is also timed.
+    """The inputs that a problem's algorithms are checked on. The first one is also timed.
 
     Raises:
         Rejected: dense math itself is inaccurate.
@@ -218,7 +210,7 @@ def check(case: Case, result: Tensor, of: str = "") -> None:
 
 
 def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, of: str = "") -> None:
-    """Without split-k, results have the bits of the first run. Split-k sums in any order, but must be accurate."""
+    """Reject other bits than those of the first run. Split-k sums in any order, but must be accurate."""
     if algorithm.split_k != 1:
         check(case, result, of)
     elif not torch.equal(result.view(torch.int16), first.view(torch.int16)):
@@ -226,7 +218,7 @@ def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, 
 
 
 def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
-    """The algorithm itself adds the bias, so the bias is checked too."""
+    """Reject a wrong bias: the algorithm itself adds it."""
     bias = torch.linspace(-4, 4, case.problem.m, device=case.dense.device).to(case.problem.dtype)
     column = bias.float()  # of the transposed result
     half_eps = torch.finfo(bias.dtype).eps / 2
@@ -235,7 +227,7 @@ def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
 
 
 def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, effort: int) -> tuple[float, float]:
-    """Microseconds of the sparse GEMM and of the dense one.
+    """Microseconds that the sparse GEMM takes, and the dense one.
 
     Args:
         effort: 0 screens, with the first input and three samples; otherwise all inputs, and samples in proportion.
@@ -258,21 +250,20 @@ def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, eff
         check_bias(library, timed, algorithm)
     sparse_us: list[float] = []
     dense_us: list[float] = []
-    sample_sparse = library.sampler(sparse(timed))
-    sample_dense = library.sampler(lambda: library.dense(timed.matrix, timed.dense, timed.problem))
+    try:
+        sample_sparse = library.sampler(sparse(timed))
+        sample_dense = library.sampler(lambda: library.dense(timed.matrix, timed.dense, timed.problem))
+    except NotCaptured as error:
+        raise Rejected(str(error), deny=False) from None
     rounds = 5 * effort or 3
     while len(sparse_us) < rounds:
-        try:
-            (us, result), (dense, _) = sample_sparse(), sample_dense()
-        except Exposed as error:
-            raise Rejected(str(error), deny=False) from None
+        (us, result), (dense, _) = sample_sparse(), sample_dense()
         check_bits(timed, result, expected, algorithm, " while timed")
         sparse_us.append(us)
         dense_us.append(dense)
         if effort and len(sparse_us) == 1:  # small GEMMs are noisier, and cheap to repeat
             rounds = effort * min(25, max(5, int(1e5 / max(1.0, sparse_us[0] + dense_us[0]))))
     us, dense = statistics.median(sparse_us), statistics.median(dense_us)
-    fastest = 2e6 * timed.problem.m * timed.problem.n * timed.problem.k / (1.1 * library.peak())
-    if not us > fastest or not dense > 0:
-        raise Rejected(f"{us:.3g} us, and {dense:.3g} us for dense, cannot be: at least {fastest:.3g} us", deny=False)
+    if not us > 0 or not dense > 0:
+        raise Rejected(f"{us:.3g} us, and {dense:.3g} us for dense, cannot be", deny=False)
     return us, dense

@@ -2,7 +2,7 @@
 
 No candidate runs in this process. A child (`worker.py`) gets one candidate per request:
 
-    {"device": "cuda:0", "environment": [...], "problem": {...}, "algorithm": [id, split_k, mode], "effort": 1}
+    {"device": "cuda:0", "environment": [...], "problem": [...], "algorithm": [id, split_k, mode], "effort": 1}
     {"ok": true, "sparse_us": 188.7, "dense_us": 289.5}
     {"ok": false, "reason": "wrong numbers ...", "deny": true}
 
@@ -61,6 +61,7 @@ class Search:
         self.is_prepared = False
         self.rejected_in_a_row = 0
         self.tried = 0
+        self.untimed = ""  # why an algorithm that gave right numbers has no time
 
     def run(self, seconds: float) -> str | None:
         """Try candidates for about `seconds` and put the outcome into the table.
@@ -82,13 +83,18 @@ class Search:
             return f"the worker failed: {error}"
         except Unprepared as error:
             return str(error)
+        if not final and self.untimed:
+            return f"no algorithm could be timed: {self.untimed}"
         if not final and time.monotonic() > start + 0.7 * seconds:
             return f"no algorithm passed the checks within {seconds:g} s"
         self.table.add(self.problem, tuple(sorted(final, key=_by_speedup)))
         return None
 
     def _ids(self, last: Any) -> Iterator[Algorithm]:
-        """The likely ones first, because time may not last for all: what won at other sizes, then `FIRST_IDS`."""
+        """Algorithms without split-k, the likely ones first, because time may not last for all.
+
+        Likely is what won at other sizes, then `FIRST_IDS`.
+        """
         count = min(MOST_IDS, last + 1) if isinstance(last, int) else MOST_IDS
         likely = [number for number in (*self.table.winners(self.problem), *FIRST_IDS) if number < count]
         yield from map(Algorithm, dict.fromkeys(likely))
@@ -126,7 +132,7 @@ class Search:
                 self.report(self.tried, max((found.speedup for found in measured), default=None))
 
     def _try(self, algorithm: Algorithm, effort: int) -> list[Measured]:
-        """One candidate: a list with its measurement, or an empty list."""
+        """A list with the measurement of one candidate, or an empty list."""
         if not self.is_prepared:
             self._prepare()
         try:
@@ -138,8 +144,11 @@ class Search:
             return []
         self.rejected_in_a_row = self.rejected_in_a_row + 1 if reply.get("rejected") is True else 0
         if not reply["ok"]:
+            reason = str(reply.get("reason"))[:300]
             if reply.get("deny") is True:
-                self.table.fail(self.problem, algorithm, str(reply.get("reason"))[:300])
+                self.table.fail(self.problem, algorithm, reason)
+            elif reply.get("rejected") is not True:
+                self.untimed = reason
             return []
         times: list[Any] = [reply.get("sparse_us"), reply.get("dense_us")]
         if not all(type(us) in (int, float) and 0 < us < math.inf for us in times):

@@ -1,14 +1,14 @@
-"""The process that runs candidates, which may hang, crash or be wrong. It answers requests, one line of JSON each.
+"""The process that runs candidates, which may hang, crash or be wrong. It answers requests through a pipe.
 
-Run as `python -m sparse24_kernels.gemm.autotune.worker`; `search.py` has the requests and replies.
+Run as `python -m sparse24_kernels.gemm.autotune.worker FILE_DESCRIPTOR`; `search.py` has the requests and replies.
 """
 
 import json
 import math
-import os
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -55,23 +55,19 @@ class Worker:
         return {"ok": True, "max_id": library.last_id()}
 
 
-def main(make_library: Callable[[torch.device], Library] = Library) -> None:
-    """Answer line by line until the input ends."""
-    # Only replies go into the pipe: what Python or a C library prints goes to stderr.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+@torch.no_grad()
+def main(pipe: Connection, make_library: Callable[[torch.device], Library] = Library) -> None:
+    """Answer until the parent closes the pipe."""
     worker = Worker(make_library)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if hasattr(signal, "alarm"):  # ends a hang even if the parent is gone
-            signal.alarm(math.ceil(request["seconds"]) + 60)
-        with torch.no_grad():
-            reply = worker.answer(request)
-        replies.write(json.dumps({"number": request["number"], **reply}) + "\n")
-        replies.flush()
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)
+    while True:
+        try:
+            request = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        signal.alarm(math.ceil(request["seconds"]) + 60)  # ends a hang even if the parent is gone
+        pipe.send_bytes(json.dumps(worker.answer(request)).encode())
+        signal.alarm(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(Connection(int(sys.argv[-1])))

@@ -1,0 +1,33 @@
+"""The sparse operand of a GEMM as backends store it, and the operator that makes packed weights dense."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import implementation
+
+
+class Operand(NamedTuple):
+    """A 2:4 matrix `[m, k]` in the form that one backend multiplies by.
+
+    Attributes:
+        values: `[m, ...]`. Dense math: the matrix with its zeros. cuSPARSELt: all of the compressed matrix.
+        indices: places of the values, where the backend stores them apart, as `Packed` does.
+        scale: fp32 scalar that FP8 values were multiplied by (`fp8_quantize`); None for other dtypes.
+    """
+
+    values: Tensor
+    indices: Tensor | None = None
+    scale: Tensor | None = None
+
+
+@torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
+def unpack(values: Tensor, indices: Tensor) -> Tensor:
+    """The dense `[R, K]` of values `[R, K/2]` and indices `[R, K/8]`."""
+    return implementation("packed.unpack_nm", indices)(values, indices)
+
+
+@unpack.register_fake
+def _(values: Tensor, indices: Tensor) -> Tensor:
+    return values.new_empty(values.shape[0], values.shape[1] * 2)

@@ -1,0 +1,148 @@
+"""A backend and an operator of a user's own: one file, one registration each, and everything else works with them."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import dispatch
+from sparse24_kernels.formats import Compression
+from sparse24_kernels.gemm import backend as gemm_backend
+from sparse24_kernels.gemm import packed as packed_gemm
+from sparse24_kernels.gemm.backend import DENSE, backend_names, unregister_backend
+from sparse24_kernels.gemm.operand import Operand
+from torch import nn
+from torch.nn.functional import linear
+
+from hf_sparse24 import Sparse24Config, patch_model
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+PROBLEM = kernels.linear_problem(16, 48, 32, BF16)
+
+
+@pytest.fixture
+def fp32(monkeypatch):
+    """The backend of tests/support/own_backend.py, for this test alone; counts its GEMMs in `ran`."""
+    monkeypatch.setattr(gemm_backend, "_backends", dict(gemm_backend._backends))
+    monkeypatch.setattr(gemm_backend, "_automatic", list(gemm_backend._automatic))
+    sys.modules.pop("own_backend", None)
+    import own_backend
+
+    backend, run = gemm_backend.find_backend("fp32"), own_backend.Fp32Backend.linear
+    backend.ran = 0
+
+    def count(self, *arguments):
+        self.ran += 1
+        return run(self, *arguments)
+
+    monkeypatch.setattr(own_backend.Fp32Backend, "linear", count)
+    return backend
+
+
+def test_a_backend_is_chosen_by_name(fp32):
+    plan = kernels.plan_gemm(PROBLEM, CPU, "fp32")
+    assert plan == (fp32, "requested; sums in fp32", None, Compression(backend="fp32")) and plan.is_sparse
+    weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(16, 32).to(BF16), torch.randn(48)
+    expected = (linear(x.float(), weight.float()) + bias.to(BF16).float()).to(BF16)
+    (pruned,) = kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression})
+    for operand in (pruned, kernels.compress(weight, plan), kernels.compress(kernels.pack_nm(weight), plan)):
+        assert torch.equal(kernels.sparse_linear(x, operand, bias.to(BF16), plan=plan), expected)
+    assert torch.equal(kernels.packed_linear(x, kernels.pack_nm(weight), bias.to(BF16), plan=plan), expected)
+    assert fp32.ran == 4 and backend_names()[-1] == "fp32"
+
+
+def test_what_it_refuses_is_dense_with_its_reason(fp32):
+    assert kernels.plan_gemm(PROBLEM, CPU).backend is DENSE, "auto asks no backend that did not want to be asked"
+    plan = kernels.plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU, "fp32")
+    assert plan == (DENSE, "fp32 gains nothing for torch.float32", None, None)
+    plan = kernels.plan_gemm(kernels.mm_problem(48, 32, 16, BF16), CPU, "fp32")
+    assert plan == (DENSE, "fp32 has linear layers only", None, None)
+    with pytest.raises(NotImplementedError, match="backend='fp32' planned a GEMM that it has no method for"):
+        fp32.mm(Operand(torch.ones(4, 4)), torch.ones(4, 4), plan)
+
+
+def test_auto_asks_in_order_and_collects_the_refusals(fp32):
+    kernels.register_backend(fp32, auto=True)
+    assert kernels.plan_gemm(PROBLEM, CPU).backend is fp32
+    reason = "cuSPARSELt needs a CUDA device, not cpu; fp32 gains nothing for torch.float32"
+    assert kernels.plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU).reason == reason
+    unregister_backend("fp32")
+    assert kernels.plan_gemm(PROBLEM, CPU).backend is DENSE
+    with pytest.raises(ValueError, match="backend='fp32' is not available"):
+        kernels.plan_gemm(PROBLEM, CPU, "fp32")
+
+
+@pytest.mark.parametrize("name", ["auto", "dense", "", None, 3])
+def test_names_that_mean_something_else_are_refused(name, fp32):
+    fp32.name = name
+    with pytest.raises(ValueError, match=r"register_backend: backend.name=.* must be a name other than"):
+        kernels.register_backend(fp32)
+
+
+def test_a_model_runs_on_it_forward_and_backward(fp32):
+    results = {}
+    for backend in ("fp32", "dense"):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(32, 48)]).bfloat16()
+        patch_model(model, Sparse24Config(method="t-sr-ste", target_modules="all-linear", backend=backend))
+        x = torch.randn(16, 32).bfloat16().requires_grad_()
+        output = model[0](x)
+        output.float().square().sum().backward()
+        results[backend] = output.detach(), x.grad
+    assert fp32.ran == 2  # output and grad_input; grad_weight is no linear layer
+    for ours, theirs in zip(results["fp32"], results["dense"]):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="backend='fp33': "):
+        Sparse24Config(method="s-ste", backend="fp33")
+
+
+def test_it_compiles_in_one_graph(fp32):
+    def step(x, weight):
+        plan = kernels.plan_gemm(kernels.linear_problem(len(x), *weight.shape, x.dtype), x.device, "fp32")
+        (operand,) = kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression})
+        return kernels.sparse_linear(x, operand, plan=plan)
+
+    x, weight = torch.randn(16, 32).to(BF16), torch.randn(48, 32).to(BF16)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight), step(x, weight))
+
+
+def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp32, monkeypatch):
+    monkeypatch.setattr(type(fp32), "encode", lambda self, matrix, compression: Operand(*kernels.pack_nm(matrix)))
+    plan, weight = kernels.plan_gemm(PROBLEM, CPU, "fp32"), torch.randn(48, 32)
+    assert kernels.compress(weight, plan).indices is not None
+    for call in (
+        lambda: kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression}),
+        lambda: kernels.mvue(weight, form="compressed", compression=plan.compression),
+    ):
+        with pytest.raises(ValueError, match="backend='fp32' stores several tensors: prune to 'dense' and call"):
+            call()
+
+
+def test_an_implementation_may_have_one_operator(monkeypatch):
+    """A native `packed_linear` for CPUs, say: one module and one registration, and everything else stays."""
+    module = ModuleType("native_kernels.packed")
+    module.packed_linear = lambda x, values, indices, bias: x.new_full((len(x), len(values)), 7.0)
+    monkeypatch.setitem(sys.modules, "native_kernels.packed", module)
+
+    def unsupported(device, dtype, fp8):
+        return None if device.type == "cpu" else f"native kernels run on CPUs, not {device.type}"
+
+    native = dispatch.Implementation("native", "native_kernels", unsupported, frozenset({"packed.packed_linear"}))
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [*dispatch.IMPLEMENTATIONS, native])
+    dispatch._choose.cache_clear()
+    try:
+        assert dispatch.choose_kernels(CPU, operator="packed.packed_linear") == ("native", "Native on cpu")
+        assert dispatch.choose_kernels(CPU).backend == "reference"
+        packed, x = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
+        plan = kernels.plan_packed(kernels.linear_problem(3, 8, 16, x.dtype), CPU)
+        assert plan.backend is packed_gemm.PACKED
+        assert (kernels.packed_linear(x, packed) == 7).all() and kernels.unpack_nm(packed).shape == (8, 16)
+        meta = dispatch.choose_kernels(torch.device("meta"), operator="packed.packed_linear")
+        assert meta == (
+            "reference",
+            "the kernels need a CUDA device, not meta; native kernels run on CPUs, not meta",
+        )
+    finally:
+        dispatch._choose.cache_clear()
