@@ -25,7 +25,7 @@ from hf_sparse24 import (
 )
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import patched_config
-from hf_sparse24.peft_hooks.origin import _distance, fingerprint
+from hf_sparse24.peft_hooks.origin import _distance, sketch
 from hf_sparse24.weights.sparse_weight import sparse_weights
 
 peft = pytest.importorskip("peft")
@@ -278,7 +278,7 @@ def test_the_distance_of_two_bases_is_estimated_within_a_third():
     first, second = zoo.build("llama"), zoo.build("llama")
     for model in (first, second):
         patch_model(model, Sparse24Config(method="ste"))
-    assert _distance(fingerprint(first, False), fingerprint(second, False)) == 0
+    assert _distance(sketch(first, False), sketch(second, False)) == 0
     with torch.no_grad():
         weights = [w.parameter for w in sparse_weights(second).values()]
         for weight in weights:
@@ -286,7 +286,7 @@ def test_the_distance_of_two_bases_is_estimated_within_a_third():
     pairs = zip(sparse_weights(first).values(), sparse_weights(second).values())
     squares = sum(float((a.pruned() - b.pruned()).square().sum()) for a, b in pairs)
     exact = (squares / sum(float(w.pruned().square().sum()) for w in sparse_weights(first).values())) ** 0.5
-    assert 2 / 3 < _distance(fingerprint(first, False), fingerprint(second, False)) / exact < 3 / 2
+    assert 2 / 3 < _distance(sketch(first, False), sketch(second, False)) / exact < 3 / 2
 
 
 # modules_to_save, and what trains beside adapters.
