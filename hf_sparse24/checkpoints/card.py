@@ -1,12 +1,10 @@
 """The model card: what a sparse model is, how to load it, how it was trained, and how it compares with a dense one.
 
 A card that exists keeps what its author wrote. This module writes between two comments, which the Hub does not show;
-the next call replaces what is between them. The author's metadata stays, tags are added, and evaluation results replace
-those of the same metric on the same data.
+the next call replaces what is between them. The author's metadata stays, and tags are added.
 """
 
 import inspect
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +13,10 @@ from typing import Any, Literal, get_args
 
 import torch
 import transformers
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modelcard import TASK_MAPPING
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
@@ -40,7 +37,7 @@ Zeros = dict[str, tuple[int, int]]
 """The number of zeros, and of elements, of each sparse weight by its name."""
 
 _METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"}
-_METADATA -= {"eval_results", "ignore_metadata_errors", "kwargs"}
+_METADATA -= {"ignore_metadata_errors", "kwargs"}
 
 
 @torch.no_grad()
@@ -74,9 +71,8 @@ def make_model_card(
         checkpoints: the folder of the repository that has training checkpoints, beside an export.
         plot: file name or URL of a picture of the losses.
         existing: the card that is there.
-        metadata: what else `huggingface_hub.ModelCardData` takes, such as `license`, `language`, `datasets` and
-            `base_model`; and `base_model_relation`. Where `datasets` says what the results were measured on, they
-            become metadata too.
+        metadata: what else `huggingface_hub.ModelCardData` takes, such as `license`, `language`, `datasets`,
+            `base_model` and `eval_results`; and `base_model_relation`.
 
     Returns:
         The card, with this library's part between two comments; of `existing`, everything outside them stays.
@@ -118,7 +114,6 @@ def make_model_card(
     asked = [tags] if isinstance(tags, str) else tags or []
     own = ["hf_sparse24", f"{config.pattern}-sparsity", "semi-structured-sparsity", *(model.model_tags or [])]
     data.tags = list(dict.fromkeys([*(data.tags or []), *own, *asked]))
-    data.eval_results = _eval_results(data, model, ours)
     if existing is None:
         return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{section}\n")
     card = ModelCard(existing.content)  # it keeps the order of the metadata
@@ -294,28 +289,6 @@ def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping
     for key, value in given.items():
         data[key] = value
     return data
-
-
-def _eval_results(data: ModelCardData, model: nn.Module, metrics: Mapping[str, float]) -> list[EvalResult] | None:
-    """The card's results, and ours where the first of the data sets and the task are known: the Hub demands both."""
-    results = list(data.eval_results or [])
-    names = [data.datasets] if isinstance(data.datasets, str) else data.datasets
-    task = _task(model)
-    for name, value in metrics.items() if names and task else ():
-        about = {"task_type": task, "dataset_type": names[0], "dataset_name": names[0]}
-        ours = EvalResult(**about, metric_type=name.removeprefix("eval_"), metric_value=value)
-        results = [theirs for theirs in results if not theirs.is_equal_except_value(ours)]
-        results += [ours] if math.isfinite(value) else []
-    return results or None
-
-
-def _task(model: nn.Module) -> str | None:
-    """What the Hub calls the task of this class of models."""
-    classes: Any
-    for task, classes in TASK_MAPPING.items():
-        if any(type(model).__name__ in ([names] if isinstance(names, str) else names) for names in classes.values()):
-            return task
-    return None
 
 
 def _replaced(text: str, section: str) -> str:

@@ -113,24 +113,14 @@ def save_pretrained(
     state_dict: dict | None = None,
     push_to_hub: bool = False,
     repo_id: str | None = None,
-    commit_message: str | None = None,
-    create_pr: bool = False,
-    private: bool | None = None,
-    token: bool | str | None = None,
     **kwargs: Any,
 ) -> None:
     """`PreTrainedModel.save_pretrained`; `push_to_hub=True` pushes what it saves, with the card of a checkpoint."""
-    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, token=token, **kwargs)
+    upload = {key: kwargs.pop(key) for key in ("commit_message", "create_pr", "private") if key in kwargs}
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
     if push_to_hub and is_main_process:
-        _push(
-            model,
-            repo_id or Path(save_directory).name,
-            format="training",
-            commit_message=commit_message,
-            create_pr=create_pr,
-            private=private,
-            token=token,
-        )
+        repo_id = repo_id or Path(save_directory).name
+        _push(model, repo_id, format="training", token=kwargs.get("token"), **upload)
 
 
 _push = push_to_hub  # an argument of save_pretrained has its name

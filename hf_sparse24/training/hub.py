@@ -157,7 +157,7 @@ class HubTrainer(Trainer):
                 push_export()
                 if checkpoints is not None:
                     self._hub.upload_folder(
-                        repo_id=self._repo_id,
+                        repo_id=str(self.hub_model_id),
                         folder_path=checkpoint_folder,
                         path_in_repo=checkpoints.replace("*", str(step)),
                         commit_message=f"{message}, checkpoint",
@@ -183,10 +183,6 @@ class HubTrainer(Trainer):
         return Path(str(self.args.output_dir))
 
     @property
-    def _repo_id(self) -> str:
-        return str(self.hub_model_id)
-
-    @property
     def _checkpoints(self) -> str | None:
         return _FOLDERS.get(HubStrategy(self.args.hub_strategy)) if self.args.push_to_hub else None
 
@@ -194,7 +190,7 @@ class HubTrainer(Trainer):
         self, message: str | None, token: str | None, revision: str | None, format: Format, **kwargs: Any
     ) -> Callable[[], CommitInfo]:
         """Write what is to be pushed, as it is now, to a folder of its own; returns the call that pushes it."""
-        repo_id, output = self._repo_id, self._output
+        repo_id, output = str(self.hub_model_id), self._output
         card = self._card(format, repo_id, card_in(output) or card_on_hub(repo_id, token, revision), **kwargs)
         output.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix="_push-", dir=output))
