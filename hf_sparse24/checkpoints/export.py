@@ -28,7 +28,7 @@ from ..weights.packed_weight import PackedFormat
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights, wrong_states
 from .lazy_tensors import LazyTensors, dense_tensors, packed_tensors
-from .manifest import MANIFEST, Manifest, sparse_dim
+from .manifest import MANIFEST, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import header_hash, write_safetensors
 
@@ -187,7 +187,7 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
             model.config.save_pretrained(new)
     finally:
         fields.update(hidden)
-    Manifest(format, sparse, hashes, config.to_dict()).write(new)
+    write_manifest(new, format, sparse, hashes, config.to_dict())
 
 
 def _write_weights(

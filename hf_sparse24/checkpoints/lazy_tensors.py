@@ -13,6 +13,7 @@ from ..patching.packing import is_packable, packed_form
 from ..weights.packed_weight import buffer_names
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
+from .packed import empty_packed
 
 
 class LazyTensors(NamedTuple):
@@ -66,11 +67,9 @@ def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
 
 def _packed(name: str, weight: SparseWeight) -> LazyTensors:
     """The values and indices of a sparse weight."""
-    (out, inputs), parameter = weight.sizes, weight.parameter
-    stack = parameter.shape[:-2]
-    values = torch.empty(*stack, out, inputs // 2, dtype=parameter.dtype, device="meta")
-    indices = torch.empty(*stack, out, inputs // 8, dtype=torch.uint8, device="meta")
-    like = dict(zip(buffer_names(name), (values, indices)))
+    parameter = weight.parameter
+    form = empty_packed((*parameter.shape[:-2], *weight.sizes), parameter.dtype)
+    like = dict(zip(buffer_names(name), form))
 
     def compute() -> dict[str, Tensor]:
         form = packed_form(name, weight)

@@ -1,4 +1,4 @@
-"""What is sparse in a checkpoint on disk, and whether it is: `read_listing`, and `verify`, which reads every tensor.
+"""read_listing says which weights of a checkpoint on disk are sparse, and verify reads them to prove it.
 
 `export_model` writes `sparse24.json` beside the weights: which tensors are sparse, and the hash of every file. In other
 checkpoints, packed weights are listed in `config.json`, and dense tensors are looked at one by one.
@@ -7,13 +7,11 @@ checkpoints, packed weights are listed in `config.json`, and dense tensors are l
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from sparse24_kernels import Packed, Pattern, unpack_nm
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -21,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..metrics import is_nm_sparse
 from ..weights.packed_weight import PackedFormat, buffer_names, wrong_packed
 from .replacing import CONFIG
-from .safetensors_file import DTYPES
+from .safetensors_file import DTYPES, open_safetensors
 
 MANIFEST = "sparse24.json"
 _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
@@ -29,37 +27,17 @@ _CHUNK = 1 << 22
 """Elements that are looked at together."""
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What `sparse24.json` says of an export.
-
-    Attributes:
-        format: `"dense"` or `"packed"`.
-        weights: the dimension of the groups of each sparse tensor, -1 or -2, by name; packed ones by the name of the
-            dense weight.
-        files: sha256 of each safetensors file by name.
-        config: the `Sparse24Config` of the model that was exported, as `to_dict` gives it.
-    """
-
-    format: str
-    weights: dict[str, int]
-    files: dict[str, str]
-    config: dict[str, Any]
-
-    def write(self, directory: Path) -> None:
-        (directory / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-
 class Listing(NamedTuple):
     """Which weights of a checkpoint are said to be sparse.
 
     Attributes:
         format: `"dense"` or `"packed"`.
-        source: where that is said; `"tensors"` where nothing says it, and these were found to be sparse.
-        weights: as in `Manifest`.
-        files: as in `Manifest`; empty where nobody wrote them down.
+        source: the name of the file that says it; `"tensors"` where none does, and these were found to be sparse.
+        weights: the dimension of the groups of each sparse tensor, -1 or -2, by name; packed ones by the name of the
+            dense weight.
+        files: sha256 of each safetensors file by name; empty where they were not recorded.
         pattern: of the groups.
-        method: how it was trained, None where that is not known.
+        method: the method that trained it, None where that is not known.
     """
 
     format: str
@@ -86,10 +64,7 @@ class Tensors:
         self.files: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         for path in _weight_files(directory):
-            try:
-                self.files[path.name] = safe_open(path, "pt")
-            except SafetensorError as error:
-                raise OSError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
+            self.files[path.name] = open_safetensors(path)
             self.names |= dict.fromkeys(self.files[path.name].keys(), path.name)
         if not self.names:
             raise OSError(f"{directory} has no safetensors files")
@@ -145,35 +120,42 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
     packed = PackedFormat.from_dict(config["packed"]) if is_ours else None
     method, pattern = config.get("method"), Pattern.parse(config.get("pattern", "2:4"))
     if (directory / MANIFEST).exists():
-        manifest = _read_manifest(directory / MANIFEST)
-        weights = set(manifest.weights)
-        if manifest.format == "packed" and (packed is None or not set(packed.weights) <= weights):
+        listing = _read_manifest(directory / MANIFEST)
+        if listing.format == "packed" and (packed is None or not set(packed.weights) <= set(listing.weights)):
             raise ValueError(
                 f"{directory / CONFIG} does not list the packed weights of {MANIFEST}, so from_pretrained would not "
                 f"find them; copy or download the whole export again"
             )
-        pattern, method = Pattern.parse(manifest.config["pattern"]), manifest.config["method"]
-        return Listing(manifest.format, MANIFEST, manifest.weights, manifest.files, pattern, method)
+        return listing
     if packed is not None:
         return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, method)
     found = {name: dim for name in tensors.names if (dim := _found_dim(tensors, name, pattern)) is not None}
     return Listing("dense", "tensors", found, {}, pattern, method)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def write_manifest(
+    directory: Path, format: str, weights: Mapping[str, int], files: Mapping[str, str], config: Mapping[str, Any]
+) -> None:
+    """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict."""
+    manifest = {"format": format, "weights": weights, "files": files, "config": config}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_manifest(path: Path) -> Listing:
+    values = _read_json(path)
     try:
-        manifest = Manifest(**_read_json(path))
-        Pattern.parse(manifest.config["pattern"])
+        format, weights, files, config = (values[key] for key in ("format", "weights", "files", "config"))
+        listing = Listing(format, MANIFEST, weights, files, Pattern.parse(config["pattern"]), config["method"])
         is_known = (
-            manifest.format in ("dense", "packed")
-            and set(manifest.weights.values()) <= {-1, -2}
-            and all(isinstance(text, str) for text in (*manifest.files.values(), manifest.config["method"]))
+            format in ("dense", "packed")
+            and set(weights.values()) <= {-1, -2}
+            and all(isinstance(text, str) for text in (*files.values(), listing.method))
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not what export_model writes ({error})") from error
     if not is_known:
         raise ValueError(f"{path} is not what export_model writes: an unknown format, dimension or hash")
-    return manifest
+    return listing
 
 
 def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> Iterator[Finding]:

@@ -50,6 +50,13 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: it has {said}")
 
 
+def empty_packed(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    """The packed form, on the meta device, of a weight `[..., out, in]`."""
+    *rows, inputs = shape
+    values = torch.empty(*rows, inputs // 2, dtype=dtype, device="meta")
+    return Packed(values, torch.empty(*rows, inputs // 8, dtype=torch.uint8, device="meta"))
+
+
 def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
     """Let a model on the meta device have packed weights, without data, where its checkpoint has some.
 
@@ -67,15 +74,12 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
         *stack, out, inputs = weight.shape if input_dim == -1 else weight.transpose(-1, -2).shape
         if inputs % 8:
             raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
-        values = torch.empty(*stack, out, inputs // 2, dtype=weight.dtype, device="meta")
-        indices = torch.empty(*stack, out, inputs // 8, dtype=torch.uint8, device="meta")
-        pack_weight(module, attribute, input_dim, Packed(values, indices))
+        pack_weight(module, attribute, input_dim, empty_packed((*stack, out, inputs), weight.dtype))
         # Or Transformers would initialise its weight, which is unpacked for that, and lost.
         module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     if not packed_weights(model):
-        raise ValueError(
-            f"{type(model).__name__} has none of the weights in packed.weights: {list(packed.weights[:5])}"
-        )
+        names = list(packed.weights[:5])
+        raise ValueError(f"{type(model).__name__} has none of the weights in packed.weights: {names}")
 
 
 def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module | None, str]:

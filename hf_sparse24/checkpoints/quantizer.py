@@ -5,7 +5,6 @@ reader of it, so importing `hf_sparse24` is all that `from_pretrained` needs to 
 import, Transformers warns of an unknown quantization type and loads the dense master weights.
 """
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
@@ -17,6 +16,7 @@ from ..weights.packed_weight import PackedFormat, packed_weights
 from ..weights.sharding import is_sharded
 from ..weights.sparse_weight import check_sharding, sparse_weights, wrong_states
 from .packed import check_files, check_packed, make_packed, was_loaded
+from .safetensors_file import open_safetensors
 
 register_quantization_config("sparse24")(Sparse24Config)
 # `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
@@ -33,7 +33,10 @@ class Sparse24Quantizer(HfQuantizer):
     quantization_config: Sparse24Config
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
-        _check_whole_files(checkpoint_files or [])
+        for file in checkpoint_files or ():
+            if str(file).endswith(".safetensors"):
+                with open_safetensors(file):  # which compares its length with its header
+                    pass
         if self.quantization_config.packed is not None:
             if checkpoint_files:  # not where the user passes a state_dict
                 check_files(self.quantization_config.packed, checkpoint_files)
@@ -122,15 +125,6 @@ class Sparse24Quantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions, *args):
         # Packed tensors have the names of the model's own state_dict, however other checkpoints call the weights.
         return weight_conversions if self.quantization_config.packed is None else []
-
-
-def _check_whole_files(files: list[str]) -> None:
-    for file in (file for file in files if str(file).endswith(".safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError as error:  # which says what is wrong, but not with which of the shards
-            raise OSError(f"{file} is damaged or cut short ({error}); copy or download it again") from error
 
 
 def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:

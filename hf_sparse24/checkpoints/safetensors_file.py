@@ -13,8 +13,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 DTYPES = {
@@ -85,6 +87,18 @@ def write_safetensors(
         if missing:
             raise ValueError(f"these tensors were described, and not written: {missing}")
     return digest.hexdigest()
+
+
+def open_safetensors(path: str | os.PathLike) -> Any:
+    """The open file, as `safe_open` gives it.
+
+    Raises:
+        OSError: it is damaged; safetensors says how, but not in which of the shards.
+    """
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise OSError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
 
 
 def header_hash(path: str | os.PathLike) -> str:
