@@ -56,7 +56,7 @@ def make_model_card(
     existing: ModelCard | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """Describe a patched model. Computes its sparse weights once, one after the other, to count their zeros.
+    """The model card of a patched model. Computes its sparse weights once, one after the other, to count their zeros.
 
     Args:
         model: a patched model of Transformers.
@@ -269,7 +269,7 @@ def _sparse_layers(model: nn.Module, config: Sparse24Config, zeros: Zeros) -> st
 
 
 def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
-    """The repository that the model was loaded from, where it was one, and another than it is pushed to."""
+    """The repository that the model was loaded from; None where it was a directory, or is `model_id` itself."""
     name = model.config.name_or_path
     if not name or name == model_id or Path(name).exists():
         return None
@@ -281,7 +281,7 @@ def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
 
 
 def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping[str, Any]) -> ModelCardData:
-    """What the caller gives wins over what the author wrote, and that over what follows from the model."""
+    """The metadata: of the caller, where not given of the card's author, and else derived from the model."""
     data: Any = ModelCardData() if existing is None else ModelCard(existing.content).data
     for key, value in derived.items():
         if data.get(key) is None:
@@ -292,7 +292,7 @@ def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping
 
 
 def _replaced(text: str, section: str) -> str:
-    """`text` with our section in the place of the one it has, or at its end."""
+    """`text` with our section in place of the one that it has, or at its end."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:

@@ -1,6 +1,6 @@
-"""export_model: checkpoints to share. `dense` loads in every engine, `packed` has 9/16 of the bytes in bf16.
+"""export_model writes checkpoints to share: `dense` loads in every engine, `packed` has 9/16 of the bytes in bf16.
 
-Tensors are made and written one at a time, so that an export needs little memory beside the model.
+Tensors are computed and written one at a time, so an export needs little memory beside the model.
 """
 
 import hashlib
@@ -37,14 +37,10 @@ logger = get_logger(__name__)
 FORMATS = ("dense", "packed")
 
 WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
-"""Names of the files that belong to a model's weights, and go when another model takes its place."""
+"""Names of the weight files of a model, which are removed when an export replaces it."""
 
 _OF_A_RUN = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
-"""Files of a checkpoint that training resumes from."""
-
 _WEIGHTS = ("model.safetensors", SAFE_WEIGHTS_INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""A model that Transformers has saved has one of these."""
-
 _ADAPTER = "adapter_config.json"
 
 
@@ -229,7 +225,7 @@ def _computed(group: list[LazyTensors], sparse: dict[str, int], progress: Progre
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """A number that files of one export have in common: the same model gives the same files, another one others."""
+    """A hash of a sample of the weights, the same in all files of one export: files of two exports are told apart."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         tensor = local(tensor)
@@ -240,7 +236,11 @@ def _fingerprint(model: PreTrainedModel) -> str:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model that patch_model got, out of what was put around it later."""
+    """The patched model of Transformers inside DDP, DataParallel, torch.compile or PEFT.
+
+    Raises:
+        ValueError: it is not patched, or is sharded by FSDP1, or compiled in parts.
+    """
     model = unwrap(model)
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "FullyShardedDataParallel" in kinds:
@@ -255,38 +255,38 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_other_models(directory: Path) -> None:
-    if (directory / _ADAPTER).exists():
-        raise ValueError(
-            f"{directory} holds an adapter ({_ADAPTER}), which would be loaded on top of the export; export into "
-            f"another directory"
-        )
-    found = [name for name in _OF_A_RUN if (directory / name).exists()]
-    try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        config = {}
-    except ValueError as error:
-        raise ValueError(f"{directory / CONFIG} is no JSON ({error}); export into another directory") from error
-    saved: Any = config.get("quantization_config") if isinstance(config, dict) else None
+    """Raise ValueError where an export would replace another model than an export."""
+
+    def present(names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if (directory / name).exists()]
+
+    config: Any = {}
+    if (directory / CONFIG).exists():
+        try:
+            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{directory / CONFIG} is no JSON ({error}); export into another directory") from error
+    saved = config.get("quantization_config") if isinstance(config, dict) else None
+    run = present(_OF_A_RUN)
     if isinstance(saved, dict) and saved.get("quant_method") == "sparse24" and "packed" not in saved:
-        found.append(f"{CONFIG} with quantization_config")
-    if found:
-        raise ValueError(
-            f"{directory} is a training checkpoint ({', '.join(found)}): an export would overwrite its dense master "
-            f"weights; export into another directory"
-        )
-    foreign = next((name for name in _WEIGHTS if (directory / name).exists()), None)
-    if foreign and config and not (directory / MANIFEST).exists():
-        raise ValueError(
-            f"{directory} holds a model that is no export of hf_sparse24 ({foreign}), which would be lost; export into "
-            f"another directory, or delete that one first"
-        )
+        run.append(f"{CONFIG} with quantization_config")
+    problem = None
+    if present((_ADAPTER,)):
+        problem = f"holds an adapter ({_ADAPTER}), which would be loaded on top of the export"
+    elif run:
+        problem = f"is a training checkpoint ({', '.join(run)}): an export would overwrite its dense master weights"
+    elif config and present(_WEIGHTS) and not present((MANIFEST,)):
+        problem = f"holds a model that is no export of hf_sparse24 ({present(_WEIGHTS)[0]}), which would be lost"
+    if problem is not None:
+        raise ValueError(f"{directory} {problem}; export into another directory")
 
 
 @contextmanager
 def _own_layout(model: PreTrainedModel) -> Iterator[None]:
-    """Let Transformers convert names and shapes as the architecture asks, not as the checkpoint or the adapter that was
-    loaded last did, which it remembers."""
+    """Let Transformers name and shape the saved tensors as the architecture does.
+
+    It remembers how it converted the last checkpoint or adapter that it loaded, and would save the model like that.
+    """
     remembered = model.__dict__.pop("_weight_conversions", None)
     try:
         yield

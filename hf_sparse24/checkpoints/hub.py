@@ -139,7 +139,7 @@ def stage_model(
     max_shard_size: int | str = "5GB",
     **card: Any,
 ) -> None:
-    """Write all that a push of a model uploads to an empty folder; `card` is what `write_model_card` takes."""
+    """Write the files that a push uploads to an empty folder; `card` is what `write_model_card` takes."""
     if format == "training":
         type(model).save_pretrained(model, folder, max_shard_size=max_shard_size)
     else:
@@ -192,7 +192,7 @@ def commit_folder(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> CommitInfo:
-    """Make the files of a folder, and no other weights, the model of a repository, in one commit."""
+    """Upload the files of a folder, and delete the other weight files of the repository, in one commit."""
     api = hub_api()
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     with readable_errors(repo_id):
@@ -215,9 +215,9 @@ def commit_folder(
 
 @contextmanager
 def readable_errors(repo_id: str) -> Iterator[None]:
-    """Say what failed, whether anything is lost, and the way out, where calls of the Hub in the block fail.
+    """Raise PermissionError or ConnectionError, with the way out, where calls of the Hub in the block fail.
 
-    Wrong arguments raise the ValueError of huggingface_hub, which says what is wrong.
+    The ValueError of huggingface_hub for wrong arguments stays as it is.
     """
     try:
         yield

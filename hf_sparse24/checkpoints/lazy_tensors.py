@@ -13,7 +13,7 @@ from ..patching.packing import is_packable, packed_form
 from ..weights.packed_weight import buffer_names
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
-from .packed import empty_packed
+from .packed_files import empty_packed
 
 
 class LazyTensors(NamedTuple):

@@ -24,7 +24,7 @@ from .safetensors_file import DTYPES, open_safetensors
 MANIFEST = "sparse24.json"
 _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 _CHUNK = 1 << 22
-"""Elements that are looked at together."""
+"""Elements that are checked at once."""
 
 
 class Listing(NamedTuple):
@@ -49,7 +49,7 @@ class Listing(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One weight, or one file, which has no elements: how many are zero, and what is wrong with it, if anything."""
+    """The check of a weight, or of a file, which has 0 elements; `problem` is None where nothing is wrong."""
 
     name: str
     elements: int
@@ -58,7 +58,11 @@ class Finding(NamedTuple):
 
 
 class Tensors:
-    """The tensors of all safetensors files in a directory, read when asked for."""
+    """The tensors of the safetensors files in a directory, each read on request.
+
+    Raises:
+        OSError: a file is damaged or missing, or there is none.
+    """
 
     def __init__(self, directory: Path):
         self.files: dict[str, Any] = {}
@@ -73,7 +77,7 @@ class Tensors:
         return name in self.names
 
     def like(self, name: str) -> Tensor:
-        """A tensor of the same dtype and shape on the meta device."""
+        """A meta tensor of the same dtype and shape."""
         part = self.files[self.names[name]].get_slice(name)
         return torch.empty(part.get_shape(), dtype=_TORCH_DTYPES[part.get_dtype()], device="meta")
 
@@ -81,7 +85,7 @@ class Tensors:
         return self.files[self.names[name]].get_tensor(name)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """A tensor in pieces of whole rows."""
+        """A tensor in chunks of whole rows."""
         rows = self.files[self.names[name]].get_slice(name)
         shape = rows.get_shape()
         step = max(1, _CHUNK // max(1, torch.Size(shape[1:]).numel()))
@@ -159,7 +163,7 @@ def _read_manifest(path: Path) -> Listing:
 
 
 def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> Iterator[Finding]:
-    """Read every listed weight and every listed file of a checkpoint, and say what was found, one by one."""
+    """Read all listed files and weights of a checkpoint; yields a `Finding` for each."""
     directory = Path(directory)
     for name, digest in listing.files.items():
         try:
@@ -205,7 +209,7 @@ def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Fi
 
 
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
-    """The dimension, of the last two, along which a tensor is sparse; `expected` is tried first, None for neither."""
+    """The dimension, -1 or -2, along which a tensor is sparse, None for neither; `expected` is tried first."""
     for dim in (expected, -3 - expected):
         if tensor.dim() > 1 and tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim):
             return dim

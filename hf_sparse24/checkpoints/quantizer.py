@@ -1,8 +1,8 @@
-"""save_pretrained and from_pretrained: how Transformers learns about 2:4 models.
+"""The quantizer that patches models in `from_pretrained`; importing this module registers it with Transformers.
 
-`config.json` of a patched model carries its `Sparse24Config` as `quantization_config`. This module registers the
-reader of it, so importing `hf_sparse24` is all that `from_pretrained` needs to hand back a patched model. Without the
-import, Transformers warns of an unknown quantization type and loads the dense master weights.
+`config.json` of a patched model has its `Sparse24Config` as `quantization_config`, so with `hf_sparse24` imported,
+`from_pretrained` returns a patched model. Without the import, Transformers warns of an unknown quantization type and
+loads the dense master weights.
 """
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..patching.surgery import patch_model, patched_config, reject_non_finite
 from ..weights.packed_weight import PackedFormat, packed_weights
 from ..weights.sharding import is_sharded
 from ..weights.sparse_weight import check_sharding, sparse_weights, wrong_states
-from .packed import check_files, check_packed, make_packed, was_loaded
+from .packed_files import check_files, check_packed, make_packed, was_loaded
 from .safetensors_file import open_safetensors
 
 register_quantization_config("sparse24")(Sparse24Config)
@@ -51,7 +51,7 @@ class Sparse24Quantizer(HfQuantizer):
         state = {name for name, tensor in _kept_beside(model).items() if not isinstance(tensor, nn.Parameter)}
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
         if not self.pre_quantized:
-            # A dense checkpoint has none of it: that is not worth a line in the load report.
+            # A dense checkpoint has none of them, and the load report need not call them missing.
             patterns = {rf"^{name.replace('.', r'[.]')}$" for name in _kept_beside(model)}
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
 
@@ -128,7 +128,7 @@ class Sparse24Quantizer(HfQuantizer):
 
 
 def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The method's buffers and Parameters by their names in a checkpoint."""
+    """The buffers and Parameters of the method, by their names in a checkpoint."""
     found: dict[str, Tensor] = {}
     for name, weight in sparse_weights(model).items():
         found |= weight.beside(name)

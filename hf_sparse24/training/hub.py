@@ -1,4 +1,4 @@
-"""HubTrainer: what a Trainer of a sparse model shares on the Hub.
+"""HubTrainer pushes the export of a sparse model where a Trainer would push its training checkpoint.
 
 | `hub_strategy` | the repository gets |
 |---|---|
@@ -189,7 +189,7 @@ class HubTrainer(Trainer):
     def _staged(
         self, message: str | None, token: str | None, revision: str | None, format: Format, **kwargs: Any
     ) -> Callable[[], CommitInfo]:
-        """Write what is to be pushed, as it is now, to a folder of its own; returns the call that pushes it."""
+        """Write the files to push, as they are now, to a folder of their own; returns the call that pushes them."""
         repo_id, output = str(self.hub_model_id), self._output
         card = self._card(format, repo_id, card_in(output) or card_on_hub(repo_id, token, revision), **kwargs)
         output.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ class HubTrainer(Trainer):
         dense_control: Control | None = None,
         **names: Any,
     ) -> dict[str, Any]:
-        """What `write_model_card` takes: facts of this run, and `names`, those of `Trainer.create_model_card`."""
+        """The arguments of `write_model_card`, from this run and from `names`, those of `Trainer.create_model_card`."""
         # It infers the license of the base model. (And data sets, from how they were read: those are no names.)
         summary = TrainingSummary.from_trainer(self, **names)
         hyperparameters = extract_hyperparameters_from_trainer(self)
