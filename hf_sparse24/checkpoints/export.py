@@ -169,8 +169,10 @@ def _files(tensors: list[LazyTensors], max_shard_size: int | str) -> dict[str, l
 def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str) -> None:
     """Write a whole checkpoint into the empty folder `new`."""
     config: Sparse24Config = model.config.quantization_config
-    fields = model.config.__dict__
-    hidden = {name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields}
+    fields: dict[str, Any] = model.config.__dict__
+    hidden: dict[str, Any] = {
+        name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
+    }
     try:
         model.save_pretrained(new, state_dict={})  # all but the weights
         for path in new.glob("*.safetensors"):

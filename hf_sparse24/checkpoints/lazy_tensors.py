@@ -97,5 +97,5 @@ def _saved_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> 
         again = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
         kept = others.keys() - again
     else:
-        kept = remove_tied_weights_from_state_dict(others, model).keys()
+        kept = {*remove_tied_weights_from_state_dict(others, model)}
     return {name: tensor for name, tensor in state_dict.items() if name in kept or name in weights}

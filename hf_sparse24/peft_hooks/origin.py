@@ -176,11 +176,13 @@ def _base_weights(model: nn.Module) -> list[SparseWeight | PackedWeight]:
 def _has_own_masks(model: Any) -> bool:
     """Whether `oneshot` has chosen masks, or changed weights, in memory: the checkpoint on disk has neither."""
     weights = [weight for weight in _base_weights(model) if isinstance(weight, SparseWeight)]
-    if not weights or not weights[0].method.accepts_masks or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
+    method: Any = weights[0].method if weights else None
+    if method is None or not method.accepts_masks or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
         return False
+    n, m = method.pattern
     for weight in weights:
         pruned, parameter = weight.pruned(), weight.parameter
-        by_magnitude = parameter * kernels.nm_mask(parameter, *weight.method.pattern, weight.input_dim)
+        by_magnitude = parameter * kernels.nm_mask(parameter, n, m, weight.input_dim)
         if torch.equal(pruned, parameter) or not torch.equal(pruned, by_magnitude):
             return True
     return False

@@ -167,7 +167,8 @@ class HubTrainer(Trainer):
             except Exception as error:  # of the Hub, or of files that are gone
                 logger.warning(f"a push in the background failed, training goes on: {error}")
 
-        self.push_in_progress = PushInProgress([self._hub.run_as_future(push)])  # type: ignore[assignment]  # annotated as None
+        jobs: Any = [self._hub.run_as_future(push)]  # PushInProgress is annotated to take a single one
+        self.push_in_progress = PushInProgress(jobs)  # type: ignore[assignment]  # annotated as None
         return None
 
     @property
