@@ -1,25 +1,22 @@
 """The model card: what a sparse model is, how to load it, how it was trained, and how it compares with a dense one.
 
-A card that exists keeps what its author wrote. What this module writes stands between two comments, which the Hub does
-not show; writing again replaces what is between them, and nothing else. Metadata of the author's stays, tags are added,
-and evaluation results take the place of those of the same metric on the same data.
+A card that exists keeps what its author wrote. This module writes between two comments, which the Hub does not show;
+the next call replaces what is between them. The author's metadata stays, and tags are added.
 """
 
 import inspect
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modelcard import TASK_MAPPING
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
@@ -37,11 +34,11 @@ CARD, PLOT = "README.md", "loss.png"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
 
-_METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"} - {
-    "eval_results",
-    "ignore_metadata_errors",
-    "kwargs",
-}
+Zeros = dict[str, tuple[int, int]]
+"""The number of zeros, and of elements, of each sparse weight by its name."""
+
+_METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"}
+_METADATA -= {"ignore_metadata_errors", "kwargs"}
 
 
 @torch.no_grad()
@@ -60,7 +57,7 @@ def make_model_card(
     existing: ModelCard | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """Describe a patched model. Computes its sparse weights once, one after the other, to count their zeros.
+    """The model card of a patched model. Computes its sparse weights once, one after the other, to count their zeros.
 
     Args:
         model: a patched model of Transformers.
@@ -75,9 +72,8 @@ def make_model_card(
         checkpoints: the folder of the repository that has training checkpoints, beside an export.
         plot: file name or URL of a picture of the losses.
         existing: the card that is there.
-        metadata: what else `huggingface_hub.ModelCardData` takes, such as `license`, `language`, `datasets` and
-            `base_model`; and `base_model_relation`. Where `datasets` says what the results were measured on, they
-            become metadata too.
+        metadata: what else `huggingface_hub.ModelCardData` takes, such as `license`, `language`, `datasets`,
+            `base_model` and `eval_results`; and `base_model_relation`.
 
     Returns:
         The card, with this library's part between two comments; of `existing`, everything outside them stays.
@@ -100,7 +96,7 @@ def make_model_card(
     name = (model_id or type(model).__name__).rpartition("/")[2]
     given = {key: value for key, value in metadata.items() if value is not None}
     base_model = given.get("base_model") or _base_model(model, model_id)
-    zeros, history = _zeros(model), by_step(log_history)
+    zeros, history = _count_zeros(model), by_step(log_history)
     ours = last_evaluation(history) if results is None else dict(results)
     parts = [
         _summary(model, config, base_model, zeros),
@@ -119,7 +115,6 @@ def make_model_card(
     asked = [tags] if isinstance(tags, str) else tags or []
     own = ["hf_sparse24", f"{config.pattern}-sparsity", "semi-structured-sparsity", *(model.model_tags or [])]
     data.tags = list(dict.fromkeys([*(data.tags or []), *own, *asked]))
-    data.eval_results = _eval_results(data, model, ours)
     if existing is None:
         return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{section}\n")
     card = ModelCard(existing.content)  # it keeps the order of the metadata
@@ -127,52 +122,38 @@ def make_model_card(
     return card
 
 
-def write_model_card(
-    model: PreTrainedModel,
-    directory: Path,
-    *,
-    log_history: Logs = (),
-    dense_control: Control | None = None,
-    **details: Any,
-) -> None:
+def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) -> None:
     """Write `README.md` to a directory, and `loss.png` beside it where there are losses and matplotlib is installed.
 
     `details` are those of `make_model_card`.
     """
-    picture = plot_losses(log_history, dense_control)
-    details |= {"log_history": log_history, "dense_control": dense_control, "plot": PLOT if picture else None}
-    card = make_model_card(model, **details)
+    picture = plot_losses(details.get("log_history", ()), details.get("dense_control"))
+    card = make_model_card(model, **details, plot=PLOT if picture else None)
     if picture:
         (directory / PLOT).write_bytes(picture)
     card.save(directory / CARD)
 
 
 def check_arguments(format: str, details: Iterable[str]) -> None:
-    """Raise what `make_model_card` would raise of a format, and of names of arguments."""
+    """Raise the error of `make_model_card` for an unknown format or argument."""
     if format not in get_args(Format):
         raise ValueError(f"format={format!r}: must be one of {list(get_args(Format))}")
     unknown = sorted({*details} - _METADATA - {*inspect.signature(make_model_card).parameters})
+    if "tokenizer" in unknown:
+        raise TypeError("'tokenizer': pass it as processing_class=")
     if unknown:
         raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
 
 
-class Zeros(NamedTuple):
-    zeros: int
-    of: int
-
-
-def _zeros(model: nn.Module) -> dict[str, Zeros]:
-    """The zeros of each sparse weight, as the model computes with it."""
+def _count_zeros(model: nn.Module) -> Zeros:
     counts = {}
     for name, weight in sparse_weights(model).items():
         computed = weight.parameter if weight.run.is_dense else weight.merged()
-        counts[name] = Zeros(int((computed == 0).sum()), computed.numel())
+        counts[name] = int((computed == 0).sum()), computed.numel()
     return counts
 
 
-def _summary(
-    model: nn.Module, config: Sparse24Config, base_model: str | list[str] | None, zeros: dict[str, Zeros]
-) -> str:
+def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[str] | None, zeros: Zeros) -> str:
     names = [base_model] if isinstance(base_model, str) else base_model or []
     links = " and ".join(f"[{name}](https://huggingface.co/{name})" for name in names)
     what = f"A Transformers model, made from {links}" if names else "A Transformers model"
@@ -182,7 +163,7 @@ def _summary(
             f"this training: **its weights are dense**."
         )
     total = sum(parameter.numel() for parameter in model.parameters())
-    zero = sum(zeros[name].zeros for name in first_of_each(sparse_weights(model)))
+    zero = sum(zeros[name][0] for name in first_of_each(sparse_weights(model)))
     return (
         f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
         f"along the input dimension of a sparse layer, {config.m - config.n} are zero. {zero / total:.1%} of all "
@@ -239,10 +220,10 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
     labels = {name: name.removeprefix("eval_").replace("_", " ") for name in ours}
     if not dense:
         return f"## Results\n\n{_table(['metric', 'value'], [[labels[name], _number(ours[name])] for name in ours])}"
-    rows = [
-        [labels[name], _number(ours[name]), _number(dense.get(name)), _difference(ours[name], dense.get(name))]
-        for name in ours
-    ]
+    rows = []
+    for name, value in ours.items():
+        other = dense.get(name)
+        rows.append([labels[name], _number(value), _number(other), "" if other is None else f"{value - other:+.4g}"])
     return (
         f"## Results\n\nThe dense control is a dense model that was trained alike; whoever pushed this model gave its "
         f"numbers.\n\n{_table(['metric', 'this model', 'dense control', 'difference'], rows)}"
@@ -274,24 +255,23 @@ def _training(
     return "\n\n".join(parts)
 
 
-def _sparse_layers(model: nn.Module, config: Sparse24Config, zeros: dict[str, Zeros]) -> str:
-    groups: dict[str, list[Zeros]] = {}
-    for name, counts in zeros.items():
-        groups.setdefault(group_name(layer_name(name)), []).append(counts)
+def _sparse_layers(model: nn.Module, config: Sparse24Config, zeros: Zeros) -> str:
+    groups: dict[str, tuple[int, int]] = {}
+    for name, (zero, of) in zeros.items():
+        before = groups.get(group := group_name(layer_name(name)), (0, 0))
+        groups[group] = before[0] + zero, before[1] + of
     rows = []
     run = sparse_run(model)
     for row in make_report(model, config, find_candidates(model, run)).rows if run is not None else ():
-        group = groups.get(row.group)
-        if group and row.skipped is None:
-            share = f"{sum(counts.zeros for counts in group) / sum(counts.of for counts in group):.1%}"
-        else:
-            share = f"dense: {row.skipped}" if row.skipped else "yes"
+        share = f"dense: {row.skipped}" if row.skipped else "yes"
+        if row.group in groups and row.skipped is None:
+            share = f"{groups[row.group][0] / groups[row.group][1]:.1%}"
         rows.append([f"`{row.group}`", str(row.layers), _number(row.weights), share])
     return f"## Which layers are sparse\n\n{_table(['module group', 'layers', 'weights', 'zero'], rows)}"
 
 
 def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
-    """The repository that the model was loaded from, where it was one, and another than it is pushed to."""
+    """The repository that the model was loaded from; None where it was a directory, or is `model_id` itself."""
     name = model.config.name_or_path
     if not name or name == model_id or Path(name).exists():
         return None
@@ -303,7 +283,7 @@ def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
 
 
 def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping[str, Any]) -> ModelCardData:
-    """What the caller gives wins over what the author wrote, and that over what follows from the model."""
+    """The metadata: of the caller, where not given of the card's author, and else derived from the model."""
     data: Any = ModelCardData() if existing is None else ModelCard(existing.content).data
     for key, value in derived.items():
         if data.get(key) is None:
@@ -313,37 +293,8 @@ def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping
     return data
 
 
-def _eval_results(data: ModelCardData, model: nn.Module, metrics: Mapping[str, float]) -> list[EvalResult] | None:
-    """The card's results, and ours where the first of the data sets and the task are known: the Hub demands both."""
-    results = list(data.eval_results or [])
-    names = [data.datasets] if isinstance(data.datasets, str) else data.datasets
-    task = _task(model)
-    if not names or task is None:
-        return results or None
-    for name, value in metrics.items():
-        ours = EvalResult(
-            task_type=task,
-            dataset_type=names[0],
-            dataset_name=names[0],
-            metric_type=name.removeprefix("eval_"),
-            metric_value=value,
-        )
-        results = [theirs for theirs in results if not theirs.is_equal_except_value(ours)]
-        results += [ours] if math.isfinite(value) else []
-    return results or None
-
-
-def _task(model: nn.Module) -> str | None:
-    """What the Hub calls the task of this class of models."""
-    classes: Any
-    for task, classes in TASK_MAPPING.items():
-        if any(type(model).__name__ in ([names] if isinstance(names, str) else names) for names in classes.values()):
-            return task
-    return None
-
-
 def _replaced(text: str, section: str) -> str:
-    """`text` with our section in the place of the one it has, or at its end."""
+    """`text` with our section in place of the one that it has, or at its end."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
@@ -360,13 +311,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(" | ".join(["", *(cell.replace("|", "&#124;") for cell in line), ""]).strip() for line in lines)
 
 
-def _difference(ours: float, dense: float | None) -> str:
-    return "" if dense is None else f"{ours - dense:+.4g}"
-
-
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    if isinstance(value, int):
-        return shown_count(value)
-    return f"{value:.4g}"
+    return shown_count(value) if isinstance(value, int) else f"{value:.4g}"

@@ -1,6 +1,6 @@
-"""export_model: checkpoints to share. `dense` loads in every engine, `packed` has 9/16 of the bytes in bf16.
+"""export_model writes checkpoints to share: `dense` loads in every engine, `packed` has 9/16 of the bytes in bf16.
 
-Tensors are made and written one at a time, so that an export needs little memory beside the model.
+Tensors are computed and written one at a time, so an export needs little memory beside the model.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..adapters.merging import adapters_in, without_adapters
 from ..config import Sparse24Config
@@ -28,24 +28,20 @@ from ..weights.packed_weight import PackedFormat
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
-from .manifest import MANIFEST, Manifest, sparse_dim
-from .parts import Part, dense_parts, packed_parts
+from .lazy_tensors import LazyTensors, dense_tensors, packed_tensors
+from .manifest import MANIFEST, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
-from .safetensors_file import Hashes, write_safetensors
+from .safetensors_file import header_hash, write_safetensors
 
 logger = get_logger(__name__)
 
 FORMATS = ("dense", "packed")
 
 WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
-"""Names of the files that belong to a model's weights, and go when another model takes its place."""
+"""Names of the weight files of a model, which are removed when an export replaces it."""
 
 _OF_A_RUN = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
-"""Files of a checkpoint that training resumes from."""
-
 _WEIGHTS = ("model.safetensors", SAFE_WEIGHTS_INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""A model that Transformers has saved has one of these."""
-
 _ADAPTER = "adapter_config.json"
 
 
@@ -109,11 +105,11 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         check_packable(model)
     adopt(model)  # where a part was patched by itself
     with _own_layout(model):
-        parts = packed_parts(model, weights) if format == "packed" else dense_parts(model, weights)
-        files = _files(parts, max_shard_size)
-        with _made_together(files) if _is_sharded(model) else nullcontext(True) as writes:
+        tensors = packed_tensors(model, weights) if format == "packed" else dense_tensors(model, weights)
+        files = _files(tensors, max_shard_size)
+        with _computed_by_all(files) if _is_sharded(model) else nullcontext(True) as writes:
             if writes:
-                if weights and all(weight.run.is_dense for weight in weights.values()):
+                if all(weight.run.is_dense for weight in weights.values()):
                     logger.warning(
                         f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
                         f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
@@ -128,109 +124,112 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _made_together(files: dict[str, list[Part]]) -> Iterator[bool]:
-    """Let all processes make the same tensors in the same order, which gathers them, also where the first one, which
-    writes them within this block, fails.
+def _computed_by_all(files: dict[str, list[LazyTensors]]) -> Iterator[bool]:
+    """Whether this process is the one that writes the files.
 
-    Gives whether this process writes.
+    Computing a sharded tensor gathers it, which all processes must do in the same order. So the others compute the
+    tensors when this block ends, and the writing process, where it fails, those that are left.
     """
-    made = 0
+    computed = 0
 
-    def counted(part: Part) -> Part:
-        def make() -> Mapping[str, Tensor]:
-            nonlocal made
-            made += 1
-            return part.make()
+    def counted(lazy: LazyTensors) -> LazyTensors:
+        def compute() -> Mapping[str, Tensor]:
+            nonlocal computed
+            computed += 1
+            return lazy.compute()
 
-        return part._replace(make=make)
+        return lazy._replace(compute=compute)
 
-    parts = [part for chosen in files.values() for part in chosen]
-    files.update({file: [counted(part) for part in chosen] for file, chosen in files.items()})
-    problem: list[BaseException | None] = [None]
+    everything = [lazy for group in files.values() for lazy in group]
+    files.update({file: [counted(lazy) for lazy in group] for file, group in files.items()})
+    problem: Exception | None = None
     try:
         yield rank() == 0
     except Exception as error:
-        problem = [error]
-    for part in parts[made:]:
-        part.make()
-    seen = [None if problem[0] is None else f"{type(problem[0]).__name__}: {problem[0]}"]
-    dist.broadcast_object_list(seen)
-    if problem[0] is not None:
-        raise problem[0]
-    if seen[0] is not None:
-        raise RuntimeError(f"process 0, which writes the export, has failed: {seen[0]}")
+        problem = error
+    for lazy in everything[computed:]:
+        lazy.compute()
+    told = [None if problem is None else f"{type(problem).__name__}: {problem}"]
+    dist.broadcast_object_list(told)
+    if problem is not None:
+        raise problem
+    if told[0] is not None:
+        raise RuntimeError(f"process 0, which writes the export, has failed: {told[0]}")
 
 
-def _files(parts: list[Part], max_shard_size: int | str) -> dict[str, list[Part]]:
-    """The parts by the file that they belong into, in the order of writing."""
+def _files(tensors: list[LazyTensors], max_shard_size: int | str) -> dict[str, list[LazyTensors]]:
+    """The tensors by the name of their file, in the order of writing."""
     shards = split_state_dict_into_shards_factory(
-        {str(i): part for i, part in enumerate(parts)},
-        get_storage_size=lambda part: sum(tensor.nbytes for tensor in part.like.values()),
+        {str(i): lazy for i, lazy in enumerate(tensors)},
+        get_storage_size=lambda lazy: sum(tensor.nbytes for tensor in lazy.like.values()),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    return {file: [parts[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
+    return {file: [tensors[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
 
 
-def _write(model: PreTrainedModel, new: Path, files: dict[str, list[Part]], format: str) -> None:
+def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str) -> None:
     """Write a whole checkpoint into the empty folder `new`."""
     config: Sparse24Config = model.config.quantization_config
-    with _config_field(model, "distributed_config", None):
-        with _config_field(model, "quantization_config", None):
-            with _no_progress_bar():
-                model.save_pretrained(new, state_dict={})  # all but the weights
-            for path in new.glob("*.safetensors"):
-                path.unlink()
-            sparse, hashes = _write_weights(model, new, files)
-        packed = None
+    fields: dict[str, Any] = model.config.__dict__
+    hidden: dict[str, Any] = {
+        name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
+    }
+    try:
+        model.save_pretrained(new, state_dict={})  # all but the weights
+        for path in new.glob("*.safetensors"):
+            path.unlink()
+        sparse, hashes = _write_weights(model, new, files)
         if format == "packed":
-            names = tuple(part.packed for parts in files.values() for part in parts if part.packed is not None)
-            packed = packed_config(config, PackedFormat(names, {name: found.header for name, found in hashes.items()}))
-        with _config_field(model, "quantization_config", packed):
+            names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
+            packed = PackedFormat(names, {file: header_hash(new / file) for file in files})
+            model.config.quantization_config = packed_config(config, packed)
             model.config.save_pretrained(new)
-    manifest = Manifest(format, sparse, {name: found.file for name, found in hashes.items()}, config.to_dict())
-    manifest.write(new)
+    finally:
+        fields.update(hidden)
+    write_manifest(new, format, sparse, hashes, config.to_dict())
 
 
 def _write_weights(
-    model: PreTrainedModel, new: Path, files: dict[str, list[Part]]
-) -> tuple[dict[str, int], dict[str, Hashes]]:
+    model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]]
+) -> tuple[dict[str, int], dict[str, str]]:
     """Write the files of the weights, and their index where there are several.
 
     Returns:
-        The dimension of the groups of each sparse tensor, and the hashes of each file.
+        The dimension of the groups of each sparse tensor, and the sha256 of each file, by name.
     """
     metadata = {"format": "pt", "hf_sparse24_export": _fingerprint(model)}
-    hashes: dict[str, Hashes] = {}
     sparse: dict[str, int] = {}
+    hashes: dict[str, str] = {}
     weight_map: dict[str, str] = {}
+    size = 0
     with Progress("export", sum(map(len, files.values())), "tensor", logger.info) as progress:
-        for file, parts in files.items():
-            like = {name: tensor for part in parts for name, tensor in part.like.items()}
-            hashes[file] = write_safetensors(new / file, like, _made(parts, sparse, progress), metadata)
+        for file, group in files.items():
+            like = {name: tensor for lazy in group for name, tensor in lazy.like.items()}
+            hashes[file] = write_safetensors(new / file, like, _computed(group, sparse, progress), metadata)
             weight_map |= dict.fromkeys(like, file)
+            size += sum(tensor.nbytes for tensor in like.values())
     if len(files) > 1:
-        size = sum(tensor.nbytes for parts in files.values() for part in parts for tensor in part.like.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (new / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return sparse, hashes
 
 
-def _made(parts: list[Part], sparse: dict[str, int], progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the parts one by one, while `sparse` gets the dimension of the groups of those that are sparse."""
-    for part in parts:
-        if part.packed is not None:
-            sparse[part.packed] = -1
-        for name, tensor in part.make().items():
-            if part.weight is not None and part.packed is None:
-                dim = sparse_dim(tensor, part.weight.input_dim, part.weight.method.pattern)
+def _computed(group: list[LazyTensors], sparse: dict[str, int], progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file one by one; `sparse` gets the dimension of the groups of each that is sparse."""
+    for lazy in group:
+        if lazy.packed is not None:
+            sparse[lazy.packed] = -1
+        for name, tensor in lazy.compute().items():
+            if lazy.weight is not None and lazy.packed is None:
+                dim = sparse_dim(tensor, lazy.weight.input_dim, lazy.weight.method.pattern)
                 sparse |= {} if dim is None else {name: dim}
             yield name, tensor
         progress.update()
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """A number that files of one export have in common: the same model gives the same files, another one others."""
+    """A hash of a sample of the weights, the same in all files of one export: files of two exports are told apart."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         tensor = local(tensor)
@@ -241,7 +240,11 @@ def _fingerprint(model: PreTrainedModel) -> str:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model that patch_model got, out of what was put around it later."""
+    """The patched model of Transformers inside DDP, DataParallel, torch.compile or PEFT.
+
+    Raises:
+        ValueError: it is not patched, or is sharded by FSDP1, or compiled in parts.
+    """
     model = unwrap(model)
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "FullyShardedDataParallel" in kinds:
@@ -256,67 +259,41 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_other_models(directory: Path) -> None:
-    if (directory / _ADAPTER).exists():
-        raise ValueError(
-            f"{directory} holds an adapter ({_ADAPTER}), which would be loaded on top of the export; export into "
-            f"another directory"
-        )
-    found = [name for name in _OF_A_RUN if (directory / name).exists()]
-    try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        config = {}
-    except ValueError as error:
-        raise ValueError(f"{directory / CONFIG} is no JSON ({error}); export into another directory") from error
-    saved: Any = config.get("quantization_config") if isinstance(config, dict) else None
+    """Raise ValueError where an export would replace another model than an export."""
+
+    def present(names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if (directory / name).exists()]
+
+    config: Any = {}
+    if (directory / CONFIG).exists():
+        try:
+            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{directory / CONFIG} is no JSON ({error}); export into another directory") from error
+    saved = config.get("quantization_config") if isinstance(config, dict) else None
+    run = present(_OF_A_RUN)
     if isinstance(saved, dict) and saved.get("quant_method") == "sparse24" and "packed" not in saved:
-        found.append(f"{CONFIG} with quantization_config")
-    if found:
-        raise ValueError(
-            f"{directory} is a training checkpoint ({', '.join(found)}): an export would overwrite its dense master "
-            f"weights; export into another directory"
-        )
-    foreign = next((name for name in _WEIGHTS if (directory / name).exists()), None)
-    if foreign and config and not (directory / MANIFEST).exists():
-        raise ValueError(
-            f"{directory} holds a model that is no export of hf_sparse24 ({foreign}), which would be lost; export into "
-            f"another directory, or delete that one first"
-        )
+        run.append(f"{CONFIG} with quantization_config")
+    problem = None
+    if present((_ADAPTER,)):
+        problem = f"holds an adapter ({_ADAPTER}), which would be loaded on top of the export"
+    elif run:
+        problem = f"is a training checkpoint ({', '.join(run)}): an export would overwrite its dense master weights"
+    elif config and present(_WEIGHTS) and not present((MANIFEST,)):
+        problem = f"holds a model that is no export of hf_sparse24 ({present(_WEIGHTS)[0]}), which would be lost"
+    if problem is not None:
+        raise ValueError(f"{directory} {problem}; export into another directory")
 
 
 @contextmanager
 def _own_layout(model: PreTrainedModel) -> Iterator[None]:
-    """Let Transformers convert names and shapes as the architecture asks, not as the checkpoint or the adapter that was
-    loaded last did, which it remembers."""
+    """Let Transformers name and shape the saved tensors as the architecture does.
+
+    It remembers how it converted the last checkpoint or adapter that it loaded, and would save the model like that.
+    """
     remembered = model.__dict__.pop("_weight_conversions", None)
     try:
         yield
     finally:
         if remembered is not None:
             model._weight_conversions = remembered  # a list that Module's types do not know
-
-
-@contextmanager
-def _config_field(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
-    """Let a field of the model's config be another for a while; None for absent."""
-    fields = model.config.__dict__
-    own = {name: fields.pop(name)} if name in fields else {}
-    if value is not None:
-        setattr(model.config, name, value)
-    try:
-        yield
-    finally:
-        fields.pop(name, None)
-        fields.update(own)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Without Transformers' bar, which would count the weights that it is not given."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

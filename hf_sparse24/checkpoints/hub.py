@@ -1,4 +1,4 @@
-"""push_to_hub: what a sparse model shares is its export, with a model card; its training checkpoint on request.
+"""push_to_hub uploads the export of a sparse model, or on request its training checkpoint, with a model card.
 
 A push is one commit: the repository has the old files or the new ones. Every push of the same model makes the same
 files, and the Hub keeps what has reached it, so a push that broke off is resumed by the same call.
@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RemoteEntryNotFoundError
 from transformers import PreTrainedModel
 
 from ..adapters.merging import adapters_in, without_adapters
@@ -87,15 +82,12 @@ def push_to_hub(
         return None
     with readable_errors(repo_id):
         repo_id = hub_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-    existing = repository_card(repo_id, token, revision)
+    card |= {"model_id": repo_id, "tags": tags, "existing": card_on_hub(repo_id, token, revision)}
     with tempfile.TemporaryDirectory() as folder:
-        stage = Path(folder)
-        with without_adapters(model) as merged:
-            plain = cast(PreTrainedModel, merged)
-            write_model(plain, stage, format, max_shard_size, processing_class)
-            write_model_card(plain, stage, format=format, model_id=repo_id, tags=tags, existing=existing, **card)
+        with without_adapters(model) as plain:
+            stage_model(cast(PreTrainedModel, plain), Path(folder), format, processing_class, max_shard_size, **card)
         return commit_folder(
-            stage,
+            Path(folder),
             repo_id,
             commit_message=commit_message or ("Upload training checkpoint" if format == "training" else "Upload model"),
             commit_description=commit_description,
@@ -106,7 +98,7 @@ def push_to_hub(
 
 
 def reject_sharded(model: PreTrainedModel) -> None:
-    """Raise ValueError where processes share the model's weights out: only one of them pushes."""
+    """Raise ValueError where the weights are sharded over processes: only one of them pushes."""
     for name, weight in sparse_weights(model).items():
         if is_sharded(weight.master):
             raise ValueError(
@@ -122,24 +114,14 @@ def save_pretrained(
     state_dict: dict | None = None,
     push_to_hub: bool = False,
     repo_id: str | None = None,
-    commit_message: str | None = None,
-    create_pr: bool = False,
-    private: bool | None = None,
-    token: bool | str | None = None,
     **kwargs: Any,
 ) -> None:
     """`PreTrainedModel.save_pretrained`; `push_to_hub=True` pushes what it saves, with the card of a checkpoint."""
-    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, token=token, **kwargs)
+    upload = {key: kwargs.pop(key) for key in ("commit_message", "create_pr", "private") if key in kwargs}
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
     if push_to_hub and is_main_process:
-        _push(
-            model,
-            repo_id or Path(save_directory).name,
-            format="training",
-            commit_message=commit_message,
-            create_pr=create_pr,
-            private=private,
-            token=token,
-        )
+        repo_id = repo_id or Path(save_directory).name
+        _push(model, repo_id, format="training", token=kwargs.get("token"), **upload)
 
 
 _push = push_to_hub  # an argument of save_pretrained has its name
@@ -150,17 +132,25 @@ def hub_api() -> HfApi:
     return HfApi(library_name="hf_sparse24", library_version=__version__)
 
 
-def write_model(model: Any, stage: Path, format: Format, max_shard_size: int | str, processing_class: Any) -> None:
-    """Write what is pushed of a model in this format to an empty folder."""
+def stage_model(
+    model: PreTrainedModel,
+    folder: Path,
+    format: Format,
+    processing_class: Any = None,
+    max_shard_size: int | str = "5GB",
+    **card: Any,
+) -> None:
+    """Write the files that a push uploads to an empty folder; `card` is what `write_model_card` takes."""
     if format == "training":
-        type(model).save_pretrained(model, stage, max_shard_size=max_shard_size)
+        type(model).save_pretrained(model, folder, max_shard_size=max_shard_size)
     else:
-        export_model(model, stage, format, max_shard_size)
+        export_model(model, folder, format, max_shard_size)
     if processing_class is not None:
-        processing_class.save_pretrained(stage)
+        processing_class.save_pretrained(folder)
+    write_model_card(model, folder, format=format, **card)
 
 
-def repository_card(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
+def card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
     """The card in a repository on the Hub, None where it has none. A branch that is not there is made.
 
     Raises:
@@ -173,15 +163,20 @@ def repository_card(repo_id: str, token: bool | str | None, revision: str | None
             path = hub_api().hf_hub_download(repo_id, CARD, token=token, revision=revision)
         except RemoteEntryNotFoundError:  # not where the Hub cannot be reached: the card there would be lost
             return None
-    return read_card(Path(path), f"{CARD} of {repo_id}")
+    return _read_card(Path(path), f"{CARD} of {repo_id}")
 
 
-def read_card(path: Path, called: str) -> ModelCard:
-    """The card in a file, `called` so in errors.
+def card_in(directory: Path) -> ModelCard | None:
+    """The card in a directory, None where it has none.
 
     Raises:
         ValueError: its metadata cannot be read.
     """
+    path = directory / CARD
+    return _read_card(path, str(path)) if path.exists() else None
+
+
+def _read_card(path: Path, called: str) -> ModelCard:
     try:
         return ModelCard(path.read_bytes().decode("utf-8-sig"))  # with the ends of lines that it has
     except Exception as error:  # of the reader of YAML too
@@ -198,7 +193,7 @@ def commit_folder(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> CommitInfo:
-    """Make the files of a folder, and no other weights, the model of a repository, in one commit."""
+    """Upload the files of a folder, and delete the other weight files of the repository, in one commit."""
     api = hub_api()
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     with readable_errors(repo_id):
@@ -221,46 +216,28 @@ def commit_folder(
 
 @contextmanager
 def readable_errors(repo_id: str) -> Iterator[None]:
-    """Say what failed, whether anything is lost, and the way out, where calls of the Hub in the block fail.
+    """Raise PermissionError or ConnectionError, with the way out, where calls of the Hub in the block fail.
 
-    Wrong arguments raise the ValueError of huggingface_hub, which says what is wrong.
+    The ValueError of huggingface_hub for wrong arguments stays as it is.
     """
     try:
         yield
     except (ValueError, PermissionError):
         raise
-    except LocalTokenNotFoundError as error:
-        raise PermissionError(f"cannot push to {repo_id}: {_LOG_IN}") from error
-    except OfflineModeIsEnabled as error:
-        raise ConnectionError(
-            f"cannot push to {repo_id}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it and start again"
-        ) from error
     except Exception as error:
-        response = _response(error)
-        if response is not None and response.status_code in (401, 403, 404):
+        causes: list[BaseException] = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        answer = next((cause.response for cause in causes if isinstance(cause, HfHubHTTPError)), None)
+        if isinstance(error, LocalTokenNotFoundError) or (answer is not None and answer.status_code in (401, 403, 404)):
+            reason = "" if answer is None else answer.headers.get("X-Error-Message") or "no right to write there"
+            said = "" if answer is None else f"the Hub answers {answer.status_code}, {reason}; "
             raise PermissionError(
-                f"cannot push to {repo_id}: the Hub answers {response.status_code}, "
-                f"{response.headers.get('X-Error-Message') or 'no right to write there'}; {_LOG_IN}"
+                f"cannot push to {repo_id}: {said}log in with a token that may write there (`hf auth login`), or pass "
+                f"token="
             ) from error
+        reasons = ", caused by ".join(f"{type(cause).__name__}: {cause}" for cause in causes).rstrip(".")
         raise ConnectionError(
-            f"the push to {repo_id} broke off: {_innermost(error)}. No commit was made; the same call goes on from "
-            f"here: it sends only the files that the Hub does not have yet"
+            f"the push to {repo_id} broke off: {reasons}. No commit was made; the same call goes on from here: it "
+            f"sends only the files that the Hub does not have yet"
         ) from error
-
-
-_LOG_IN = "log in with a token that may write there (`hf auth login`), or pass token="
-
-
-def _response(error: BaseException) -> Any:
-    """What the Hub answered, where an error, or what caused it, was an answer."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, HfHubHTTPError):
-            return cause.response
-        cause = cause.__cause__
-    return None
-
-
-def _innermost(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if error.__cause__ is None else f"{text} ({_innermost(error.__cause__)})"

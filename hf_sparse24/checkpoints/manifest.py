@@ -1,18 +1,17 @@
-"""What is sparse in a checkpoint on disk, and whether it is: `read_listing`, and `verify`, which reads every tensor.
+"""read_listing says which weights of a checkpoint on disk are sparse, and verify reads them to prove it.
 
 `export_model` writes `sparse24.json` beside the weights: which tensors are sparse, and the hash of every file. In other
 checkpoints, packed weights are listed in `config.json`, and dense tensors are looked at one by one.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from sparse24_kernels import Packed, Pattern, unpack_nm
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -20,33 +19,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..metrics import is_nm_sparse
 from ..weights.packed_weight import PackedFormat, buffer_names, wrong_packed
 from .replacing import CONFIG
-from .safetensors_file import DTYPES, file_hash
+from .safetensors_file import DTYPES, open_safetensors
 
 MANIFEST = "sparse24.json"
 _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 _CHUNK = 1 << 22
-"""Elements that are looked at together."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `sparse24.json` says of an export.
-
-    Attributes:
-        format: `"dense"` or `"packed"`.
-        weights: the dimension of the groups of each sparse tensor, -1 or -2, by name; packed ones by the name of the
-            dense weight.
-        files: sha256 of each safetensors file by name.
-        config: the `Sparse24Config` of the model that was exported, as `to_dict` gives it.
-    """
-
-    format: str
-    weights: dict[str, int]
-    files: dict[str, str]
-    config: dict[str, Any]
-
-    def write(self, directory: Path) -> None:
-        (directory / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+"""Elements that are checked at once."""
 
 
 class Listing(NamedTuple):
@@ -54,11 +32,12 @@ class Listing(NamedTuple):
 
     Attributes:
         format: `"dense"` or `"packed"`.
-        source: where that is said; `"tensors"` where nothing says it, and these were found to be sparse.
-        weights: as in `Manifest`.
-        files: as in `Manifest`; empty where nobody wrote them down.
+        source: the name of the file that says it; `"tensors"` where none does, and these were found to be sparse.
+        weights: the dimension of the groups of each sparse tensor, -1 or -2, by name; packed ones by the name of the
+            dense weight.
+        files: sha256 of each safetensors file by name; empty where they were not recorded.
         pattern: of the groups.
-        method: how it was trained, None where that is not known.
+        method: the method that trained it, None where that is not known.
     """
 
     format: str
@@ -70,7 +49,7 @@ class Listing(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One weight, or one file, which has no elements: how many are zero, and what is wrong with it, if anything."""
+    """The check of a weight, or of a file, which has 0 elements; `problem` is None where nothing is wrong."""
 
     name: str
     elements: int
@@ -79,16 +58,17 @@ class Finding(NamedTuple):
 
 
 class Tensors:
-    """The tensors of all safetensors files in a directory, read when asked for."""
+    """The tensors of the safetensors files in a directory, each read on request.
+
+    Raises:
+        OSError: a file is damaged or missing, or there is none.
+    """
 
     def __init__(self, directory: Path):
         self.files: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         for path in _weight_files(directory):
-            try:
-                self.files[path.name] = safe_open(path, "pt")
-            except SafetensorError as error:
-                raise OSError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
+            self.files[path.name] = open_safetensors(path)
             self.names |= dict.fromkeys(self.files[path.name].keys(), path.name)
         if not self.names:
             raise OSError(f"{directory} has no safetensors files")
@@ -97,7 +77,7 @@ class Tensors:
         return name in self.names
 
     def like(self, name: str) -> Tensor:
-        """A tensor of the same dtype and shape on the meta device."""
+        """A meta tensor of the same dtype and shape."""
         part = self.files[self.names[name]].get_slice(name)
         return torch.empty(part.get_shape(), dtype=_TORCH_DTYPES[part.get_dtype()], device="meta")
 
@@ -105,7 +85,7 @@ class Tensors:
         return self.files[self.names[name]].get_tensor(name)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """A tensor in pieces of whole rows."""
+        """A tensor in chunks of whole rows."""
         rows = self.files[self.names[name]].get_slice(name)
         shape = rows.get_shape()
         step = max(1, _CHUNK // max(1, torch.Size(shape[1:]).numel()))
@@ -144,48 +124,54 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
     packed = PackedFormat.from_dict(config["packed"]) if is_ours else None
     method, pattern = config.get("method"), Pattern.parse(config.get("pattern", "2:4"))
     if (directory / MANIFEST).exists():
-        manifest = _read_manifest(directory / MANIFEST)
-        weights = set(manifest.weights)
-        if manifest.format == "packed" and (packed is None or not set(packed.weights) <= weights):
+        listing = _read_manifest(directory / MANIFEST)
+        if listing.format == "packed" and (packed is None or not set(packed.weights) <= set(listing.weights)):
             raise ValueError(
                 f"{directory / CONFIG} does not list the packed weights of {MANIFEST}, so from_pretrained would not "
                 f"find them; copy or download the whole export again"
             )
-        pattern, method = Pattern.parse(manifest.config["pattern"]), manifest.config["method"]
-        return Listing(manifest.format, MANIFEST, manifest.weights, manifest.files, pattern, method)
+        return listing
     if packed is not None:
         return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, method)
     found = {name: dim for name in tensors.names if (dim := _found_dim(tensors, name, pattern)) is not None}
     return Listing("dense", "tensors", found, {}, pattern, method)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def write_manifest(
+    directory: Path, format: str, weights: Mapping[str, int], files: Mapping[str, str], config: Mapping[str, Any]
+) -> None:
+    """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict."""
+    manifest = {"format": format, "weights": weights, "files": files, "config": config}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_manifest(path: Path) -> Listing:
+    values = _read_json(path)
     try:
-        manifest = Manifest(**_read_json(path))
-        Pattern.parse(manifest.config["pattern"])
+        format, weights, files, config = (values[key] for key in ("format", "weights", "files", "config"))
+        listing = Listing(format, MANIFEST, weights, files, Pattern.parse(config["pattern"]), config["method"])
         is_known = (
-            manifest.format in ("dense", "packed")
-            and set(manifest.weights.values()) <= {-1, -2}
-            and all(isinstance(text, str) for text in (*manifest.files.values(), manifest.config["method"]))
+            format in ("dense", "packed")
+            and set(weights.values()) <= {-1, -2}
+            and all(isinstance(text, str) for text in (*files.values(), listing.method))
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not what export_model writes ({error})") from error
     if not is_known:
         raise ValueError(f"{path} is not what export_model writes: an unknown format, dimension or hash")
-    return manifest
+    return listing
 
 
 def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> Iterator[Finding]:
-    """Read every listed weight and every listed file of a checkpoint, and say what was found, one by one."""
+    """Read all listed files and weights of a checkpoint; yields a `Finding` for each."""
     directory = Path(directory)
     for name, digest in listing.files.items():
-        path = directory / name
-        problem = None
-        if not path.exists():
-            problem = "is missing"
-        elif file_hash(path) != digest:
-            problem = "is not the file that was exported"
-        yield Finding(name, 0, 0, problem)
+        try:
+            with open(directory / name, "rb") as file:
+                is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
+            yield Finding(name, 0, 0, None if is_same else "is not the file that was exported")
+        except FileNotFoundError:
+            yield Finding(name, 0, 0, "is missing")
     for name, dim in listing.weights.items():
         is_packed = listing.format == "packed" and name not in tensors
         yield (
@@ -223,7 +209,7 @@ def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Fi
 
 
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
-    """The dimension, of the last two, along which a tensor is sparse; `expected` is tried first, None for neither."""
+    """The dimension, -1 or -2, along which a tensor is sparse, None for neither; `expected` is tried first."""
     for dim in (expected, -3 - expected):
         if tensor.dim() > 1 and tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim):
             return dim

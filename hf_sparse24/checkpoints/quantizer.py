@@ -1,11 +1,10 @@
-"""save_pretrained and from_pretrained: how Transformers learns about 2:4 models.
+"""The quantizer that patches models in `from_pretrained`; importing this module registers it with Transformers.
 
-`config.json` of a patched model carries its `Sparse24Config` as `quantization_config`. This module registers the
-reader of it, so importing `hf_sparse24` is all that `from_pretrained` needs to hand back a patched model. Without the
-import, Transformers warns of an unknown quantization type and loads the dense master weights.
+`config.json` of a patched model has its `Sparse24Config` as `quantization_config`, so with `hf_sparse24` imported,
+`from_pretrained` returns a patched model. Without the import, Transformers warns of an unknown quantization type and
+loads the dense master weights.
 """
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
@@ -19,7 +18,8 @@ from ..weights.packed_weight import PackedFormat, packed_weights
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
-from .packed import check_files, check_packed, make_packed, was_loaded
+from .packed_files import check_files, check_packed, make_packed, was_loaded
+from .safetensors_file import open_safetensors
 
 register_quantization_config("sparse24")(Sparse24Config)
 # `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
@@ -36,7 +36,10 @@ class Sparse24Quantizer(HfQuantizer):
     quantization_config: Sparse24Config
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
-        _check_whole_files(checkpoint_files or [])
+        for file in checkpoint_files or ():
+            if str(file).endswith(".safetensors"):
+                with open_safetensors(file):  # which compares its length with its header
+                    pass
         if self.quantization_config.packed is not None:
             if checkpoint_files:  # not where the user passes a state_dict
                 check_files(self.quantization_config.packed, checkpoint_files)
@@ -52,7 +55,7 @@ class Sparse24Quantizer(HfQuantizer):
         state = {name for name, tensor in _kept_beside(model).items() if not isinstance(tensor, nn.Parameter)}
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
         if not self.pre_quantized:
-            # A dense checkpoint has none of it: that is not worth a line in the load report.
+            # A dense checkpoint has none of them, and the load report need not call them missing.
             patterns = {rf"^{name.replace('.', r'[.]')}$" for name in _kept_beside(model)}
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
 
@@ -148,17 +151,8 @@ def _with_passed(saved: Sparse24Config) -> Sparse24Config:
     return saved.replace(**passed.given_settings(), backend=passed.backend)
 
 
-def _check_whole_files(files: list[str]) -> None:
-    for file in (file for file in files if str(file).endswith(".safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError as error:  # which says what is wrong, but not with which of the shards
-            raise OSError(f"{file} is damaged or cut short ({error}); copy or download it again") from error
-
-
 def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The method's buffers and Parameters by their names in a checkpoint."""
+    """The buffers and Parameters of the method, by their names in a checkpoint."""
     found: dict[str, Tensor] = {}
     for name, weight in sparse_weights(model).items():
         found |= weight.beside(name)

@@ -1,7 +1,7 @@
-"""Replace the model in a directory, which holds the old model or the new one at every instant.
+"""replaced_model replaces the model in a directory, which has the old model or the new one at every instant.
 
-A model is several files, and a directory that is a mount point, or lies in a read-only parent, cannot be swapped as a
-whole. One link can: in a folder of ours within the directory,
+A model is several files, and a directory that is a mount point, or lies in a read-only parent, cannot be replaced as a
+whole. One link can. In a folder of ours within the directory,
 
     1. the caller writes the new files to `new`;
     2. `old` gets the old files by hard links, and `current` becomes a link to `old`;
@@ -9,9 +9,9 @@ whole. One link can: in a folder of ours within the directory,
     4. `current` becomes a link to `new`: all names read as the new model, from one instant to the next;
     5. every name becomes the file that it leads to, or is removed where it leads nowhere; our folder goes last.
 
-Each step replaces one name by one call of the file system, so a process that is killed leaves one of the two models.
-The next export does step 5 before it begins. A directory without a model needs no links: `config.json` comes last, and
-without it nothing loads. A reader in another process that opens some files before step 4 and some after it gets both.
+Every change is one call of the file system, so a process that is killed leaves one of the two models, and the next
+export does step 5 before it begins. A directory without a model needs no links: `config.json` comes last, and nothing
+loads without it. Another process that opens some files before step 4 and some after it reads parts of both models.
 """
 
 import os
@@ -85,7 +85,7 @@ def _switch(root: Path, outdated: Pattern[str]) -> None:
 
 
 def _settle(root: Path) -> None:
-    """Make every link into our folder the file that it leads to, and remove the folder."""
+    """Replace every link into our folder by the file that it leads to, and remove the folder."""
     if not (root / STAGING).exists():
         return
     for path in list(root.iterdir()):
@@ -99,7 +99,7 @@ def _settle(root: Path) -> None:
 
 
 def _link(target: str, path: Path) -> None:
-    """Make `path` a link, in one call where there is something already."""
+    """Make `path` a link to `target`, in one call also where the path exists."""
     root = path.parent if path.parent.name == STAGING else path.parent / STAGING
     temporary = root / "link"
     os.symlink(target, temporary)
@@ -118,14 +118,14 @@ def _keep(path: Path, second: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file on disk before it is referred to, for a machine that loses power."""
+    """Write a file to disk before names lead to it, for a machine that loses power."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Exclude other processes; the lock ends with the process that holds it."""
+    """Lock the directory against other exports; the lock ends with the process that holds it."""
     if fcntl is None:
         yield
         return

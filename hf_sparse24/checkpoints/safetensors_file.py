@@ -1,4 +1,8 @@
-"""Write a safetensors file one tensor at a time, which the safetensors library cannot: it wants all in memory.
+"""A writer of safetensors files that has one tensor in memory at a time.
+
+The safetensors library cannot do that: `save_file`, like `save_torch_state_dict` of huggingface_hub, which calls it,
+takes the addresses of all tensors of a file before it writes the first one. The tensors of an export are computed, so
+it would need the memory of a second model (up to `max_shard_size` of it).
 
 The format (github.com/huggingface/safetensors): eight bytes with the length of a header, little-endian; the header,
 JSON with each tensor's dtype, shape and place; the tensors' bytes one behind the other.
@@ -9,9 +13,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 DTYPES = {
@@ -36,39 +41,28 @@ _CHUNK = 1 << 24
 """Bytes that are copied from a device, and written, at once."""
 
 
-class Hashes(NamedTuple):
-    """sha256 of a file's header, which says what lies where, and of the whole file."""
-
-    header: str
-    file: str
-
-
 def write_safetensors(
     path: Path, like: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
-) -> Hashes:
-    """Write tensors as they come.
+) -> str:
+    """Write a file and return its sha256.
 
     Args:
-        like: by name, tensors on the meta device with the dtypes and shapes to be written, in the order in which
-            `tensors` brings them.
-        tensors: names and tensors, on any device, each written and forgotten before the next one is made.
+        path: the file.
+        like: meta tensors by name, of the dtypes and shapes to be written, in the order of `tensors`.
+        tensors: names and tensors, on any device; each is written and released before the next one is asked for.
         metadata: strings for the header.
 
     Raises:
-        ValueError: a tensor that is not as described, or one too few.
+        ValueError: a tensor differs from its description, or there are more or fewer than described.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in like.items():
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligned, so that a reader can map the first tensor
-    names = iter(like.items())
+    described = iter(like.items())
     digest = hashlib.sha256()
     with open(path, "wb") as file:
 
@@ -79,36 +73,42 @@ def write_safetensors(
         write(len(text).to_bytes(8, "little"))
         write(text)
         for name, tensor in tensors:
-            expected, described = next(names, ("nothing", tensor))
-            if name != expected or (tensor.dtype, tensor.shape) != (described.dtype, described.shape):
+            expected, form = next(described, ("nothing", tensor))
+            if name != expected or (tensor.dtype, tensor.shape) != (form.dtype, form.shape):
                 raise ValueError(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come, "
-                    f"{described.dtype} {tuple(described.shape)}"
+                    f"{form.dtype} {tuple(form.shape)}"
                 )
             flat = tensor.detach().contiguous().view(-1)
             flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-            for start in range(0, len(flat), _CHUNK):
-                write(flat[start : start + _CHUNK].cpu().numpy().data)
-        missing = [name for name, _ in names]
+            for chunk in flat.split(_CHUNK):
+                write(chunk.cpu().numpy().data)
+        missing = [name for name, _ in described]
         if missing:
             raise ValueError(f"these tensors were described, and not written: {missing}")
-    return Hashes(hashlib.sha256(text).hexdigest(), digest.hexdigest())
+    return digest.hexdigest()
+
+
+def open_safetensors(path: str | os.PathLike) -> Any:
+    """The open file, as `safe_open` gives it.
+
+    Raises:
+        OSError: it is damaged; safetensors says how, but not in which of the shards.
+    """
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise OSError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
 
 
 def header_hash(path: str | os.PathLike) -> str:
-    """sha256 of a file's header.
+    """The sha256 of a file's header.
 
     Raises:
-        OSError: the file is too short to have the header that it speaks of.
+        OSError: the file is shorter than its header.
     """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.path.getsize(path):
             raise OSError(f"{path} is damaged or cut short; copy or download it again")
         return hashlib.sha256(file.read(length)).hexdigest()
-
-
-def file_hash(path: str | os.PathLike) -> str:
-    """sha256 of a whole file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,18 +1,18 @@
-"""Which sparse weights an adapter was trained on: recorded in its `adapter_config.json`, compared when it is loaded.
+"""The record of an adapter's base: written into its `adapter_config.json`, compared where the adapter is loaded.
 
-An adapter means nothing without its base, and a sparse base is not always where PEFT looks for it: a model that was
-patched in memory comes from a checkpoint that is dense. So, of adapters that a tuner puts into layers (not of prompts),
-PEFT's `auto_mapping`, which describes the base model, has a key `sparse24` as well:
+An adapter means nothing without its base, and PEFT records only where the base was loaded from: a model that was
+patched in memory comes from a dense checkpoint. So PEFT's `auto_mapping` of an adapter on sparse layers has a key
+`sparse24`:
 
-    config   the `Sparse24Config`, with the phase, by which a dense base is patched
-    base     a fingerprint of the weights that sparse layers computed with when the adapter was added: whether that was
-             in the dense phase, their number, and of `SAMPLE` of them the norm and `SKETCH` random projections
+    config   the `Sparse24Config`, with its phase: a dense base is patched by it
+    base     a sketch of the weights that sparse layers computed with when the adapter was added: whether that was the
+             dense phase, the number of weights, and of at most `SAMPLE` of them the norm and `SKETCH` projections
 
-A projection of a weight W is p^T W q with entries of p and q drawn from {-1, 1}, and the same every time. The squared
-difference of two models' projections is, on average, the squared distance of their weights (Johnson-Lindenstrauss, by
-signs: Achlioptas 2003). So the distance is known without the weights: it is 0 for the same ones, some 1e-3 of the norm
-for those of another dtype, and of the order of the norm for other masks or other scales. Dense weights are not in it:
-where they were changed in memory, nothing says so.
+A hash would not do: in another dtype the same base has other bits, and a few ties are pruned otherwise. A projection of
+a weight W is p^T W q, where the entries of p and q are -1 or 1, drawn with a fixed seed. The squared difference of two
+models' projections is, on average, the squared distance of their weights (Johnson-Lindenstrauss, by signs: Achlioptas
+2003): 0 for the same weights, about 1e-3 of their norm after rounding to bf16, about the norm for other masks. Weights
+of dense layers are not in the sketch, and prompts, which change no layer, record no base.
 """
 
 import functools
@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy
 import torch
-from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -43,21 +42,21 @@ KEY = "sparse24"
 SAMPLE = 16
 SKETCH = 16
 TOLERANCE = 0.02
-"""Of the norm: more than rounding to bf16 changes, less than a hundred steps of training do."""
+"""Of the norm: rounding to bf16 moves weights by less, a hundred steps of training by more."""
 
 
 def record_origin(model: nn.Module, config: Any) -> None:
-    """Let the `PeftConfig` of an adapter that is about to be added write down which base it is for."""
+    """Let the `PeftConfig` of an adapter that is about to be added save which base it is for."""
     config.__dict__.pop("save_pretrained", None)  # of another model that it was used for
     sparse = _config_of(model)
-    if sparse is None:
-        return
-    base = _known_base(model) or fingerprint(model, sparse.phase == "dense")
-    if base is None:
+    base = None if sparse is None else _recorded_base(model) or sketch(model, sparse.phase == "dense")
+    if sparse is None or base is None:
         return
     # PEFT overwrites `auto_mapping` while it saves, and a new config with one is not told from a loaded one.
-    config.save_pretrained = functools.partial(_save_pretrained, config, type(model), sparse=sparse, base=base)
-    if not _may_be_rebuilt(model):
+    config.save_pretrained = functools.partial(
+        _save_pretrained, config, type(model), {"config": sparse.to_dict(), "base": base}
+    )
+    if _has_own_masks(model):
         logger.warning(
             f"this adapter's base was pruned in memory, and its masks cannot be found again in "
             f"{model.name_or_path!r}: save the base as well (model.save_pretrained(directory)), and load the adapter "
@@ -66,7 +65,7 @@ def record_origin(model: nn.Module, config: Any) -> None:
 
 
 def check_origin(model: nn.Module, config: Any) -> None:
-    """Compare a model with the base that a loaded adapter was trained on; patch a dense one as the record says.
+    """Compare a model with the base that a loaded adapter was trained on; patch a dense model as the record says.
 
     Raises:
         ValueError: it has other sparse weights, or cannot be patched; it is left as it was.
@@ -74,24 +73,24 @@ def check_origin(model: nn.Module, config: Any) -> None:
     record = (config.auto_mapping or {}).get(KEY)
     if record is None:
         return
-    trained_on = Sparse24Config.from_dict(record["config"])
-    current = _config_of(model)
-    if current is None:
+    trained_on, is_dense = Sparse24Config.from_dict(record["config"]), _config_of(model) is None
+    if is_dense:
         try:
             patch_model(model, trained_on)
         except ValueError as error:
             raise ValueError(f"the adapter is for a 2:4 base, which this model cannot be made: {error}") from error
-    found = _known_base(model) or fingerprint(model, record["base"]["dense"])
+    found = _recorded_base(model) or sketch(model, record["base"]["dense"])
     distance = 0.0 if found is None else _distance(record["base"], found)
     if distance <= TOLERANCE:
         patched = patched_config(model)
         if patched is not None and trained_on.phase in method_class(patched.method).phases and not adapters_in(model):
             set_phase(model, trained_on.phase)
         return
-    if current is None:
+    how = ""
+    if is_dense:
         unpatch_model(model, sparse=False)
+        how = f", patched as the adapter says (method={trained_on.method!r}),"
     away = "their number differs" if math.isinf(distance) else f"{distance:.0%} of their norm apart"
-    how = "" if current is not None else f", patched as the adapter says (method={trained_on.method!r}),"
     raise ValueError(
         f"the adapter was trained on other sparse weights than this model{how} has ({away}): load the base that it was "
         f"trained on with hf_sparse24 imported, and the adapter onto it. {config.base_model_name_or_path!r} is where "
@@ -99,16 +98,8 @@ def check_origin(model: nn.Module, config: Any) -> None:
     )
 
 
-def _config_of(model: nn.Module) -> Sparse24Config | None:
-    """The config of a patched or a packed model, None of any other."""
-    if packed_weights(model):
-        config = getattr(getattr(model, "config", None), "quantization_config", None)
-        return config.replace() if isinstance(config, Sparse24Config) else None
-    return patched_config(model)
-
-
 def recorded_config(directory: str | Path) -> Any:
-    """The `Sparse24Config` that the files of an adapter name, as a dict of JSON's; None where they name none."""
+    """The `Sparse24Config` in the files of an adapter, as a dict; None where they have none."""
     path = Path(directory) / ADAPTER_CONFIG
     if not path.is_file():
         return None
@@ -116,55 +107,59 @@ def recorded_config(directory: str | Path) -> Any:
     return mapping.get(KEY, {}).get("config")
 
 
-def _known_base(model: Any) -> dict[str, Any] | None:
-    """The `base` of an adapter that the model has already: since it was added, PiSSA or a merge may have changed it."""
-    added = (vars(config).get("save_pretrained") for config in getattr(model, "peft_config", {}).values())
-    return next((save.keywords["base"] for save in added if save is not None), None)
+def _config_of(model: nn.Module) -> Sparse24Config | None:
+    """The config of a patched or packed model, None for any other."""
+    if packed_weights(model):
+        config = getattr(getattr(model, "config", None), "quantization_config", None)
+        return config.replace() if isinstance(config, Sparse24Config) else None
+    return patched_config(model)
+
+
+def _recorded_base(model: Any) -> dict[str, Any] | None:
+    """The record of an adapter that the model has already: PiSSA or a merge may have changed its weights since."""
+    saving = (vars(config).get("save_pretrained") for config in getattr(model, "peft_config", {}).values())
+    return next((save.args[2]["base"] for save in saving if save is not None), None)
 
 
 def _save_pretrained(
     config: Any,
     model_class: type,
+    record: dict[str, Any],
     save_directory: str,
     auto_mapping_dict: dict[str, Any] | None = None,
-    *,
-    sparse: Sparse24Config,
-    base: dict[str, Any],
     **kwargs: Any,
 ) -> None:
     """`PeftConfig.save_pretrained`, with the record."""
     mapping = auto_mapping_dict or {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
-    record = {KEY: {"config": sparse.to_dict(), "base": base}}
-    type(config).save_pretrained(config, save_directory, auto_mapping_dict=mapping | record, **kwargs)
+    type(config).save_pretrained(config, save_directory, auto_mapping_dict=mapping | {KEY: record}, **kwargs)
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module, dense: bool) -> dict[str, Any] | None:
+def sketch(model: nn.Module, dense: bool) -> dict[str, Any] | None:
     """The record's `base`, of the dense master weights or of the pruned ones; None where they have no values yet."""
     weights = _base_weights(model)
     if any((w.packed.values if isinstance(w, PackedWeight) else w.parameter).is_meta for w in weights):
         return None
-    squares, sketch = 0.0, torch.zeros(SKETCH, dtype=torch.float64)
+    squares, projections = 0.0, torch.zeros(SKETCH, dtype=torch.float64)
     for index, weight in enumerate(weights[:: math.ceil(len(weights) / SAMPLE)]):
         matrix = _value(weight, dense).flatten(0, -2).float()
         squares += float(matrix.norm()) ** 2
         left, right = _signs(index, len(matrix), matrix), _signs(-1 - index, matrix.shape[1], matrix)
-        sketch += (left * (matrix @ right)).double().sum(0).cpu()
-    return {"dense": dense, "weights": len(weights), "norm": math.sqrt(squares), "sketch": sketch.tolist()}
+        projections += (left * (matrix @ right)).double().sum(0).cpu()
+    return {"dense": dense, "weights": len(weights), "norm": math.sqrt(squares), "sketch": projections.tolist()}
 
 
 def _signs(seed: int, size: int, like: Tensor) -> Tensor:
-    """`[size, SKETCH]` of -1 and 1, the same on every machine: NumPy promises that of `RandomState`."""
+    """`[size, SKETCH]` of -1 and 1, the same on every machine: NumPy guarantees that for `RandomState`."""
     signs = numpy.random.RandomState(seed % 2**32).randint(0, 2, (size, SKETCH), dtype=numpy.int8)
     return torch.from_numpy(signs).to(like.device, like.dtype) * 2 - 1
 
 
 def _distance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
-    """How far the weights are apart, over their norm."""
+    """The distance of two models' weights over their norm, inf where their numbers of weights differ."""
     if recorded["weights"] != found["weights"]:
         return math.inf
-    pairs = zip(recorded["sketch"], found["sketch"])
-    return math.sqrt(sum((a - b) ** 2 for a, b in pairs) / SKETCH) / max(recorded["norm"], 1e-30)
+    return math.dist(recorded["sketch"], found["sketch"]) / math.sqrt(SKETCH) / max(recorded["norm"], 1e-30)
 
 
 def _value(weight: SparseWeight | PackedWeight, dense: bool) -> Tensor:
@@ -174,28 +169,24 @@ def _value(weight: SparseWeight | PackedWeight, dense: bool) -> Tensor:
 
 
 def _base_weights(model: nn.Module) -> list[SparseWeight | PackedWeight]:
-    """Without the copies that adapters train."""
+    """The sparse and packed weights, without the copies that adapters train."""
     weights = sparse_weights(model) | packed_weights(model)
     return [weight for name, weight in weights.items() if ".modules_to_save." not in name]
 
 
-def _may_be_rebuilt(model: Any) -> bool:
-    """Whether `patch_model` may find the masks that the model has in the checkpoint that it came from.
-
-    Masks that `oneshot` has chosen are not those of magnitude, or its weights are zero where the masks are.
-    """
+def _has_own_masks(model: Any) -> bool:
+    """Whether `oneshot` has chosen masks, or changed weights, in memory: the checkpoint on disk has neither."""
     weights = [weight for weight in _base_weights(model) if isinstance(weight, SparseWeight)]
-    if not weights:
-        return True  # a packed model comes from a checkpoint that has its weights
-    method: Any = weights[0].method
-    if not takes_masks(type(method)) or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
-        return True
-    if all(torch.equal(weight.pruned(), weight.parameter) for weight in weights):
+    method: Any = weights[0].method if weights else None
+    if method is None or not takes_masks(type(method)) or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
         return False
-    before = [weight.mask(packed=True) for weight in weights]
-    fresh = [weight.fresh_mask(weight.parameter) for weight in weights]
-    flips = sum(int(count) for count in count_flips(before, fresh))
-    return flips <= TOLERANCE * sum(weight.parameter.numel() for weight in weights)  # another dtype breaks ties anew
+    n, m = method.pattern
+    for weight in weights:
+        pruned, parameter = weight.pruned(), weight.parameter
+        by_magnitude = parameter * kernels.nm_mask(parameter, n, m, weight.input_dim)
+        if torch.equal(pruned, parameter) or not torch.equal(pruned, by_magnitude):
+            return True
+    return False
 
 
 def _is_sparse_checkpoint(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""PEFT's registries of tuners, in which every tuner is replaced by a subclass of itself that knows sparse layers.
+"""register_tuners replaces every tuner in PEFT's registries by a subclass of itself that knows sparse layers.
 
 PEFT has no hook for base layers of another library but this: it looks up by the adapter's type which tuner puts it into
 a model, in `get_peft_model`, `PeftModel.from_pretrained`, and in Transformers' `add_adapter` and `load_adapter`. On a
@@ -24,7 +24,7 @@ from .origin import check_origin, record_origin
 
 
 class SparseAware:
-    """What the subclasses of all tuners add to them, in methods of PEFT's `BaseTuner`."""
+    """The methods of PEFT's `BaseTuner` that the subclasses of all tuners extend."""
 
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter to all layers that it targets, also where it is loaded from a file.
@@ -42,7 +42,7 @@ class SparseAware:
             adopt(model)  # copies that `modules_to_save` trains
 
     def _prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
-        """What PEFT calls once it knows what an adapter targets, before it changes the model."""
+        """Refuse targets that cannot be adapted; PEFT calls this before it changes the model."""
         _check_target_parameters(model, getattr(peft_config, "target_parameters", None) or ())
         _check_modules_to_save(model, getattr(peft_config, "modules_to_save", None) or ())
         super()._prepare_model(peft_config, model)  # type: ignore[misc]
@@ -60,7 +60,7 @@ class SparseAware:
 
 
 def _check_target_parameters(model: nn.Module, targets: Any) -> None:
-    """Raise ValueError where an adapter would stand in the place of a sparse weight, not beside its layer."""
+    """Raise ValueError where an adapter would replace a sparse weight, instead of adding to its layer's output."""
     for name in sparse_weights(model) | packed_weights(model):
         name = name.replace(".base_layer", "")
         for target in targets:
@@ -74,7 +74,7 @@ def _check_target_parameters(model: nn.Module, targets: Any) -> None:
 
 
 def _check_modules_to_save(model: nn.Module, targets: Any) -> None:
-    """Raise ValueError where a copy of a packed layer would be trained: it has no weight to train."""
+    """Raise ValueError where a copy of a packed layer would be trained: its weights cannot be."""
     for name, module in model.named_modules():
         if any(name.endswith(target) for target in targets) and packed_weights(module):  # as PEFT compares them
             raise ValueError(
@@ -85,11 +85,11 @@ def _check_modules_to_save(model: nn.Module, targets: Any) -> None:
 
 @contextmanager
 def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """After an error within the block, the modules of a sparse model and what they train are again what they were.
+    """Restore the modules of a sparse model, and what they train, after an error within the block.
 
-    The values of weights are not kept; what changes these puts them back itself.
+    Values of weights are not restored here: whoever changes them does that.
     """
-    if not (sparse_weights(model) or packed_weights(model)):  # as PEFT leaves it
+    if not (sparse_weights(model) or packed_weights(model)):
         yield
         return
     attributes = {module: dict(vars(module)) for module in model.modules()}
@@ -115,7 +115,7 @@ def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def register_tuners() -> None:
-    """Replace the tuners in PEFT's registries, where PEFT is installed; twice is as good as once."""
+    """Replace the tuners in PEFT's registries, where PEFT is installed; a second call changes nothing."""
     if find_spec("peft") is None:
         return
     from peft import mapping, mixed_model

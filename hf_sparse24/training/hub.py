@@ -1,4 +1,4 @@
-"""HubTrainer: what a Trainer of a sparse model shares on the Hub.
+"""HubTrainer pushes the export of a sparse model where a Trainer would push its training checkpoint.
 
 | `hub_strategy` | the repository gets |
 |---|---|
@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ from transformers.utils.hub import PushInProgress
 
 from ..checkpoints.card import CARD, PLOT, Format, write_model_card
 from ..checkpoints.hub import (
+    card_in,
+    card_on_hub,
     commit_folder,
     hub_api,
-    read_card,
     readable_errors,
     reject_sharded,
-    repository_card,
-    write_model,
+    stage_model,
 )
 from ..checkpoints.losses import Control
 from ..progress import get_logger
@@ -60,7 +60,7 @@ class HubTrainer(Trainer):
 
     @cached_property
     def _hub(self) -> HfApi:
-        return hub_api()  # pushes in the background wait for each other where they share it
+        return hub_api()  # its pushes in the background run one after the other
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         with readable_errors(self.args.hub_model_id or self._output.absolute().name):
@@ -88,7 +88,8 @@ class HubTrainer(Trainer):
             names = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
             folder = self._output if directory is None else Path(directory)
             model_id = names.get("model_name") or self.args.hub_model_id or self._output.absolute().name
-            self._write_card(folder, format, model_id, _card_in(folder), dense_control=dense_control, **names)
+            card = self._card(format, model_id, card_in(folder), dense_control, **names)
+            write_model_card(self._model, folder, format=format, **card)
 
     def push_to_hub(  # type: ignore[override]  # a Future where it does not block, as the original's text says
         self,
@@ -128,38 +129,46 @@ class HubTrainer(Trainer):
         return push() if blocking else self._hub.run_as_future(push)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push the export in the background, and after it the checkpoint, at a save.
+
+        A private method of Trainer, as there is no public way: a Trainer with `push_to_hub` pushes the training
+        checkpoint as the model here, before it calls `on_save`.
+        """
         if not self._is_patched:
             return super()._push_from_checkpoint(checkpoint_folder)
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return None
         last: Any = self.push_in_progress
-        busy = last is not None and not last.is_done()
-        if busy and not self.args.hub_always_push:
+        if last is not None and not last.is_done() and not self.args.hub_always_push:
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        step, checkpoints = self.state.global_step, self._checkpoints
         token, revision = self.args.hub_token, self.args.hub_revision
-        message = f"Training in progress, step {self.state.global_step}"
+        message = f"Training in progress, step {step}"
         try:
             reject_sharded(self._model)
-            jobs = [self._hub.run_as_future(self._staged(message, token, revision, "dense"))]
+            push_export = self._staged(message, token, revision, "dense")
         except (OSError, ValueError) as error:
-            logger.warning(f"nothing was pushed at step {self.state.global_step}, training goes on: {error}")
+            logger.warning(f"nothing was pushed at step {step}, training goes on: {error}")
             return None
-        if self._checkpoints is not None:
-            upload = partial(
-                self._hub.upload_folder,
-                repo_id=self._repo_id,
-                folder_path=checkpoint_folder,
-                path_in_repo=self._checkpoints.replace("*", str(self.state.global_step)),
-                commit_message=f"{message}, checkpoint",
-                token=token,
-                revision=revision,
-            )
-            jobs.append(self._hub.run_as_future(upload))
-        for job in jobs:
-            job.add_done_callback(_report)
-        all_jobs: Any = [*(last.jobs if busy else []), *jobs]
-        self.push_in_progress = PushInProgress(all_jobs)  # type: ignore[assignment]  # annotated as None
+
+        def push() -> None:
+            try:
+                push_export()
+                if checkpoints is not None:
+                    self._hub.upload_folder(
+                        repo_id=str(self.hub_model_id),
+                        folder_path=checkpoint_folder,
+                        path_in_repo=checkpoints.replace("*", str(step)),
+                        commit_message=f"{message}, checkpoint",
+                        token=token,
+                        revision=revision,
+                    )
+            except Exception as error:  # of the Hub, or of files that are gone
+                logger.warning(f"a push in the background failed, training goes on: {error}")
+
+        jobs: Any = [self._hub.run_as_future(push)]  # PushInProgress is annotated to take a single one
+        self.push_in_progress = PushInProgress(jobs)  # type: ignore[assignment]  # annotated as None
         return None
 
     @property
@@ -175,24 +184,19 @@ class HubTrainer(Trainer):
         return Path(str(self.args.output_dir))
 
     @property
-    def _repo_id(self) -> str:
-        return str(self.hub_model_id)
-
-    @property
     def _checkpoints(self) -> str | None:
         return _FOLDERS.get(HubStrategy(self.args.hub_strategy)) if self.args.push_to_hub else None
 
     def _staged(
         self, message: str | None, token: str | None, revision: str | None, format: Format, **kwargs: Any
     ) -> Callable[[], CommitInfo]:
-        """Write what is to be pushed, as it is now, to a folder of its own; returns the call that pushes it."""
-        repo_id, output, message = self._repo_id, self._output, message or "Upload model"
-        existing = _card_in(output) or repository_card(repo_id, token, revision)
+        """Write the files to push, as they are now, to a folder of their own; returns the call that pushes them."""
+        repo_id, output = str(self.hub_model_id), self._output
+        card = self._card(format, repo_id, card_in(output) or card_on_hub(repo_id, token, revision), **kwargs)
         output.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix="_push-", dir=output))
         try:
-            write_model(self._model, stage, format, "5GB", self.processing_class)
-            self._write_card(stage, format, repo_id, existing, **kwargs)
+            stage_model(self._model, stage, format, self.processing_class, **card)
             files = (path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
             for name in filter_repo_objects(files, ignore_patterns=_NOT_SHARED):
                 if not (stage / name).exists():
@@ -204,58 +208,43 @@ class HubTrainer(Trainer):
 
         def push() -> CommitInfo:
             try:
-                return commit_folder(stage, repo_id, commit_message=message, token=token, revision=revision)
+                return commit_folder(
+                    stage, repo_id, commit_message=message or "Upload model", token=token, revision=revision
+                )
             finally:
                 shutil.rmtree(stage)
 
         return push
 
-    def _write_card(
+    def _card(
         self,
-        directory: Path,
         format: Format,
         model_id: str,
         existing: ModelCard | None,
         dense_control: Control | None = None,
         **names: Any,
-    ) -> None:
+    ) -> dict[str, Any]:
+        """The arguments of `write_model_card`, from this run and from `names`, those of `Trainer.create_model_card`."""
         # It infers the license of the base model. (And data sets, from how they were read: those are no names.)
         summary = TrainingSummary.from_trainer(self, **names)
-        license = names.get("license") or (None if existing and existing.data.get("license") else summary.license)
-        write_model_card(
-            self._model,
-            directory,
-            format=format,
-            model_id=model_id,
-            existing=existing,
-            tags=summary.tags,
-            language=names.get("language"),
-            base_model=names.get("finetuned_from"),
-            log_history=self.state.log_history,
-            hyperparameters=self._hyperparameters(),
-            dense_control=dense_control,
-            checkpoints=None if format == "training" else self._checkpoints,
-            license=license,
-            datasets=names.get("dataset_tags"),
-        )
-
-    def _hyperparameters(self) -> dict[str, Any]:
-        found = extract_hyperparameters_from_trainer(self)
-        found.pop("optimizer", None)  # that of the arguments; the method may have made another
+        hyperparameters = extract_hyperparameters_from_trainer(self)
+        hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # out of Accelerate's
         if optimizer is not None:
             settings = {key: value for key, value in optimizer.defaults.items() if key in ("betas", "eps", "momentum")}
             settings["weight_decay"] = self.args.weight_decay
             text = ", ".join(f"{key}={value}" for key, value in settings.items())
-            found["optimizer"] = f"{type(optimizer).__name__}({text})"
-        return found
-
-
-def _card_in(directory: Path) -> ModelCard | None:
-    path = directory / CARD
-    return read_card(path, str(path)) if path.exists() else None
-
-
-def _report(job: Future) -> None:
-    if not job.cancelled() and (error := job.exception()) is not None:
-        logger.warning(f"a push in the background failed, training goes on: {error}")
+            hyperparameters["optimizer"] = f"{type(optimizer).__name__}({text})"
+        return {
+            "model_id": model_id,
+            "existing": existing,
+            "tags": summary.tags,
+            "language": names.get("language"),
+            "license": names.get("license") or (None if existing and existing.data.get("license") else summary.license),
+            "datasets": names.get("dataset_tags"),
+            "base_model": names.get("finetuned_from"),
+            "log_history": self.state.log_history,
+            "hyperparameters": hyperparameters,
+            "dense_control": dense_control,
+            "checkpoints": None if format == "training" else self._checkpoints,
+        }

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 import zoo
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
 from sparse_models import patched
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -73,14 +73,12 @@ def test_results_stand_beside_the_dense_control(tmp_path):
         model, log_history=HISTORY + EVALUATED, dense_control={"eval_loss": 3.0}, datasets="wikitext"
     )
     assert "| loss | 3.25 | 3 | +0.25 |" in card.text and "runtime" not in card.text
-    (result,) = card.data.eval_results
-    assert (result.task_type, result.dataset_type, result.metric_value) == ("text-generation", "wikitext", 3.25)
+    assert card.data.datasets == "wikitext"
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 9, "eval_loss": 3.5}]}))
     for control in (tmp_path, str(tmp_path / "trainer_state.json")):
         assert (
             "| loss | 3.25 | 3.5 | -0.25 |" in make_model_card(model, log_history=EVALUATED, dense_control=control).text
         )
-    assert make_model_card(model, results={"perplexity": 9.0}).data.eval_results is None  # on no data set that is known
     assert "| perplexity | 9 |" in make_model_card(model, results={"perplexity": 9.0}).text
     assert "## Results" not in make_model_card(model).text
 
@@ -128,14 +126,16 @@ def test_the_base_model_is_one_of_the_hub(tmp_path):
 def test_what_the_author_wrote_is_kept_and_what_the_caller_gives_wins():
     model = patched()
     theirs = ModelCard("---\nlicense: mit\ntags: [poems]\nlibrary_name: mine\nodd: [1]\n---\n# Poems\n\nRead them.\n")
-    card = make_model_card(model, existing=theirs, results={"eval_loss": 4.0}, datasets="wikitext", tags="t")
+    metric = EvalResult("text-generation", "wikitext", "WikiText", "loss", 4.0)
+    card = make_model_card(model, existing=theirs, results={"eval_loss": 4.0}, eval_results=[metric], tags="t")
     assert card.text.startswith("# Poems\n\nRead them.\n") and card.text.endswith(f"{END}\n")
     data = card.data.to_dict()
     assert data["license"] == "mit" and data["library_name"] == "mine" and data["odd"] == [1]
     assert data["tags"] == ["poems", "hf_sparse24", "2:4-sparsity", "semi-structured-sparsity", "t"]
     assert str(theirs).startswith("---\nlicense: mit\ntags:\n- poems\nlibrary")  # untouched
     again = make_model_card(model, existing=card, results={"eval_loss": 3.0}, license="apache-2.0")
-    assert again.data.license == "apache-2.0" and [r.metric_value for r in again.data.eval_results] == [3.0]
+    assert again.data.license == "apache-2.0" and "| loss | 3 |" in again.text and "| loss | 4 |" not in again.text
+    assert ModelCard(str(again)).data.eval_results == [metric]
     assert again.text.count(BEGIN) == again.text.count(END) == 1
     broken = ModelCard(f"# Poems\n\n{BEGIN}\n\nRead them.\n")  # its author has deleted the end of our part
     assert "Read them." in make_model_card(model, existing=broken).text

@@ -30,7 +30,7 @@ from hf_sparse24 import (
     unpatch_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.peft_hooks.origin import _distance, fingerprint
+from hf_sparse24.peft_hooks.origin import _distance, sketch
 from hf_sparse24.run import patched_config, sparse_run
 
 peft = pytest.importorskip("peft")
@@ -265,14 +265,28 @@ def test_masks_that_were_chosen_in_memory_are_warned_of_and_not_rebuilt_wrongly(
 
 def test_the_distance_of_two_bases_is_estimated_within_a_third():
     first, second = (sparse_models.patched(method="ste") for _ in range(2))
-    assert _distance(fingerprint(first, False), fingerprint(second, False)) == 0
+    assert _distance(sketch(first, False), sketch(second, False)) == 0
     with torch.no_grad():
         for weight in sparse_weights(second).values():
             weight.parameter.mul_(1 + 0.05 * torch.randn_like(weight.parameter))
     pairs = zip(sparse_weights(first).values(), sparse_weights(second).values())
     squares = sum(float((a.pruned() - b.pruned()).square().sum()) for a, b in pairs)
     exact = (squares / sum(float(w.pruned().square().sum()) for w in sparse_weights(first).values())) ** 0.5
-    assert 2 / 3 < _distance(fingerprint(first, False), fingerprint(second, False)) / exact < 3 / 2
+    assert 2 / 3 < _distance(sketch(first, False), sketch(second, False)) / exact < 3 / 2
+
+
+def test_the_sketch_is_the_one_in_earlier_files():
+    """Or these adapters would be refused on their own base."""
+    model = zoo.build("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    patch_model(model, Sparse24Config(method="ste"))
+    recorded = [76.1251, -63.0073, -11.4489, -33.3483, 28.8911, -20.8637, -25.1216, -29.1529, 15.0914, -4.9536, 6.0127]
+    recorded += [-22.3371, -29.7958, -21.0982, 17.8661, 13.3268]
+    found = sketch(model, False)
+    assert found["sketch"] == pytest.approx(recorded, abs=1e-3)
+    assert found == {"dense": False, "weights": 3, "norm": pytest.approx(32.0625, abs=1e-3), "sketch": found["sketch"]}
 
 
 # modules_to_save, and what trains beside adapters.

@@ -1,6 +1,6 @@
-"""Reading packed checkpoints: files are checked first, then modules are made packed, then what was read is checked.
+"""Three steps of reading a packed checkpoint: check its files, make modules packed, check what was read.
 
-The format: docs/packed_format.md. Nothing here executes what a file says: safetensors and JSON alone are read.
+The format: docs/packed_format.md. Only safetensors and JSON are read, so no code of a file is run.
 """
 
 import os
@@ -20,8 +20,8 @@ from .safetensors_file import DTYPES, header_hash
 
 
 def check_files(packed: PackedFormat, files: list[str]) -> None:
-    """Raise ValueError where the files are not those that were written together with `config.json`, or do not have the
-    packed weights that it lists, and no others."""
+    """Raise ValueError where the files were not written together with `config.json`, or have other packed weights than
+    it lists."""
     for file in files:
         name = os.path.basename(file)
         if not name.endswith(".safetensors"):
@@ -50,15 +50,22 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: it has {said}")
 
 
+def empty_packed(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    """The packed form, on the meta device, of a weight `[..., out, in]`."""
+    *rows, inputs = shape
+    values = torch.empty(*rows, inputs // 2, dtype=dtype, device="meta")
+    return Packed(values, torch.empty(*rows, inputs // 8, dtype=torch.uint8, device="meta"))
+
+
 def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
-    """Let a model on the meta device have packed weights, without data, where its checkpoint has some.
+    """Replace weights of a model on the meta device by packed ones without values, where its checkpoint has these.
 
     Raises:
         ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
     """
     for name in packed.weights:
         module, attribute = _owner(model, name)
-        if module is None:  # a head that this class of the model does not have
+        if module is None:  # such as the head of another class of this architecture
             continue
         weight = module._parameters.get(attribute)
         input_dim = None if weight is None else _input_dim(module, attribute)
@@ -67,19 +74,16 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
         *stack, out, inputs = weight.shape if input_dim == -1 else weight.transpose(-1, -2).shape
         if inputs % 8:
             raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
-        values = torch.empty(*stack, out, inputs // 2, dtype=weight.dtype, device="meta")
-        indices = torch.empty(*stack, out, inputs // 8, dtype=torch.uint8, device="meta")
-        pack_weight(module, attribute, input_dim, Packed(values, indices))
-        # Or Transformers would initialise its weight, which is unpacked for that, and lost.
+        pack_weight(module, attribute, input_dim, empty_packed((*stack, out, inputs), weight.dtype))
+        # Or Transformers would initialise the weight: a copy that is unpacked for that, and lost.
         module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     if not packed_weights(model):
-        raise ValueError(
-            f"{type(model).__name__} has none of the weights in packed.weights: {list(packed.weights[:5])}"
-        )
+        names = list(packed.weights[:5])
+        raise ValueError(f"{type(model).__name__} has none of the weights in packed.weights: {names}")
 
 
 def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module | None, str]:
-    """The module that has the Parameter `name`, in the model with or without its head; None where there is none."""
+    """The module that has the Parameter `name` in the model with or without its head, or None; and its name there."""
     path, _, attribute = name.rpartition(".")
     prefix = f"{model.base_model_prefix}."
     for candidate in (path, path.removeprefix(prefix), prefix + path):
@@ -91,7 +95,7 @@ def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module | None, str]:
 
 
 def _input_dim(module: nn.Module, name: str) -> int | None:
-    """Which dimension of a weight is the input dimension; None where it is no linear layer's and no experts'."""
+    """The input dimension of a weight of a linear layer or of experts, -1 or -2; None for any other."""
     if isinstance(module, Conv1D):
         return -2
     if isinstance(module, nn.Linear):
@@ -100,7 +104,7 @@ def _input_dim(module: nn.Module, name: str) -> int | None:
 
 
 def check_packed(model: PreTrainedModel) -> None:
-    """Raise ValueError where a packed weight or its bias was not in the checkpoint, or packing cannot have made it."""
+    """Raise ValueError where a packed weight or its bias was not in the checkpoint, or its tensors are invalid."""
     for name, weight in packed_weights(model).items():
         module = weight.module
         tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
@@ -112,5 +116,5 @@ def check_packed(model: PreTrainedModel) -> None:
 
 
 def was_loaded(tensor: Tensor) -> bool:
-    """Whether Transformers has read it from a file; what it has not read is uninitialised memory."""
+    """Whether Transformers has read a tensor from a file; any other is uninitialised memory."""
     return cast(bool, getattr(tensor, "_is_hf_initialized", False))

@@ -1,0 +1,101 @@
+"""The tensors that an export writes: their names, dtypes and shapes are known at once, their values on request."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from ..patching.packing import is_packable, packed_form
+from ..weights.packed_weight import buffer_names
+from ..weights.sharding import is_sharded, whole
+from ..weights.sparse_weight import SparseWeight
+from .packed_files import empty_packed
+
+
+class LazyTensors(NamedTuple):
+    """Tensors of a checkpoint that are computed together, when they are written.
+
+    Attributes:
+        like: meta tensors of the same dtypes and shapes by name, in the order of writing.
+        compute: returns the tensors by name, in the same order.
+        weight: the sparse weight that they come from, None for any other tensor.
+        packed: the name of that weight where the tensors are its packed form, None where they are dense.
+    """
+
+    like: Mapping[str, Tensor]
+    compute: Callable[[], Mapping[str, Tensor]]
+    weight: SparseWeight | None = None
+    packed: str | None = None
+
+
+def packed_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> list[LazyTensors]:
+    """All tensors of the packed checkpoint, by the names in the model's own `state_dict`."""
+    return [
+        _packed(name, weights[name])
+        if name in weights and is_packable(weights[name])
+        else _dense(name, tensor, weights.get(name))
+        for name, tensor in _saved_tensors(model, weights).items()
+    ]
+
+
+def dense_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> list[LazyTensors]:
+    """All tensors of the dense checkpoint, by the names and in the layout of the architecture's own checkpoints."""
+    own = [_dense(name, tensor, weights.get(name)) for name, tensor in _saved_tensors(model, weights).items()]
+    like = {name: tensor for lazy in own for name, tensor in lazy.like.items()}
+    converted = revert_weight_conversion(model, dict(like))
+    if all(converted.get(name) is tensor for name, tensor in like.items()):
+        return own
+    # Most conversions, such as splitting a stack of experts, take one tensor each.
+    one_by_one = [lazy._replace(like=revert_weight_conversion(model, dict(lazy.like))) for lazy in own]
+    shapes = {name: tensor.shape for lazy in one_by_one for name, tensor in lazy.like.items()}
+    if shapes == {name: tensor.shape for name, tensor in converted.items()}:
+        return [_converted(model, lazy) for lazy in one_by_one]
+
+    def compute() -> dict[str, Tensor]:
+        return {name: tensor for lazy in own for name, tensor in lazy.compute().items()}
+
+    return [_converted(model, LazyTensors(converted, compute))]
+
+
+def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
+    return lazy._replace(compute=lambda: revert_weight_conversion(model, dict(lazy.compute())))
+
+
+def _packed(name: str, weight: SparseWeight) -> LazyTensors:
+    """The values and indices of a sparse weight."""
+    parameter = weight.parameter
+    form = empty_packed((*parameter.shape[:-2], *weight.sizes), parameter.dtype)
+    like = dict(zip(buffer_names(name), form))
+
+    def compute() -> dict[str, Tensor]:
+        form = packed_form(name, weight)
+        assert form is not None  # of this size
+        return dict(zip(like, form))
+
+    return LazyTensors(like, compute, weight, name)
+
+
+def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensors:
+    """A tensor as it is, or with the zeros that the model computes with."""
+    like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
+    if weight is None or weight.run.is_dense:
+        return LazyTensors(like, lambda: {name: whole(tensor)})
+    return LazyTensors(like, lambda: {name: weight.merged()}, weight)
+
+
+def _saved_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> dict[str, Tensor]:
+    """What a dense model of this architecture saves, by name: no state of the method, shared tensors once."""
+    state_dict = model.state_dict()
+    beside = {name for key, weight in weights.items() for name in weight.beside(key)}
+    ignored = {*(model._keys_to_ignore_on_save or ()), *beside}
+    others = {name: x for name, x in state_dict.items() if name not in weights and name not in ignored}
+    if any(is_sharded(tensor) for tensor in others.values()):  # the library compares addresses of memory
+        again = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+        kept = others.keys() - again
+    else:
+        kept = {*remove_tied_weights_from_state_dict(others, model)}
+    return {name: tensor for name, tensor in state_dict.items() if name in kept or name in weights}
