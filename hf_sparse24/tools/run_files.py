@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..charts import Point, Span
 from ..checkpoints.losses import History, by_step
 from ..training.run_log import RUN_LOG, LogLine, RunStart, read_run_log
-from .svg import Point, Span
 
 STATE = "trainer_state.json"
 POINTS = 300
