@@ -1,10 +1,10 @@
-"""Sizes of a model, as the formulas of `costs.py` and `speed.py` take them: its Parameters, linear layers, buffers, and
-where tensor parallelism communicates. The model may be on the meta device."""
+"""Sizes of a model, as the formulas of `costs.py` and `pruning_costs.py` take them: its Parameters, linear layers and
+buffers, and where tensor parallelism communicates. The model may be on the meta device."""
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,20 +25,16 @@ class Setting:
     Attributes:
         gpus: processes, one per GPU.
         tokens: of one optimizer step in a GPU, in one micro-batch. With tensor parallelism all GPUs work on the same.
-        sequence: tokens that attend to each other.
         parallel: one of `PARALLEL`.
         dtype: of GEMMs, activations, and what FSDP2 gathers.
         checkpointing: whether layers run again in the backward pass.
-        device: whose tuning table says how long GEMMs take.
     """
 
     gpus: int
     tokens: int
-    sequence: int
     parallel: str = "ddp"
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool = False
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 class Part(NamedTuple):
@@ -153,13 +149,6 @@ def boundaries(model: PreTrainedModel, setting: Setting) -> Iterator[Boundary]:
         else:
             runs_again = setting.checkpointing and group is not None and last.get(group) != name
             yield Boundary(style, inputs=shape[1], out=shape[0], runs_again=runs_again)
-
-
-def attention_width(model: PreTrainedModel) -> int:
-    """Heads x head size."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def check_tp(model: PreTrainedModel, ranks: int) -> None:
