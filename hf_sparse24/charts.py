@@ -34,28 +34,19 @@ COLOURS = {
     "heat": "#0b3d91",
 }
 _SHADES = 40
-_RC = {
+_COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_RC: dict[Any, Any] = dict.fromkeys(_COLOURED, COLOURS["quiet"]) | {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
     "font.size": 11,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
+    **dict.fromkeys([f"axes.spines.{side}" for side in ("left", "right", "top")], False),
     "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
     "ytick.major.size": 0,
-    "xtick.labelsize": 11,
-    "ytick.labelsize": 11,
-    "axes.labelsize": 11,
-    "legend.fontsize": 11,
     "legend.frameon": False,
-    "lines.linewidth": 1.5,
     "grid.color": COLOURS["grid"],
-    "text.color": COLOURS["quiet"],
-    "axes.labelcolor": COLOURS["quiet"],
-    "axes.edgecolor": COLOURS["quiet"],
-    "xtick.color": COLOURS["quiet"],
-    "ytick.color": COLOURS["quiet"],
 }
 
 
@@ -160,7 +151,7 @@ def heat_map(rows: Sequence[Row], edges: Sequence[float], x_label: str, unit: st
     from matplotlib.colors import ListedColormap, PowerNorm, to_rgb
 
     values = [[math.nan if value is None else value for value in row.values] for row in rows]
-    largest = max([value for row in values for value in row if not math.isnan(value)], default=0.0)
+    largest = max((value for row in values for value in row if not math.isnan(value)), default=0.0)
     heat = to_rgb(COLOURS["heat"])
     colours = ListedColormap([(*heat, 0.05 + 0.95 * i / (_SHADES - 1)) for i in range(_SHADES)])
     with _styled():
@@ -174,7 +165,6 @@ def heat_map(rows: Sequence[Row], edges: Sequence[float], x_label: str, unit: st
         scale.set_ticks([largest * part**2 for part in (0, 1 / 3, 2 / 3, 1)])
         scale.ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}{unit}")
         scale.outline.set_visible(False)
-        scale.ax.set_facecolor("none")
         scale.ax.tick_params(length=0)
     tips = [
         Tip(f"{row.name}\n{shown(value)}{unit}, {x_label} {shown(span[1])}", span, (i, i + 1))
@@ -202,10 +192,11 @@ def svg(chart: Chart, labels: str) -> str:
     """
     with _styled():
         text = svg_text(chart.figure, {colour: name for name, colour in COLOURS.items()}, f"{labels}-")
-    start, size = re.search(r'viewBox="([^"]*)"', text)[0], chart.figure.get_size_inches() * 72  # type: ignore[index]
-    head = f'<svg role="img" aria-labelledby="{labels}" aria-describedby="{labels}-summary" {start}>'
+    width, height = chart.figure.get_size_inches() * 72
+    box = f'viewBox="0 0 {width:g} {height:g}"'
+    head = f'<svg role="img" aria-labelledby="{labels}" aria-describedby="{labels}-summary" {box}>'
     body = text[text.index(">") + 1 : text.rindex("</svg>")].replace("xlink:href", "href")
-    boxes = "".join(_tip_box(chart.figure.axes[0], tip, *size) for tip in chart.tips)
+    boxes = "".join(_tip_box(chart.figure.axes[0], tip, height) for tip in chart.tips)
     return f'{head}<desc id="{labels}-summary">{escape(chart.summary)}</desc>{body}<g class="tips">{boxes}</g></svg>'
 
 
@@ -248,9 +239,8 @@ def _figure(size: tuple[int, int]) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     # 72 dots per inch: then a point, the unit of fonts and lines, is a pixel.
-    figure = Figure((size[0] / 72, size[1] / 72), dpi=72, layout="constrained", facecolor="none")
+    figure = Figure((size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
     axes = figure.subplots()
-    axes.set_facecolor("none")
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
     return figure, axes
 
@@ -258,10 +248,16 @@ def _figure(size: tuple[int, int]) -> "tuple[Figure, Axes]":
 def _draw_line(axes: "Axes", one: Series) -> "Line2D":
     """The line, drawn; points that no line reaches get a mark of their own."""
     color = COLOURS["dense" if one.is_dense else "sparse"]
-    mark = {"marker": "o", "markersize": 6, "markerfacecolor": COLOURS["page"], "markeredgewidth": 2, "clip_on": False}
+    mark: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 6,
+        "markerfacecolor": COLOURS["page"],
+        "markeredgewidth": 2,
+        "clip_on": False,
+    }
     xs = [x for x, _ in one.points]
     ys = [y if math.isfinite(y) else math.nan for _, y in one.points]
-    look = mark | {"linewidth": 2.5} if one.is_evaluation else {}
+    look: dict[str, Any] = mark | {"linewidth": 2.5} if one.is_evaluation else {}
     (line,) = axes.plot(xs, ys, "--" if one.is_dense else "-", color=color, **look)
     padded = [math.nan, *ys, math.nan]
     alone = [i for i in range(len(ys)) if math.isnan(padded[i]) and math.isnan(padded[i + 2])]
@@ -291,13 +287,13 @@ def _line_tips(series: Sequence[Series], x_label: str, x_range: Span) -> list[Ti
     return [Tip("\n".join([f"{x_label} {shown(x)}", *found[x]]), span) for x, span in zip(places, pairwise(borders))]
 
 
-def _tip_box(axes: "Axes", tip: Tip, width: float, height: float) -> str:
-    """An invisible rectangle that shows the tip; `width` and `height` are those of the figure in points."""
-    corners = [axes.transData.transform((x, y)) for x, y in zip(tip.x, tip.y or axes.get_ylim())]
-    (left, below), (right, above) = [(x, height - y) for x, y in corners]
-    top = min(below, above)
-    place = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{abs(above - below):.1f}"'
-    return f"<rect {place}><title>{escape(tip.text)}</title></rect>"
+def _tip_box(axes: "Axes", tip: Tip, height: float) -> str:
+    """An invisible rectangle that shows the tip; `height` is that of the figure in points."""
+    left, first = axes.transData.transform((tip.x[0], (tip.y or axes.get_ylim())[0]))
+    right, second = axes.transData.transform((tip.x[1], (tip.y or axes.get_ylim())[1]))
+    place = f'x="{left:.1f}" y="{height - max(first, second):.1f}"'
+    size = f'width="{right - left:.1f}" height="{abs(second - first):.1f}"'
+    return f"<rect {place} {size}><title>{escape(tip.text)}</title></rect>"
 
 
 def _tick(value: float) -> str:

@@ -18,7 +18,7 @@ import hf_sparse24
 ROOT = Path(__file__).parent.parent
 # Lower layers first: a module or folder of hf_sparse24 may import from its own layer and those before it.
 LAYERS = [
-    ["version", "html_tables", "sharding"],
+    ["version", "charts", "html_tables", "sharding"],
     ["progress"],
     ["encodings", "gemms", "gated", "metrics"],
     ["weight_view"],

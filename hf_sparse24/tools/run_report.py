@@ -100,8 +100,8 @@ def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
             return Figure(id, title, "", note, is_wide=wide)
         if wide:
             options |= {"size": (1100, 285), "legend_columns": 6}
-        shade = {"shaded": dense, "shade_name": "dense phase"}
-        chart = charts.line_chart(lines, X_LABEL, y_label, x_range=span, **shade, **options)
+        options |= {"x_range": span, "shaded": dense, "shade_name": "dense phase"}
+        chart = charts.line_chart(lines, X_LABEL, y_label, **options)
         return Figure(id, title, charts.svg(chart, id), note, is_wide=wide)
 
     def line(name: str, points: list[Point]) -> list[Series]:
