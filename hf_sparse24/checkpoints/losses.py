@@ -1,4 +1,4 @@
-"""The losses of a run, from what a Trainer has logged: as rows of a table, as a picture, and the last evaluation."""
+"""Losses of a run from a Trainer's log: by the step, as rows, as lines of a chart, and the last evaluation."""
 
 import json
 import os

@@ -50,7 +50,7 @@ def break_even(flops: float, pruning: float, flops_per_byte: float) -> float | N
 
 
 def layer_cost(part: Part, weight: SparseWeight, setting: Setting, refreshes: float) -> LayerCost:
-    """What the layers of one kind cost; `refreshes` is how often per step a mask or scale is computed anew."""
+    """The cost of the layers of one kind; `refreshes` is how often per step a mask or scale is computed anew."""
     rows, itemsize = max(1, round(setting.tokens * part.token_share)), setting.dtype.itemsize
     runs_again = setting.checkpointing and part.group is not None
     sparse = _sparse_gemms(part, weight, rows, setting.dtype)

@@ -24,10 +24,10 @@ from .page import Figure, page, table
 from .run_files import POINTS, Run, dense_spans, read_run, thinned
 
 COLUMNS, ROWS = 120, 48
-"""At most so many columns and rows the heat map has; more are averaged."""
+"""The most columns and rows that the heat map has; more are averaged."""
 X_LABEL = "optimizer step"
 LABEL = 40
-"""At most so many letters the name of a row has: its end."""
+"""The most letters that the name of a row has; of longer names the end is shown."""
 
 
 def add_command(commands) -> None:

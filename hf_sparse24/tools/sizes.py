@@ -43,8 +43,9 @@ class Part(NamedTuple):
     Attributes:
         group: the transformer layer that it is in, None outside these.
         out, inputs: sizes of the matrix, or of each in a stack.
-        matrices: how many there are in the stack. token_share: of a step's tokens, what each of them sees.
-        weight: None for what is dense.
+        matrices: how many the stack has.
+        token_share: the share of a step's tokens that each matrix sees.
+        weight: the sparse weight; None for a dense one.
     """
 
     group: str | None
@@ -56,7 +57,7 @@ class Part(NamedTuple):
 
 
 def _groups(model: PreTrainedModel) -> list[str]:
-    """The modules that FSDP2 gathers one by one, as accelerate wraps them."""
+    """Names of the modules that FSDP2 gathers one by one, as accelerate wraps them."""
     classes = set(model._no_split_modules or ())
     return [name for name, module in model.named_modules() if type(module).__name__ in classes]
 
@@ -113,7 +114,7 @@ def parts(model: PreTrainedModel, setting: Setting) -> Iterator[Part]:
 
 
 def buffer_bytes(model: PreTrainedModel, setting: Setting) -> int:
-    """Of all buffers of a process. FSDP2 leaves them whole; tensor parallelism splits masks as their weights."""
+    """Bytes of all buffers of a process. FSDP2 leaves them whole; tensor parallelism splits masks like weights."""
     total = sum(buffer.nbytes for buffer in model.buffers())
     if setting.parallel != "tp":
         return total
@@ -122,7 +123,7 @@ def buffer_bytes(model: PreTrainedModel, setting: Setting) -> int:
 
 
 def split_state_bytes(model: PreTrainedModel) -> int:
-    """Of the state that tensor parallelism splits: what has the dimensions of its weight, as packed masks have."""
+    """Bytes of the state that tensor parallelism splits: tensors with the dimensions of their weight."""
     return sum(
         tensor.nbytes
         for name, weight in sparse_weights(model).items()
@@ -133,7 +134,7 @@ def split_state_bytes(model: PreTrainedModel) -> int:
 
 
 def boundaries(model: PreTrainedModel, setting: Setting) -> Iterator[Boundary]:
-    """Where tensor parallelism communicates."""
+    """The modules at which tensor parallelism communicates."""
     groups = _groups(model)
     last: dict[str | None, str] = {}  # a layer is repeated up to its last GEMM, and what follows it is not
     modules = {name: style for name, _ in model.named_modules() if (style := _style(model, name))}
