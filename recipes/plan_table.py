@@ -1,4 +1,4 @@
-"""What `hf-sparse24 plan` says of Llama-shaped models from 1B to 405B on 8 to 4096 GPUs: `results/plan.md`.
+"""What `hf-sparse24 plan` says of Llama-shaped models from 1B to 70B: `results/plan.md`.
 
     python recipes/plan_table.py
 
@@ -6,6 +6,7 @@ Computed, not measured: the models are built without weights. The shapes are tho
 3.2.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparse24 import Sparse24Config, __version__, patch_model
-from hf_sparse24.tools.plan import Plan, plan_training
-from hf_sparse24.tools.plan_text import assumptions
+from hf_sparse24.tools.plan import plan_step, plan_training
+from hf_sparse24.tools.plan_text import assumptions, speedup_text
+from hf_sparse24.tools.pruning_costs import FLOPS_PER_BYTE, break_even
 from hf_sparse24.tools.sizes import Setting
 
 PAGE = Path(__file__).resolve().parent / "results" / "plan.md"
 MEMORY = 80e9
 METHODS = ("s-ste", "t-sr-ste")
-GPUS = (8, 64, 512, 4096)
-SEQUENCE = 4096
+GPUS = (8, 64)
+TOKENS = (1024, 2048, 8192, 32768)
 
 # hidden size, size of the MLP, layers, heads, heads of keys and values, head size, whether lm_head is the embedding;
 # tokens per GPU and step
@@ -30,22 +32,7 @@ SHAPES = {
     "3B": (3072, 8192, 28, 24, 8, 128, True, 16384),
     "8B": (4096, 14336, 32, 32, 8, 128, False, 16384),
     "70B": (8192, 28672, 80, 64, 8, 128, False, 8192),
-    "405B": (16384, 53248, 126, 128, 8, 128, False, 4096),
 }
-COLUMNS = (
-    "model",
-    "method",
-    "GPUs",
-    "tokens",
-    "parallel",
-    "memory, GB",
-    "sent per GPU, GB",
-    "dense ms",
-    "sparse ms",
-    "pruning ms",
-    "step",
-    "break-even, tokens",
-)
 
 
 def build(name: str, method: str) -> LlamaForCausalLM:
@@ -68,51 +55,49 @@ def build(name: str, method: str) -> LlamaForCausalLM:
     return model
 
 
-def row(name: str, method: str, plan: Plan) -> list[str]:
-    setting, step, (low, high) = plan.setting, plan.step, plan.speedups
-    memory = f"{plan.total_memory / 1e9:.0f}" + ("" if plan.total_memory <= MEMORY else ", too much")
-    same = step.others + step.attention
-    times = [f"{us / 1e3:.0f}" for us in (step.dense + same, step.sparse + same, step.pruning)]
-    sent, tokens = f"{plan.sent / 1e9:.0f}", str(plan.break_even or "none")
-    return [
-        name,
-        method,
-        str(setting.gpus),
-        str(setting.tokens),
-        setting.parallel,
-        memory,
-        sent,
-        *times,
-        f"{low:.2f}x to {high:.2f}x",
-        tokens,
-    ]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def main(page: Path = PAGE) -> None:
-    rows = []
+    sizes, speedups = [], []
     for name, (*_, tokens) in SHAPES.items():
-        setting = Setting(1, tokens, SEQUENCE, checkpointing=True)
         for method in METHODS:
-            model = build(name, method)
-            plans = [plan_training(model, replace(setting, gpus=gpus), None, MEMORY) for gpus in GPUS]
-            rows += [row(name, method, plan) for plan in plans]
-    (source,) = plans[-1].sources
+            model, setting = build(name, method), Setting(1, tokens, checkpointing=True)
+            for gpus in GPUS:
+                plan = plan_training(model, replace(setting, gpus=gpus), None, MEMORY)
+                memory = f"{plan.total_memory / 1e9:.0f}" + ("" if plan.total_memory <= MEMORY else ", too much")
+                sizes.append(
+                    [name, method, str(gpus), str(tokens), plan.setting.parallel, memory, f"{plan.sent / 1e9:.0f}"]
+                )
+            one_gpu = [plan_step(model, replace(setting, tokens=tokens)) for tokens in TOKENS]
+            cells = [speedup_text(break_even(one.flops, one.pruning, FLOPS_PER_BYTE)) for one in one_gpu]
+            speedups.append([name, method, *cells])
     lines = [
-        "# Plans: 1B to 405B on 8 to 4096 GPUs",
+        "# Plans: 1B to 70B",
         "",
-        f"**Computed, not measured**, by `python recipes/plan_table.py` (hf_sparse24 {__version__}). Every time, "
-        f"speed-up and break-even number is derived from a measurement of others: *{source}*.",
+        f"**Computed, not measured**, by `python recipes/plan_table.py` (hf_sparse24 {__version__}): Llama-shaped "
+        "models, MLPs sparse, bf16, gradient checkpointing. Tokens are per GPU and step.",
         "",
-        f"Llama-shaped models, MLPs sparse, sequences of {SEQUENCE} tokens, bf16, gradient checkpointing; tokens are "
-        f"per GPU and step. DDP where it fits in {MEMORY / 1e9:.0f} GB, otherwise FSDP2. Times are those of all GEMMs "
-        f"and attention in a step; the step's speed-up is that of a sparse step, and {plans[-1].sparse_share:.0%} of "
-        f"the steps of a run by `{METHODS[-1]}` are sparse.",
+        "## Memory and traffic",
         "",
-        *(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)),
+        f"GB that the first GPU holds, and that each GPU sends in a step. DDP where it fits in {MEMORY / 1e9:.0f} GB, "
+        "otherwise FSDP2.",
         "",
-        "Assumed:",
+        *table(["model", "method", "GPUs", "tokens", "parallel", "memory, GB", "sent per GPU, GB"], sizes),
         "",
-        *(f"- {text}" for text in assumptions(plans[-1])),
+        "## Break-even",
+        "",
+        "How many times as fast as dense GEMMs the sparse ones must be to pay for pruning and packing, on one GPU "
+        f"that computes {FLOPS_PER_BYTE:.0f} FLOP while it moves a byte (an H100 SXM, by its data sheet). 2 is the "
+        'most that sparse tensor cores can reach; where 2 is too little, the table says "never".',
+        "",
+        *table(["model", "method", *(f"{tokens} tokens" for tokens in TOKENS)], speedups),
+        "",
+        "## Assumed",
+        "",
+        *(f"- {text}" for text in assumptions(plan)),
     ]
     page.write_text("\n".join(lines) + "\n")
 

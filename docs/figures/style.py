@@ -1,14 +1,13 @@
 """One style for every figure, and SVG files that suit a light and a dark page.
 
-Figures are drawn by matplotlib in stand-in colours, which `svg` replaces by CSS variables. The variables have one value
-for light pages and one for dark ones (`prefers-color-scheme`, which in an image follows the `color-scheme` of the page
+Figures are drawn by matplotlib in stand-in colours, which `render` replaces by CSS variables. They have one value for
+light pages and one for dark ones (`prefers-color-scheme`, which in an image follows the `color-scheme` of the page
 around it). The background is transparent.
 
 Text stays text: files are small, and a changed number shows in a diff. Widths are measured with DejaVu Sans, which is
 wider than the fonts that browsers use instead, so nothing overlaps there.
 """
 
-import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from html import escape
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from hf_sparse24.charts import svg_text
 
 # Stand-ins: no figure may mean these colours themselves.
 INK, MUTED, GRID = "#fe0001", "#fe0002", "#fe0003"
@@ -124,35 +125,12 @@ def render(name: str) -> str:
         # 72 dots per inch: then a point, the unit of font sizes and lines, is a CSS pixel of the file.
         figure = Figure(figsize=(made.width / 72, made.height / 72), dpi=72, layout="constrained")
         made.draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return svg(buffer.getvalue(), made)
-
-
-def svg(text: str, made: Picture) -> str:
-    """Matplotlib's SVG with our colours, fonts, size and title, and coordinates of two decimals; the same each time."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
+        text = svg_text(figure, {stand_in: variable for stand_in, (variable, _, _) in COLOURS.items()}, "i")
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'width="{made.width}" height="{made.height}"', text, count=1)
-    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _rounded, tag[0]), text)
     text = text.replace(" font-family: 'DejaVu Sans';", "").replace("'DejaVu Sans Mono'", _MONO)
-    for stand_in, (variable, _, _) in COLOURS.items():
-        text = text.replace(stand_in, f"var(--{variable})")
-    # Matplotlib hashes where objects are in memory; nothing refers to its other names.
-    referred = list(dict.fromkeys(re.findall(r"#([mp][0-9a-f]{10})", text)))
-    for number, identifier in enumerate(referred):
-        text = text.replace(identifier, f"i{number}")
-    text = re.sub(r' id="(?!i\d+")[^"]*"', "", text)
-    end = text.index(">") + 1
-    head = f'{text[: end - 1]} role="img">\n <title>{escape(made.title)}</title>\n <style>\n{_stylesheet()} </style>'
-    text = re.sub(r'(?<= d=")[^"]*', lambda path: " ".join(path[0].split()), head + text[end:])
-    return re.sub(r"\n\s*", "\n", text)
-
-
-def _rounded(number: re.Match) -> str:
-    value = round(float(number[0]), 2) + 0.0  # never -0
-    return f"{value:g}"
+    end = text.index(">")
+    head = f'{text[:end]} role="img">\n<title>{escape(made.title)}</title>\n<style>\n{_stylesheet()}</style>'
+    return head + text[end + 1 :]
 
 
 def _stylesheet() -> str:

@@ -1,12 +1,14 @@
-"""The losses of a run, from what a Trainer has logged: as rows of a table, as a picture, and the last evaluation."""
+"""Losses of a run from a Trainer's log: by the step, as rows, as lines of a chart, and the last evaluation."""
 
-import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from .. import charts
+from ..charts import Series
 
 Logs = Sequence[Mapping[str, Any]]
 """`trainer.state.log_history`, and the same in `trainer_state.json`."""
@@ -96,27 +98,34 @@ def control_metrics(control: Control | None) -> dict[str, float]:
     return metrics
 
 
+def loss_series(name: str, history: History, is_dense: bool = False) -> list[Series]:
+    """The lines of a run's training loss and of the loss on each evaluation set, as a chart draws them.
+
+    Args:
+        name: of the run, which the names of its lines begin with.
+    """
+    found = []
+    for key in ("loss", *evaluation_losses(history)):
+        points = [(step, row[key]) for step, row in history.items() if key in row]
+        part = key.removeprefix("eval_").removesuffix("loss").strip("_")  # which of several evaluation sets
+        kind = "training" if key == "loss" else f"evaluation {part}".strip()
+        found.append(Series(f"{name}, {kind}", points, is_dense, is_evaluation=key != "loss"))
+    return [series for series in found if series.points]
+
+
+def evaluation_losses(history: History) -> list[str]:
+    """The keys of a history's evaluation losses: `eval_loss`, or one for each of several evaluation sets."""
+    return sorted({key for row in history.values() for key in row if re.fullmatch(r"eval_(.+_)?loss", key)})
+
+
 def plot_losses(log_history: Logs, control: Control | None = None) -> bytes | None:
     """A PNG of the losses by the step, with those of the dense run where its file is given.
 
-    None where there are no two losses to join, or no matplotlib.
+    None where there are no two losses to join, or no Matplotlib.
     """
-    curves = {
-        f"{run}, {label}": points
-        for run, history in (("2:4", by_step(log_history)), ("dense", by_step(control_logs(control))))
-        for key, label in (("loss", "training"), ("eval_loss", "validation"))
-        if len(points := [(step, row[key]) for step, row in history.items() if key in row]) > 1
-    }
-    if not any(name.startswith("2:4") for name in curves) or not find_spec("matplotlib"):
+    own = [one for one in loss_series("2:4", by_step(log_history)) if len(one.points) > 1]
+    if not own or not charts.is_available():
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for name, points in curves.items():
-        axes.plot(*zip(*points), "--" if name.startswith("dense") else "-", label=name)
-    axes.set(xlabel="optimizer step", ylabel="loss")
-    axes.legend()
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=100, metadata={"Software": None})  # the same losses give the same file
-    return png.getvalue()
+    dense = loss_series("dense", by_step(control_logs(control)), is_dense=True)
+    series = [*own, *(one for one in dense if len(one.points) > 1)]
+    return charts.png(charts.line_chart(series, "optimizer step", "loss", size=(432, 252), legend_columns=2))

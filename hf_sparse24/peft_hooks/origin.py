@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig

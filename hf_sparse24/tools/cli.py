@@ -23,6 +23,7 @@ from . import checkpoints, doctor, run_report
 from .models import model_class
 from .plan import plan_training
 from .plan_text import print_plan
+from .pruning_costs import FLOPS_PER_BYTE
 from .sizes import PARALLEL, Setting
 from .tables import print_table
 
@@ -53,7 +54,11 @@ def make_parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("doctor", _doctor, "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"),
         ("tune", _tune, "measure every sparse GEMM that training MODEL asks for, and remember what wins"),
-        ("plan", _plan, "predict what a training step of MODEL would hold, move and gain on many GPUs"),
+        (
+            "plan",
+            _plan,
+            "what a training step of MODEL would hold and move on many GPUs, and when sparse GEMMs pay for pruning",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("model", metavar="MODEL", nargs="?" if name == "doctor" else None, help=_MODEL_HELP)
@@ -89,10 +94,14 @@ def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--parallel", choices=PARALLEL, help="without it ddp if that fits in memory, else fsdp2")
     command.add_argument("--memory", type=positive_float, default=80, metavar="GB", help="of a GPU (default 80)")
-    command.add_argument(
-        "--sequence", type=positive_number, help="tokens that attend to each other; without it the model's, up to 4096"
-    )
     command.add_argument("--gradient-checkpointing", action="store_true", help="layers run again in the backward pass")
+    command.add_argument(
+        "--flops-per-byte",
+        type=positive_float,
+        default=FLOPS_PER_BYTE,
+        metavar="N",
+        help=f"what the GPU computes while it moves a byte (default {FLOPS_PER_BYTE:.0f}: an H100 SXM's data sheet)",
+    )
 
 
 _IMPORT_HELP = "a Python module that registers a method of your own; may be repeated"
@@ -153,17 +162,14 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     model = _patched(options)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
     setting = Setting(
         options.gpus,
         options.tokens_per_gpu,
-        sequence=min(options.tokens_per_gpu, options.sequence or min(4096, longest)),
         dtype=_DTYPES[options.dtype],
         checkpointing=options.gradient_checkpointing,
-        device=doctor.devices()[0],
     )
     plan = plan_training(model, setting, options.parallel, options.memory * 1e9)
-    print_plan(options.model, model, plan, options.memory * 1e9)
+    print_plan(options.model, model, plan, options.memory * 1e9, options.flops_per_byte)
     return 0
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 MASTER_BYTES = 4
-"""Of an element of a Parameter, a gradient, and each of AdamW's two moments: fp32, as Transformers' Trainer has them in
-mixed precision."""
+"""Bytes of an element of a Parameter, a gradient, and each of AdamW's two moments: fp32, as Transformers' Trainer has
+them in mixed precision."""
 
 
 class Collective(NamedTuple):
@@ -18,7 +18,7 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: `"all_reduce"`, `"all_gather"` or `"reduce_scatter"`.
-        what: is moved.
+        what: the name of what is moved.
         nbytes: of the whole tensors per step: what is reduced, or what a process has after gathering, padding included.
     """
 
@@ -62,7 +62,7 @@ class Leaf(NamedTuple):
 
 
 def by_group(leaves: Iterable[Leaf]) -> dict[str | None, list[Leaf]]:
-    """What FSDP2 gathers together: each transformer layer, and under None what is outside them."""
+    """The Parameters that FSDP2 gathers together: of each transformer layer, and under None those outside."""
     groups: dict[str | None, list[Leaf]] = {None: []}
     for leaf in leaves:
         groups.setdefault(leaf.group, []).append(leaf)
@@ -99,13 +99,15 @@ def unsharded(leaves: Sequence[Leaf], gather_bytes: int) -> int:
 
 
 def ddp_collectives(leaves: Iterable[Leaf]) -> list[Collective]:
-    """DDP reduces all gradients. `Sparse24Trainer` lets it broadcast no buffers."""
+    """The collectives of a DDP step: all gradients are reduced. `Sparse24Trainer` lets DDP broadcast no buffers."""
     return [Collective("all_reduce", "gradients", sum(leaf.numel for leaf in leaves) * MASTER_BYTES)]
 
 
 def fsdp2_collectives(leaves: Iterable[Leaf], ranks: int, gather_bytes: int) -> list[Collective]:
-    """FSDP2 gathers every layer for the forward and again for the backward pass, what is outside the layers once, and
-    reduces fp32 gradients.
+    """The collectives of an FSDP2 step.
+
+    Every layer is gathered for the forward and again for the backward pass, Parameters outside the layers once, and
+    fp32 gradients are reduced.
 
     Gradient checkpointing adds nothing: a layer runs again while it is gathered for the backward pass.
     """
@@ -136,11 +138,13 @@ class Boundary(NamedTuple):
 
 
 TP_STYLES = ("colwise", "colwise_gather_output", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
-"""Of Transformers' tensor-parallel styles those whose communication is known here."""
+"""Transformers' tensor-parallel styles whose communication is known here."""
 
 
 def tp_collectives(boundaries: Iterable[Boundary], tokens: int, itemsize: int) -> list[Collective]:
-    """Every column-parallel layer reduces the gradient of its input by itself, every row-parallel one its output.
+    """The collectives of a tensor-parallel step.
+
+    Every column-parallel layer reduces the gradient of its input by itself, every row-parallel one its output.
 
     Under autocast, inputs of layers come from norms, so their gradients are fp32, as embeddings are.
 

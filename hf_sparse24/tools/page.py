@@ -1,14 +1,13 @@
 """An HTML page of figures and tables in one file, light or dark as the reader's system is, and light on paper.
 
-Every string is escaped. The page's own policy lets a browser run the script below and no other, and load
-nothing.
+Every string is escaped. The page's own policy lets a browser run no script, and load nothing.
 """
 
-import base64
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from ..charts import COLOURS
 
 
 @dataclass(frozen=True)
@@ -18,14 +17,13 @@ class Figure:
     Attributes:
         id: of the title's element, for `aria-labelledby`.
         svg: empty where there is nothing to draw; `note` then says why.
-        legend: HTML.
+        is_wide: whether it takes the whole width of the page.
     """
 
     id: str
     title: str
     svg: str
     note: str
-    legend: str = ""
     is_wide: bool = False
 
 
@@ -39,8 +37,6 @@ def page(
         numbers: the main ones: what it is, the number, a remark.
         tables: by `table`.
     """
-    script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'"
     cards = "".join(
         f"<div><dt>{escape(what)}</dt><dd>{escape(number)}<small>{escape(remark)}</small></dd></div>"
         for what, number, remark in numbers
@@ -50,7 +46,7 @@ def page(
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
@@ -64,8 +60,6 @@ def page(
 {"".join(map(_figure, figures))}</main>
 <section class="tables">
 {"".join(tables)}</section>
-<div id="tip" hidden></div>
-<script>{_SCRIPT}</script>
 </body>
 </html>
 """
@@ -87,24 +81,36 @@ def table(title: str, rows: Iterable[Sequence[str]], header: Sequence[str] = (),
 
 def _figure(figure: Figure) -> str:
     wide = ' class="wide"' if figure.is_wide else ""
-    drawn = (
-        f'{figure.legend}<div class="chart">{figure.svg}</div>'
-        if figure.svg
-        else '<p class="none">Nothing to draw.</p>'
-    )
+    drawn = f'<div class="chart">{figure.svg}</div>' if figure.svg else '<p class="none">Nothing to draw.</p>'
     return (
         f'<figure{wide}><h2 id="{escape(figure.id)}">{escape(figure.title)}</h2>{drawn}'
         f"<figcaption>{escape(figure.note)}</figcaption></figure>\n"
     )
 
 
-_STYLE = """
-:root { --page: #fff; --text: #1b2430; --quiet: #566173; --grid: #e4e8ee; --band: #efe9dc; --card: #f6f8fa;
-  --sparse: #1d5fd1; --dense: #b45309; --heat: #0b3d91; --warning: #fff4d6; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --page: #12161d; --text: #e6e9ef; --quiet: #9aa6b6; --grid: #2a323d; --band: #2d291f; --card: #1a2029;
-    --sparse: #6ea8ff; --dense: #f2a654; --heat: #9fd0ff; --warning: #3a2f12; }
+_LIGHT = COLOURS | {"text": "#1b2430", "card": "#f6f8fa", "warning": "#fff4d6"}
+_DARK = {
+    "page": "#12161d",
+    "text": "#e6e9ef",
+    "quiet": "#9aa6b6",
+    "grid": "#2a323d",
+    "band": "#2d291f",
+    "card": "#1a2029",
+    "sparse": "#6ea8ff",
+    "dense": "#f2a654",
+    "heat": "#9fd0ff",
+    "warning": "#3a2f12",
 }
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return f":root {{ {' '.join(f'--{name}: {value};' for name, value in colours.items())} }}"
+
+
+_STYLE = f"""
+{_variables(_LIGHT)}
+@media screen and (prefers-color-scheme: dark) {{ {_variables(_DARK)} }}"""
+_STYLE += """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; background: var(--page); color: var(--text);
   font: 15px/1.45 system-ui, sans-serif; }
@@ -124,46 +130,13 @@ figure, section { margin: 0; min-width: 0; break-inside: avoid; }
 .chart { overflow-x: auto; }
 .wide .chart svg { min-width: 40rem; }
 .chart svg { display: block; width: 100%; height: auto; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin: 0 0 .3rem; padding: 0; list-style: none;
-  color: var(--quiet); font-size: .8rem; }
-.legend svg { margin-right: .4rem; }
-svg text { fill: var(--quiet); font-size: 11px; font-family: system-ui, sans-serif; }
-svg .label, svg .middle { text-anchor: middle; }
-svg .end { text-anchor: end; }
-.grid, .axis { stroke: var(--grid); fill: none; }
-.axis { stroke: var(--quiet); }
-.band { fill: var(--band); }
-.line { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
-.sparse { stroke: var(--sparse); }
-.dense { stroke: var(--dense); }
-.line.dense { stroke-dasharray: 5 3; }
-.line.evaluation { stroke-width: 2.5; }
-.mark { fill: var(--page); stroke-width: 2; }
-.cells rect, .scale rect { fill: var(--heat); }
+.chart text { font-family: system-ui, sans-serif !important; }
 .tips rect { fill: transparent; }
 .tips rect:hover { fill: var(--quiet); fill-opacity: .12; }
-.cells rect:hover { stroke: var(--text); }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--grid); padding: .25rem .6rem .25rem 0; text-align: left; vertical-align: top;
   overflow-wrap: anywhere; }
 th { font-weight: 500; color: var(--quiet); }
-#tip { position: fixed; pointer-events: none; white-space: pre; background: var(--text); color: var(--page);
-  font-size: .8rem; padding: .3rem .5rem; border-radius: 4px; max-width: 90vw; }
 @media print { body { max-width: none; padding: 0; font-size: 12px; print-color-adjust: exact; }
-  main, .tables { grid-template-columns: 1fr 1fr; } .wide .chart svg { min-width: 0; } #tip { display: none; } }
-"""
-
-_SCRIPT = """
-const tip = document.getElementById("tip");
-document.addEventListener("pointerover", event => {
-  const told = event.target.closest("[data-tip]");
-  tip.hidden = !told;
-  if (!told) return;
-  const row = told.closest("[data-row]");
-  tip.textContent = (row ? row.dataset.row + "\\n" : "") + told.dataset.tip;
-  const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-  const below = event.clientY + 16, above = event.clientY - tip.offsetHeight - 12;
-  tip.style.left = Math.max(8, left) + "px";
-  tip.style.top = (below + tip.offsetHeight > innerHeight ? above : below) + "px";
-});
+  main, .tables { grid-template-columns: 1fr 1fr; } .wide .chart svg { min-width: 0; } }
 """

@@ -1,7 +1,7 @@
-"""What training a model on many GPUs would hold, move and gain: what `hf-sparse24 plan` prints.
+"""What training a model on many GPUs would hold and move: what `hf-sparse24 plan` prints. Nothing is measured.
 
-`plan_step` puts the sizes of a model into the formulas of `costs.py` (bytes) and `speed.py` (times). Nothing is
-measured, except where this device has a tuning table.
+Read in this order: `sizes.py` (what the plan reads from a model), `costs.py` (bytes that a process holds and sends),
+`pruning_costs.py` (bytes that pruning moves, and when sparse GEMMs pay for it), this file, and `plan_text.py`.
 """
 
 from dataclasses import replace
@@ -12,32 +12,30 @@ from transformers import PreTrainedModel
 from ..methods import SparseMethod
 from ..methods.masked_decay import MaskedDecayMethod
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from . import costs, speed
+from . import costs
 from .costs import Collective, Leaf
-from .sizes import Part, Setting, attention_width, boundaries, buffer_bytes, check_tp, leaves, parts, split_state_bytes
-from .speed import LayerTime, Matrix, StepTime
+from .pruning_costs import LayerCost, layer_cost
+from .sizes import Part, Setting, boundaries, buffer_bytes, check_tp, leaves, parts, split_state_bytes
 
 _LONG_RUN = 10_000  # optimizer steps of the run that schedules and refreshes are averaged over
 _COUNT_BYTES = 8
 
 
 class Plan(NamedTuple):
-    """What one step costs each GPU.
+    """What one sparse step costs each GPU.
 
     Attributes:
         setting: how the model is trained.
-        memory: bytes by what they are for. collectives: what moves.
-        layers: times of the linear layers by kind. step: the sums of these times.
-        break_even: tokens per GPU from which a sparse step is no slower; None where there is no such number.
+        memory: bytes by what they are for.
+        collectives: what moves between GPUs.
+        layers: pruning and sparse GEMMs of the patched layers by kind.
         sparse_share: of the steps of a run; the others are dense, and gain nothing.
     """
 
     setting: Setting
     memory: dict[str, float]
     collectives: list[Collective]
-    layers: list[LayerTime]
-    step: StepTime
-    break_even: int | None
+    layers: list[LayerCost]
     sparse_share: float
 
     @property
@@ -50,15 +48,14 @@ class Plan(NamedTuple):
         return sum(collective.sent(self.setting.gpus) for collective in self.collectives)
 
     @property
-    def speedups(self) -> tuple[float, float]:
-        """Of a sparse step over a dense one, for the ends of the range `speed.REST`, the smaller one first."""
-        first, second = sorted(self.step.speedup(rest) for rest in speed.REST)
-        return first, second
+    def flops(self) -> float:
+        """Of all GEMMs that can be sparse, as dense math."""
+        return sum(layer.flops for layer in self.layers)
 
     @property
-    def sources(self) -> list[str]:
-        """Of the times of GEMMs."""
-        return sorted({source for layer in self.layers for source in layer.sources})
+    def pruning(self) -> float:
+        """Bytes that pruning moves in a GPU's memory."""
+        return sum(layer.pruning for layer in self.layers)
 
 
 def plan_training(model: PreTrainedModel, setting: Setting, parallel: str | None, memory: float) -> Plan:
@@ -83,23 +80,9 @@ def plan_step(model: PreTrainedModel, setting: Setting) -> Plan:
     method: Any = next(iter(sparse_weights(model).values())).method
     sparse_share, refreshes = _averages(method)
     all_parts = list(parts(model, setting))
-    layers = _layer_times(all_parts, setting, refreshes)
-    patched = [layer for layer in layers if layer.matrix.weight is not None]
-    step = StepTime(
-        sum(layer.dense_us for layer in patched),
-        sum(layer.sparse_us for layer in patched),
-        sum(layer.pruning_us for layer in patched),
-        sum(layer.dense_us for layer in layers if layer.matrix.weight is None),
-        _attention_us(model, setting),
-    )
-
-    def saves(tokens: int) -> float:
-        times = _layer_times([p for p in all_parts if p.weight], replace(setting, tokens=tokens), refreshes)
-        return sum(layer.dense_us - layer.sparse_us - layer.pruning_us for layer in times)
-
+    layers = _layer_costs(all_parts, setting, refreshes)
     memory = _memory(model, all_parts, layers, setting)
-    moved = _collectives(model, setting, method, refreshes)
-    return Plan(setting, memory, moved, layers, step, speed.break_even(saves), sparse_share)
+    return Plan(setting, memory, _collectives(model, setting, method, refreshes), layers, sparse_share)
 
 
 def _averages(method: SparseMethod) -> tuple[float, float]:
@@ -112,29 +95,23 @@ def _averages(method: SparseMethod) -> tuple[float, float]:
     return steps / _LONG_RUN, refreshed / steps
 
 
-def _layer_times(all_parts: list[Part], setting: Setting, refreshes: float) -> list[LayerTime]:
-    kinds: dict[tuple, Matrix] = {}
+def _layer_costs(all_parts: list[Part], setting: Setting, refreshes: float) -> list[LayerCost]:
+    kinds: dict[tuple, tuple[Part, SparseWeight]] = {}
     for part in all_parts:
-        runs_again = setting.checkpointing and part.group is not None
-        key = (part.out, part.inputs, part.token_share, runs_again, part.weight is None)
-        count = part.matrices + (kinds[key].matrices if key in kinds else 0)
-        kinds[key] = Matrix(part.out, part.inputs, count, part.token_share, runs_again, part.weight)
-    return [speed.layer_time(matrix, setting, refreshes) for matrix in kinds.values()]
-
-
-def _attention_us(model: PreTrainedModel, setting: Setting) -> float:
-    width = attention_width(model) // (setting.gpus if setting.parallel == "tp" else 1)
-    layers = model.config.get_text_config().num_hidden_layers
-    return speed.attention_us(setting.tokens, setting.sequence, width, layers, setting.checkpointing)
+        if part.weight is not None:
+            key = (part.out, part.inputs, part.token_share, part.group is None)
+            before = kinds[key][0].matrices if key in kinds else 0
+            kinds[key] = part._replace(matrices=before + part.matrices), part.weight
+    return [layer_cost(part, weight, setting, refreshes) for part, weight in kinds.values()]
 
 
 def _memory(
-    model: PreTrainedModel, all_parts: list[Part], layers: list[LayerTime], setting: Setting
+    model: PreTrainedModel, all_parts: list[Part], layers: list[LayerCost], setting: Setting
 ) -> dict[str, float]:
     tree, itemsize = list(leaves(model).values()), setting.dtype.itemsize
     found: dict[str, float] = dict(costs.held(tree, setting.parallel, setting.gpus))
     found["masks, scales and other buffers"] = buffer_bytes(model, setting)
-    encodings = [(layer.encodings, layer.matrix.matrices) for layer in layers]
+    encodings = [(layer.encodings, layer.part.matrices) for layer in layers]
     if setting.parallel == "fsdp2":
         found["gathered layers"] = costs.unsharded(tree, itemsize)
         found["encodings of one layer"] = max(size for size, _ in encodings)

@@ -1,6 +1,6 @@
 """What a Trainer has left of a run in its output directory, for the report.
 
-Read are `trainer_state.json` (losses, learning rate, masks as a whole), `sparse24_log.jsonl` (flip rates by layer,
+The files are `trainer_state.json` (losses, learning rate, masks as a whole), `sparse24_log.jsonl` (flip rates by layer,
 speed, memory: see training/run_log.py), and `config.json`.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..charts import Point, Span
 from ..checkpoints.losses import History, by_step
 from ..training.run_log import RUN_LOG, LogLine, RunStart, read_run_log
-from .svg import Point, Span
 
 STATE = "trainer_state.json"
 POINTS = 300
-"""At most so many points a line has; more are averaged."""
+"""The most points that a line has; more are averaged."""
 
 
 @dataclass(frozen=True)

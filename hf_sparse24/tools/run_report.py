@@ -10,22 +10,24 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..checkpoints.losses import some_rows
+from .. import charts
+from ..charts import Point, Row, Series, Span, shown
+from ..checkpoints.losses import evaluation_losses, loss_series, some_rows
 from ..training.run_log import RUN_LOG, LogLine
 from .page import Figure, page, table
 from .run_files import POINTS, Run, dense_spans, read_run, thinned
-from .svg import Point, Row, Series, Span, heat_map, legend, line_chart, shown
 
 COLUMNS, ROWS = 120, 48
-"""At most so many columns and rows the heat map has; more are averaged."""
+"""The most columns and rows that the heat map has; more are averaged."""
 X_LABEL = "optimizer step"
 LABEL = 40
-"""At most so many letters the name of a row has: its end."""
+"""The most letters that the name of a row has; of longer names the end is shown."""
 
 
 def add_command(commands) -> None:
@@ -56,7 +58,10 @@ def write_report(
     Raises:
         ValueError: a directory without a `trainer_state.json`, one that is damaged, or a control that is not dense.
         OSError: a file cannot be read or written.
+        ImportError: Matplotlib is not installed.
     """
+    if not charts.is_available():
+        raise ImportError("the report needs Matplotlib: pip install 'hf_sparse24[report]'")
     run, control = read_run(directory), None if dense is None else read_run(dense)
     if control is not None and any("sparse_phase" in row for row in control.history.values()):
         raise ValueError(f"{dense} is a run with sparse weights; --dense takes the control run, of a dense model")
@@ -93,18 +98,20 @@ def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
         lines = [line for line in lines if line.points]
         if not lines:
             return Figure(id, title, "", note, is_wide=wide)
-        svg = line_chart(id, lines, span, X_LABEL, y_label, shaded=dense, width=1100 if wide else 540, **options)
-        names = legend(lines, "dense phase" if dense else "") if dense or len(lines) > 1 else ""
-        return Figure(id, title, svg, note, names, is_wide=wide)
+        if wide:
+            options |= {"size": (1100, 285), "legend_columns": 6}
+        options |= {"x_range": span, "shaded": dense, "shade_name": "dense phase"}
+        chart = charts.line_chart(lines, X_LABEL, y_label, **options)
+        return Figure(id, title, charts.svg(chart, id), note, is_wide=wide)
 
     def line(name: str, points: list[Point]) -> list[Series]:
-        return [Series(name, points, "sparse")]
+        return [Series(name, points)]
 
     yield figure("loss", "Loss", _losses(run, control), "loss", _loss_notes(run, control), wide=True)
     if control is not None:
         note = f"{run.pattern} minus dense, at the steps that both logged."
         yield figure("difference", "Loss above the dense control", _differences(run, control), "loss", note)
-    rates = [Series(name, one.points("learning_rate"), style) for name, one, style in _runs(run, control)]
+    rates = [Series(name, one.points("learning_rate"), one is control) for name, one in _runs(run, control)]
     yield figure("schedule", "Learning rate and phase", rates, "learning rate", _phase_note(run, dense), from_zero=True)
     yield figure(
         "flips",
@@ -139,20 +146,13 @@ def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
 _NO_LOG = f"Not recorded: {RUN_LOG} of the run is missing, or has no such numbers. Earlier versions did not write it."
 
 
-def _runs(run: Run, control: Run | None) -> list[tuple[str, Run, str]]:
-    return [(run.pattern, run, "sparse"), *([] if control is None else [("dense control", control, "dense")])]
+def _runs(run: Run, control: Run | None) -> list[tuple[str, Run]]:
+    return [(run.pattern, run), *([] if control is None else [("dense control", control)])]
 
 
 def _losses(run: Run, control: Run | None) -> list[Series]:
-    series = []
-    for name, one, style in _runs(run, control):
-        series.append(Series(f"{name}, training", one.points("loss"), style))
-        for key in _evaluations(one):
-            part = key.removeprefix("eval_").removesuffix("loss").strip("_")  # of one of several evaluation sets
-            series.append(
-                Series(f"{name}, evaluation {part}".strip(), one.points(key), f"{style} evaluation", has_marks=True)
-            )
-    return series
+    found = [one for name, of in _runs(run, control) for one in loss_series(name, of.history, of is control)]
+    return [replace(one, points=thinned(list(one.points))) for one in found]
 
 
 def _differences(run: Run, control: Run) -> list[Series]:
@@ -160,21 +160,14 @@ def _differences(run: Run, control: Run) -> list[Series]:
     for key, name in (("loss", "training"), ("eval_loss", "evaluation")):
         own, other = ({step: row[key] for step, row in one.history.items() if key in row} for one in (run, control))
         points = thinned([(step, loss - other[step]) for step, loss in own.items() if step in other])
-        is_evaluation = key == "eval_loss"
-        style = "sparse evaluation" if is_evaluation else "sparse"
-        series.append(Series(name, points, style, has_marks=is_evaluation))
+        series.append(Series(name, points, is_evaluation=key == "eval_loss"))
     return series
-
-
-def _evaluations(run: Run) -> list[str]:
-    """The names of its evaluation losses."""
-    return sorted({key for row in run.history.values() for key in row if re.fullmatch(r"eval_(.+_)?loss", key)})
 
 
 def _loss_notes(run: Run, control: Run | None) -> str:
     notes = ["Training losses are means since the log before."]
-    for name, one, _ in _runs(run, control):
-        for key in ("loss", *_evaluations(one)):
+    for name, one in _runs(run, control):
+        for key in ("loss", *evaluation_losses(one.history)):
             steps = [step for step, row in one.history.items() if key in row and not math.isfinite(row[key])]
             if steps:
                 more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
@@ -211,7 +204,7 @@ def _layers(run: Run) -> Figure:
     if together > 1:
         notes.append(f"Each cell is the mean of {together} logs.")
     notes.append("A cell ends at the step it was logged at; shades follow the square root.")
-    svg = heat_map("layers", rows, edges, X_LABEL, "%")
+    svg = charts.svg(charts.heat_map(rows, edges, X_LABEL, "%"), "layers")
     return Figure("layers", "Flip rate by layer", svg, " ".join(notes), is_wide=True)
 
 

@@ -1,10 +1,10 @@
-"""Sizes of a model, as the formulas of `costs.py` and `speed.py` take them: its Parameters, linear layers, buffers, and
-where tensor parallelism communicates. The model may be on the meta device."""
+"""Sizes of a model, as the formulas of `costs.py` and `pruning_costs.py` take them: its Parameters, linear layers and
+buffers, and where tensor parallelism communicates. The model may be on the meta device."""
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,20 +25,16 @@ class Setting:
     Attributes:
         gpus: processes, one per GPU.
         tokens: of one optimizer step in a GPU, in one micro-batch. With tensor parallelism all GPUs work on the same.
-        sequence: tokens that attend to each other.
         parallel: one of `PARALLEL`.
         dtype: of GEMMs, activations, and what FSDP2 gathers.
         checkpointing: whether layers run again in the backward pass.
-        device: whose tuning table says how long GEMMs take.
     """
 
     gpus: int
     tokens: int
-    sequence: int
     parallel: str = "ddp"
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool = False
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 class Part(NamedTuple):
@@ -47,8 +43,9 @@ class Part(NamedTuple):
     Attributes:
         group: the transformer layer that it is in, None outside these.
         out, inputs: sizes of the matrix, or of each in a stack.
-        matrices: how many there are in the stack. token_share: of a step's tokens, what each of them sees.
-        weight: None for what is dense.
+        matrices: how many the stack has.
+        token_share: the share of a step's tokens that each matrix sees.
+        weight: the sparse weight; None for a dense one.
     """
 
     group: str | None
@@ -60,7 +57,7 @@ class Part(NamedTuple):
 
 
 def _groups(model: PreTrainedModel) -> list[str]:
-    """The modules that FSDP2 gathers one by one, as accelerate wraps them."""
+    """Names of the modules that FSDP2 gathers one by one, as accelerate wraps them."""
     classes = set(model._no_split_modules or ())
     return [name for name, module in model.named_modules() if type(module).__name__ in classes]
 
@@ -117,7 +114,7 @@ def parts(model: PreTrainedModel, setting: Setting) -> Iterator[Part]:
 
 
 def buffer_bytes(model: PreTrainedModel, setting: Setting) -> int:
-    """Of all buffers of a process. FSDP2 leaves them whole; tensor parallelism splits masks as their weights."""
+    """Bytes of all buffers of a process. FSDP2 leaves them whole; tensor parallelism splits masks like weights."""
     total = sum(buffer.nbytes for buffer in model.buffers())
     if setting.parallel != "tp":
         return total
@@ -126,7 +123,7 @@ def buffer_bytes(model: PreTrainedModel, setting: Setting) -> int:
 
 
 def split_state_bytes(model: PreTrainedModel) -> int:
-    """Of the state that tensor parallelism splits: what has the dimensions of its weight, as packed masks have."""
+    """Bytes of the state that tensor parallelism splits: tensors with the dimensions of their weight."""
     return sum(
         tensor.nbytes
         for name, weight in sparse_weights(model).items()
@@ -137,7 +134,7 @@ def split_state_bytes(model: PreTrainedModel) -> int:
 
 
 def boundaries(model: PreTrainedModel, setting: Setting) -> Iterator[Boundary]:
-    """Where tensor parallelism communicates."""
+    """The modules at which tensor parallelism communicates."""
     groups = _groups(model)
     last: dict[str | None, str] = {}  # a layer is repeated up to its last GEMM, and what follows it is not
     modules = {name: style for name, _ in model.named_modules() if (style := _style(model, name))}
@@ -153,13 +150,6 @@ def boundaries(model: PreTrainedModel, setting: Setting) -> Iterator[Boundary]:
         else:
             runs_again = setting.checkpointing and group is not None and last.get(group) != name
             yield Boundary(style, inputs=shape[1], out=shape[0], runs_again=runs_again)
-
-
-def attention_width(model: PreTrainedModel) -> int:
-    """Heads x head size."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def check_tp(model: PreTrainedModel, ranks: int) -> None:

@@ -1,7 +1,6 @@
 """Model cards: whether what they say is true, and what they keep of a card that was there."""
 
 import json
-from importlib import import_module
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCard
 from sparse_models import patched
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_sparse24 import METHODS, Sparse24Config, export_model, make_model_card
+from hf_sparse24 import METHODS, Sparse24Config, charts, export_model, make_model_card
 from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
 from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
 from hf_sparse24.patching.surgery import set_phase
@@ -144,7 +143,7 @@ def test_what_the_author_wrote_is_kept_and_what_the_caller_gives_wins():
 @pytest.mark.parametrize("has_matplotlib", [True, False])
 def test_the_picture_is_there_where_matplotlib_is(tmp_path, monkeypatch, has_matplotlib):
     if not has_matplotlib:
-        monkeypatch.setattr(import_module("hf_sparse24.checkpoints.losses"), "find_spec", lambda name: None)
+        monkeypatch.setattr(charts, "is_available", lambda: False)
     model = patched()
     write_model_card(model, tmp_path, log_history=HISTORY)
     assert ((tmp_path / "loss.png").exists(), "](loss.png)" in (tmp_path / "README.md").read_text()) == (

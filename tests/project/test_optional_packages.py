@@ -25,7 +25,7 @@ class Without(PathFinder):
         return None if name.partition(".")[0] in {absent!r} else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
-import torch, zoo
+import contextlib, io, torch, zoo
 import sparse24_kernels as kernels
 from transformers import AutoModelForCausalLM, TrainingArguments
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model
@@ -60,13 +60,19 @@ for needs_or_tools in (
         sys.exit("no error")
 assert [*model.state_dict()] == before
 assert cli.main(["doctor"]) == 0
+trainer.save_state()
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    assert cli.main(["report", "run"]) == 2
+assert said.getvalue() == "hf-sparse24: the report needs Matplotlib: pip install 'hf_sparse24[report]'\\n"
 imported = {{name.partition(".")[0] for name in sys.modules}}
 assert not imported & {absent!r}, imported & {absent!r}
 """
 
 
 def test_a_process_without_the_packages_of_the_extras(tmp_path):
-    absent = {"deepspeed", "triton"}.union(*(EXTRAS[extra] for extra in ("recipes", "peft", "onnx", "solvers", "trl")))
+    absent = {"deepspeed", "triton"}.union(
+        *(EXTRAS[extra] for extra in ("recipes", "report", "peft", "onnx", "solvers", "trl"))
+    )
     absent -= {"tokenizers", "pyyaml"}  # Transformers needs them
     code = WITHOUT.format(here=str(SUPPORT), absent=absent)
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -76,4 +82,4 @@ def test_a_process_without_the_packages_of_the_extras(tmp_path):
 def test_every_extra_that_a_message_names_exists():
     files = [path for folder in ("hf_sparse24", "kernels", "recipes") for path in (ROOT / folder).rglob("*.py")]
     named = {extra for path in files for extra in re.findall(r"'(?:hf_sparse24|\.)\[([\w-]+)\]'", path.read_text())}
-    assert "solvers" in named <= EXTRAS.keys()
+    assert {"report", "solvers"} <= named <= EXTRAS.keys()

@@ -31,7 +31,7 @@ class Case:
     name: str = "llama"
 
     def setting(self, world: int) -> Setting:
-        return Setting(world, ROWS * LENGTH, LENGTH, self.engine, self.dtype, self.checkpointing)
+        return Setting(world, ROWS * LENGTH, self.engine, self.dtype, self.checkpointing)
 
     def meta_model(self):
         with torch.device("meta"):

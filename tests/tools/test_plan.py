@@ -1,4 +1,4 @@
-"""hf-sparse24 plan: its bytes against what processes move and hold, its times against literal numbers."""
+"""hf-sparse24 plan: its bytes against what processes move and hold, and against literal numbers."""
 
 import runpy
 from collections import Counter
@@ -15,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
-from hf_sparse24.tools import costs, speed
+from hf_sparse24.tools import costs
 from hf_sparse24.tools.cli import main
 from hf_sparse24.tools.plan import plan_step
+from hf_sparse24.tools.pruning_costs import break_even
 from hf_sparse24.tools.sizes import Setting
 
 T_SR_STE = {"method": "t-sr-ste", "mask_interval": 1, "target_modules": "all-linear", "dense_tail": 0}
@@ -92,75 +93,58 @@ def patched(method, **sizes):
 
 
 def layer(plan, out, inputs):
-    return next(found for found in plan.layers if (found.matrix.out, found.matrix.inputs) == (out, inputs))
+    return next(found for found in plan.layers if (found.part.out, found.part.inputs) == (out, inputs))
 
 
-def test_times_of_the_published_sweep():
-    plan = plan_step(patched("s-ste"), Setting(1, 8192, 4096))
+def test_sparse_gemms_and_what_pruning_moves():
+    plan = plan_step(patched("s-ste"), Setting(1, 8192))
     found = layer(plan, 8192, 2048)  # gate and up
-    gemm = 2 * 8192 * 8192 * 2048 / 455e12 * 1e6
-    assert found.matrix.matrices == 2 and found.sparse == ("output", "grad_weight")
-    assert found.dense_us == pytest.approx(2 * 3 * gemm)
-    # output has 8192 tokens; grad_weight 2048 columns.
-    assert found.sparse_us == pytest.approx(2 * (gemm / 1.57 + gemm + gemm / 1.50))
+    assert found.part.matrices == 2 and found.sparse == ("output", "grad_weight")
+    assert found.flops == 2 * 2 * (2 * 8192 * 8192 * 2048)
     # An fp32 weight is read, 9/16 and all of it written in bf16; of a bf16 gradient 9/16.
-    moved = 8192 * 2048 * (4 + 9 / 8 + 2) + 8192 * 8192 * (2 + 9 / 8)
-    assert found.pruning_us == pytest.approx(2 * moved / 1.6e12 * 1e6)
-    assert found.sources == {"published sweep, H100 PCIe"} and plan.sources == ["published sweep, H100 PCIe"]
-    assert plan.step.others == pytest.approx(3 * 2 * 8192 * 2048 * (4 * 2048 + 32000) / 455e12 * 1e6)
-    assert plan.step.attention == pytest.approx(3.5 * 2 * 8192 * 4096 * 2048 / 455e12 * 1e6)
+    assert found.pruning == 2 * (8192 * 2048 * (4 + 9 / 8 + 2) + 8192 * 8192 * (2 + 9 / 8))
+    assert plan.flops == found.flops * 3 / 2  # down, too
+    again = plan_step(patched("s-ste"), Setting(1, 8192, checkpointing=True))
+    assert layer(again, 8192, 2048).flops == found.flops * 3 / 2 and again.pruning == plan.pruning
+    few = plan_step(patched("s-ste"), Setting(1, 8))  # rows that grad_weight cannot contract over
+    assert layer(few, 8192, 2048).sparse == ("output",)
 
 
 def test_masked_decay_refreshes_and_passes_cost_what_they_move():
     def bytes_per_weight(method, **setting):
-        found = layer(plan_step(patched(method), Setting(4, 16, 16, **setting)), 8192, 2048)
-        gradients = 16 * 8192 * 4 if method != "sr-ste" else 0  # dense, and pruned to dense
-        return (found.pruning_us / 2 * 1.6e6 - gradients) / (8192 * 2048)
+        found = layer(plan_step(patched(method), Setting(4, 16, **setting)), 8192, 2048)
+        gradients = 16 * 8192 * (2 + 9 / 8) if method != "sr-ste" else 0
+        return (found.pruning / 2 - gradients) / (8192 * 2048)
 
-    # All GEMMs are dense for so few tokens: the weight is read and written once, and the mask in 1/8.
-    assert bytes_per_weight("s-ste") == pytest.approx(4 + 2)
-    assert bytes_per_weight("sr-ste") == pytest.approx(4 + 2 + (4 + 1 / 8) + (3 * 4 + 1 / 8))
-    t_sr_ste = 4 + 1 / 8 + 2 + (3 * 4 + 1 / 8) + (4 + 1 / 8) / 40
+    # The weight is read and written once in each form, and the mask in 1/8.
+    sparse = 9 / 8
+    assert bytes_per_weight("s-ste") == pytest.approx(4 + sparse + 2)
+    assert bytes_per_weight("sr-ste") == pytest.approx(4 + sparse + 2 + (4 + 1 / 8) + (3 * 4 + 1 / 8))
+    t_sr_ste = 4 + 1 / 8 + 2 * sparse + (3 * 4 + 1 / 8) + (4 + 1 / 8) / 40
     assert bytes_per_weight("t-sr-ste") == pytest.approx(t_sr_ste, rel=1e-3)  # the number of refreshes is whole
     # FSDP2: both passes prune what was gathered in bf16, and the recomputation does; decay works on a fourth.
-    assert bytes_per_weight("s-ste", parallel="fsdp2") == pytest.approx(2 * (2 + 2))
-    assert bytes_per_weight("s-ste", parallel="fsdp2", checkpointing=True) == pytest.approx(3 * (2 + 2))
+    assert bytes_per_weight("s-ste", parallel="fsdp2") == pytest.approx(2 + sparse + 2 + 2)
+    assert bytes_per_weight("s-ste", parallel="fsdp2", checkpointing=True) == pytest.approx(2 * (2 + sparse) + 2 + 2)
     decay = (4 + 1 / 8) + (3 * 4 + 1 / 8)
-    assert bytes_per_weight("sr-ste", parallel="fsdp2") == pytest.approx(2 * (2 + 2) + decay / 4)
-
-
-def test_times_of_the_tuning_table(stand_in):  # noqa: F811
-    """Where everything is measured, to take 2 us dense and 1 us sparse, nothing is taken from the sweep."""
-    plan = plan_step(patched("t-sr-ste"), Setting(1, 8192, 4096, checkpointing=True))
-    assert (layer(plan, 8192, 2048).dense_us, layer(plan, 8192, 2048).sparse_us) == (2 * 4 * 2, 2 * 4 * 1)
-    assert layer(plan, 32000, 2048).dense_us == 3 * 2  # lm_head, which does not run again
-    assert plan.sources == ["measured here"]
-
-
-def test_speedup_of_a_step():
-    step = speed.StepTime(dense=60, sparse=30, pruning=10, others=30, attention=10)
-    assert step.speedup(0) == pytest.approx(100 / 80)
-    assert step.speedup(0.5) == pytest.approx(200 / 180)
+    assert bytes_per_weight("sr-ste", parallel="fsdp2") == pytest.approx(2 + sparse + 2 + 2 + decay / 4)
 
 
 def test_break_even():
-    assert speed.break_even(lambda tokens: tokens - 1000) == 1008  # a multiple of 16
-    assert speed.break_even(lambda tokens: 1) == 16
-    assert speed.break_even(lambda tokens: -1) is None
-    few, many = (patched("s-ste", hidden_size=size, intermediate_size=4 * size) for size in (4096, 1024))
-    assert plan_step(few, Setting(1, 16, 16)).break_even < plan_step(many, Setting(1, 16, 16)).break_even
-    # The saving changes its sign there.
-    model, tokens = patched("s-ste"), plan_step(patched("s-ste"), Setting(1, 16, 16)).break_even
-    for setting, wins in ((Setting(1, tokens, 16), True), (Setting(1, tokens - 16, 16), False)):
-        step = plan_step(model, setting).step
-        assert (step.dense >= step.sparse + step.pruning) is wins
+    """Pruning of a fifth of the time of dense GEMMs is paid back when these take four fifths."""
+    assert break_even(1000, 2, 100) == pytest.approx(1.25)
+    assert break_even(1000, 0, 100) == 1
+    assert break_even(1000, 5, 100) == 2 and break_even(1000, 5.1, 100) is None
+    assert break_even(0, 1, 100) is None
+    plans = [plan_step(patched("s-ste"), Setting(1, tokens)) for tokens in (1024, 4096, 65536)]
+    assert break_even(plans[0].flops, plans[0].pruning, 295) is None
+    assert break_even(plans[1].flops, plans[1].pruning, 295) > break_even(plans[2].flops, plans[2].pruning, 295) > 1
 
 
 @pytest.mark.parametrize("method", ["ste", "s-ste", "t-sr-ste"])
 def test_encodings_take_what_is_planned(stand_in, method):  # noqa: F811
     model = zoo.build("llama").bfloat16()
     patch_model(model, Sparse24Config(method=method))
-    plan = plan_step(model, Setting(1, 32, 16))
+    plan = plan_step(model, Setting(1, 32))
     with sparse_run(model).keep_encodings():
         model(**zoo.batch(rows=2, length=16)).loss.backward()
         kept = sum(zoo.kept_bytes(weight) for weight in sparse_weights(model).values())
@@ -213,19 +197,20 @@ def test_every_architecture_has_a_plan(name):
         model = zoo.build(name)
     patch_model(model, Sparse24Config(target_modules="mlp"))
     for parallel in ("ddp", "fsdp2"):
-        plan = plan_step(model, Setting(8, 4096, 64, parallel=parallel))
-        assert plan.total_memory > 0 and plan.sent > 0 and min(plan.speedups) > 0
+        plan = plan_step(model, Setting(8, 4096, parallel=parallel))
+        assert plan.total_memory > 0 and plan.sent > 0 and plan.pruning > 0
 
 
 def test_experts_see_a_part_of_the_tokens():
     with torch.device("meta"):
         model = zoo.build("qwen3_moe")  # 4 experts, 2 for each token
     patch_model(model, Sparse24Config())
-    plan = plan_step(model, Setting(1, 1024, 64))
-    stacks = [found for found in plan.layers if found.matrix.token_share == 0.5]
-    assert [found.matrix.matrices for found in stacks] == [2 * 4, 2 * 4]
+    plan = plan_step(model, Setting(1, 1024))
+    stacks = [found for found in plan.layers if found.part.token_share == 0.5]
+    assert [found.part.matrices for found in stacks] == [2 * 4, 2 * 4]
     assert [found.sparse for found in stacks] == [(), ()]  # there is no sparse grouped GEMM
-    assert stacks[0].dense_us == pytest.approx(3 * 2 * 4 * 2 * 512 * 32 * 32 / 455e12 * 1e6)
+    gradients = 512 * stacks[0].part.out * 2 * (1 + 1)  # of half of the tokens, pruned to dense
+    assert stacks[0].pruning == 2 * 4 * (stacks[0].part.out * stacks[0].part.inputs * (4 + 2) + gradients)
 
 
 @pytest.fixture
@@ -240,13 +225,16 @@ def test_command(directory, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     for part in (
         "t-sr-ste: 0.198 billion parameters, 25% of them in 2:4 layers",
-        "8 GPUs, ddp, 4096 tokens per GPU and step in sequences of 2048, bfloat16: computed, not measured",
+        "8 GPUs, ddp, 4096 tokens per GPU and step, bfloat16: computed, not measured",
         "all_reduce: gradients 0.793 1.39",
-        "8192 x 2048 output, grad_input, grad_weight",
-        "a sparse step is expected",
-        "published sweep, H100 PCIe: github.com/bcacdwk/vllmbench",
+        "8192 x 2048 output, grad_input, grad_weight 0.825",
+        "times as fast as dense ones pay for pruning; 2 is the most they can be (on a GPU that computes 295 FLOP",
+        "83% of the steps are sparse",
     ):
         assert part in printed
+    assert main([*arguments, "--flops-per-byte", "5000"]) == 0
+    printed = capsys.readouterr().out
+    assert "never" in printed and "pruning takes longer than sparse GEMMs can save" in printed
     assert main([*arguments, "--memory", "4", "--gradient-checkpointing"]) == 0  # GB: DDP does not fit
     printed = capsys.readouterr().out
     assert "8 GPUs, fsdp2" in printed and "reduce_scatter: gradients" in printed and "gradient checkpointing" in printed
@@ -278,7 +266,7 @@ def test_wrong_arguments(directory, wrong):
 
 
 def test_one_gpu_moves_nothing_and_has_no_buckets():
-    one, two = (plan_step(patched("s-ste"), Setting(gpus, 16, 16, parallel="ddp")) for gpus in (1, 2))
+    one, two = (plan_step(patched("s-ste"), Setting(gpus, 16, parallel="ddp")) for gpus in (1, 2))
     assert one.collectives == []
     assert two.memory.keys() - one.memory.keys() == {"DDP's buckets, fp32"}
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html import unescape
+from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +15,8 @@ from training_runs import arguments, dataset
 from transformers import Trainer
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer
-from hf_sparse24.tools import run_report, svg
+from hf_sparse24.charts import Row, heat_map, shown, svg
+from hf_sparse24.tools import run_report
 from hf_sparse24.tools.cli import main
 from hf_sparse24.tools.run_files import dense_spans, read_run, thinned
 from hf_sparse24.tools.run_report import COLUMNS, ROWS, grouped, write_report
@@ -67,14 +69,25 @@ def charts(page: str) -> dict[str, ElementTree.Element]:
     return {chart.get("aria-labelledby"): chart for chart in found}
 
 
-def cells(page: str) -> list[list[str]]:
-    """What the cells of the heat map say, by row."""
-    rows = [group for group in charts(page)["layers"] if group.get("class") == "cells"]
-    return [[cell.get("data-tip") for cell in row] for row in rows]
+def tips(page: str, name: str) -> list[str]:
+    """What a chart says where the pointer is, from left to right, and row by row."""
+    (group,) = charts(page)[name].findall("g[@class='tips']")
+    return [box.findtext("title") for box in group]
 
 
-def row_names(page: str) -> list[str]:
-    return [group.get("data-row") for group in charts(page)["layers"] if group.get("class") == "cells"]
+def cells(page: str) -> list[tuple[str, list[str]]]:
+    """The rows of the heat map: the name, and what the cells say."""
+    boxes = charts(page)["layers"].find("g[@class='tips']")
+    rows = [
+        [box.findtext("title").rsplit("\n", 1) for box in row] for _, row in groupby(boxes, lambda box: box.get("y"))
+    ]
+    return [(row[0][0], [said for _, said in row]) for row in rows]
+
+
+def lines(page: str, name: str, colour: str) -> list[str]:
+    """The paths of a chart's lines of one colour, first those of the plot, then those of the legend."""
+    found = [path for path in charts(page)[name].iter("path") if f"stroke: var(--{colour})" in path.get("style", "")]
+    return [path.get("d") for path in found if "fill: none" in path.get("style")]
 
 
 def captions(page: str) -> dict[str, str]:
@@ -93,43 +106,42 @@ def test_in_a_browser(sparse, dense, tmp_path):
         )
         assert sorted(sizes) == sorted(CHARTS)
         assert all(width > 300 and height > 100 for width, height in sizes.values())
-        assert page.evaluate("document.querySelectorAll('.cells rect').length") == 6 * STEPS
-        flat = (
-            "[...document.querySelectorAll('.cells rect, .chart .line')].filter(e => !e.getBoundingClientRect().width)"
+        assert page.evaluate("document.querySelectorAll('[aria-labelledby=layers] .tips rect').length") == 6 * STEPS
+        flat = "[...document.querySelectorAll('svg path, .tips rect')].filter(e => !e.getBoundingClientRect().width)"
+        assert (
+            page.evaluate(f"{flat}.filter(e => !e.closest('defs') && !/M(.*)L\\1/.test(e.getAttribute('d'))).length")
+            == 0
         )
-        assert page.evaluate(f"{flat}.length") == 0
         titles = "[...document.querySelectorAll('svg[role=img]')].map(s => s.ariaLabelledByElements[0].textContent)"
         assert page.evaluate(f"{titles}.includes('Flip rate by layer')")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
-        assert page.evaluate("document.getElementById('tip').hidden")
-        page.hover(".cells:nth-of-type(2) rect:nth-child(2)")
-        rate = read_run_log(sparse / RUN_LOG)[1][1].flip_rates["model.layers.0.mlp.gate_proj"]
-        tip = "document.getElementById('tip').textContent"
-        assert page.evaluate(tip) == f"0.mlp.gate_proj\n{svg.shown(100 * rate)}%, optimizer step 2"
+        page.hover(f"[aria-labelledby=layers] .tips rect:nth-child({STEPS + 2})")
+        rate = read_run_log(sparse / RUN_LOG)[1][1].flip_rates["model.layers.0.mlp.up_proj"]
+        tip = "document.querySelector('.tips rect:hover title').textContent"
+        assert page.evaluate(tip) == f"0.mlp.up_proj\n{shown(100 * rate)}%, optimizer step 2"
         page.hover("[aria-labelledby=loss] .tips rect:nth-child(4)")
-        assert "optimizer step 4\n2:4, training: " in page.evaluate(
-            tip
-        ) and "dense control, evaluation: " in page.evaluate(tip)
+        said = page.evaluate(tip)
+        assert said.startswith("optimizer step 4\n2:4, training: ") and "dense control, evaluation: " in said
 
         colours = []
         for scheme in ("light", "dark"):
             page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-            styles = "[document.body, document.querySelector('.sparse')].map(e => getComputedStyle(e))"
+            styles = "[document.body, document.querySelector('path[style*=sparse]')].map(e => getComputedStyle(e))"
             colours.append(page.evaluate(f"{styles}.flatMap(s => [s.backgroundColor, s.color, s.stroke])"))
-        assert colours[0][0] == "rgb(255, 255, 255)" and all(
+        assert colours[0][0] == "rgb(255, 255, 254)" and all(
             a != b for a, b in zip(*colours) if a != "none" != b and "0, 0, 0, 0" not in a
         )
         page.call(
             "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
         )
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 254)"
         page.call("Emulation.setEmulatedMedia", media="screen")
         page.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= 400  # wide charts scroll by themselves
 
 
-HOSTILE = "</script><script>hacked=1</script><img src=x onerror=hacked=1>\"'&"
+HOSTILE = "$\\frac</script><script>hacked=1</script><img src=x onerror=hacked=1>\"'&"
 
 
 def test_nothing_of_the_files_becomes_markup(tmp_path):
@@ -145,15 +157,15 @@ def test_nothing_of_the_files_becomes_markup(tmp_path):
     run = made_up(tmp_path / "run & <b>", logs, start, lines, architectures=[HOSTILE])
     path = write_report(run)
     text = path.read_text()
-    assert text.count("<script>") == 1 and "<img" not in text and "<b>" not in text
-    assert row_names(text) == [f"a.{HOSTILE}"[-39:].rjust(40, "…"), f"b.{HOSTILE}"[-39:].rjust(40, "…")]
-    assert cells(text) == [["50%, optimizer step 10"], ["25%, optimizer step 10"]]
+    assert "<script" not in text and "<img" not in text and "<b>" not in text
+    names = [f"{letter}.{HOSTILE}"[-39:].rjust(40, "…") for letter in "ab"]
+    assert cells(text) == [(name, [f"{rate}%, optimizer step 10"]) for name, rate in zip(names, (50, 25))]
     with browser.new_page() as page:
         page.open(path)
         assert page.problems() == [] and page.requests() == [path.as_uri()]
         assert page.evaluate("typeof hacked") == "undefined"
         assert page.evaluate("document.title") == f"{HOSTILE} training: run & <b>"
-        # And what the page did not bring itself does not run.
+        # And what somebody adds does not run.
         page.evaluate("document.body.appendChild(document.createElement('script')).text = 'hacked = 1'")
         assert page.evaluate("typeof hacked") == "undefined"
 
@@ -165,17 +177,16 @@ def test_the_numbers_are_the_recorded_ones(sparse, dense, tmp_path, capsys):
     page = path.read_text()
     run, control = read_run(sparse), read_run(dense)
     assert set(charts(page)) == set(CHARTS)
-    tips = [strip.get("data-tip") for group in charts(page)["loss"] for strip in group if group.get("class") == "tips"]
-    for step, tip in zip(range(1, STEPS + 1), tips):
+    for step, tip in zip(range(1, STEPS + 1), tips(page, "loss"), strict=True):
         expected = [f"optimizer step {step}"]
         for name, one in (("2:4", run), ("dense control", control)):
             for key, kind in (("loss", "training"), ("eval_loss", "evaluation")):
                 if key in one.history[step]:
-                    expected.append(f"{name}, {kind}: {svg.shown(one.history[step][key])}")
+                    expected.append(f"{name}, {kind}: {shown(one.history[step][key])}")
         assert tip.splitlines() == expected and len(expected) == (5 if step % 4 == 0 else 3)
     rates = [line.flip_rates for line in read_run_log(sparse / RUN_LOG)[1]]
-    assert cells(page) == [
-        [f"{svg.shown(100 * rate[name])}%, optimizer step {step}" for step, rate in enumerate(rates, 1)]
+    assert [said for _, said in cells(page)] == [
+        [f"{shown(100 * rate[name])}%, optimizer step {step}" for step, rate in enumerate(rates, 1)]
         for name in rates[0]
     ]
     difference = run.history[STEPS]["eval_loss"] - control.history[STEPS]["eval_loss"]
@@ -186,36 +197,17 @@ def test_the_numbers_are_the_recorded_ones(sparse, dense, tmp_path, capsys):
         assert f">{text}" in page
 
 
-def test_the_place_of_a_line():
-    """A chart's corners are its ranges, to the tenth of a unit."""
-    line = svg.Series("a", [(0, 1.0), (5, 2.0), (10, 3.0)], "sparse")
-    chart = ElementTree.fromstring(svg.line_chart("id", [line], (0, 10), "step", "loss"))
-    (path,) = (element.get("d") for element in chart if element.get("class") == "line sparse")
-    places = [tuple(map(float, place.split())) for place in path.removeprefix("M").split("L")]
-    (left, bottom), (middle, half), (right, top) = places
-    grid = [element.get("d") for element in chart if element.get("class") == "grid"]
-    assert middle == pytest.approx((left + right) / 2, abs=0.1) and half == pytest.approx((top + bottom) / 2, abs=0.1)
-    assert grid[0].startswith(f"M{left:.1f} {bottom:.1f}H{right:.1f}") and grid[-1].startswith(
-        f"M{left:.1f} {top:.1f}H"
-    )
-    labels = [element.text for element in chart if element.get("class") == "end"]
-    assert labels == ["1", "1.5", "2", "2.5", "3"]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (3.2, 8.1, [3, 4, 5, 6, 7, 8, 9]),
-        (0, 6e-4, [0, 1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4]),
-        (0, 123456, [0, 50000, 100000, 150000]),
-        (-0.03, 0.05, [-0.04, -0.02, 0, 0.02, 0.04, 0.06]),
-        (2.5, 2.5, [2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8]),
-        (0, 0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-    ],
-)
-def test_ticks(low, high, expected):
-    assert svg.ticks(low, high) == expected
+def test_tips_lie_on_their_cells():
+    rows = [Row("a", [1.0, 4.0, None]), Row("b", [None, 0.25, 2.0])]
+    chart = ElementTree.fromstring(svg(heat_map(rows, [0, 10, 20, 100], "step", "%"), "id"))
+    drawn = [path for path in chart.iter("path") if "fill: var(--heat)" in path.get("style", "")][:4]  # then the scale
+    corners = [tuple(map(float, path.get("d").split()[1:3])) for path in drawn]
+    boxes = {box.findtext("title"): box for box in chart.find("g[@class='tips']")}
+    assert list(boxes) == ["a\n1%, step 10", "a\n4%, step 20", "b\n0.25%, step 20", "b\n2%, step 100"]
+    for (x, y), box in zip(corners, boxes.values(), strict=True):
+        assert (float(box.get("x")), float(box.get("y"))) == pytest.approx((x, y), abs=0.1)
+    shades = [float(re.search(r"fill-opacity: ([\d.]+)", f"{path.get('style')}; fill-opacity: 1")[1]) for path in drawn]
+    assert shades == pytest.approx([0.5, 1, 0.25, 0.7], abs=0.06)  # square roots of the shares of the largest
 
 
 def test_a_run_without_a_control(sparse):
@@ -239,8 +231,8 @@ def test_one_log(tmp_path):
     start, line = {"layers": {"a": 8}}, {"step": 10, "flip_rates": [0.5], "steps_per_second": 2.0, "peak_memory": 1e9}
     page = write_report(made_up(tmp_path / "run", losses(4.0), start, [line])).read_text()
     assert set(charts(page)) == {"loss", "schedule", "layers", "speed", "memory"}
-    marks = [element for element in charts(page)["loss"] if element.tag == "circle"]
-    assert len(marks) == 1 and cells(page) == [["50%, optimizer step 10"]]  # no line without two points
+    marks = [mark for mark in charts(page)["loss"].iter("use") if "stroke: var(--sparse)" in mark.get("style")]
+    assert len(marks) == 1 and cells(page) == [("a", ["50%, optimizer step 10"])]  # no line without two points
 
 
 def test_losses_that_are_not_finite_are_gaps(tmp_path):
@@ -248,8 +240,8 @@ def test_losses_that_are_not_finite_are_gaps(tmp_path):
     logs = losses(4.0, 3.0, math.nan, math.inf, 2.0, 1.5)
     run = made_up(tmp_path / "run", logs, method="x")
     page = write_report(run, control).read_text()
-    lines = [element for element in charts(page)["loss"] if element.get("class") == "line sparse"]
-    assert len(lines) == 2 and "nan" not in "".join(line.get("d") for line in lines)
+    line, *_ = lines(page, "loss", "sparse")
+    assert line.count("M") == 2 and line.count("L") == 2
     assert "2:4: loss is not finite (a gap) at step 30, 40." in captions(page)["loss"]
     assert "difference" in charts(page)
     never = made_up(tmp_path / "never", losses(*[math.nan] * 8))
@@ -262,18 +254,18 @@ def test_a_model_of_many_layers(tmp_path):
     names = [f"model.layers.{i}.mlp.experts.{j}.{kind}" for i in range(24) for j in range(8) for kind in ("up", "down")]
     sizes = {name: 100 if name.endswith("up") else 300 for name in names}
     logs = 3 * COLUMNS
-    lines = [
+    logged = [
         {"step": s + 1, "flip_rates": [(s + 1) / 1000 if name.endswith("up") else 0.0 for name in names]}
         for s in range(logs)
     ]
     history = [{"step": s + 1, "loss": 3.0 + s / logs} for s in range(logs)]
-    path = write_report(made_up(tmp_path / "run", history, {"layers": sizes}, lines))
+    path = write_report(made_up(tmp_path / "run", history, {"layers": sizes}, logged))
     page = path.read_text()
-    assert row_names(page) == [str(i) for i in range(24)]
+    assert [name for name, _ in cells(page)] == [str(i) for i in range(24)]
     # A quarter of the weights flip, and three logs are one cell.
     assert all(
-        row[0] == "0.05%, optimizer step 3" and row[-1] == f"{svg.shown((logs - 1) / 40)}%, optimizer step {logs}"
-        for row in cells(page)
+        row[0] == "0.05%, optimizer step 3" and row[-1] == f"{shown((logs - 1) / 40)}%, optimizer step {logs}"
+        for _, row in cells(page)
     )
     caption = captions(page)["layers"]
     assert "384 layers of model.layers.*, averaged by block" in caption and "mean of 3 logs" in caption
