@@ -178,9 +178,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             self._distiller.reset()
             self._logged_step = state.global_step
         if self.controller is not None:
-            if self.run_log is not None:
-                self.run_log.write(state, self.controller.layer_flip_rates(), self.controller.method_metrics())
+            flip_rates, of_method = self.controller.layer_flip_rates(), self.controller.method_metrics()
             metrics |= self.controller.metrics()
+            if self.run_log is not None:
+                self.run_log.write(state, flip_rates, of_method)
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
 

@@ -103,7 +103,10 @@ class OwnMethod(SparseMethod):
             piece.gradient.add_(piece.values, alpha=self.settings.ridge)
 
     def loss(self, outputs: Any, batch: Batch, context: StepContext) -> Tensor:
-        return self.settings.z_loss * outputs["logits"].float().logsumexp(-1).square().mean()
+        return (
+            self.settings.z_loss
+            * (outputs["logits"] if isinstance(outputs, dict) else outputs[1]).float().logsumexp(-1).square().mean()
+        )
 
     def metrics(self, context: StepContext) -> dict[str, float]:
         lefts = [weight.parameters["left"] for weight in context.weights.values()]
