@@ -35,6 +35,7 @@ from hf_sparse24.methods import (
     is_non_negative,
     setting,
     to_steps,
+    whole,
 )
 
 ADAPTING = "adapting"
@@ -110,4 +111,4 @@ class OwnMethod(SparseMethod):
 
     def metrics(self, context: StepContext) -> dict[str, float]:
         lefts = [weight.parameters["left"] for weight in context.weights.values()]
-        return {"adapter_norm": sum(float(left.norm()) for left in lefts)}
+        return {"adapter_norm": sum(float(whole(left).norm()) for left in lefts)}
