@@ -21,7 +21,7 @@ from ..weights.sharding import check_whole, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from .ownership import adopt, name_layers, write_config
 from .report import PatchReport, make_report
-from .targets import find_candidates
+from .targets import Candidate, find_candidates
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
 _WRAPPERS = {
@@ -76,26 +76,33 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
             "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
         )
-    current = sparse_run(model)
-    if current is not None:
-        if config is not None and config != current.config:
-            raise ValueError(
-                f"the model is already patched with another config ({current.config.difference(config)}); "
-                f"call unpatch_model(model) first"
-            )
-        adopt(model)
-        return make_report(model, current.config, find_candidates(model, current))
+    run = sparse_run(model)
+    if run is None:
+        run, candidates = _make_sparse(model, config or Sparse24Config())
+    elif config is None or config == run.config:
+        candidates = find_candidates(model, run)
+    else:
+        raise ValueError(
+            f"the model is already patched with another config ({run.config.difference(config)}); call "
+            f"unpatch_model(model) first"
+        )
+    adopt(model)
+    return make_report(model, run.config, candidates)
+
+
+def _make_sparse(model: nn.Module, config: Sparse24Config) -> tuple[SparseRun, list[Candidate]]:
+    """The run of a model that has become sparse, all of it or nothing, and what was found in it."""
     _reject_wrapped(model)
     _reject_quantized(model)
     _reject_lazy(model)
     check_unmerged(model)
-    run = SparseRun(config or Sparse24Config())
+    run = SparseRun(config)
     candidates = find_candidates(model, run)
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
         reasons = sorted({f"{c.name.rpartition('.')[2]}: {c.skipped}" for c in candidates}) or ["no linear layers"]
         raise ValueError(
-            f"nothing to patch: target_modules={run.config.target_modules!r} leaves no layer to make sparse ("
+            f"nothing to patch: target_modules={config.target_modules!r} leaves no layer to make sparse ("
             + "; ".join(reasons[:8])
             + ")"
         )
@@ -109,9 +116,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
                 layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
                 layer_class.from_dense(target.module, run)
         _reject_doubled_parameters(sparse_weights(model))
-        report = make_report(model, run.config, candidates)
         write_config(model, run)
-        adopt(model)
         attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
@@ -119,7 +124,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         for owner in list(run.owners):
             name_layers(owner, run)
         raise
-    return report
+    return run, candidates
 
 
 @torch.no_grad()

@@ -222,12 +222,8 @@ class Sparse24Trainer(HubTrainer):
             save_config(model_of(self), str(self.args.output_dir if output_dir is None else output_dir))
 
     def _patch(self, model: nn.Module) -> None:
-        config = self.sparse24_config
-        if config is None and packed_weights(model):
-            return  # adapters around it train
-        if config is None and patched_config(model) is None:
-            config = Sparse24Config()
-        self.patch_report = patch_model(model, config)
+        if self.sparse24_config is not None or not packed_weights(model):  # around a packed one adapters train
+            self.patch_report = patch_model(model, self.sparse24_config)
 
     def _distill(self, teacher: nn.Module | str | PathLike, config: DistillationConfig | None) -> None:
         if self.args.label_smoothing_factor:
