@@ -1,8 +1,10 @@
 """A method from outside the package gets everything that the published ones get (besides tests/test_contract.py)."""
 
+import ast
 import copy
 import dataclasses
 import json
+from importlib import import_module
 
 import pytest
 import sparse24_kernels as kernels
@@ -12,6 +14,7 @@ from cslt import stand_in  # noqa: F401 (a fixture)
 from method_runs import STEPS, dataset, loop, run_steps, trainer
 from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
 from own_models import give_adapters_a_value, patched
+from paths import SUPPORT
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -26,6 +29,7 @@ from hf_sparse24 import (
     SparseMethod,
     SparseRun,
     describe_settings,
+    export_model,
     oneshot,
     patch_model,
     register_method,
@@ -33,7 +37,7 @@ from hf_sparse24 import (
     step_param_groups,
     unpatch_model,
 )
-from hf_sparse24.methods import KeptMaskMethod, MethodSettings, Values, setting
+from hf_sparse24.methods import MethodSettings, Values, setting
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config
@@ -260,42 +264,34 @@ def test_what_is_not_nm_is_an_error_the_first_time(registered, hook):
         model(**zoo.batch()).loss.backward()
 
 
-def test_a_ramp_ends_in_nm(registered, tmp_path):
-    """Gradual pruning (Zhu and Gupta 2017): the share of groups that are 2:4 grows by a cubic ramp over the first half
-    of training, in a phase whose GEMMs are dense math; state is told the step."""
-
-    class CubicRamp(KeptMaskMethod):
-        phases = ("sparse", "ramp", "dense")
-        unstructured_phases = ("ramp",)
-        flips_at_refresh = True
-
-        def init_state(self, view, step, total_steps):
-            share = 1 - (1 - min(1.0, 2 * step / total_steps)) ** 3
-            kept = kernels.nm_mask(view.matrix, *self.pattern, view.dim)
-            groups = torch.arange(view.matrix.numel()).reshape(view.matrix.shape) % 97 / 97 < share
-            return {"mask_bits": kernels.pack_bits(kept | ~groups)}
-
-        def check_state(self, view):
-            return None
-
-        def phase(self, step, total_steps, optimizer):
-            return "ramp" if 2 * step < total_steps else "sparse"
-
-        def refreshes_state(self, step, total_steps):
-            return 2 * step <= total_steps
-
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method=registered(CubicRamp)))
+def test_a_ramp_ends_in_nm(tmp_path, monkeypatch):
+    """A method outside the package whose state is told the step, and whose first half is not N:M."""
+    monkeypatch.setitem(METHODS, "cubic-ramp", None)  # so that the method is gone after the test
+    register_method("cubic-ramp")(import_module("ramp_method").CubicRamp)
+    model = zoo.build("gpt2")
+    patch_model(model, Sparse24Config(method="cubic-ramp"))
     optimizer, controller = loop(model)
-    zeros, phases = [], []
+    zeros, phases, ramps = [], [], []
     for _ in range(STEPS):
         phases.append(controller.phase)
         zeros.append(sum(int((weight.pruned() == 0).sum()) for weight in sparse_weights(model).values()))
         run_steps(model, optimizer, controller, 1)
+        ramps.append(controller.metrics()["ramp"])
     assert phases == ["ramp"] * (STEPS // 2) + ["sparse"] * (STEPS // 2)
-    assert zeros[0] == 0 and zeros == sorted(zeros)
-    assert all(is_nm_sparse(weight.pruned()) for weight in sparse_weights(model).values())
+    assert zeros[0] == 0 and zeros == sorted(zeros) and len(set(zeros)) > 3
+    assert ramps[0] == 2 / STEPS and ramps[-1] == 1
+    assert all(is_nm_sparse(weight.pruned(), dim=0) for weight in sparse_weights(model).values())
     assert zeros[-1] == sum(weight.parameter.numel() // 2 for weight in sparse_weights(model).values())
+    export_model(model, tmp_path, format="packed")
+
+
+@pytest.mark.parametrize("name", ["own_method", "ramp_method", "own_backend"])
+def test_authors_import_public_modules_alone(name):
+    tree = ast.parse((SUPPORT / f"{name}.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    ours = {module for module in modules if module.startswith(("hf_sparse24", "sparse24_kernels"))}
+    assert ours and ours <= {"hf_sparse24", "hf_sparse24.methods", "sparse24_kernels"}
 
 
 # --- training ---
