@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..html_tables import html_table
+from ..html_tables import TableReport
 from ..methods import ONESHOT_METHOD, method_class, takes_masks
 from ..metrics import kept_magnitude
 from ..patching.report import PatchReport, group_name
@@ -31,7 +31,6 @@ from .calibration import Gram, Sample, calibrate, check_batch, matrix
 logger = get_logger(__name__)
 
 CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
-_COLUMNS = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True, repr=False)
-class OneshotReport:
+class OneshotReport(TableReport):
     """What `oneshot` did. Print it, or read its fields.
 
     Attributes:
@@ -74,21 +73,10 @@ class OneshotReport:
     reconstruct: bool
     layers: tuple[LayerReport, ...]
     patch: PatchReport
-
-    def __str__(self) -> str:
-        table = [_COLUMNS, *self._rows()]
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = [
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-            for line in table
-        ]
-        return "\n".join([self._title(), *lines])
+    _columns = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
 
     def __repr__(self) -> str:
         return f"<OneshotReport: {self._title()}; {len(self.layers)} layers>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._title(), _COLUMNS, self._rows())
 
     def _title(self) -> str:
         how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
@@ -157,8 +145,9 @@ def oneshot(
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
             another method or with a dense start, which would choose other masks; stacked experts among its targets,
             which are not calibrated; an unknown `criterion`; a negative `damping`; no data, or batches of something
-            else; batches with the same names that run other blocks; targeted layers that no token reaches; activations
-            with NaN or inf; `"existing"` for a model without zeros.
+            else; batches with the same names that run other blocks; a model that runs parts of its blocks, or whose
+            blocks leave more behind than what they return; targeted layers that no token reaches; activations with NaN
+            or inf; `"existing"` for a model without zeros.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
     one damped least-squares problem for weights and bias, solved to its minimum instead of 1000 steps of Adam; every
