@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def flip_rate(old_mask: Tensor, new_mask: Tensor) -> float:
-    """Share of weights that entered or left the mask: `||m_k xor m_{k-1}||_1 / d`, 0 to 1.
+    """Return the share of weights that entered or left the mask: `||m_k xor m_{k-1}||_1 / d`, 0 to 1.
 
     A swapped pair counts as two. In a healthy run the rate rises, then fades towards 0.
 
@@ -26,10 +26,9 @@ def flip_rate(old_mask: Tensor, new_mask: Tensor) -> float:
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
-    """Share of the L1 norm that the mask keeps, 0 to 1: 0.745 for 2:4 by rows on Gaussian weights, 0.703 transposable.
+    """Return the share of the L1 norm that the bool mask keeps, 0 to 1.
 
-    Args:
-        weight: any shape. mask: bool, same shape.
+    On Gaussian weights it is 0.745 for 2:4 by rows, 0.703 for transposable 2:4.
     """
     magnitude = weight.float().abs()
     return (magnitude * mask).sum().item() / max(magnitude.sum().item(), torch.finfo(torch.float32).tiny)

@@ -254,9 +254,7 @@ def _check(found: Mapping[str, Gram | Sample]) -> None:
     _check_reached([name for name, statistics in found.items() if statistics.tokens == 0])
     for name, statistics in found.items():
         if not statistics.squares.isfinite().all():
-            raise ValueError(
-                f"NaN or inf in the inputs of {layer_name(name)}: check the data, or load the model in another dtype"
-            )
+            raise ValueError(f"NaN or inf in the inputs of {layer_name(name)}: check the data, or use another dtype")
 
 
 def _check_reached(missing: list[str]) -> None:

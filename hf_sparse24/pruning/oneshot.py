@@ -1,9 +1,9 @@
 """oneshot: prune a pretrained model to N:M in one pass over calibration data, ready for fine-tuning.
 
-Blocks are pruned in the order they run. Each one's inputs come from the blocks before it as they are after pruning, so
-later blocks see, and make up for, what earlier ones lost. As in the block loops of SparseGPT and Wanda, every block
-computes twice for each batch, once dense and once pruned, so the work is linear in depth. Of the activations only the
-Gram matrices of one block are kept, and for each batch the output of the last finished block; see `replay`.
+Blocks are pruned in the order they run, each with inputs from the pruned blocks before it, so that later blocks make up
+for what earlier ones lost. As in the block loops of SparseGPT and Wanda, every block computes twice for each batch,
+once dense and once pruned: the work is linear in depth. Of the activations only the Gram matrices of one block are
+kept, and for each batch the output of the last finished block; see `replay`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,18 +35,18 @@ CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What pruning did to one layer.
+    """The errors and counts of one pruned layer.
 
     Attributes:
-        name: the layer's.
-        tokens: how many inputs it was calibrated on, padding not counted.
+        name: of the layer.
+        tokens: number of inputs it was calibrated on, without padding.
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
-            error if the mask were applied and nothing else done.
-        error: the same for the weight and bias that the layer has now. Where no Gram matrix is needed (`reconstruct` is
-            False and the criterion not "sparsegpt"), both are measured on 128 of the inputs.
+            error of the mask alone.
+        error: the same for the layer's new weight and bias. With `reconstruct=False` and a criterion other than
+            "sparsegpt", both errors are measured on 128 of the inputs.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
-        damping: what was used, the argument or more (see `oneshot`).
+        damping: the argument of `oneshot`, or the higher value that SparseGPT needed.
     """
 
     name: str
@@ -60,13 +60,13 @@ class LayerReport:
 
 @dataclass(frozen=True, repr=False)
 class OneshotReport(TableReport):
-    """What `oneshot` did. Print it, or read its fields.
+    """The result of `oneshot`, layer by layer. Print it, show it in a notebook, or read its fields.
 
     Attributes:
         criterion: the argument of `oneshot`.
         reconstruct: the argument of `oneshot`.
         layers: one `LayerReport` for each pruned weight, in module order.
-        patch: what `patch_model` said: which layers are sparse, which are not and why.
+        patch: report of `patch_model`: which layers are sparse, and why not the others.
     """
 
     criterion: str
@@ -112,31 +112,30 @@ def oneshot(
     save it, `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. If anything goes wrong,
     an interrupt included, the model is left as it was.
 
-    Needs memory for all batches, for each the output of one block (and of those that skip blocks, such as an encoder's
-    last one), and, on the CPU, for the dense weights of the targeted layers; with `reconstruct` or "sparsegpt", for an
-    `[in, in]` matrix of every targeted layer of one block and the largest of these twice. At first, for one batch, the
-    outputs of all blocks.
+    Takes memory for the output of one block for every batch (and of those that skip blocks, such as an encoder's last
+    one), and at first of all blocks for one batch; on the CPU, for the dense weights of the targeted layers; with
+    `reconstruct` or "sparsegpt", for an `[in, in]` matrix of every targeted layer of one block, the largest twice.
 
     Args:
-        model: not patched yet, on the device it shall run on. Its mode (train or eval) is kept.
+        model: not patched yet, on the device it runs on. Its mode (train or eval) is kept.
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
             kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
             full length are usual. All batches with the same names run the same blocks in the same order.
         config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
             the layers as in `patch_model`.
-        criterion: what a weight is kept for, in every group of M inputs:
+        criterion: the score by which N weights of every group of M inputs are kept:
 
             * `"magnitude"`: its absolute value;
-            * `"wanda"`: that times the norm of its input (arXiv 2306.11695);
-            * `"sparsegpt"`: what pruning it costs once the weights to its right have made up for it, which they then do
-              (arXiv 2301.00774); weights of inputs that are never active become zero;
-            * `"existing"`: its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
-              can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
-        reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
-            layer's output (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
-        damping: pulls towards the dense weights, as a share of the mean squared input; what SparseGPT and the
-            reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it where the matrix is not
-            positive definite, with a warning.
+            * `"wanda"`: its absolute value times the norm of its input (arXiv 2306.11695);
+            * `"sparsegpt"`: the output error of pruning it once the weights to its right have made up for it, as they
+              then do (arXiv 2301.00774); weights of inputs that are never active become zero;
+            * `"existing"`: its absolute value, for a model that has zeros already, which are dropped first; `dropped`
+              in the report counts the non-zeros that had to go. An N:M sparse model stays as it is.
+        reconstruct: move the kept weights and the bias, if any, to the least-squares optimum of the layer's output
+            (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
+        damping: pull towards the dense weights, as a share of the mean squared input, which SparseGPT and the
+            reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it, with a warning, if the matrix
+            is not positive definite.
 
     Returns:
         A `OneshotReport` with each layer's output error.
@@ -245,7 +244,7 @@ def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
 def _prune_weight(
     name: str, target: SparseWeight, inputs: Gram | Sample, criterion: str, reconstruct: bool, damping: float
 ) -> tuple[LayerReport, Tensor]:
-    """Choose the mask of a weight, in the layout that it is stored in, and give its layer the new weight and bias."""
+    """Write a layer's new weight and bias, and return its report and its mask in the layout of the stored weight."""
     (n, m), weight = target.method.pattern, matrix(target)
     dense = weight.to(inputs.squares.dtype, copy=True)
     pruned = None
@@ -283,11 +282,9 @@ def _prune_weight(
 def _move_weights(
     target: SparseWeight, dense: Tensor, mask: Tensor, pruned: Tensor | None, gram: Tensor, damping: float | None
 ) -> Tensor:
-    """Give a layer the weights that the mask keeps: those of `pruned`, where there is one, or the dense ones; moved by
-    least squares, unless `damping` is None.
+    """Write a layer's pruned weights, and return their and the bias's difference to the dense ones, `[out, in + 1]`.
 
-    Returns:
-        `[out, in + 1]`: by how much weight and bias have changed from the dense ones.
+    They are those of `pruned`, or else the dense ones under the mask; moved by least squares unless `damping` is None.
     """
     weight, owned = matrix(target), target.bias
     # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
@@ -303,10 +300,10 @@ def _move_weights(
     weight.copy_(kernels.apply_mask(after[:, :-1], mask))
     if owned is not None:
         owned.copy_(after[:, -1])
-    # Measured on what the layer holds now, rounded to its dtype.
+    # From the layer's own tensors, rounded to its dtype.
     return before - _with_bias(weight.to(dense), None if owned is None else owned.to(dense))
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`[W, b]`, with zeros for None."""
+    """Return `[W, b]`, with zeros if `bias` is None."""
     return nn.functional.pad(weight, (0, 1)) if bias is None else torch.cat([weight, bias[:, None]], 1)
