@@ -1,11 +1,34 @@
-"""Tables in notebooks: what reports show of themselves."""
+"""Tables of reports, as text and as HTML for notebooks."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
 
+class TableReport:
+    """A report that shows itself as a table, in text and in notebooks; subclasses give it a title and rows."""
+
+    _columns: tuple[str, ...] = ()
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _rows(self) -> Iterable[tuple[str, ...]]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        columns = []
+        for head, *cells in zip(self._columns, *self._rows()):
+            width = max(map(len, (head, *cells)))
+            is_number = all(cell[:1].isdigit() for cell in cells)
+            columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (head, *cells)])
+        return "\n".join([self._title(), *("  ".join(line).rstrip() for line in zip(*columns))])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._columns, self._rows())
+
+
 def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A small HTML table, without colours of its own, so that light and dark notebooks show it in theirs.
+    """Return a small HTML table, without colours of its own, so that light and dark notebooks show it in theirs.
 
     Args:
         title: a line above the table.

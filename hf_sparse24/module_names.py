@@ -1,10 +1,10 @@
-"""How `target_modules` and `exclude_modules` name layers: by a group, by names, or by a regular expression.
+"""Matches `target_modules` and `exclude_modules` with layers: a group, names, or a regular expression.
 
-One rule for strings: a group's name is the group; letters, digits, `_` and `-`, joined by dots, are a name, matched as
-in a list of names; anything else is a regular expression, which must match a layer's whole name.
+A string is a group's name; or a name of letters, digits, `_` and `-`, joined by dots, as in a list of names; or else a
+regular expression, which must match a layer's whole name.
 
-A `config.json` from somebody else may hold any expression, and `re` backtracks without end on some. They are therefore
-matched by `regex`, which has a timeout, and which Transformers depends on.
+A downloaded `config.json` may hold any expression, and `re` backtracks without end on some. Therefore `regex`, which
+Transformers depends on, matches them with a timeout.
 """
 
 import math
@@ -21,10 +21,10 @@ from .methods.settings import shown
 TARGET_GROUPS = ("mlp", "attention", "all-linear")
 
 MATCH_SECONDS = 5.0
-"""How long all matches of one expression against the names of a model may take; ordinary ones take milliseconds."""
+"""Limit of the time to match one expression with all names of a model; ordinary ones take milliseconds."""
 
 _MAX_SIZE = 100_000
-"""Of an expression, with `{n}` written out: `regex` writes it out, in about 300 bytes for each character."""
+"""Limit of an expression's characters, with `{n}` expanded: `regex` takes about 300 bytes for each."""
 
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 
@@ -43,7 +43,7 @@ def check_module_names(field: str, value: Any) -> None:
 
 
 class ModuleNames:
-    """A value of `target_modules` or `exclude_modules`, ready to be matched against the layers of one model."""
+    """A value of `target_modules` or `exclude_modules`, to be matched with the layers of one model."""
 
     def __init__(self, field: str, value: str | list[str]):
         self.field, self.value = field, value
@@ -57,7 +57,7 @@ class ModuleNames:
         self._seconds_left = MATCH_SECONDS
 
     def picks(self, names: Sequence[str], sublayer: str | None) -> bool:
-        """Whether a layer is meant that has one of `names`, in a sublayer `"mlp"`, `"attention"` or neither.
+        """Return whether the value picks a layer with these `names`, in a sublayer `"mlp"`, `"attention"` or None.
 
         Raises:
             ValueError: matching takes too long.
@@ -84,12 +84,12 @@ class ModuleNames:
 
 
 def ends_with(name: str, ending: str) -> bool:
-    """Whether `ending` is the whole name or its last components."""
+    """Return whether `ending` is the whole name or its last components."""
     return name == ending or name.endswith(f".{ending}")
 
 
 def _compile(field: str, value: str) -> Any:
-    """The expression, if `re` takes it too: what `regex` has beyond that (recursion) is not covered by its timeout."""
+    """Return the compiled expression, if `re` takes it too: the timeout of `regex` does not cover its recursion."""
     counts = [int(count) for count in re.findall(r"\{([0-9]{1,9})", value)]
     size = len(value) * math.prod(max(count, 1) for count in counts)
     if size > _MAX_SIZE or re.search(r"\(\?[a-zA-Z]*x", value):  # (?x) would hide counts from the line above

@@ -1,7 +1,7 @@
-"""What the library says: progress of long work, as a bar where somebody can see one, a line a minute elsewhere, and one
-line at the end; and logs, of the main process alone.
+"""Progress of long work, and the library's loggers.
 
-The bars are Transformers', so `transformers.utils.logging.disable_progress_bar()` turns them off.
+Progress is a bar where somebody can see one, and a log line a minute elsewhere. The bars are Transformers', so
+`transformers.utils.logging.disable_progress_bar()` turns them off.
 """
 
 import sys
@@ -20,19 +20,20 @@ SECONDS_BETWEEN_LINES = 60
 
 
 class Progress:
-    """A context manager around work of `total` units. The main process alone shows or says anything.
+    """Counts the finished units of long work, within a `with` block. Only the main process shows a bar or writes lines.
 
     Args:
-        what: is done, such as `"calibration"`.
+        what: name of the work, such as `"calibration"`.
         total: number of units; None where it is set later.
         unit: what is counted, in the singular.
-        say: takes a line every minute where there is no bar, and one at the end of work that was not interrupted: what,
-            how much, how long. A logger's `info` in the library, `print` in commands; None says nothing.
-        leave: whether the bar stays when it is done.
+        say: called with a line every minute where there is no bar, and with one at the end of work that raised no
+            exception. A logger's `info` in the library, `print` in commands; None writes no lines.
+        leave: whether the bar stays when the work is done.
         hide: show no bar, whoever watches.
 
     Attributes:
         done: units so far.
+        total: number of units; may be set.
     """
 
     def __init__(
@@ -45,21 +46,11 @@ class Progress:
         leave: bool = True,
         hide: bool = False,
     ):
-        self.what, self.unit, self.done = what, unit, 0
-        self.is_shown = not hide and rank() == 0 and is_watched()
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self._has_bar = not hide and rank() == 0 and is_watched()
         self._say = say if rank() == 0 else None
-        self._bar: Any = logging.tqdm(total=total, desc=what, unit=unit, leave=leave, disable=not self.is_shown)
-        self._total = total
+        self._bar: Any = logging.tqdm(total=total, desc=what, unit=unit, leave=leave, disable=not self._has_bar)
         self._start = self._said = time.monotonic()
-
-    @property
-    def total(self) -> int | None:
-        """Number of units."""
-        return self._total
-
-    @total.setter
-    def total(self, total: int) -> None:
-        self._total = self._bar.total = total
 
     @property
     def seconds(self) -> float:
@@ -67,29 +58,22 @@ class Progress:
         return time.monotonic() - self._start
 
     def update(self, number: int = 1, note: str | None = None) -> None:
-        """Count units as done.
-
-        Args:
-            number: of units; 0 changes the note alone.
-            note: stands behind the bar until the next one.
-        """
+        """Count `number` more units as done, and show `note` behind the bar until the next note."""
         self.done += number
+        self._bar.total = self.total
         if note is not None:
             self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(number)
-        if self._say is not None and not self.is_shown and time.monotonic() >= self._said + SECONDS_BETWEEN_LINES:
+        if self._say is not None and not self._has_bar and time.monotonic() >= self._said + SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
-            self._say(self._line(note))
-
-    def summary(self) -> str:
-        """What was done, how much, and how long it took."""
-        return f"{self.what}: {count(self.done, self.unit)} in {duration(self.seconds)}"
+            done = f"{self.done} of {count(self.total, self.unit)}" if self.total else count(self.done, self.unit)
+            self._say(f"{self.what}: {done} in {duration(self.seconds)}" + (f", {note}" if note else ""))
 
     def close(self) -> None:
-        """End the bar, and say the summary; `with` does it where no exception ends the work."""
+        """End the bar and write the summary; a `with` block calls it unless an exception ends the work."""
         self._bar.close()
         if self._say is not None:
-            self._say(self.summary())
+            self._say(f"{self.what}: {count(self.done, self.unit)} in {duration(self.seconds)}")
 
     def __enter__(self) -> "Progress":
         return self
@@ -97,29 +81,13 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._bar.close()
-
-    def _line(self, note: str | None) -> str:
-        parts = [f"{self.what}: {self.done}", duration(self.seconds)]
-        if self._total:
-            left = (self._total - self.done) * self.seconds / self.done if self.done else None
-            parts = [f"{self.what}: {self.done} of {count(self._total, self.unit)}", f"{duration(self.seconds)} so far"]
-            parts += [] if left is None else [f"about {duration(left)} left"]
-        return ", ".join([*parts, *([note] if note else [])])
+        if kind is not None:
+            self._say = None
+        self.close()
 
 
 def get_logger(name: str) -> Logger:
-    """A logger as Transformers makes them, which is silent in all processes but the first: all of them find the same.
-
-    Args:
-        name: of the module.
-
-    Returns:
-        The logger.
-    """
+    """Return Transformers' logger for a module, silenced in all processes but the main one, which logs the same."""
     logger = cast(Logger, logging.get_logger(name))
     logger.addFilter(_is_main_process)
     return logger
@@ -130,34 +98,19 @@ def _is_main_process(record: LogRecord) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a bar can be seen: in a notebook, or where stderr is a terminal. A log would get a line per change."""
+    """Return whether a bar can be seen: in a notebook or a terminal. A log file would get a line per change."""
     in_notebook = any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__)
     return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def count(number: int, unit: str) -> str:
-    """A number of things, in words.
-
-    Args:
-        number: of them.
-        unit: in the singular.
-
-    Returns:
-        Such as `"1 batch"` or `"12 batches"`.
-    """
+    """Return a number of things in words, such as `"1 batch"` or `"12 batches"`, for `unit` in the singular."""
     plural = unit if number == 1 else f"{unit}es" if unit.endswith(("ch", "s", "x")) else f"{unit}s"
     return f"{number:,} {plural}"
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that fits it.
-
-    Args:
-        seconds: the time.
-
-    Returns:
-        Such as `"3.2 s"`, `"5 min"` or `"2.5 h"`.
-    """
+    """Return a time in the unit that fits it, such as `"3.2 s"`, `"5 min"` or `"2.5 h"`."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -61,9 +61,9 @@ def test_a_log_gets_no_bar_but_a_line_a_minute(monkeypatch, capsys):
             now[0] += 25
             bar.update(note="64 x 64")
     assert said == [
-        "tuning: 3 of 10 GEMMs, 75.0 s so far, about 3 min left, 64 x 64",
-        "tuning: 6 of 10 GEMMs, 2 min so far, about 2 min left, 64 x 64",
-        "tuning: 9 of 10 GEMMs, 4 min so far, about 25.0 s left, 64 x 64",
+        "tuning: 3 of 10 GEMMs in 75.0 s, 64 x 64",
+        "tuning: 6 of 10 GEMMs in 2 min, 64 x 64",
+        "tuning: 9 of 10 GEMMs in 4 min, 64 x 64",
         "tuning: 10 GEMMs in 4 min",
     ]
     assert capsys.readouterr() == ("", "")

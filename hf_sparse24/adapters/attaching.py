@@ -1,4 +1,4 @@
-"""Attaching adapters to sparse layers: what is done to PEFT's layers, once they stand around a sparse one."""
+"""Attaching adapters to sparse layers: PEFT's layers get masks, and merges that keep the weight 2:4."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from .merging import Unmerged, adapters_in, keep_merges_sparse
 
 
 def attach_adapters(model: nn.Module) -> None:
-    """Attach every adapter of `model` that stands around a sparse layer; those that are attached stay as they are."""
+    """Attach every adapter of `model` around a sparse layer, unless it is attached already."""
     for adapter in adapters_in(model):
         if isinstance(adapter.get_base_layer(), Sparse24Layer | PackedLayer):
             for name in adapter._get_available_adapters():
@@ -24,17 +24,17 @@ def attach_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None]:
-    """Within the block, PEFT puts an adapter around a layer, or one more into the adapter that is there.
+    """Attach the adapter that PEFT puts around a layer within the block, or adds to the adapter that is there.
 
-    A sparse layer shows its sparse weight meanwhile, not its master: what an adapter is initialised with, such as
-    PiSSA's singular vectors, comes from what the layer computes with. PiSSA and its like take out of the base weight
-    what they put into the adapter; through the mask, what remains is 2:4.
+    Within the block the `.weight` of a sparse layer is its sparse weight, so that adapters are initialised from what
+    the layer computes with. PiSSA and its like subtract the adapter from the base weight; through the mask, the rest is
+    2:4.
 
     Raises:
-        ValueError: an adapter that is not masked changes the weight; it stays as it was.
+        ValueError: an adapter that is not masked changes the weight, which is restored.
     """
-    layer = _base_layer(getattr(parent, child))
-    adapter: Any
+    adapter: Any = getattr(parent, child)
+    layer = adapter.get_base_layer() if is_adapter(adapter) else adapter
     is_sparse = isinstance(layer, Sparse24Layer | PackedLayer)
     if not is_sparse or layer.weight.is_meta or not has_mask(layer):
         yield
@@ -67,13 +67,8 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         init_magnitude(adapter, adapter_name)
 
 
-def _base_layer(module: Any) -> Any:
-    """The model's own layer in an adapter, or the module itself."""
-    return module.get_base_layer() if is_adapter(module) else module
-
-
 def _attach(adapter: Any, name: str) -> bool:
-    """Guard the merges of an adapter, and mask it where it is of a kind that can be: whether it is masked."""
+    """Let an adapter merge as `merging` says, mask it if its kind allows, and return whether it is masked."""
     from .variants import mask_adapter  # PEFT is optional
 
     if not is_adapter(adapter):

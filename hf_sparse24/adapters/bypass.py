@@ -1,4 +1,4 @@
-"""Whether the adapter around a sparse layer lets it compute, or computes with its dense master weight itself.
+"""Refuses adapters that compute with the dense master weight of a sparse layer.
 
 Most adapters add to what a layer returns, or change what it is given. Some read `base_layer.weight`, which is the dense
 master: FRoD, HRA, SHiRA and SuperTuning replace the layer's GEMM by one of their own, so that nothing is sparse; HiRA
@@ -18,12 +18,12 @@ from ..weights.sparse_weight import sparse_weights
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is one that PEFT puts around a `base_layer`."""
+    """Return whether a module is one that PEFT puts around a `base_layer`."""
     return any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
 
 
 def is_masked(adapter: Any) -> bool:
-    """Whether all active adapters of a layer act through the mask."""
+    """Return whether all active adapters of a layer act through the mask."""
     variants = getattr(adapter, "lora_variant", {})
     names = [name for name in adapter.active_adapters if name in getattr(adapter, "lora_A", {})]
     return bool(names) and all(getattr(variants.get(name), "is_masked", False) for name in names)
@@ -48,9 +48,9 @@ def check_adapters(model: nn.Module) -> None:
 
 @torch.no_grad()
 def bypasses_layer(adapter: nn.Module) -> bool:
-    """Whether what an adapter returns depends on the weight of its `base_layer`, or never calls that layer.
+    """Return whether an adapter's output depends on the weight of its `base_layer`, or never calls that layer.
 
-    Found out with a layer in its place whose weight is NaN and whose output is zero.
+    A layer with NaN as weight and zeros as output takes its place to find out.
     """
     layer: Any = adapter.base_layer
     if layer.weight.is_meta:
@@ -59,7 +59,7 @@ def bypasses_layer(adapter: nn.Module) -> bool:
     try:
         x = layer.weight.new_zeros(1, 1, probe.in_features)
         output = copy.deepcopy(adapter, {id(layer): probe})(x)
-    except Exception:  # such as one that must be told a task: nothing is known
+    except Exception:  # such as an adapter that needs more arguments: nothing is known
         return False
     return not probe.was_called or bool(output.isnan().any())
 

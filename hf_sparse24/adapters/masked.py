@@ -11,11 +11,9 @@ nothing but rounding. The gradients are those of D, masked:
 X Ws^T is the base layer's own GEMM. That of D is not fused with it: bf16 has too few bits for a weight and the small
 changes that an adapter learns, and the sum Ws + D rounds a part of them away.
 
-D and dZ^T X are as large as the weight, so neither is ever whole: both exist for `CHUNK` elements at a time, a block of
-output rows, and D is computed again for the backward pass.
-
-Costs: three GEMMs of the weight's size per training step, one in inference. Memory beside the base layer: four tensors
-of CHUNK elements, in fp32 at most, and Ws in the dtype of the GEMM, which the base layer keeps anyway.
+D and dZ^T X are as large as the weight, so they are computed for `CHUNK` elements at a time, a block of output rows,
+and D again in the backward pass. This costs three GEMMs of the weight's size per training step, one in inference, and
+the memory of four tensors of CHUNK elements.
 
 References: SPP (arXiv 2405.16057) and SQFT (arXiv 2410.03750) mask adapters; LoRS (arXiv 2501.08582) recomputes them.
 Deviation: SQFT multiplies by the sum Ws + D.
@@ -34,18 +32,18 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 
 CHUNK = 2**22
-"""Elements of D that exist at a time."""
+"""Number of elements of D that are computed at a time."""
 
 ALL = slice(None)
 
 
 @torch.no_grad()
 def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> Tensor:
-    """The weight `[out, in]` that a linear layer, sparse or not, multiplies by: without gradients, not to be changed.
+    """Return the weight `[out, in]` that a linear layer, sparse or not, multiplies by; the caller must not change it.
 
     Args:
         dtype: of a sparse layer's GEMM, so that the layer's own encoding is taken; None for the master's.
-        tokens: how many the GEMM multiplies by, see `Encodings.get`.
+        tokens: number of tokens in the GEMM, see `Encodings.get`.
     """
     if is_pruned(layer):
         sparse = layer.sparse24["weight"]
@@ -55,41 +53,38 @@ def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> 
 
 
 def is_pruned(layer: nn.Module) -> bool:
-    """Whether a layer is a sparse one that computes with a pruned weight now, not with its dense master."""
+    """Return whether a layer is a sparse one that now computes with a pruned weight, not with its dense master."""
     return isinstance(layer, Sparse24Layer) and not layer.sparse24["weight"].run.is_dense
 
 
 def has_mask(layer: nn.Module) -> bool:
-    """Whether the zeros of a layer's weight are its mask: a sparse layer has none while it computes densely."""
+    """Return whether the zeros of a layer's weight are its mask, as they are except in a method's dense phase."""
     return is_pruned(layer) or not isinstance(layer, Sparse24Layer)
 
 
 def input_dim_of(layer: nn.Module) -> int:
-    """Which dimension of the weight of a linear layer is the input dimension."""
+    """Return the input dimension of a linear layer's weight."""
     return -2 if isinstance(layer, Conv1D) else -1
 
 
 def out_in(layer: nn.Module, weight: Tensor) -> Tensor:
-    """A weight as the layer stores it as `[out, in]`, or the other way round."""
+    """Return a stored weight as `[out, in]`, or the other way round."""
     return weight if input_dim_of(layer) == -1 else weight.t()
 
 
 def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
-    """X D^T, where D = M * (s B A).
+    """Return X D^T `[..., out]`, where D = M * (s B A).
 
     Args:
         x: `[..., in]`, in the dtype of the GEMM and of the result.
         a, b: `[r, in]` and `[out, r]`, of any floating dtype; D is computed in fp32 or fp64, then rounded to that of x.
         layer: the base layer, whose weight has the mask. It receives no gradient.
-
-    Returns:
-        `[..., out]`.
     """
     return _MaskedLinearFunction.apply(x, a, b, scaling, layer)
 
 
 def row_norms(a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
-    """The L2 norms `[out]` of the rows of Ws + D, as DoRA divides by; fp32 or fp64, without gradients."""
+    """Return the L2 norms `[out]` of the rows of Ws + D, by which DoRA divides: fp32 or fp64, without gradients."""
     weight = weight_of(layer)
     with torch.no_grad(), _exactly(a):
         norms = [(weight[rows] + masked_delta(weight, a, b, scaling, rows)).norm(dim=1) for rows in _blocks(weight)]
@@ -131,13 +126,13 @@ class _MaskedLinearFunction(torch.autograd.Function):
 
 
 def masked_delta(weight: Tensor, a: Tensor, b: Tensor, scaling: float, rows: slice = ALL) -> Tensor:
-    """Rows of D, in fp32 or fp64."""
+    """Return rows of D, in fp32 or fp64."""
     delta = (b[rows].to(_wide(b)) * scaling) @ a.to(_wide(a))
     return delta.masked_fill_(weight[rows] == 0, 0)
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Blocks of output rows that have `CHUNK` elements at most, or are one row."""
+    """Yield blocks of output rows of at most `CHUNK` elements, or of one row."""
     out, inputs = weight.shape
     step = max(1, CHUNK // max(inputs, 1))
     for start in range(0, out, step):
@@ -149,5 +144,5 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _exactly(tensor: Tensor) -> torch.autocast:
-    """Autocast has chosen the dtype of x already; it must not round A and B, too."""
+    """Return a context without autocast, which has chosen the dtype of x and would round A and B, too."""
     return torch.autocast(tensor.device.type, enabled=False)

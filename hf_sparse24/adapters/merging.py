@@ -1,15 +1,15 @@
 """Merging adapters into sparse layers, so that they stay sparse.
 
-PEFT merges by writing to `base_layer.weight`, which of a sparse layer is the dense master: the layer would prune the
-sum. So while an adapter around a sparse layer is merged, `.weight` is the sparse weight Ws itself, with state that
-prunes it to itself. What is merged into it must be pruned to itself as well; if not, all is put back and an error says
-so. What was there before is kept, and comes back when the adapter is unmerged: bit for bit.
+PEFT merges by writing to `base_layer.weight`, the dense master of a sparse layer, which would then prune the sum. So
+while an adapter around a sparse layer is merged, `.weight` is the sparse weight Ws itself, with state that prunes it to
+itself. If the merged weight is not pruned to itself, the merge is undone with an error. Unmerging restores the layer as
+it was before the merge, bit for bit.
 """
 
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -25,15 +25,14 @@ from .bypass import is_adapter, is_masked
 from .masked import input_dim_of, is_pruned, out_in
 
 _UNMERGED = "sparse24_unmerged"
-"""The attribute of an adapter that has what its base layer was before the merge."""
+"""Attribute of a merged adapter with the `Unmerged` of its base layer."""
 
 
 class Unmerged:
-    """What a linear layer was before something is merged into it.
+    """The tensors and state of a linear layer before something is merged into it.
 
-    Making one puts the weight that the layer computes with in the place of its master, and gives the layer tensors of
-    its own, which may be changed in place. A packed layer is an ordinary one from then on, until `is_settled` packs it
-    again, or `restore`.
+    Making one replaces the layer's master by the weight that it computes with, and all its tensors by copies, which may
+    be changed in place. It unpacks a packed layer, until `is_settled` or `restore` packs it again.
     """
 
     @torch.no_grad()
@@ -50,11 +49,13 @@ class Unmerged:
                 parameter.data = parameter.data.clone()
         if self.sparse is not None:
             layer.weight.data = self.sparse.pruned()
-            settle(layer)
+            (view,) = self.sparse.views()
+            self.sparse.set_state(self.sparse.run.method.state_of_pruned(view))  # prunes the weight to itself
+            self.sparse.clear_encodings()
 
     @torch.no_grad()
     def weight(self) -> Tensor:
-        """The weight `[out, in]` that the layer computed with."""
+        """Return the weight `[out, in]` that the layer computed with."""
         if self.packed is not None:
             return kernels.unpack_nm(self.packed)
         weight = self.tensors["weight"]
@@ -66,8 +67,7 @@ class Unmerged:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the layer what it was, wherever it has been moved to; if it has been unpatched, a dense layer with the
-        weight that it computed with."""
+        """Restore the layer on its current device; an unpatched one gets the weight that it computed with."""
         if self.packed is not None:
             self._pack(self.packed)
         tensors = self.tensors
@@ -83,7 +83,7 @@ class Unmerged:
 
     @torch.no_grad()
     def is_settled(self) -> bool:
-        """Whether the layer computes with its `.weight` as it is now; a packed one is packed again where it can be."""
+        """Return whether the layer computes with its `.weight` as it is now; pack a packed one again."""
         layer = self.layer
         if self.packed is not None:
             packed = pack_exactly(layer.weight, input_dim_of(layer))
@@ -96,28 +96,18 @@ class Unmerged:
         layer, device = self.layer, self.layer.weight.device
         if isinstance(layer, PackedLayer):
             unpack_weight(layer.packed24["weight"])
-        dtype = layer.weight.dtype
-        pack_weight(
-            layer, "weight", input_dim_of(layer), Packed(packed.values.to(device, dtype), packed.indices.to(device))
-        )
-
-
-def settle(layer: Any) -> None:
-    """Give a layer whose weight is N:M already the state that prunes it to itself."""
-    sparse = layer.sparse24["weight"]
-    (view,) = sparse.views()
-    sparse.set_state(sparse.run.method.state_of_pruned(view))
-    sparse.clear_encodings()
+        packed = Packed(packed.values.to(device, layer.weight.dtype), packed.indices.to(device))
+        pack_weight(layer, "weight", input_dim_of(layer), packed)
 
 
 def keep_merges_sparse(adapter: Any) -> None:
-    """Let an adapter around a sparse layer merge and unmerge as this module says, whoever calls it."""
+    """Replace `merge` and `unmerge` of an adapter around a sparse layer by this module's."""
     adapter.merge = functools.partial(_merge, adapter)
     adapter.unmerge = functools.partial(_unmerge, adapter)
 
 
 def unmerged_weight(adapter: Any) -> Tensor:
-    """While an adapter is being merged, the weight `[out, in]` that its base layer computed with before any was."""
+    """Return the weight `[out, in]` that an adapter's base layer computed with before any adapter was merged."""
     layer = adapter.get_base_layer()
     return getattr(adapter, _UNMERGED).weight() if adapter.merged_adapters else out_in(layer, layer.weight.detach())
 
@@ -154,31 +144,24 @@ def _unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise ValueError where the active adapters cannot be merged into sparse layers; nothing is changed.
-
-    PEFT merges layer by layer: an error in the last would leave the others merged.
-    """
+    """Raise ValueError where the active adapters cannot be merged into sparse layers, before PEFT merges any layer."""
     for adapter in adapters_in(model):
         if _is_guarded(adapter) and not adapter.merged and not is_masked(adapter):
-            with _no_warnings():
+            with warnings.catch_warnings(action="ignore"):
                 adapter.merge()
-                if adapter.merged:
-                    adapter.unmerge()
+            if adapter.merged:
+                _unmerge_quietly(adapter)
 
 
 def check_unmerged(model: nn.Module) -> None:
-    """Raise ValueError where an adapter is merged: unmerging would put back what its layer no longer is."""
+    """Raise ValueError where an adapter is merged: unmerging would restore a layer that has changed since."""
     merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
     if merged is not None:
         raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
 
 
-def _no_warnings() -> AbstractContextManager:
-    """Without PEFT's on unmerging: what it cannot undo exactly, this module does."""
-    return warnings.catch_warnings(action="ignore")
-
-
 def adapters_in(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that PEFT put around a `base_layer`."""
     return [module for module in model.modules() if is_adapter(module)]
 
 
@@ -188,11 +171,11 @@ def _is_guarded(adapter: Any) -> bool:
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[nn.Module]:
-    """The model below its adapters, with the active ones merged into it. Afterwards all is as it was, bit for bit.
+    """Merge a model's active adapters within the block, which gets the base model; then restore all, bit for bit.
 
     Raises:
-        ValueError: an adapter that is no change of weights, such as a prompt, one whose merge would not be 2:4, or one
-            whose layer shares its weight with another module.
+        ValueError: an adapter that changes no weights, such as a prompt; a merge that would not be 2:4, or into a
+            weight that modules share.
     """
     configs = getattr(model, "peft_config", {}).values()
     if any(config.is_prompt_learning or config.is_adaption_prompt for config in configs):
@@ -210,7 +193,7 @@ def without_adapters(model: Any) -> Iterator[nn.Module]:
 
 
 def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """PEFT's modules around the model's own, each with the module and the name that it has there."""
+    """Return PEFT's outermost modules around the model's own, each as (parent, name in the parent, module)."""
     wrappers: list[tuple[nn.Module, str, Any]] = []
     inside: set[int] = set()
     for parent in model.modules():  # from the outside in
@@ -224,7 +207,7 @@ def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """The names of the modules that have a Parameter, by its id."""
+    """Return the names of the modules that have each Parameter, by its id."""
     # PEFT keeps the trainable tokens of tied embeddings alike: these change together.
     followers = [a.get_base_layer() for a in adapters_in(model) if getattr(a, "tied_adapter", None) is not None]
     owners: dict[int, list[str]] = {}
@@ -236,7 +219,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> nn.Module:
-    """What a wrapper stands for, with adapters merged until `undo`."""
+    """Return the module that a wrapper stands for, with its adapters merged until `undo`."""
     unwrapped = None
     if not is_adapter(wrapper):  # a copy of a module that is trained, or an embedding with tokens that are
         if wrapper.disable_adapters:
@@ -257,7 +240,8 @@ def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> n
 
 
 def _unmerge_quietly(adapter: Any) -> None:
-    with _no_warnings():
+    """Unmerge without PEFT's warnings of what it cannot undo exactly, which `_unmerge` restores."""
+    with warnings.catch_warnings(action="ignore"):
         adapter.unmerge()
 
 

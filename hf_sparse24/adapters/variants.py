@@ -1,6 +1,6 @@
-"""What a LoRA layer around a sparse layer computes, as PEFT's own `LoraVariant`s. Imports PEFT.
+"""LoRA and DoRA around sparse layers, as PEFT's own `LoraVariant`s. Imports PEFT.
 
-A layer of PEFT is `Any` here: its attributes are dicts of modules by the adapter's name, which no type says.
+PEFT's layers are `Any` here: no type describes their attributes, dicts of modules by the adapter's name.
 """
 
 from typing import Any
@@ -17,17 +17,16 @@ from .merging import unmerged_weight
 
 
 class MaskedLora(LoraVariant):
-    """LoRA through the mask: Z = X Ws^T + X (M * s B A)^T.
+    """LoRA through the mask: Z = X Ws^T + X (M * s B A)^T; plain LoRA in a method's dense phase.
 
-    Dropout keeps PEFT's meaning: the adapter sees inputs that are dropped out, the base layer does not. While a method
-    is in its dense phase, its weights have no mask, and this is plain LoRA.
+    As in PEFT, dropout acts on the inputs of the adapter alone.
     """
 
     is_masked = True
 
     @staticmethod
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
-        """PEFT has made all there is."""
+        """Make nothing: PEFT has made the parameters."""
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
@@ -46,7 +45,7 @@ class MaskedLora(LoraVariant):
 
     @staticmethod
     def unmerge(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return orig_weight.data  # `merging` puts back what there was
+        return orig_weight.data  # `merging` restores the weight
 
 
 class MaskedDora(MaskedLora, DoraLinearVariant):
@@ -65,9 +64,8 @@ class MaskedDora(MaskedLora, DoraLinearVariant):
             base = layer(x.to(result.dtype))
         if layer.bias is not None:
             base = base - layer.bias
-        scale = module.lora_magnitude_vector[active_adapter].weight / row_norms(
-            *_factors(module, active_adapter), layer
-        )
+        norms = row_norms(*_factors(module, active_adapter), layer)
+        scale = module.lora_magnitude_vector[active_adapter].weight / norms
         delta = _output(module, active_adapter, x, result.dtype)
         return result + ((scale - 1) * base + scale * delta).to(result.dtype)
 
@@ -90,7 +88,7 @@ MASKED: dict[type | None, type[LoraVariant]] = {
 
 
 def mask_adapter(adapter: Any, name: str) -> bool:
-    """Let the adapter `name` of a layer act through the mask of its base layer; False where it is of another kind."""
+    """Let a layer's adapter act through the mask of the base layer, and return whether its kind can."""
     if not isinstance(adapter, LoraLinear) or name not in adapter.lora_A:
         return False
     current = adapter.lora_variant.get(name)
@@ -102,7 +100,7 @@ def mask_adapter(adapter: Any, name: str) -> bool:
 
 @torch.no_grad()
 def init_magnitude(adapter: Any, name: str) -> None:
-    """Let a new DoRA adapter begin with the lengths that its rows have; PEFT has measured them without the mask."""
+    """Set a new DoRA adapter's magnitude to the lengths of its masked rows; PEFT has measured them without the mask."""
     if name in adapter.lora_magnitude_vector:
         factors, layer = _factors(adapter, name), adapter.get_base_layer()
         if not factors[0].is_meta:
@@ -110,12 +108,12 @@ def init_magnitude(adapter: Any, name: str) -> None:
 
 
 def _factors(module: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
-    """A, B and s."""
+    """Return A, B and s."""
     return module.lora_A[adapter].weight, module.lora_B[adapter].weight, module.scaling[adapter]
 
 
 def _output(module: Any, adapter: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an adapter adds to the base layer's output, in its dtype."""
+    """Return what an adapter adds to the base layer's output, in `dtype`."""
     layer, bias = module.get_base_layer(), module.lora_B[adapter].bias
     a, b, scaling = _factors(module, adapter)
     if not has_mask(layer):
@@ -125,6 +123,6 @@ def _output(module: Any, adapter: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _delta(module: Any, adapter: str, unmerged: Tensor) -> Tensor:
-    """What an adapter adds to the weight `[out, in]`, in fp32 or fp64."""
+    """Return what an adapter adds to the weight `[out, in]`, in fp32 or fp64."""
     mask = unmerged if has_mask(module.get_base_layer()) else torch.ones_like(unmerged)
     return masked_delta(mask, *_factors(module, adapter))

@@ -13,7 +13,7 @@ from .made_classes import Made, made_class
 
 
 class Layout(NamedTuple):
-    """What the linear layers of a gated MLP are called."""
+    """The names of the linear layers of a gated MLP."""
 
     inputs: tuple[str, ...]
     """Two layers, or one whose output is cut into halves."""
@@ -32,23 +32,20 @@ KINDS = ("swiglu", "geglu", "geglu-exact")
 def fuse_gated_mlps(model: nn.Module) -> list[str]:
     """Make the gated MLPs of `model` compute with `sparse24_kernels.gated_activation`, in place.
 
-    Between its GEMMs a gated MLP has two elementwise operations, which round their result twice and leave three
-    tensors for the backward pass; fused, it rounds once and leaves the two inputs. Parameters, submodules and
-    `state_dict` stay what they are, outputs change by rounding alone. The layers are called as modules, so it does not
-    matter whether the model is patched before or after.
+    Between its GEMMs a gated MLP has two elementwise operations, which round twice and save three tensors for the
+    backward pass; fused, it rounds once and saves the two inputs. Parameters, submodules and `state_dict` stay the
+    same, outputs change by rounding alone. The model may be patched before or after.
 
     A module is fused if its linear layers have the names that Llama (`gate_proj`, `up_proj`, `down_proj`), Phi-3
     (`gate_up_proj`, `down_proj`), LFM2 (`w1`, `w3`, `w2`) or ModernBERT (`Wi`, `Wo`) gives them, if it has no other
-    weights, and if it *behaves* like `output(act(gate) * up)` with one of `GATED_ACTIVATIONS` of
-    `sparse24_kernels.gated`: its own
-    forward must say so on tiny layers put in the place of its own, in train mode. Everything else, an MLP with dropout
-    for instance, is left alone.
+    weights, and if its own forward computes `output(act(gate) * up)`, with one of `GATED_ACTIVATIONS` of
+    `sparse24_kernels.gated`, on tiny layers in train mode. All others, such as an MLP with dropout, stay as they are.
 
     Args:
         model: any model, patched or not, on any device, meta included.
 
     Returns:
-        Names of all modules that are fused now, in module order. Fusing again changes nothing.
+        Names of all fused modules, in module order. Fusing again changes nothing.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -68,14 +65,7 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
 
 
 def unfuse_gated_mlps(model: nn.Module) -> list[str]:
-    """Undo `fuse_gated_mlps`, in place.
-
-    Args:
-        model: any model.
-
-    Returns:
-        Names of the modules that were fused, in module order.
-    """
+    """Undo `fuse_gated_mlps` in place, and return the names of the modules that were fused, in module order."""
     fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
     for module in fused.values():
         module.__class__ = module.made_of[1]
@@ -83,7 +73,7 @@ def unfuse_gated_mlps(model: nn.Module) -> list[str]:
 
 
 class FusedGatedMLP(Made):
-    """What a fused module's class has in front of its own: one class for each class, layout, order and kind."""
+    """First base of the classes of fused modules: one for each own class, layout, order and kind."""
 
     prefix = "Fused"
     layout: Layout
@@ -120,7 +110,7 @@ def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _is_simple(module: nn.Module, linears: set[str]) -> bool:
-    """Whether there is nothing beside the linear layers that a fused forward would pass over."""
+    """Return whether the module has nothing beside its linear layers that a fused forward would leave out."""
     if module._parameters or module._buffers or "forward" in vars(module):  # the last: someone has replaced it
         return False
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -132,10 +122,9 @@ def _is_simple(module: nn.Module, linears: set[str]) -> bool:
 
 
 def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) -> bool:
-    """Compare the module's own forward with the fused one, on tiny layers and in float64.
+    """Return whether the module's own forward equals the fused one, on tiny random layers in float64.
 
-    Tiny random layers rather than its own: those may be on the meta device, huge, pruned, or all zeros, which would
-    make any two forwards agree.
+    The module's own layers may be on the meta device, huge, or all zeros, which would make any two forwards agree.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -149,7 +138,7 @@ def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) 
         try:
             own = probe.forward(x)
             return torch.allclose(own, _fused_forward(probe, x, layout, up_first, kind), rtol=1e-6, atol=1e-6)
-        except Exception:  # whatever a foreign forward raises on such layers, it is none that we know
+        except Exception:  # whatever a foreign forward raises, it is none that we know
             return False
 
 

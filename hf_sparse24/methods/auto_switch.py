@@ -1,4 +1,4 @@
-"""AutoSwitch: when Adam's variance v has settled, so that STEP may freeze it."""
+"""AutoSwitch decides when Adam's variance v has settled, so that STEP may freeze it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,20 +27,18 @@ class AutoSwitch:
     * "geometric", option II: the same with `z_t = exp(mean log |v_t - v_{t-1}|)`.
 
     The paper's rules compare a change of v, which has the units of squared gradients, with eps, which has those of a
-    gradient: where gradients are small they are fulfilled at once, where they are large never. The ratio of v and an
-    earlier v has no units. The mean of v is made by a few large entries, so half of the entries may move while it
-    stands still; the mean of log v sees them. It is averaged over a window, because v forgets within `1 / (1 - beta2)`
-    steps, so each batch moves it: without that, the statistic of a small run stayed between 0.15 and 0.2.
+    gradient: small gradients fulfil them at once, large ones never. The ratio of v and an earlier v has no units. A few
+    large entries dominate the mean of v; the mean of log v sees all entries. It is averaged over a window because v
+    forgets within `1 / (1 - beta2)` steps, so that each batch moves it.
 
-    The geometric mean of option II leaves out entries with v_t = v_{t-1} exactly. One dead entry would make it zero,
-    and so switch at `switch_after` whatever all others do. If every entry is dead, z_t is 1 - beta2. Fewer z than
-    a full window decide nothing; averages over few would let the first quiet steps decide.
+    The geometric mean leaves out entries with v_t = v_{t-1} exactly: one dead entry would make it zero, and so switch
+    at `switch_after`. If every entry is dead, z_t is 1 - beta2. Less than a full window of z decides nothing.
 
     In bfloat16 a variance cannot fall where 1 - beta2 is below 0.004, and looks settled: keep the weights in fp32.
 
-    What it has seen is in a dict that the optimizer saves. `window` there is what the statistic is made of: z of the
-    last steps; or, for each weight, the sum of mean log v in this window, and its mean in the one before. What has not
-    been seen is inf, which makes the statistic inf.
+    The optimizer saves what AutoSwitch has seen, a dict. Its `window` has z of the last steps; or, for each weight, the
+    sum of mean log v in this window and its mean in the one before. What has not been seen is inf, and then so is the
+    statistic.
 
     Args:
         rule: one of `SWITCH_RULES`.
@@ -71,7 +69,7 @@ class AutoSwitch:
         self.window = self.memory * max(1, round(total_steps / _WINDOWS / self.memory))
 
     def nothing_seen(self, weights: Sequence[Tensor]) -> dict[str, Any]:
-        """What is saved before the first step."""
+        """Return the dict of what was seen before the first step: nothing."""
         if self.rule == "drift":
             window = torch.full((2, len(weights)), math.inf)
         else:
@@ -80,7 +78,7 @@ class AutoSwitch:
         return {"made_by": made_by, "window": window, "statistic": torch.tensor(math.inf)}
 
     def resume(self, seen: dict[str, Any], weights: Sequence[Tensor]) -> None:
-        """Keep what was saved where it was made by the same rule in the same windows, and start anew otherwise."""
+        """Keep what was saved if the same rule made it with the same windows, and start anew otherwise."""
         fresh = self.nothing_seen(weights)
         if "made_by" not in seen and self.rule != "drift":  # version 0.1, which had the paper's rules alone
             seen |= {"made_by": fresh["made_by"], "statistic": seen["window"].mean()}
@@ -90,10 +88,10 @@ class AutoSwitch:
     def before_step(
         self, seen: dict[str, Any], step: int, gradients: list[Tensor], variances: list[Tensor], owners: list[Tensor]
     ) -> None:
-        """The paper's rules: write z of step `step` into the window, if any decision will look at it.
+        """Write z of step `step` into the window for the paper's rules, if any decision will read it.
 
         Args:
-            gradients, variances: what this process holds of those of the parameters `owners`.
+            gradients, variances: this process's shards of those of the parameters `owners`.
         """
         if self.rule == "drift" or step <= self.after - self.memory or not owners:
             return
@@ -106,10 +104,9 @@ class AutoSwitch:
     def after_step(
         self, seen: dict[str, Any], step: int, weights: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """The rule "drift": sample mean log v, and compare windows at the end of one.
+        """Sample mean log v for the rule "drift", and compare windows at the end of one.
 
-        Args:
-            weights: all of them; those that never had a gradient have no state, and are left out.
+        Weights that never had a gradient have no state, and are left out.
         """
         if self.rule != "drift" or step % self.memory:
             return
@@ -130,17 +127,16 @@ class AutoSwitch:
         seen["window"] = torch.stack([summed, last])
 
     def has_settled(self, seen: dict[str, Any], step: int) -> bool:
-        """Whether v may be frozen after step `step`."""
+        """Return whether v may be frozen after step `step`."""
         return step >= self.by or (step >= self.after and bool(seen["statistic"] < self.threshold))
 
 
 def _mean_distance(
     gradients: list[Tensor], variances: list[Tensor], owners: list[Tensor], rule: str, device: torch.device
 ) -> Tensor:
-    """The mean of |g^2 - v| over all entries, on all processes, an fp32 scalar on `device`: z_t / (1 - beta2)."""
+    """Return the mean of |g^2 - v| over all entries of all processes, z_t / (1 - beta2): an fp32 scalar on `device`."""
     sums = []
-    # One weight after the other: the lists' functions would hold the distances of all weights at once, which takes
-    # memory and, on a CPU, ten times as long.
+    # Not `torch._foreach_*`, which would hold the distances of all weights, and takes ten times as long on a CPU.
     for gradient, variance in zip(gradients, variances):
         distance = torch.addcmul(variance, gradient, gradient, value=-1).abs_()
         if rule == "arithmetic":
@@ -157,8 +153,10 @@ def _mean_distance(
 
 
 def _mean_logs(owners: list[Tensor], states: Mapping[Tensor, dict[str, Any]], beta2: float) -> Tensor:
-    """Of each variance, corrected for its bias, the mean log of its entries that are not 0, on all processes: fp32
-    `[n]` on the CPU; 0 where all are."""
+    """Return the mean log of the non-zero entries, of all processes, of each bias-corrected variance: fp32 `[n]`, CPU.
+
+    A variance that is all zeros has 0.
+    """
     sums = []
     for owner in owners:
         variance = local(states[owner]["exp_avg_sq"])

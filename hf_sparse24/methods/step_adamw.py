@@ -1,4 +1,4 @@
-"""StepAdamW: AdamW that freezes the variance of masked weights once it can be trusted. The optimizer of STEP."""
+"""StepAdamW, the optimizer of STEP: AdamW that freezes the variance of masked weights once it has settled."""
 
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -28,30 +28,20 @@ class StepAdamW(torch.optim.Optimizer):
 
     where clip limits each entry to [-update_clip, update_clip]. Phase 1 ends with the first step t >= `switch_after` at
     which `AutoSwitch` finds that v has settled, and with step `switch_by` in any case. The masks of STEP begin with the
-    step after it.
+    next step.
 
     Args:
         params: parameter groups. Those with `"masked": True` take part in AutoSwitch and in phase 2; all others are
             plain AdamW throughout. `step_param_groups` makes the groups of a patched model.
-        lr: learning rate, as in `torch.optim.AdamW`.
-        betas: decay rates of the moments, as there; the masked groups must agree on them.
-        eps: as there, and the threshold of the paper's two rules; the masked groups must agree on it.
-        weight_decay: as there.
+        lr, weight_decay: as in `torch.optim.AdamW`.
+        betas, eps: as there; the masked groups must agree on them. The paper's two rules compare with eps.
         total_steps: optimizer steps of the whole run, >= 2.
-        switch_rule: `"drift"`, once v changes by less than 10 % in a twentieth of the run, or in 1 / (1 - beta2) steps
-            where those are more; `"arithmetic"` or `"geometric"`, the paper's options I and II, once its mean change in
-            a step stays below eps. More in `AutoSwitch`.
+        switch_rule: `"drift"`, or the paper's `"arithmetic"` (option I) or `"geometric"` (option II); see `AutoSwitch`.
         switch_after: length of training before which AutoSwitch never switches: an int counts optimizer steps, a float
             below 1 is a fraction of `total_steps`.
         switch_by: length of training at which it switches in any case, in the same units.
-        update_clip: how many times the learning rate an entry moves at most in a step of phase 2 (weight decay aside);
-            0 clips nothing, as the paper has it.
-
-    Attributes:
-        switched: whether phase 2 has begun.
-        switch_step: how many steps phase 1 took, None while it lasts.
-        switch_statistic: the statistic of AutoSwitch as last taken; infinite while there is none.
-        switch_threshold: what it must fall below.
+        update_clip: limit of an entry's step in phase 2, in learning rates and without weight decay; 0, as in the
+            paper, limits nothing.
 
     Raises:
         ValueError: a value out of its range, no masked group, masked groups that disagree; when loading, the state of
@@ -60,25 +50,20 @@ class StepAdamW(torch.optim.Optimizer):
 
     `state_dict()` holds everything, AutoSwitch included (in the first masked group), so a resumed run equals an
     uninterrupted one. It needs no memory beyond AdamW's but AutoSwitch's window. The paper's rules read one number from
-    the device per step, between `switch_after` and the switch; "drift" goes over v every 1 / (1 - beta2) steps.
-
-    Each process updates its shards of sharded parameters (FSDP2, tensor parallelism); means are over all shards, so all
+    the device per step, between `switch_after` and the switch; "drift" reads v every 1 / (1 - beta2) steps. Each
+    process updates its shards of sharded parameters (FSDP2, tensor parallelism); means are over all shards, so all
     processes switch at the same step.
 
-    Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. What it leaves open,
-    where the public re-implementation differs, and where we do:
+    Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. A re-implementation by
+    the authors of S-STE has no bias correction in v* and eps^(3/4) in phase 2; the paper has eps. Our deviations:
 
-    * AdamW moves no entry by more than lr max(1, (1 - beta1) / sqrt(1 - beta2)), because v follows the gradient (Kingma
-      and Ba 2015, section 2.1): lr with beta2 = 0.95, 3.2 lr with 0.999. A frozen v* does not follow. Gradients grow
-      when masks begin and later in training, and an entry whose v* is of a quiet moment then takes many times that. On
-      a Llama of 1.6M parameters with lr 6e-3, switched after 400 of 4,000 steps, updates were 3.3 times as long as
-      AdamW's (root mean square) and the loss rose from 4.3 to 4.8; clipped, it went on falling. The bound max(v*, v_t)
-      does as well and takes memory for a third moment.
-    * v* carries the bias correction it had when it was frozen. Without it, steps would grow at the switch: by 26 %
-      after 1 / (1 - beta2) steps, and 3.2 times after a tenth of that, where `switch_by` forces the switch of a short
-      run.
-    * eps stands where the paper has it, not eps^(3/4). An entry whose gradient was zero all through phase 1 would take
-      steps of lr m^ / eps when it wakes up; the clip holds them.
+    * The clip. AdamW moves no entry by more than lr max(1, (1 - beta1) / sqrt(1 - beta2)), because v follows the
+      gradient (Kingma and Ba 2015, section 2.1). A frozen v* does not follow: when gradients grow, entries with a small
+      v* take many times that step. On a Llama of 1.6M parameters, lr 6e-3, switched after 400 of 4,000 steps, the loss
+      rose from 4.3 to 4.8; clipped, it went on falling. It also limits the steps of lr m^ / eps of an entry whose
+      gradient was zero all through phase 1.
+    * v* keeps the bias correction it had when it was frozen. Without it, steps would grow at the switch, by 26 % after
+      1 / (1 - beta2) steps.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -126,17 +111,17 @@ class StepAdamW(torch.optim.Optimizer):
 
     @property
     def switch_step(self) -> int | None:
-        """How many steps phase 1 took; None while it lasts."""
+        """Number of steps that phase 1 took; None while it lasts."""
         return self._auto_switch["switch_step"]
 
     @property
     def switch_statistic(self) -> float:
-        """The statistic of AutoSwitch as last taken; infinite while there is none."""
+        """Last value of AutoSwitch's statistic; infinite while there is none."""
         return float(self._auto_switch["statistic"])
 
     @property
     def switch_threshold(self) -> float:
-        """What AutoSwitch waits for the statistic to fall below."""
+        """Value that the statistic must fall below for phase 2 to begin."""
         return self._rule.threshold
 
     @property
@@ -150,13 +135,7 @@ class StepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take one step.
-
-        Args:
-            closure: computes the loss and its gradients anew, as in `torch.optim.AdamW`.
-
-        Returns:
-            What `closure` returns; None without one.
+        """Take one step, and return the loss of `closure` if there is one, as in `torch.optim.AdamW`.
 
         Raises:
             RuntimeError: a masked parameter gets its first gradient in phase 2, or a gradient is a sparse tensor.
@@ -182,10 +161,7 @@ class StepAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the `state_dict()` of a `StepAdamW` with the same groups.
-
-        Args:
-            state_dict: what `state_dict()` gave.
+        """Load the `state_dict()` of a `StepAdamW` with the same groups.
 
         Raises:
             ValueError: the state of another optimizer, or of other groups.
@@ -200,8 +176,7 @@ class StepAdamW(torch.optim.Optimizer):
         self._rule.resume(self._auto_switch, self._masked)
 
     def _gather(self, group: dict[str, Any]) -> "_Batch":
-        """What this process holds of the parameters of a group that have a gradient, with their state, which is made
-        at the first gradient."""
+        """Return a group's parameters that have a gradient, with their state, which is made at the first gradient."""
         batch = _Batch([], [], [], [], [], [])
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -219,20 +194,14 @@ class StepAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0)  # on the CPU, as AdamW has it: bias correction needs no device
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            tensors = (
-                local(parameter),
-                local_gradient(parameter),
-                local(state["exp_avg"]),
-                local(state["exp_avg_sq"]),
-                state["step"],
-                parameter,
-            )
+            moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            tensors = (local(parameter), local_gradient(parameter), *moments, state["step"], parameter)
             for values, value in zip(batch, tensors):
                 values.append(value)
         return batch
 
     def _switch(self, step: int) -> None:
-        """Turn v into v* in place, if it has settled. Of all masked parameters, with a gradient in this step or not."""
+        """Turn v of all masked parameters into v* in place if it has settled."""
         self._rule.after_step(self._auto_switch, step, self._masked, self.state)
         if self._rule.has_settled(self._auto_switch, step):
             self._auto_switch["switch_step"] = step
@@ -245,7 +214,7 @@ class StepAdamW(torch.optim.Optimizer):
 def step_param_groups(
     model: nn.Module, weight_decay: float = 0.01, decay_names: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of a patched model as groups for `StepAdamW`, in a training loop of your own.
+    """Return the trainable parameters of a patched model as groups for `StepAdamW`, in a training loop of your own.
 
     Args:
         model: a patched model. Its sparse weights go into groups with `"masked": True`.
@@ -271,8 +240,7 @@ def step_param_groups(
 
 
 class _Batch(NamedTuple):
-    """Parallel lists, for functions that update many tensors at once. `owners` are the parameters themselves, the other
-    tensors what this process holds of them."""
+    """Parallel lists for functions that update many tensors at once: this process's shards, and the whole `owners`."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -283,26 +251,14 @@ class _Batch(NamedTuple):
 
 
 def _adamw_step(group: dict[str, Any], batch: _Batch) -> None:
-    """torch's own, so that phase 1 is AdamW to the last bit."""
-    adamw(
-        batch.params,
-        batch.grads,
-        batch.exp_avgs,
-        batch.exp_avg_sqs,
-        [],
-        batch.steps,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    """Take a step of phase 1 by torch's own function, so that it is AdamW to the last bit."""
+    beta1, beta2 = group["betas"]
+    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    adamw(*batch[:4], [], batch.steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **settings)
 
 
 def _frozen_step(group: dict[str, Any], batch: _Batch, update_clip: float) -> None:
-    """Phase 2: the same with `exp_avg_sq` as it is, v*, and clipped."""
+    """Take a step of phase 2: AdamW's with the frozen variance in `exp_avg_sq`, clipped."""
     lr, beta1 = float(group["lr"]), group["betas"][0]
     torch._foreach_add_(batch.steps, 1)
     torch._foreach_mul_(batch.params, 1 - lr * group["weight_decay"])

@@ -1,7 +1,8 @@
-"""Which layers become sparse: found by structure and by the field's usual names, without a table of models."""
+"""Finds the layers that become sparse, by structure and by the field's usual names, without a table of models."""
 
 import inspect
 import re
+from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -20,25 +21,24 @@ from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
 from ..run import SparseRun
 from ..weights.place import layer_name
 
-# What a component of a module's name, or its class, is called in an attention or a feed-forward sublayer.
+# Usual names of modules, and of their classes, in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
     r"mlp|ffn|feed_?forward|^ff(_|$)|^fc_?\d|^lin\d|intermediate|^output$|dense_?relu|layerff|experts?$", re.IGNORECASE
 )
-# What Transformers calls the sub-configs of towers: `vision_config`, `audio_config`, `audio_encoder` and the like.
+# Transformers' names of the sub-configs of towers: `vision_config`, `audio_config`, `audio_encoder` and the like.
 _TOWER = re.compile(r"vision|image|video|audio|speech")
-# What picks experts or tokens; a wrong pick costs more than its few weights save.
+# Layers that pick experts or tokens: a wrong pick costs more than their few weights save.
 _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
 
 class Candidate(NamedTuple):
     """A linear layer or a stack of experts' weights, and why it stays dense (`skipped=None`: it becomes sparse).
 
-    A stack is named after its Parameter, `model.layers.0.mlp.experts.gate_up_proj`.
-
     Attributes:
+        name: of the layer; of a stack, its Parameter's name, `model.layers.0.mlp.experts.gate_up_proj`.
         parameter: the weight's name in `module`.
-        note: in what it differs from what the method does elsewhere, None where it does not.
+        note: how the method treats it differently from other layers, None if it does not.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Candidate(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a linear layer or a stack of experts' weights stands, and what it can be called.
+    """The position of a linear layer or a stack of experts' weights in the model, and its names.
 
     Attributes:
         path: the modules from the model down to the one that has the weight, each with its own component of the name.
         parameter: the weight's name in that module.
-        names: the layer's name in this model, and in the model with or without its head (`model.layers.0...`,
-            `layers.0...`). A stack can be called by its Parameter's name or by that of its module.
+        names: in this model, and in the model with or without its head (`model.layers.0...`, `layers.0...`); of a
+            stack, the names of its Parameter and of its module.
         block: the index of its repeated block, None outside any.
         sublayer: `"attention"`, `"mlp"` or None.
     """
@@ -76,9 +76,7 @@ class Place(NamedTuple):
 
 
 def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
-    """Every linear layer and stack of experts' weights of `model` in module order, with its verdict.
-
-    Each is there once, however often it is shared.
+    """Return every linear layer and stack of experts' weights of `model` once, in module order, with its verdict.
 
     Raises:
         ValueError: a name, an expression or a block index in the run's config that none of them has.
@@ -138,7 +136,7 @@ def _place(model: nn.Module, name: str, parameter: str) -> Place:
 
 
 def _picked(field: str, value: str | list[str] | None, places: dict[str, Place]) -> set[str]:
-    """The layers that a field of the config means. What it means must exist: a typo would go unnoticed."""
+    """Return the layers that a field of the config names. What it names must exist, so that a typo is noticed."""
     if value is None:
         return set()
     selector = ModuleNames(field, value)
@@ -168,9 +166,9 @@ def _chosen_blocks(layers: int | list[int] | None, places: dict[str, Place]) -> 
 
 
 def _towers(model: nn.Module) -> dict[int, str]:
-    """The parts of a multi-modal language model that read images or sound, by id, with their class.
+    """Return the classes of the parts of a multi-modal language model that read images or sound, by the part's id.
 
-    They are built from a sub-config that is called so. A model without a vocabulary is no language model, and whole.
+    Such a part has a sub-config with such a name. A model without a vocabulary is no language model and has none.
     """
     kinds: set[type] = set()
     towers = {}
@@ -188,30 +186,28 @@ def _towers(model: nn.Module) -> dict[int, str]:
 
 
 def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
-    """A weight that a dense module uses as well stays dense: it cannot be both when the model is unpatched.
+    """Skip weights that a dense module or, in part of their memory, another Parameter uses as well.
 
-    So does one whose memory another Parameter sees as well, as another one's slice or transpose: it would be pruned
-    twice, in groups that differ.
+    The first could not be both when the model is unpatched; the second would be pruned twice, in groups that differ.
     """
     views = _overlapping(model)
-    found = [
-        candidate._replace(skipped=f"its weight shares memory with {views[id(candidate.weight)]}, another Parameter")
-        if candidate.skipped is None and id(candidate.weight) in views
-        else candidate
-        for candidate in found
-    ]
+
+    def skip(skipped: str, weights: Collection[int]) -> list[Candidate]:
+        return [
+            each._replace(skipped=skipped.format(views.get(id(each.weight))))
+            if each.skipped is None and id(each.weight) in weights
+            else each
+            for each in found
+        ]
+
+    found = skip("its weight shares memory with {}, another Parameter", views)
     chosen = {(id(candidate.module), candidate.parameter) for candidate in found if candidate.skipped is None}
     dense = {id(p) for m in model.modules() for name, p in m._parameters.items() if (id(m), name) not in chosen}
-    return [
-        candidate._replace(skipped="its weight is shared with a module that stays dense")
-        if candidate.skipped is None and id(candidate.weight) in dense
-        else candidate
-        for candidate in found
-    ]
+    return skip("its weight is shared with a module that stays dense", dense)
 
 
 def _overlapping(model: nn.Module) -> dict[int, str]:
-    """Parameters and buffers that lie in another one's memory, by id, with the name of that other."""
+    """Return the Parameters and buffers that overlap another one in memory, by id, with the other's name."""
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
@@ -236,7 +232,7 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
 
 
 def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The modules from the model down to `name`, each with its own component of the name."""
+    """Return the modules from the model down to `name`, each with its own component of the name."""
     path = [("", model)]
     for part in name.split(".") if name else []:
         path.append((part, getattr(path[-1][1], part)))
@@ -244,7 +240,7 @@ def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def _block_index(path: list[tuple[str, nn.Module]]) -> int | None:
-    """Which repeated block a module belongs to: its place in the outermost ModuleList, None outside any."""
+    """Return the index of a module's repeated block in the outermost ModuleList, None outside any."""
     for (_, parent), (part, _) in pairwise(path):
         if isinstance(parent, nn.ModuleList):
             return int(part)
@@ -252,14 +248,14 @@ def _block_index(path: list[tuple[str, nn.Module]]) -> int | None:
 
 
 def _names_in_block(path: list[tuple[str, nn.Module]]) -> list[str]:
-    """What the layer and everything around it up to its block's ModuleList is called, by attribute and by class."""
+    """Return the names of the layer and of the modules around it up to its block's ModuleList, and their classes'."""
     blocks = next(i for i, (_, module) in enumerate(path) if isinstance(module, nn.ModuleList))
     between = [text for part, module in path[blocks + 1 : -1] for text in (part, type(module).__name__)]
     return [path[blocks][0], *between, path[-1][0]]
 
 
 def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
-    """`"attention"`, `"mlp"` or None."""
+    """Return `"attention"`, `"mlp"` or None."""
     names = _names_in_block(path)
     if any(_ATTENTION.search(text) for text in names):
         return "attention"
@@ -267,6 +263,7 @@ def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
 
 
 def _cannot_be_sparse(path: list[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
+    """Return why a weight cannot be sparse, None if it can."""
     module, parent = path[-1][1], path[-2][1]
     if _is_adapter(path):
         return "an adapter"
@@ -296,7 +293,7 @@ def _cannot_be_sparse(path: list[tuple[str, nn.Module]], parameter: str, method:
 
 
 def _unsupported_weight(weight: Tensor) -> str | None:
-    """Why no method can prune a weight, whatever its sizes."""
+    """Return why no method can prune a weight, whatever its sizes; None if one can."""
     if weight.dtype not in PRUNABLE:
         return f"its weight is {weight.dtype}; fp64, fp32, bf16 and fp16 can be pruned"
     if weight.layout != torch.strided:
@@ -309,17 +306,16 @@ def _unsupported_weight(weight: Tensor) -> str | None:
 
 
 def _is_adapter(path: list[tuple[str, nn.Module]]) -> bool:
-    """Whether a layer is one that PEFT has added beside a `base_layer`."""
+    """Return whether PEFT has added a layer beside a `base_layer`."""
     return any(part != "base_layer" and is_adapter(parent) for (_, parent), (part, _) in pairwise(path))
 
 
 @cache
 def _reads_weight(parent: type, name: str, parameter: str) -> bool:
-    """Whether a class computes with `self.<name>.<parameter>` itself, as Mamba's mixer and `nn.MultiheadAttention` do.
+    """Return whether a class computes with `self.<name>.<parameter>` itself, as `nn.MultiheadAttention` does.
 
-    Such a class bypasses a sparse layer's forward. Judged by the source, where there is one. Asking a weight for
-    its dtype or its class is no computation; slices of a layer's are Bloom's emulation of tensor parallelism, off by
-    default.
+    Such a class bypasses a sparse layer's forward. Its source code tells. Reading a weight's dtype or class is no
+    computation, and slices of a layer's weight are Bloom's emulation of tensor parallelism, off by default.
     """
     try:
         source = inspect.getsource(parent)
@@ -333,10 +329,7 @@ def _reads_weight(parent: type, name: str, parameter: str) -> bool:
 
 @cache
 def _is_plain_linear(cls: type) -> bool:
-    """Whether a class computes what `nn.Linear` or `Conv1D` computes, such as Falcon's own `FalconLinear`.
-
-    Subclasses are judged by what they do: a small instance must give a linear layer's output.
-    """
+    """Return whether a small instance of a class computes what `nn.Linear` or `Conv1D` does, as `FalconLinear` does."""
     if cls in (nn.Linear, Conv1D):
         return True
     try:

@@ -1,9 +1,8 @@
-"""What the layers of a model are fed: statistics of their inputs, one block of the model after the other."""
+"""Calibration: statistics of what each layer of a model gets as input, one block of the model after the other."""
 
 import functools
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +12,15 @@ from ..progress import Progress
 from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
 from . import layerwise
-from .replay import Batch, Course, Effect, Replay, warn_of_whole_passes
+from .replay import Batch, Course, Effect, Replay
 
 
 class Gram:
-    """`[X, 1]^T [X, 1]` of all inputs X that a layer got: `.matrix` `[in + 1, in + 1]`; `.tokens` is their number.
+    """The Gram matrix `[X, 1]^T [X, 1]` of a layer's inputs X, in fp32, or fp64 for an fp64 weight.
 
-    fp32, or fp64 for an fp64 weight, on the weight's device.
+    Attributes:
+        matrix: `[in + 1, in + 1]`, on the weight's device.
+        tokens: number of inputs.
     """
 
     def __init__(self, weight: SparseWeight, batches: int):
@@ -28,31 +29,32 @@ class Gram:
 
     @property
     def squares(self) -> Tensor:
-        """`[in]`: the sum of squares of each input."""
+        """Sum of squares of each input, `[in]`."""
         return self.matrix.diagonal()[:-1]
 
     def summary(self, rows: Tensor) -> Tensor:
-        """What is to be added for rows X `[tokens, in]`."""
+        """Return what `add` takes for rows X `[tokens, in]`."""
         return _upper_product(_with_ones(rows))
 
     def add(self, summary: Any) -> None:
         self.matrix += summary
 
     def finish(self) -> None:
-        """Mirror the upper triangle, which is all that was added to."""
+        """Mirror the upper triangle; `summary` leaves most of the lower one at zero."""
         self.matrix.copy_(self.matrix.triu() + self.matrix.triu(1).t())
 
     def output_norm(self, change: Tensor) -> float:
-        """`||[X, 1] change^T||_F`, for a change of weights and bias `[out, in + 1]`."""
+        """Return `||[X, 1] change^T||_F` for a change of weights and bias `[out, in + 1]`."""
         return layerwise.output_norm(change, self.matrix)
 
 
 class Sample:
-    """What masks by magnitude or by Wanda need, and some inputs to measure their errors on: much less than a `Gram`,
-    with the same attributes but `matrix`."""
+    """Squares of a layer's inputs, as Wanda needs them, and 128 of the inputs to measure errors on.
 
-    ROWS = 128
-    """Inputs that are kept, spread evenly over all batches."""
+    It costs much less than a `Gram`, and has the same attributes but `matrix`.
+    """
+
+    ROWS = 128  # spread evenly over all batches
 
     def __init__(self, weight: SparseWeight, batches: int):
         self.squares = _zeros(weight, matrix(weight).shape[1])
@@ -82,7 +84,7 @@ def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
 
 
 class _LastInput:
-    """The summary of the input that some layer got last: others often get the same, as query, key and value do."""
+    """The summary of the last input of any layer, which others often share, as query, key and value do."""
 
     def __init__(self, attention_mask: Tensor | None):
         self.attention_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
@@ -92,9 +94,9 @@ class _LastInput:
         self.summary: Any = None
 
     def add_to(self, statistics: Gram | Sample, x: Tensor) -> None:
-        """Add inputs `[..., in]`, without those that the attention mask `[batch, length]` calls padding.
+        """Add inputs `[..., in]`, without padding if their shape is that of the attention mask `[batch, length]`.
 
-        Only where the shapes agree: an expert's share of the tokens, or relative positions, have no padding to skip.
+        Inputs of other shapes, such as an expert's share of the tokens, count whole.
         """
         if x is not self.x or x._version != self.version or self.dtype != statistics.squares.dtype:
             rows, mask = x.reshape(-1, x.shape[-1]), self.attention_mask
@@ -112,7 +114,7 @@ def _with_ones(rows: Tensor) -> Tensor:
 
 
 def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
-    """`rows^T rows`, and zeros in most of its lower triangle: in 8 parts that is 9/16 of the work."""
+    """Return `rows^T rows` with zeros in most of its lower triangle: 9/16 of the work for 8 parts."""
     product = rows.new_zeros(rows.shape[1], rows.shape[1])
     for columns in torch.arange(rows.shape[1]).chunk(parts):
         start, end = int(columns[0]), int(columns[-1]) + 1
@@ -121,12 +123,12 @@ def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
 
 
 def matrix(weight: SparseWeight) -> Tensor:
-    """The weight as `[out, in]`, however it is stored: a view."""
+    """Return the weight as `[out, in]`, a view of what is stored."""
     return weight.out_in(weight.views()[0].matrix)
 
 
 def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> Batch:
-    """A batch as keyword arguments of a model, without labels.
+    """Return a batch as keyword arguments of a model, without labels.
 
     Raises:
         ValueError: neither a dict of tensors nor a tensor of input_ids.
@@ -144,19 +146,21 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> Batch:
 def calibrate(
     model: nn.Module, weights: dict[str, SparseWeight], batches: list[Batch], kind: type[Gram | Sample]
 ) -> Generator[dict[str, Gram | Sample], None, None]:
-    """Yield, block by block in the order that blocks run, what the block's `weights` are multiplied with.
+    """Yield statistics of the inputs of `weights`, block by block in the order that blocks run, by the weight's name.
 
-    The caller may change a block's weights before it asks for the next block, which then gets the outputs of the
-    changed one, and not later. The model is in eval mode until the iterator ends or is closed. Call it under
-    `torch.no_grad`.
+    The caller may change a block's weights until it asks for the next block, whose inputs then come from the changed
+    one. The model is in eval mode until the iterator ends or is closed. Call it under `torch.no_grad`.
 
     Args:
-        model: runs on every batch. weights: of linear layers by name, each inside some `nn.ModuleList`; a block is a
-            member of the outermost one. batches: keyword arguments, see `check_batch`. All with the same names must
-            run the same blocks in the same order, which a first pass finds from one of them. kind: of statistics.
+        model: runs on every batch.
+        weights: of linear layers by name, each inside some `nn.ModuleList`; a block is a member of the outermost one.
+        batches: keyword arguments, see `check_batch`. All with the same names must run the same blocks in the same
+            order, which a first pass over one of them finds.
+        kind: of statistics.
 
     Raises:
-        ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run.
+        ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run;
+            the model cannot be run block by block, see `Replay.study` and `_survey`.
     """
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():
@@ -183,9 +187,9 @@ def calibrate(
                 found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items()}
                 for batch, kept in zip(batches, effects):
                     course = courses[frozenset(batch)]
-                    if course.last_use is None or block in course.ends:
+                    if block in course.ends:
                         last_input = _LastInput(batch.get("attention_mask"))
-                        replay.run(batch, course, kept, course.ends.get(block))
+                        replay.run(batch, course, kept, course.ends[block])
                     progress.update()
                 _check(found)
                 for statistics in found.values():
@@ -196,7 +200,7 @@ def calibrate(
 
 @contextmanager
 def _evaluating(model: nn.Module):
-    """In eval mode, and without the caches for generation that Transformers then makes."""
+    """Put the model into eval mode within the block, without the generation caches that Transformers then makes."""
     modes = {module: module.training for module in model.modules()}
     configs = [config for config in (getattr(module, "config", None) for module in modes) if config is not None]
     caching = [config for config in configs if getattr(config, "use_cache", False) is True]
@@ -213,6 +217,7 @@ def _evaluating(model: nn.Module):
 
 
 def _block_of(model: nn.Module, name: str) -> str:
+    """Return the name of the member of the outermost `nn.ModuleList` that a module is in."""
     parts = name.split(".")
     ends = (i for i in range(1, len(parts)) if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList))
     return ".".join(parts[: next(ends) + 1])
@@ -221,7 +226,11 @@ def _block_of(model: nn.Module, name: str) -> str:
 def _survey(
     replay: Replay, blocks: dict[str, dict[str, SparseWeight]], batches: list[Batch]
 ) -> tuple[list[str], dict[frozenset[str], Course]]:
-    """In which order do the blocks with weights run, and how does a pass go over batches with the same names?"""
+    """Return the blocks with weights in the order that they run, and the course of the batches of each set of names.
+
+    Raises:
+        ValueError: no token reaches one of the weights, or the model runs parts of a block outside of it.
+    """
     reached: dict[str, None] = {}
     courses: dict[frozenset[str], Course] = {}
     layers = [(weight.module, block) for block, weights in blocks.items() for weight in weights.values()]
@@ -235,8 +244,9 @@ def _survey(
     _check_reached([name for block, weights in blocks.items() if block not in reached for name in weights])
     in_parts = [block for block in reached if all(block not in course.ends for course in courses.values())]
     if in_parts:
-        warn_of_whole_passes(f"it runs parts of {in_parts[0]}, and not the whole")
-        courses = {names: replace(course, last_use=None) for names, course in courses.items()}
+        raise ValueError(
+            f"oneshot cannot prune this model block by block: it runs parts of {in_parts[0]}, and not the whole"
+        )
     return [block for block in reached if block in blocks], courses
 
 
@@ -244,9 +254,7 @@ def _check(found: Mapping[str, Gram | Sample]) -> None:
     _check_reached([name for name, statistics in found.items() if statistics.tokens == 0])
     for name, statistics in found.items():
         if not statistics.squares.isfinite().all():
-            raise ValueError(
-                f"NaN or inf in the inputs of {layer_name(name)}: check the data, or load the model in another dtype"
-            )
+            raise ValueError(f"NaN or inf in the inputs of {layer_name(name)}: check the data, or use another dtype")
 
 
 def _check_reached(missing: list[str]) -> None:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 
 def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int) -> Tensor:
-    """Keep the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`: bool, shape of `weight`.
+    """Return the mask of the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`: bool, shape of `weight`.
 
-    Args:
-        weight: `[out, in]`. squares: `[in]`, of the norms.
+    `weight` is `[out, in]`, `squares` `[in]` has the squares of the norms.
 
     Reference: Sun et al. 2023 (arXiv 2306.11695), eq. (1).
     """
@@ -26,14 +25,14 @@ def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int) -> Tensor:
 
 
 def ridge(gram: Tensor, damping: float) -> float:
-    """What damping adds to the diagonal: `damping` times its mean, or `damping` where all inputs are zero."""
+    """Return the addend to the diagonal: `damping` times its mean, or `damping` if all inputs are zero."""
     return damping * (gram.diagonal().mean().item() or 1.0)
 
 
 def sparsegpt(
     weight: Tensor, gram: Tensor, n: int, m: int, damping: float, width: int = 128
 ) -> tuple[Tensor, Tensor, float]:
-    """Prune columns left to right, and let the columns further right make up for each by the OBS update.
+    """Prune columns left to right, each followed by the OBS update of the columns to its right.
 
     With `H = gram + ridge` and `F` the columns from j on, pruning weight j of a row costs `w_j^2 / [H_F^-1]_jj` and
     moves the others by `-w_j [H_F^-1]_j: / [H_F^-1]_jj`. All those inverses lie in one triangular factor,
@@ -75,7 +74,7 @@ def sparsegpt(
 
 
 def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper triangular U with `U^T U` the inverse of the damped Gram matrix, and the damping it took."""
+    """Return U, upper triangular, with `U^T U` the inverse of the damped Gram matrix, and the damping it took."""
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     regular = gram + (gram.diagonal() == 0).diag()  # an input that is never active is no reason to damp the others more
     while True:
@@ -89,19 +88,16 @@ def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
 def least_squares(
     weight: Tensor, mask: Tensor, gram: Tensor, penalty: Tensor, start: Tensor, max_iterations: int = 300
 ) -> Tensor:
-    """The weights on `mask` whose output is closest to that of the dense `weight`.
+    """Return the weights on `mask` whose output is closest to that of the dense `weight`: `[out, in]`, zero elsewhere.
 
     Minimises `tr((V - W) (G + diag(penalty)) (V - W)^T)` over `V = mask * V`, all rows at once, by conjugate gradients
     with the diagonal as preconditioner. Every step lowers the objective, so stopping early is safe.
 
     Args:
-        weight: `[out, in]`, the dense weight. mask: bool, same shape, what may be non-zero.
-        gram: `[in, in]`. penalty: `[in]`, >= 0, what pulls each column towards its dense value; with 0 a singular
+        weight: `[out, in]`, the dense weight. mask: bool, same shape, True where the result may be non-zero.
+        gram: `[in, in]`. penalty: `[in]`, >= 0, the pull of each column towards its dense value; with 0 a singular
             `gram` is allowed, and a column of zeros stays as it is in `start`.
-        start: `[out, in]`, zero off the mask: where to begin.
-
-    Returns:
-        `[out, in]`, zero off the mask.
+        start: `[out, in]`, zero off the mask: the first iterate.
 
     Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviation: the paper runs Adam for 1000
     steps on stored activations; the problem is quadratic, so its Gram matrix is enough, and its minimum is reached.
@@ -130,5 +126,5 @@ def least_squares(
 
 
 def output_norm(weight: Tensor, gram: Tensor) -> float:
-    """`||X weight^T||_F`, from the Gram matrix of X."""
+    """Return `||X weight^T||_F`, from the Gram matrix of X."""
     return ((weight @ gram) * weight).sum().clamp(min=0).sqrt().item()

@@ -1,9 +1,9 @@
 """oneshot: prune a pretrained model to N:M in one pass over calibration data, ready for fine-tuning.
 
-Blocks are pruned in the order they run. Each one's inputs come from the blocks before it as they are after pruning, so
-later blocks see, and make up for, what earlier ones lost. As in the block loops of SparseGPT and Wanda, every block
-computes twice for each batch, once dense and once pruned, so the work is linear in depth. Of the activations only the
-Gram matrices of one block are kept, and for each batch the output of the last finished block; see `replay`.
+Blocks are pruned in the order they run, each with inputs from the pruned blocks before it, so that later blocks make up
+for what earlier ones lost. As in the block loops of SparseGPT and Wanda, every block computes twice for each batch,
+once dense and once pruned: the work is linear in depth. Of the activations only the Gram matrices of one block are
+kept, and for each batch the output of the last finished block; see `replay`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..html_tables import html_table
+from ..html_tables import TableReport
 from ..methods import ONESHOT_METHOD, method_class, takes_masks
 from ..metrics import kept_magnitude
 from ..patching.report import PatchReport, group_name
@@ -30,24 +30,23 @@ from .calibration import Gram, Sample, calibrate, check_batch, matrix
 
 logger = get_logger(__name__)
 
-CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
-_COLUMNS = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
+CRITERIA = ("magnitude", "wanda", "sparsegpt")
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What pruning did to one layer.
+    """The errors and counts of one pruned layer.
 
     Attributes:
-        name: the layer's.
-        tokens: how many inputs it was calibrated on, padding not counted.
+        name: of the layer.
+        tokens: number of inputs it was calibrated on, without padding.
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
-            error if the mask were applied and nothing else done.
-        error: the same for the weight and bias that the layer has now. Where no Gram matrix is needed (`reconstruct` is
-            False and the criterion not "sparsegpt"), both are measured on 128 of the inputs.
+            error of the mask alone.
+        error: the same for the layer's new weight and bias. With `reconstruct=False` and a criterion other than
+            "sparsegpt", both errors are measured on 128 of the inputs.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
-        damping: what was used, the argument or more (see `oneshot`).
+        damping: the argument of `oneshot`, or the higher value that SparseGPT needed.
     """
 
     name: str
@@ -60,35 +59,24 @@ class LayerReport:
 
 
 @dataclass(frozen=True, repr=False)
-class OneshotReport:
-    """What `oneshot` did. Print it, or read its fields.
+class OneshotReport(TableReport):
+    """The result of `oneshot`, layer by layer. Print it, show it in a notebook, or read its fields.
 
     Attributes:
         criterion: the argument of `oneshot`.
         reconstruct: the argument of `oneshot`.
         layers: one `LayerReport` for each pruned weight, in module order.
-        patch: what `patch_model` said: which layers are sparse, which are not and why.
+        patch: report of `patch_model`: which layers are sparse, and why not the others.
     """
 
     criterion: str
     reconstruct: bool
     layers: tuple[LayerReport, ...]
     patch: PatchReport
-
-    def __str__(self) -> str:
-        table = [_COLUMNS, *self._rows()]
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = [
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-            for line in table
-        ]
-        return "\n".join([self._title(), *lines])
+    _columns = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
 
     def __repr__(self) -> str:
         return f"<OneshotReport: {self._title()}; {len(self.layers)} layers>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._title(), _COLUMNS, self._rows())
 
     def _title(self) -> str:
         how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
@@ -124,31 +112,28 @@ def oneshot(
     save it, `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. If anything goes wrong,
     an interrupt included, the model is left as it was.
 
-    Needs memory for all batches, for each the output of one block (and of those that skip blocks, such as an encoder's
-    last one), and, on the CPU, for the dense weights of the targeted layers; with `reconstruct` or "sparsegpt", for an
-    `[in, in]` matrix of every targeted layer of one block and the largest of these twice. At first, for one batch, the
-    outputs of all blocks.
+    Takes memory for the output of one block for every batch (and of those that skip blocks, such as an encoder's last
+    one), and at first of all blocks for one batch; on the CPU, for the dense weights of the targeted layers; with
+    `reconstruct` or "sparsegpt", for an `[in, in]` matrix of every targeted layer of one block, the largest twice.
 
     Args:
-        model: not patched yet, on the device it shall run on. Its mode (train or eval) is kept.
+        model: not patched yet, on the device it runs on. Its mode (train or eval) is kept.
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
             kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
             full length are usual. All batches with the same names run the same blocks in the same order.
         config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
             the layers as in `patch_model`.
-        criterion: what a weight is kept for, in every group of M inputs:
+        criterion: the score by which N weights of every group of M inputs are kept:
 
-            * `"magnitude"`: its absolute value;
-            * `"wanda"`: that times the norm of its input (arXiv 2306.11695);
-            * `"sparsegpt"`: what pruning it costs once the weights to its right have made up for it, which they then do
-              (arXiv 2301.00774); weights of inputs that are never active become zero;
-            * `"existing"`: its absolute value, for a model that has zeros already: no non-zero is dropped where a zero
-              can be, and `dropped` in the report says how many had to go. An N:M sparse model stays as it is.
-        reconstruct: move the kept weights, and the bias where there is one, to what least squares finds best for the
-            layer's output (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
-        damping: pulls towards the dense weights, as a share of the mean squared input; what SparseGPT and the
-            reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it where the matrix is not
-            positive definite, with a warning.
+            * `"magnitude"`: its absolute value, so that a model that is N:M sparse already stays as it is;
+            * `"wanda"`: its absolute value times the norm of its input (arXiv 2306.11695);
+            * `"sparsegpt"`: the output error of pruning it once the weights to its right have made up for it, as they
+              then do (arXiv 2301.00774); weights of inputs that are never active become zero.
+        reconstruct: move the kept weights and the bias, if any, to the least-squares optimum of the layer's output
+            (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
+        damping: pull towards the dense weights, as a share of the mean squared input, which SparseGPT and the
+            reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it, with a warning, if the matrix
+            is not positive definite.
 
     Returns:
         A `OneshotReport` with each layer's output error.
@@ -157,8 +142,9 @@ def oneshot(
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
             another method or with a dense start, which would choose other masks; stacked experts among its targets,
             which are not calibrated; an unknown `criterion`; a negative `damping`; no data, or batches of something
-            else; batches with the same names that run other blocks; targeted layers that no token reaches; activations
-            with NaN or inf; `"existing"` for a model without zeros.
+            else; batches with the same names that run other blocks; a model that runs parts of its blocks, or whose
+            blocks leave more behind than what they return; targeted layers that no token reaches; activations with NaN
+            or inf.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
     one damped least-squares problem for weights and bias, solved to its minimum instead of 1000 steps of Adam; every
@@ -187,7 +173,7 @@ def oneshot(
     reports: dict[str, LayerReport] = {}
     masks: dict[int, Tensor] = {}
     try:
-        _check_weights(weights, criterion)
+        _check_weights(weights)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         # A Gram matrix costs as much as running the block: only what moves weights needs it.
         kind = Gram if reconstruct or criterion == "sparsegpt" else Sample
@@ -234,7 +220,7 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, d
         raise ValueError("the model is already patched; call unpatch_model(model) first")
 
 
-def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
+def _check_weights(weights: dict[str, SparseWeight]) -> None:
     stacks = [name for name, weight in weights.items() if weight.is_stack]
     if stacks:
         names = sorted({name.rpartition(".")[2] for name in stacks})
@@ -249,14 +235,12 @@ def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
         raise ValueError(
             f"{layer_name(meta[0])} has no weight yet (meta device, or offloaded): load the model onto a device first"
         )
-    if criterion == "existing" and all(weight.parameter.all() for weight in weights.values()):
-        raise ValueError("criterion='existing': the targeted weights have no zeros; use 'wanda', or 'magnitude'")
 
 
 def _prune_weight(
     name: str, target: SparseWeight, inputs: Gram | Sample, criterion: str, reconstruct: bool, damping: float
 ) -> tuple[LayerReport, Tensor]:
-    """Choose the mask of a weight, in the layout that it is stored in, and give its layer the new weight and bias."""
+    """Write a layer's new weight and bias, and return its report and its mask in the layout of the stored weight."""
     (n, m), weight = target.method.pattern, matrix(target)
     dense = weight.to(inputs.squares.dtype, copy=True)
     pruned = None
@@ -294,11 +278,9 @@ def _prune_weight(
 def _move_weights(
     target: SparseWeight, dense: Tensor, mask: Tensor, pruned: Tensor | None, gram: Tensor, damping: float | None
 ) -> Tensor:
-    """Give a layer the weights that the mask keeps: those of `pruned`, where there is one, or the dense ones; moved by
-    least squares, unless `damping` is None.
+    """Write a layer's pruned weights, and return their and the bias's difference to the dense ones, `[out, in + 1]`.
 
-    Returns:
-        `[out, in + 1]`: by how much weight and bias have changed from the dense ones.
+    They are those of `pruned`, or else the dense ones under the mask; moved by least squares unless `damping` is None.
     """
     weight, owned = matrix(target), target.bias
     # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
@@ -314,10 +296,10 @@ def _move_weights(
     weight.copy_(kernels.apply_mask(after[:, :-1], mask))
     if owned is not None:
         owned.copy_(after[:, -1])
-    # Measured on what the layer holds now, rounded to its dtype.
+    # From the layer's own tensors, rounded to its dtype.
     return before - _with_bias(weight.to(dense), None if owned is None else owned.to(dense))
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`[W, b]`, with zeros for None."""
+    """Return `[W, b]`, with zeros if `bias` is None."""
     return nn.functional.pad(weight, (0, 1)) if bias is None else torch.cat([weight, bias[:, None]], 1)

@@ -1,60 +1,48 @@
 """Forward passes that compute a block only where its output may have changed, and replay it elsewhere.
 
 Pruning block by block needs the inputs of every block once all blocks before it are pruned. Whole forward passes, one
-for each block, make that quadratic in depth. Here the model still runs its own forward for each block, so whatever it
-does around and between blocks stays right. But a call of a block that has nothing unpruned before it computes only
-once, and is replayed in later passes: it returns a copy of that output, and writes again what it wrote into dicts among
-its arguments (Gemma 3n hands keys and values on in one). So a pass computes two blocks, the one that was pruned last
-and the one to calibrate.
+for each block, would make that quadratic in depth. Here the model runs its own forward for each block, so whatever it
+does around and between blocks stays right. But a call of a block with nothing unpruned before it computes only once.
+Later passes replay it: it returns a copy of that output, and writes again what it wrote into dicts among its arguments
+(Gemma 3n hands keys and values on in one). So a pass computes two blocks: the last pruned one and the one to calibrate.
 
 Of a batch's outputs only those stay in memory that something still reads: the last one, and what skips blocks, such as
-an encoder's result. The others become one NaN of the same shape: should something read them after all, it shows.
+an encoder's result. The others become NaN of the same shape, so that an unexpected reader does not go unnoticed.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..progress import get_logger
-
-logger = get_logger(__name__)
-
 Batch = dict[str, Tensor]
 """Keyword arguments of a model."""
 
 
 class Effect(NamedTuple):
-    """What a call of a block did: its output, and what it wrote into each dict among its arguments."""
+    """The result of a block's call: its output, and what it wrote into each dict among its arguments."""
 
     output: Any
     writes: list[dict[Any, Any]]
 
 
 class Call:
-    """A call of a block: to be computed, or replayed.
-
-    Attributes:
-        block: the one that is called.
-        arguments: positional ones and those by name.
-    """
+    """A call of a block with its arguments, which is computed or replayed."""
 
     def __init__(self, block: nn.Module, arguments: list[Any], forward: Callable[[], Any]):
-        self.block, self.arguments, self._forward = block, arguments, forward
+        self.block, self._arguments, self._forward = block, arguments, forward
         self._dicts = [value for value in arguments if isinstance(value, MutableMapping)]
 
     def compute(self) -> Effect:
         before = [dict(values) for values in self._dicts]
         output = self._forward()
-        return Effect(
-            output,
-            [{k: v for k, v in now.items() if v is not old.get(k)} for now, old in zip(self._dicts, before)],
-        )
+        writes = [{k: v for k, v in now.items() if v is not old.get(k)} for now, old in zip(self._dicts, before)]
+        return Effect(output, writes)
 
     def replay(self, effect: Effect) -> Effect:
         for values, writes in zip(self._dicts, effect.writes):
@@ -62,34 +50,35 @@ class Call:
         return effect
 
     def gets_nan(self) -> bool:
-        given = _tensors([self.arguments, [dict(values) for values in self._dicts]])
+        """Return whether a tensor among the arguments has NaN."""
+        given = _tensors([self._arguments, [dict(values) for values in self._dicts]])
         return any(bool(tensor.isnan().any()) for tensor in given)
 
 
 @dataclass(frozen=True)
 class Course:
-    """How forward passes go through the blocks.
+    """The order in which forward passes over batches of one kind call the blocks.
 
     Attributes:
         calls: the blocks in the order of their calls; one that runs several times is there several times.
-        ends: by the name in `Replay.blocks`, the number of the last call.
-        last_use: by call, the number of the last call that reads its effect, or something the model makes of it; its
-            own number where none does. None if blocks cannot be replayed.
+        ends: number of each block's last call, by the block's name in `Replay.blocks`.
+        last_use: for each call, the number of the last call that reads its effect or something that the model computes
+            from it; its own number where none does.
     """
 
     calls: tuple[nn.Module, ...]
     ends: dict[str, int]
-    last_use: tuple[int, ...] | None
+    last_use: tuple[int, ...]
 
 
 class Replay:
-    """Runs a model on batches, again and again, while its blocks are being pruned: within `with Replay(model)`.
+    """Runs a model on batches again and again while its blocks are being pruned, within `with Replay(model)`.
 
     Attributes:
         blocks: each block, with the name of the member of an outermost `nn.ModuleList` that it is or is part of; a
             member without a forward of its own (a list or dict of modules) has several.
-        final: whether all that the current pass has computed so far will stay as it is. To be set to False when a
-            layer runs that is not pruned yet; what follows is not kept for replay.
+        final: whether all that the current pass has computed so far will stay as it is. The caller sets it to False
+            when a layer runs that is not pruned yet; effects from then on are not kept for replay.
     """
 
     def __init__(self, model: nn.Module):
@@ -107,9 +96,9 @@ class Replay:
         self._intercepted.__exit__(*error)
 
     def run(self, batch: Batch, course: Course, effects: list[Effect], stop: int | None) -> Effect | None:
-        """Run one pass, up to the call with number `stop`, whose effect it returns; or to the end, for None.
+        """Run one pass up to the call with number `stop` and return its effect; or to the end, for None.
 
-        `effects` are those of the batch's first calls, which are replayed; the following ones are added if final.
+        The batch's first calls are replayed from `effects`. Effects of the following calls are added if final.
 
         Raises:
             ValueError: the model calls other blocks than in `course`.
@@ -125,7 +114,7 @@ class Replay:
             if number < len(effects):
                 return call.replay(_copy(effects[number]))
             effect = call.compute()
-            if self.final and course.last_use is not None:
+            if self.final:
                 effects.append(_copy(effect))
                 for i, last in enumerate(course.last_use[: number + 1]):
                     if last == number:
@@ -135,11 +124,12 @@ class Replay:
         return self._pass(batch, make, stop)
 
     def study(self, batch: Batch) -> Course:
-        """Find the course of batches like this one, and try whether it can be replayed.
+        """Find the course of batches of this kind, and check that replays change nothing.
 
-        That is so if an effect is all that a call leaves behind, and nothing reads the data that is dropped. Then every
-        block computes the same after replays of all blocks before it. Otherwise the course is without replay, with a
-        warning that says why.
+        They change nothing if an effect is all that a call leaves behind.
+
+        Raises:
+            ValueError: a block computes something else when the blocks before it are replayed.
         """
         calls: list[nn.Module] = []
         effects: list[Effect] = []
@@ -158,15 +148,16 @@ class Replay:
             try:
                 found = self.run(batch, course, replayed, number)
                 torch.testing.assert_close(_tensors(found), _tensors(expected), equal_nan=True)
-            except Exception as error:  # whatever it is, a pass without replay has just succeeded
-                name = self.blocks[calls[number]]
+            except Exception as error:  # whatever it is, the pass without replay has succeeded
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
-                warn_of_whole_passes(f"{name} differs when the blocks before it are replayed ({what})")
-                return replace(course, last_use=None)
+                raise ValueError(
+                    f"oneshot cannot prune this model block by block: {self.blocks[calls[number]]} differs when the "
+                    f"blocks before it are replayed, as if they left more behind than what they return ({what})"
+                ) from error
         return course
 
     def _last_use(self, batch: Batch, effects: list[Effect], dropped: int) -> int:
-        """See `Course`. Found by a pass that replays all calls, with NaN for the effect with number `dropped`."""
+        """Return `last_use` of a call, from a pass that replays all calls with NaN for the effect of this one."""
         last = dropped
 
         def make(number: int, call: Call) -> Effect:
@@ -177,12 +168,12 @@ class Replay:
 
         try:
             self._pass(batch, make, len(effects) - 1)
-        except Exception:  # the model looks at it between blocks, and takes offence
+        except Exception:  # the model reads it between blocks, and raises
             last = len(effects)
         return last
 
     def _pass(self, batch: Batch, make: Callable[[int, Call], Effect], stop: int | None) -> Effect | None:
-        """A forward pass in which `make` makes the calls, by number; it ends after number `stop`, if not None."""
+        """Run a forward pass in which `make(number, call)` makes the calls, up to number `stop` if not None."""
         number, last = -1, None
 
         def on_call(call: Call) -> Any:
@@ -201,16 +192,12 @@ class Replay:
         return last
 
 
-def warn_of_whole_passes(reason: str) -> None:
-    logger.warning(f"oneshot runs the model from its start for every block, which is slow in a deep model: {reason}")
-
-
 class _PassDone(Exception):
-    """Ends a forward pass that has gone far enough."""
+    """Ends a forward pass at its last call of interest."""
 
 
 def _blocks(module: nn.Module, name: str = "", member: str | None = None) -> Iterator[tuple[nn.Module, str]]:
-    """The outermost modules with a forward of their own in `nn.ModuleList`s; see `Replay.blocks`."""
+    """Yield the outermost modules with a forward of their own in `nn.ModuleList`s; see `Replay.blocks`."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         inner = path if member is None and isinstance(module, nn.ModuleList) else member
@@ -222,7 +209,7 @@ def _blocks(module: nn.Module, name: str = "", member: str | None = None) -> Ite
 
 @contextmanager
 def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) -> Iterator[None]:
-    """Let `on_call` return what calls of blocks return. A block that another one calls is part of that one."""
+    """Return what `on_call` returns from every call of a block, except for blocks that run within another block."""
     inside = False
 
     def intercept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +226,7 @@ def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) ->
 
         return intercepted
 
-    # A block has one of its own where others have replaced its class's, as accelerate does.
+    # A block has a forward in its instance where others have put one there, as accelerate does.
     own = {block: block.__dict__.get("forward") for block in blocks}
     try:
         for block in own:
@@ -257,22 +244,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _copy(effect: Effect) -> Effect:
-    """A copy that nobody else writes into; what `_nan` made is shared, as nobody can."""
-    if isinstance(effect.output, Tensor) and not any(effect.writes):  # most blocks: every replay copies its effect
-        return effect._replace(output=_copy_tensor(effect.output))
-    return tree_map_only(Tensor, _copy_tensor, effect)
-
-
-def _copy_tensor(tensor: Tensor) -> Tensor:
-    return tensor if _is_expanded(tensor) else tensor.clone()
+    """Return a copy that nobody else writes into. What `_nan` made is shared: it has one element, and no data."""
+    return tree_map_only(Tensor, lambda x: x if x.untyped_storage().nbytes() < x.nbytes else x.clone(), effect)
 
 
 def _nan(effect: Effect) -> Effect:
-    """The same with NaN for every float, which takes no memory. Other tensors are kept."""
+    """Return the effect with NaN for every float, which takes no memory. Other tensors are kept."""
     return tree_map_only(
         Tensor, lambda x: x.new_full((), torch.nan).expand_as(x) if x.is_floating_point() else x, effect
     )
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() < tensor.nbytes

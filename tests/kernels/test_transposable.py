@@ -1,14 +1,13 @@
 """Transposable masks: every solver against brute force, the optimum and the papers' numbers."""
 
 from itertools import product
-from math import factorial
 
 import pytest
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels.transposable import SOLVERS
 
-from hf_sparse24.metrics import is_nm_sparse, kept_magnitude, mask_diversity
+from hf_sparse24.metrics import is_nm_sparse, kept_magnitude
 
 NAN, INF = float("nan"), float("inf")
 ROWS = [row for row in product([0, 1], repeat=4) if sum(row) == 2]
@@ -121,20 +120,3 @@ def test_wrong_solver():
         kernels.transposable_mask(torch.ones(4, 4), solver="best")
     with pytest.raises(ValueError, match=r"multiples of 8, got shape \(8, 12\)"):
         kernels.transposable_mask(torch.ones(8, 12), 4, 8)
-
-
-def test_mask_diversity():
-    """Of 64 weights: the paper's numbers, and the true count beside its formula for transposable masks."""
-    assert mask_diversity("2:4", 64) == 6**16 == 2821109907456
-    assert mask_diversity("4:8", 64) == 70**8
-    assert mask_diversity("1:2", 64) == 2**32
-    assert mask_diversity("2:4", 64, transposable=True) == 90**4 == len(LEGAL) ** 4
-    assert mask_diversity("1:2", 64, transposable=True) == 2**16
-    assert mask_diversity("4:8", 64, transposable=True) == 116_963_796_250
-    assert mask_diversity("2:4", 64, transposable="formula") == (factorial(4) * factorial(3)) ** 4  # 144, not 90
-    assert mask_diversity("4:8", 64, transposable="formula") == 8 * 7**2 * 6**3 * 5**4 * 24**4 == 17_557_585_920_000
-    assert mask_diversity("1:3", 9, transposable=True) == 6
-    with pytest.raises(ValueError, match="numel=10: must be a multiple of 16"):
-        mask_diversity("2:4", 10, transposable=True)
-    with pytest.raises(ValueError, match="pattern='4': must be"):
-        mask_diversity("4", 64)
