@@ -23,8 +23,6 @@ from .safetensors_file import DTYPES, open_safetensors
 
 MANIFEST = "sparse24.json"
 _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
-_CHUNK = 1 << 22
-"""Elements that are checked at once."""
 
 
 class Listing(NamedTuple):
@@ -84,21 +82,13 @@ class Tensors:
     def read(self, name: str) -> Tensor:
         return self.files[self.names[name]].get_tensor(name)
 
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        """A tensor in chunks of whole rows."""
-        rows = self.files[self.names[name]].get_slice(name)
-        shape = rows.get_shape()
-        step = max(1, _CHUNK // max(1, torch.Size(shape[1:]).numel()))
-        for start in range(0, shape[0], step):
-            yield rows[start : start + step]
-
 
 def _weight_files(directory: Path) -> list[Path]:
     """The files that Transformers would load."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if (directory / SAFE_WEIGHTS_NAME).exists() or not index.exists():
         return sorted(directory.glob(SAFE_WEIGHTS_NAME))
-    files = _read_json(index).get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{index} must have a weight_map from tensors to files")
     missing = sorted({name for name in files.values() if not (directory / name).exists()})
@@ -114,7 +104,7 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         ValueError: a training checkpoint, whose weights are the dense master weights; or a file that says nonsense.
         OSError: no config.json.
     """
-    config = _read_json(directory / CONFIG).get("quantization_config") or {}
+    config = read_json(directory / CONFIG).get("quantization_config") or {}
     is_ours = config.get("quant_method") == "sparse24"
     if is_ours and "packed" not in config:
         raise ValueError(
@@ -146,7 +136,7 @@ def write_manifest(
 
 
 def _read_manifest(path: Path) -> Listing:
-    values = _read_json(path)
+    values = read_json(path)
     try:
         format, weights, files, config = (values[key] for key in ("format", "weights", "files", "config"))
         listing = Listing(format, MANIFEST, weights, files, Pattern.parse(config["pattern"]), config["method"])
@@ -197,15 +187,11 @@ def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
 def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Finding:
     if name not in tensors:
         return Finding(name, 0, 0, "not in the files")
-    elements = zeros = 0
-    is_sparse = is_finite = True
-    for chunk in tensors.chunks(name) if dim == -1 else [tensors.read(name)]:
-        elements += chunk.numel()
-        zeros += chunk.numel() - int(chunk.count_nonzero())
-        is_finite = is_finite and bool(chunk.isfinite().all())
-        is_sparse = is_sparse and chunk.shape[dim] % pattern.m == 0 and is_nm_sparse(chunk, *pattern, dim)
+    tensor = tensors.read(name)
+    zeros = tensor.numel() - int(tensor.count_nonzero())
+    is_sparse = tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim)
     problem = None if is_sparse else f"is not {pattern} along dimension {dim}"
-    return Finding(name, elements, zeros, problem if is_finite else "has NaN or inf")
+    return Finding(name, tensor.numel(), zeros, problem if tensor.isfinite().all() else "has NaN or inf")
 
 
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
@@ -219,13 +205,12 @@ def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
 def _found_dim(tensors: Tensors, name: str, pattern: Pattern) -> int | None:
     if tensors.like(name).dim() < 2 or not tensors.like(name).is_floating_point():
         return None
-    first = next(tensors.chunks(name))
-    if not bool(first.count_nonzero()):
-        return None
-    return sparse_dim(first, -1, pattern) and sparse_dim(tensors.read(name), -1, pattern)
+    tensor = tensors.read(name)
+    return sparse_dim(tensor, -1, pattern) if tensor.any() else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError where it holds no such object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

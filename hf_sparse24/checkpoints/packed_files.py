@@ -23,19 +23,15 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
     """Raise ValueError where the files were not written together with `config.json`, or have other packed weights than
     it lists."""
     for file in files:
-        name = os.path.basename(file)
-        if not name.endswith(".safetensors"):
+        if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
-        if packed.files and name not in packed.files:
-            raise ValueError(f"{file} is not of this checkpoint, which has {sorted(packed.files)}; remove the file")
-        if packed.files and header_hash(file) != packed.files[name]:
-            raise ValueError(
-                f"{file} is not the file that was exported together with config.json: its header differs, as that of "
-                f"another export's does, or of an edited file's; copy or download the whole checkpoint again"
-            )
-    missing = sorted(set(packed.files) - {os.path.basename(file) for file in files})
-    if missing:
-        raise ValueError(f"the checkpoint lacks {missing}; copy or download it again")
+    hashes = {os.path.basename(file): header_hash(file) for file in files}
+    wrong = sorted({name for name, _ in hashes.items() ^ packed.files.items()})
+    if packed.files and wrong:
+        raise ValueError(
+            f"{wrong}: missing, or not the files that were exported together with config.json; copy or download the "
+            f"whole checkpoint again into an empty directory"
+        )
     dtypes: dict[str, str] = {}
     for file in files:
         with safe_open(file, "pt") as opened:

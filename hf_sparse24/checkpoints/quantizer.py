@@ -103,11 +103,9 @@ class Sparse24Quantizer(HfQuantizer):
     def _lacks(self, missing: list[str], model: PreTrainedModel) -> str:
         name, path = type(model).__name__, model.config.name_or_path
         return (
-            f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}"
-            f"{' and more' if len(missing) > 5 else ''}. Most likely it was loaded and saved again without `import "
-            f"hf_sparse24`, which keeps the dense master weights and drops the rest; or it is damaged, or its "
-            f"quantization_config was edited. What the model computed cannot be restored from it; load an earlier "
-            f"checkpoint, or start sparse training anew from these dense weights:\n\n"
+            f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}. It was "
+            f"loaded and saved again without `import hf_sparse24`, which drops the method's state, or damaged. Load an "
+            f"earlier checkpoint, or start sparse training anew from its dense weights:\n\n"
             f"from transformers import AutoConfig, {name}\n"
             f"from hf_sparse24 import Sparse24Config\n\n"
             f"config = AutoConfig.from_pretrained({path!r})\n"

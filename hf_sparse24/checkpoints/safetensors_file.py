@@ -62,7 +62,6 @@ def write_safetensors(
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligned, so that a reader can map the first tensor
-    described = iter(like.items())
     digest = hashlib.sha256()
     with open(path, "wb") as file:
 
@@ -72,20 +71,15 @@ def write_safetensors(
 
         write(len(text).to_bytes(8, "little"))
         write(text)
-        for name, tensor in tensors:
-            expected, form = next(described, ("nothing", tensor))
-            if name != expected or (tensor.dtype, tensor.shape) != (form.dtype, form.shape):
+        for (expected, form), (name, tensor) in zip(like.items(), tensors, strict=True):
+            if (name, tensor.dtype, tensor.shape) != (expected, form.dtype, form.shape):
                 raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come, "
-                    f"{form.dtype} {tuple(form.shape)}"
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come: {form}"
                 )
             flat = tensor.detach().contiguous().view(-1)
             flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
             for chunk in flat.split(_CHUNK):
                 write(chunk.cpu().numpy().data)
-        missing = [name for name, _ in described]
-        if missing:
-            raise ValueError(f"these tensors were described, and not written: {missing}")
     return digest.hexdigest()
 
 

@@ -156,9 +156,6 @@ class HubTrainer(Trainer):
         """The arguments of `make_model_card`, from this run and from those of `create_model_card`."""
         hyperparameters = extract_hyperparameters_from_trainer(self)
         hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # out of Accelerate's
-        if optimizer is not None:
-            hyperparameters["optimizer"] = type(optimizer).__name__
         details = {"model_id": model_id, "log_history": self.state.log_history, "hyperparameters": hyperparameters}
         given = {name: value for name, value in card.items() if value is not None and name not in _OF_RESULTS}
         return details | {_OTHER_NAMES.get(name, name): value for name, value in given.items()}

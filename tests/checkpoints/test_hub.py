@@ -114,7 +114,7 @@ def test_a_tokenizer_tags_and_metadata_go_along(hub):
     assert {"hf_sparse24", "2:4-sparsity", "mine", "yours"} <= set(metadata.tags) and metadata.license == "mit"
     with pytest.raises(TypeError, match=r"'licence' is neither an argument nor metadata"):
         model.push_to_hub(REPO, licence="mit")
-    with pytest.raises(TypeError, match=r"pass it as processing_class="):
+    with pytest.raises(TypeError, match=r"'tokenizer' is neither an argument nor metadata"):
         model.push_to_hub(REPO, tokenizer=Tokenizer())
 
 
@@ -336,8 +336,7 @@ def test_strategy_end_pushes_the_export_when_asked(hub, tmp_path):
     assert "quantization_config" not in json.loads(files["config.json"])
     text = card(hub)
     assert "| metric | this model | dense control | difference |" in text and "![Losses by the step](loss.png)" in text
-    assert "| learning rate | 5e-05 |" in text and "flip rate" in text and "language: en" in text
-    assert "| optimizer | AdamW |" in text
+    assert "| learning rate | 5e-05 |" in text and "language: en" in text
     assert ModelCard(text).data.datasets == "wikitext"
     assert f"| loss | {run.state.log_history[-1]['eval_loss']:.4g} | 4 |" in text
     # What it saved is the training checkpoint, as without the Hub.
