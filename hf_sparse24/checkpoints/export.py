@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -103,16 +104,18 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         files = _files(tensors, max_shard_size)
         _refuse_other_models(directory)
         if _is_sharded(model) and rank() != 0:
-            for lazy in (lazy for group in files.values() for lazy in group):
+            for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
                 lazy.compute()  # gathers it together with the process that writes
-            return
-        if all(weight.run.is_dense for weight in weights.values()):
-            logger.warning(
-                f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
-                f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
-            )
-        with replaced_model(directory, outdated=WEIGHT_FILES) as new:
-            _write(model, new, files, format)
+        else:
+            if all(weight.run.is_dense for weight in weights.values()):
+                logger.warning(
+                    f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
+                    f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
+                )
+            with replaced_model(directory, outdated=WEIGHT_FILES) as new:
+                _write(model, new, files, format)
+        if _is_sharded(model):
+            dist.barrier()  # when any process returns, the export is there
 
 
 def _is_sharded(model: nn.Module) -> bool:
