@@ -150,7 +150,11 @@ class Sparse24Config(QuantizationConfigMixin):
         return config
 
     def given_settings(self) -> dict[str, Any]:
-        """The settings that were given when the config was made, by name; all others have the method's defaults."""
+        """The settings that were given when the config was made; all others have the method's defaults.
+
+        Returns:
+            Their values by name.
+        """
         return dict(self._given)
 
     def record(self, **values: Any) -> None:

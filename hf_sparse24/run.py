@@ -82,7 +82,10 @@ class SparseRun:
         return (0, 1) if self.controller is None else (self.controller.step, self.controller.total_steps)
 
     def set_phase(self, phase: str) -> None:
-        """Let the model compute as `phase` says. `patching.set_phase` also drops what its weights keep.
+        """Let the model compute as a phase says. The library's own: the controller sets phases as the method says.
+
+        Args:
+            phase: one of the method's.
 
         Raises:
             ValueError: the method has no such phase.

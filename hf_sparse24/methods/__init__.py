@@ -5,6 +5,7 @@ method imports.
 """
 
 from ..weights.rules import Magnitude, Mask, Rule, SoftThreshold, Values
+from ..weights.sharding import whole
 from ..weights.view import WeightView
 from . import fixed_mask, s_ste, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
 from .base import SparseMethod
@@ -65,5 +66,6 @@ __all__ = [
     "step_param_groups",
     "takes_masks",
     "to_steps",
+    "whole",
     "with_default",
 ]

@@ -23,7 +23,7 @@ class StepContext:
         phase: how the model computes now.
         optimizer: the optimizer itself, never a wrapper.
         weights: the sparse weights by name: `.parameters` are the tensors of `init_parameters`, `.state` the buffers of
-            `init_state`. With FSDP2 and tensor parallelism both may be DTensors.
+            `init_state`. With FSDP2 and tensor parallelism both may be DTensors; `whole` gathers one.
     """
 
     step: int

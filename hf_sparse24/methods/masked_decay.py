@@ -19,7 +19,7 @@ AUTO = "auto"
 
 
 def is_decay(value: Any) -> str | None:
-    return None if value == AUTO else is_non_negative(value)
+    return None if isinstance(value, str) and value == AUTO else is_non_negative(value)
 
 
 @dataclass(frozen=True, kw_only=True)

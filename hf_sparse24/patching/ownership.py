@@ -84,16 +84,17 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
     """Let an owner's config name the layers that are sparse, one by one, or say no more that any are."""
+    names = [layer_name(name) for name in sparse_weights(owner)]
+    if not names:
+        for name in MODEL_METHODS:
+            owner.__dict__.pop(name, None)
     owner_config: Any = owner.config
     if getattr(owner_config, "quantization_config", None) is not run.config:  # it has got another one since
         return
-    names = [layer_name(name) for name in sparse_weights(owner)]
     if names:
         run.config.record(target_modules=names, exclude_modules=None, layers_to_transform=None)
-        return
-    del owner_config.quantization_config
-    for name in MODEL_METHODS:
-        owner.__dict__.pop(name, None)
+    else:
+        del owner_config.quantization_config
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -106,17 +106,17 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         run = sparse_run(kwargs["model"])
         self.is_idle = run is None and bool(packed_weights(kwargs["model"]))
+        if args.fp16 and run is not None and _simulates_fp8(run):
+            # A loss scale finds its size by overflowing, and FP8 refuses to round what has overflowed.
+            raise ValueError(
+                "fp16=True with FP8 GEMMs: loss scaling overflows on purpose; train with bf16=True instead"
+            )
         self._distiller = find_distiller(kwargs["model"])
         if self._distiller is not None:
             self._distiller.reset()
         self._logged_step = state.global_step
         if self.is_idle:
             return
-        if args.fp16 and run is not None and _simulates_fp8(run):
-            # A loss scale finds its size by overflowing, and FP8 refuses to round what has overflowed.
-            raise ValueError(
-                "fp16=True with FP8 GEMMs: loss scaling overflows on purpose; train with bf16=True instead"
-            )
         if state.global_step and not self.phase_is_restored:
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
             checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
@@ -178,9 +178,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             self._distiller.reset()
             self._logged_step = state.global_step
         if self.controller is not None:
-            if self.run_log is not None:
-                self.run_log.write(state, self.controller.layer_flip_rates(), self.controller.method_metrics())
+            flip_rates, of_method = self.controller.layer_flip_rates(), self.controller.method_metrics()
             metrics |= self.controller.metrics()
+            if self.run_log is not None:
+                self.run_log.write(state, flip_rates, of_method)
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
 

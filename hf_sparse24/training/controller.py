@@ -145,7 +145,11 @@ class Sparse24Controller(StepWork):
 
     @torch.no_grad()
     def method_metrics(self) -> dict[str, float]:
-        """What the method adds to `metrics`; nothing where its schedule does not apply, as below adapters."""
+        """What the method adds to `metrics`.
+
+        Returns:
+            Numbers by name; none where the method's schedule does not apply, as below adapters.
+        """
         return {} if self._keeps_phase else self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:

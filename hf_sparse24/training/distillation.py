@@ -237,7 +237,7 @@ def distill(
         tokenizer: of the model, where its vocabulary and the teacher's differ by padding.
 
     Returns:
-        The `Distiller`: `end()` takes the teacher away, `means()` has the parts of the loss.
+        What `end()` is called of to take the teacher away; its `means()` are the parts of the loss.
 
     Raises:
         ValueError: the model is no causal or masked language model, has a teacher already, or the teacher shares

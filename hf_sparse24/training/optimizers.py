@@ -63,13 +63,14 @@ class TorchOptimizer:
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """What this process updates of the weights that have a gradient; `mask` gives that of a weight by name."""
         # Looked up anew: loading an optimizer's state gives it other group objects.
-        rates = {id(parameter): group["lr"] for group in self.optimizer.param_groups for parameter in group["params"]}
+        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
         pieces = []
         for name, weight in first_of_each(weights).items():
             values, gradient = local(weight.master), local_gradient(weight.master)
             if gradient is None or not values.numel():  # there may be more processes than rows
                 continue
-            pieces.append(Piece(name, values, gradient, rates.get(id(weight.master), 0.0), partial(mask, name)))
+            rate = groups.get(id(weight.master), {}).get("lr", 0.0)
+            pieces.append(Piece(name, values, gradient, rate, partial(mask, name)))
         return pieces
 
     def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:

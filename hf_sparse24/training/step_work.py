@@ -45,12 +45,12 @@ class StepWork:
         self._keeps_phase = not self._trained or _any_frozen_below_adapters(model)
         if not self._keeps_phase:
             run.method.check_run(total_steps, optimizer)
+        if run.controller is not None:
+            run.controller.end()
         self._flips = Flips(weights)
         self._masks: dict[str, Tensor] = {}
         self._streams = RandomStreams(list(weights.values()))
         self._hooks: list[Any] = []
-        if run.controller is not None:
-            run.controller.end()
         run.controller = self
         self._enter_phase()
         for weight in weights.values():

@@ -219,6 +219,7 @@ def test_settings_of_another_quantization_config_are_taken(tmp_path):
     ("passed", "difference"),
     [({"method": "ste"}, "method='s-ste', not 'ste'"), ({"pattern": "1:4"}, "pattern='2:4', not '1:4'")],
 )
+@pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
 def test_another_method_in_quantization_config_is_refused(passed, difference, tmp_path):
     patched().save_pretrained(tmp_path)
     config = Sparse24Config(**{"target_modules": "all-linear"} | passed)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import sparse_run
+from hf_sparse24.weights.state_check import wrong_state
 
 LAYER = "model.layers.0.mlp.up_proj"
 SCALES = {
@@ -180,7 +181,7 @@ def test_random_damage(method, tmp_path):
         else:
             outcomes["reported" if any(report.values()) else "loaded"] += 1
             for weight in sparse_weights(loaded).values():
-                assert weight.wrong_state() is None
+                assert wrong_state(weight) is None
                 assert is_nm_sparse(weight.pruned(), *sparse_run(loaded).method.pattern)
         (tmp_path / name).write_bytes(whole[name])
     assert outcomes["refused"] > 30, outcomes

@@ -86,7 +86,7 @@ def test_wrong_registrations():
     rejected(OwnMethod, frozen, Settings=type("NoDataclass", (MethodSettings,), {}))
     rejected(OwnMethod, r"Settings\.power: make it by setting\(", **settings(power=dataclasses.field(default=3)))
     rejected(OwnMethod, r"Settings\.pattern: a config has a field", **settings(pattern=setting(3, is_rank, "")))
-    rejected(OwnMethod, r"phases=\('a',\): must have 'sparse' and 'dense'", phases=("a",))
+    rejected(OwnMethod, r"phases=\('a',\): must have 'sparse', 'dense' and", phases=("a",))
     rejected(SparseMethod, r"Wrong must implement mask, or prune")
     rejected(OwnMethod, r"unstructured_phases=\('ramp',\) among them", unstructured_phases=("ramp",))
     with pytest.raises(ValueError, match="must be a name"):
@@ -129,7 +129,7 @@ def test_adapters_must_be_in_the_optimizer():
 def test_what_it_cannot_patch_is_reported():
     model = zoo.build("llama", intermediate_size=66)
     report = patch_model(model, Sparse24Config(method="own", target_modules="all-linear"))
-    assert report.skipped["model.layers.0.mlp.up_proj"] == "output size 66 is not a multiple of 4"
+    assert report.skipped["model.layers.0.mlp.up_proj"] == "output size 66 is not a multiple of 4, as 'own' needs"
     assert str(report).startswith("2:4 sparse by own")
 
 

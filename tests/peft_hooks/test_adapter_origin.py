@@ -294,7 +294,7 @@ def test_copies_that_modules_to_save_trains_are_trained_by_the_method(method, de
     model = peft.get_peft_model(patched(dense, method), lora(target_modules=["up_proj"], modules_to_save=["down_proj"]))
     down = model.base_model.model.model.layers[0].mlp.down_proj
     copied, original = down.modules_to_save["default"], down.original_module
-    assert copied.sparse24["weight"].config is original.sparse24["weight"].config
+    assert copied.sparse24["weight"].run is original.sparse24["weight"].run
     groups = step_param_groups(model)
     bound = sparse_run(model).method
     optimizer = bound.make_optimizer(groups, 12, lr=1e-2) or torch.optim.AdamW(groups, lr=1e-2)
@@ -322,7 +322,7 @@ def test_copies_that_modules_to_save_trains_are_trained_by_the_method(method, de
 def test_copies_in_another_phase_are_refused(dense):
     model = peft.get_peft_model(patched(dense), lora(modules_to_save=["lm_head"]))
     twin = copy.deepcopy(model.base_model.model.model.layers[0].mlp.gate_proj)
-    twin.sparse24["weight"].run.phase = "dense"
+    twin.sparse24["weight"].run.set_phase("dense")
     with pytest.raises(ValueError, match="patched apart"):
         Sparse24Controller(nn.ModuleList([model, twin]), torch.optim.SGD(model.parameters()), 12)
 

@@ -35,6 +35,7 @@ from hf_sparse24.methods import (
     is_non_negative,
     setting,
     to_steps,
+    whole,
 )
 
 ADAPTING = "adapting"
@@ -103,8 +104,11 @@ class OwnMethod(SparseMethod):
             piece.gradient.add_(piece.values, alpha=self.settings.ridge)
 
     def loss(self, outputs: Any, batch: Batch, context: StepContext) -> Tensor:
-        return self.settings.z_loss * outputs["logits"].float().logsumexp(-1).square().mean()
+        return (
+            self.settings.z_loss
+            * (outputs["logits"] if isinstance(outputs, dict) else outputs[1]).float().logsumexp(-1).square().mean()
+        )
 
     def metrics(self, context: StepContext) -> dict[str, float]:
         lefts = [weight.parameters["left"] for weight in context.weights.values()]
-        return {"adapter_norm": sum(float(left.norm()) for left in lefts)}
+        return {"adapter_norm": sum(float(whole(left).norm()) for left in lefts)}

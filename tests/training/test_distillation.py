@@ -11,32 +11,28 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import arguments
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainingArguments,
 )
 
-from hf_sparse24 import DistillationConfig, Sparse24Config, Sparse24Trainer, patch_model, sparse_weights
+from hf_sparse24 import (
+    DistillationConfig,
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Trainer,
+    distill,
+    patch_model,
+    sparse_weights,
+)
 from hf_sparse24.training import teacher as teachers
-from hf_sparse24.training.distillation import EPS, kl_divergence, predicting_positions
+from hf_sparse24.training.distillation import EPS, find_distiller, kl_divergence
+from hf_sparse24.training.loss_terms import predicting_positions
 
 PEFT_WARNS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 BOTH = DistillationConfig(weight=0.7, temperature=3.0, hidden_weight=0.2)
-
-
-def arguments(tmp_path, **overrides) -> TrainingArguments:
-    defaults = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(str(tmp_path), **(defaults | overrides))
 
 
 def batch(rows: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -73,7 +69,8 @@ def plainly(student, teacher, inputs, config, shifted) -> dict[str, torch.Tensor
     """The three terms as sums over tokens, from whole tensors."""
     kept = inputs["labels"][:, 1:] != -100 if shifted else inputs["labels"] != -100
     call = {"input_ids": inputs["input_ids"], "output_hidden_states": True}
-    ours, theirs = student(**call), teacher(**call)
+    ours, theirs = student.eval()(**call), teacher(**call)  # in evaluation the student has no teacher
+    student.train()
     cut = (lambda x: x[:, :-1][kept]) if shifted else lambda x: x[kept]
     temperature = config.temperature
     labels = (inputs["labels"][:, 1:] if shifted else inputs["labels"])[kept]
@@ -147,7 +144,7 @@ def test_the_loss_is_the_formula(tmp_path, monkeypatch, name, counts):
     parameters = [p for p in run.model.parameters() if p.requires_grad]
     found, wanted = (torch.autograd.grad(value, parameters, allow_unused=True) for value in (loss, expected))
     torch.testing.assert_close(found, wanted)
-    assert run.distiller.teacher.by_chunks == (name != "gemma2")
+    assert find_distiller(run.model).teacher.by_chunks == (name != "gemma2")
 
 
 def counted(inputs, name) -> float:
@@ -159,8 +156,7 @@ def test_no_tensor_of_the_whole_vocabulary_is_made_for_the_teacher(tmp_path, mon
     """One of the student's size: its gradient."""
     monkeypatch.setattr(teachers, "CHUNK", 4 * zoo.VOCAB)
     run, inputs = trainer(tmp_path, distillation=DistillationConfig()), batch(8)
-    outputs = run.model(**inputs)
-
+    outputs = run.model.eval()(**inputs)
     made = []
 
     class Made(TorchDispatchMode):
@@ -171,7 +167,7 @@ def test_no_tensor_of_the_whole_vocabulary_is_made_for_the_teacher(tmp_path, mon
             return out
 
     with Made():
-        run.distiller.loss(outputs.loss, outputs, inputs, None)
+        find_distiller(run.model).change(outputs.loss, outputs, inputs)
     assert [name for name, rows in made if rows > 8 and not name.endswith("_")] == ["aten::zeros_like"]
 
 
@@ -212,7 +208,7 @@ def test_the_log_has_the_parts_of_the_loss(tmp_path, name):
 def test_evaluation_is_without_the_teacher(tmp_path):
     run = trainer(tmp_path)
     plain = Trainer(run.model, run.args, eval_dataset=dataset(6))
-    run.distiller.teacher.model = None
+    find_distiller(run.model).teacher.model = None
     assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
@@ -283,8 +279,8 @@ def test_a_teacher_by_its_directory_in_the_dtype_that_it_was_saved_in(tmp_path):
     patch_model(teacher, Sparse24Config(method="s-ste"))
     teacher.save_pretrained(tmp_path / "teacher")
     run = trainer(tmp_path, teacher=tmp_path / "teacher")
-    assert {p.dtype for p in run.distiller.teacher.model.parameters()} == {torch.bfloat16}
-    assert len(sparse_weights(run.distiller.teacher.model)) == 6
+    assert {p.dtype for p in find_distiller(run.model).teacher.model.parameters()} == {torch.bfloat16}
+    assert len(sparse_weights(find_distiller(run.model).teacher.model)) == 6
     run.train()
 
 
@@ -412,8 +408,51 @@ def test_a_teacher_may_have_other_sizes(tmp_path):
 def test_batches_without_labels_are_refused(tmp_path):
     run = trainer(tmp_path)
     inputs = batch()
-    outputs = run.model(**inputs)
+    outputs = run.model.eval()(**inputs)
     with pytest.raises(ValueError, match=r"a label for each of the logits.*and there are none"):
-        run.distiller.loss(outputs.loss, outputs, {"input_ids": inputs["input_ids"]}, None)
+        find_distiller(run.model).change(outputs.loss, outputs, {"input_ids": inputs["input_ids"]})
     with pytest.raises(ValueError, match="the model's logits, and it returned none"):
-        run.distiller.loss(outputs.loss, {"loss": outputs.loss, "logits": None}, inputs, None)
+        find_distiller(run.model).change(outputs.loss, {"loss": outputs.loss, "logits": None}, inputs)
+    with pytest.raises(ValueError, match="the model returned no loss to add to: pass it labels"):
+        run.model.train()(input_ids=inputs["input_ids"])
+
+
+def test_any_trainer_and_any_loop_learn_from_a_teacher_as_ours_does(tmp_path):
+    """The same weights to the last bit, with accumulation; the parts are logged by the callback, and averaged here."""
+    sizes = {"gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    ours = trainer(tmp_path / "ours", distillation=BOTH, **sizes)
+    ours.train()
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ste"))
+    distill(model, zoo.build("llama", seed=1), BOTH)
+    plain = Trainer(model, arguments(tmp_path / "plain", **sizes), train_dataset=dataset())
+    Sparse24Callback.add_to(plain)
+    plain.train()
+    assert torch.equal(weights(model), weights(ours.model))
+    logged = [[log["hidden_state_loss"] for log in run.state.log_history if "loss" in log] for run in (ours, plain)]
+    assert logged[0] == logged[1] and len(logged[0]) == 3
+
+    looped = zoo.build("llama")
+    patch_model(looped, Sparse24Config(method="ste"))
+    distiller = distill(looped, zoo.build("llama", seed=1), BOTH)
+    inputs = batch(4)
+    terms = plainly(looped, zoo.build("llama", seed=1).eval(), inputs, BOTH, shifted=True)
+    total = 0.3 * terms["cross_entropy"] + 0.7 * terms["distillation_loss"] + 0.2 * terms["hidden_state_loss"]
+    torch.testing.assert_close(looped(**inputs).loss, total / counted(inputs, "llama"))
+    means = distiller.means()
+    torch.testing.assert_close(means["cross_entropy"], (terms["cross_entropy"] / counted(inputs, "llama")).detach())
+    with pytest.raises(ValueError, match="has a teacher already"):
+        distill(looped, zoo.build("llama", seed=1))
+    distiller.end()
+    assert find_distiller(looped) is None
+    torch.testing.assert_close(looped(**inputs).loss, terms["cross_entropy"] / counted(inputs, "llama"))
+
+
+def test_a_step_without_labels_leaves_finite_weights(tmp_path):
+    """Such as one row that was cut inside its prompt: there is nothing to compare, and nothing to divide by."""
+    run = trainer(tmp_path)
+    inputs = batch()
+    inputs["labels"][:] = -100
+    outputs = run.model.eval()(**batch())
+    loss = find_distiller(run.model).change(outputs.loss, outputs, inputs | {"num_items_in_batch": torch.tensor(0)})
+    assert loss.isfinite()

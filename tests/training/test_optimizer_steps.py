@@ -235,7 +235,7 @@ def test_the_last_flip_rate_is_there_after_resuming():
 
 def test_training_without_a_controller_says_so_once(monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("hf_sparse24.weights.encodings.logger.warning", said.append)
+    monkeypatch.setattr("hf_sparse24.run.logger.warning", said.append)
     model, x = mlp(), torch.randn(4, 8)
     model.eval()
     model[0](x)

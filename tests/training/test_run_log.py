@@ -126,11 +126,11 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
     at(17.0, log.after_pause)
     at(18.0, log.after_step)
     state.global_step = 6
-    at(19.0, log.write, state, {})  # 2 s and 2 s of training
+    at(19.0, log.write, state, {}, {})  # 2 s and 2 s of training
     at(99.0, log.after_pause)  # the evaluation after the log
     state.global_step = 10
-    at(101.0, log.write, state, {"model.layers.0.mlp.up_proj": float("nan")})
-    at(102.0, log.write, state, {})  # a log without a step
+    at(101.0, log.write, state, {"model.layers.0.mlp.up_proj": float("nan")}, {"norm": 2.0})
+    at(102.0, log.write, state, {}, {})  # a log without a step
     lines = read_run_log(log.path)[1]
     assert [line.steps_per_second for line in lines] == [1.5, 2.0, None]
     assert lines[1].flip_rates == {}
@@ -239,7 +239,7 @@ def test_lines_that_no_run_wrote(tmp_path, line):
     starts, lines = read_run_log(path)
     assert [start.time for start in starts] == [1.5]
     assert lines[-1].step == 8 and lines[-1].flip_rates == {"a": 0.5}
-    assert all(number is None for other in lines[:-1] for number in other[1:-1]) and len(lines) <= 2
+    assert all(number is None for other in lines[:-1] for number in other[1:-2]) and len(lines) <= 2
 
 
 def test_no_file_no_lines(tmp_path):
