@@ -64,8 +64,7 @@ def make_model_card(
         hyperparameters: of the training, by name.
         plot: file name or URL of a picture of the losses.
         existing: the card that is there.
-        metadata: what else `huggingface_hub.ModelCardData` takes, such as `license`, `language`, `datasets`,
-            `base_model` and `eval_results`; and `base_model_relation`.
+        metadata: what `huggingface_hub.ModelCardData` takes, such as `license` and `datasets`; `base_model_relation`.
 
     Returns:
         The card, with this library's part between two comments; of `existing`, everything outside them stays.
@@ -134,9 +133,8 @@ def check_arguments(format: str, details: Iterable[str]) -> None:
 
 
 def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[str] | None) -> str:
-    names = [base_model] if isinstance(base_model, str) else base_model or []
-    links = " and ".join(f"[{name}](https://huggingface.co/{name})" for name in names)
-    what = f"A Transformers model, made from {links}" if names else "A Transformers model"
+    names = ", ".join([base_model] if isinstance(base_model, str) else base_model or [])
+    what = f"A Transformers model, made from {names}" if names else "A Transformers model"
     if config.phase == "dense":
         return (
             f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. It was saved in a dense phase of "

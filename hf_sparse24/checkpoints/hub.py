@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from ..adapters.merging import adapters_in, without_adapters
 from ..patching.ownership import MODEL_METHODS
 from ..run import patched_config
-from ..version import __version__
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from .card import CARD, Format, check_arguments, write_model_card
@@ -42,8 +41,7 @@ def push_to_hub(
     """Upload an export of a patched model, with a model card, to the Hub. `model.push_to_hub(repo_id)` does the same.
 
     The repository is made if it is not there. Its card keeps what its author wrote, weight files that the export
-    replaces go, other files stay. Of several processes only the first one pushes. Where the connection breaks off, no
-    commit is made, and the same call sends only what the Hub does not have yet.
+    replaces go, other files stay. Of several processes only the first one pushes.
 
     Args:
         model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
@@ -78,7 +76,7 @@ def push_to_hub(
         raise ValueError("format='training': the model has PEFT adapters, which model.push_to_hub of PEFT pushes")
     if rank() != 0:
         return None
-    repo_id = hub_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     card |= {"model_id": repo_id, "tags": tags, "existing": card_on_hub(repo_id, token, revision)}
     commit = {"commit_message": commit_message, "token": token, "revision": revision, "create_pr": create_pr}
     return stage_push(model, repo_id, format, processing_class, max_shard_size, commit, **card)()
@@ -97,10 +95,6 @@ def reject_sharded(model: PreTrainedModel) -> None:
             )
 
 
-def hub_api() -> HfApi:
-    return HfApi(library_name="hf_sparse24", library_version=__version__)
-
-
 def stage_push(
     model: PreTrainedModel,
     repo_id: str,
@@ -112,10 +106,7 @@ def stage_push(
 ) -> Callable[[], CommitInfo]:
     """The call that pushes the model as it is now, whose files are written to a temporary folder.
 
-    Args:
-        model, repo_id, format, processing_class, max_shard_size: as for `push_to_hub`.
-        commit: arguments of `HfApi.create_commit`.
-        card: what `make_model_card` takes.
+    The arguments are those of `push_to_hub`, `commit` those of `HfApi.create_commit`, `card` of `make_model_card`.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -145,11 +136,11 @@ def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
     """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
-    present = hub_api().list_repo_files(repo_id, revision=commit["revision"], token=commit["token"])
+    present = HfApi().list_repo_files(repo_id, revision=commit["revision"], token=commit["token"])
     outdated = [name for name in present if WEIGHT_FILES.fullmatch(name) and name not in files]
     added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
     deleted = [CommitOperationDelete(path_in_repo=name) for name in outdated]
-    return hub_api().create_commit(repo_id, [*added, *deleted], **commit)
+    return HfApi().create_commit(repo_id, [*added, *deleted], **commit)
 
 
 def card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
@@ -159,9 +150,9 @@ def card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) ->
         ValueError: its metadata cannot be read.
     """
     if revision is not None and not revision.startswith("refs/pr/"):
-        hub_api().create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+        HfApi().create_branch(repo_id, branch=revision, token=token, exist_ok=True)
     try:
-        path = hub_api().hf_hub_download(repo_id, CARD, token=token, revision=revision)
+        path = HfApi().hf_hub_download(repo_id, CARD, token=token, revision=revision)
     except RemoteEntryNotFoundError:  # not where the Hub cannot be reached: the card there would be lost
         return None
     return read_card(Path(path), f"{CARD} of {repo_id}")

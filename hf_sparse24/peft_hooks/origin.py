@@ -8,11 +8,10 @@ patched in memory comes from a dense checkpoint. So PEFT's `auto_mapping` of an 
     base     a sketch of the weights that sparse layers computed with when the adapter was added: whether that was the
              dense phase, the number of weights, and of at most `SAMPLE` of them the norm and `SKETCH` projections
 
-A hash would not do: in another dtype the same base has other bits, and a few ties are pruned otherwise. A projection of
-a weight W is p^T W q, where the entries of p and q are -1 or 1, drawn with a fixed seed. The squared difference of two
-models' projections is, on average, the squared distance of their weights (Johnson-Lindenstrauss, by signs: Achlioptas
-2003): 0 for the same weights, about 1e-3 of their norm after rounding to bf16, about the norm for other masks. Weights
-of dense layers are not in the sketch, and prompts, which change no layer, record no base.
+A hash would not do: in another dtype the same base has other bits. A projection of a weight W is p^T W q, where the
+entries of p and q are -1 or 1, drawn with a fixed seed. The squared difference of two models' projections is, on
+average, the squared distance of their weights (Achlioptas 2003): 0 for the same weights, about 1e-3 of their norm after
+rounding to bf16, about the norm for other masks. Weights of dense layers are not in the sketch.
 """
 
 import functools

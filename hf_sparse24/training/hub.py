@@ -17,7 +17,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
 from ..checkpoints.card import CARD, Format, write_model_card
-from ..checkpoints.hub import card_on_hub, hub_api, read_card, reject_sharded, stage_push
+from ..checkpoints.hub import card_on_hub, read_card, reject_sharded, stage_push
 from ..progress import get_logger
 from ..run import patched_config
 from .decay_search import model_of
@@ -38,7 +38,7 @@ class HubTrainer(Trainer):
 
     @cached_property
     def _hub(self) -> HfApi:
-        return hub_api()  # its pushes in the background run one after the other
+        return HfApi()  # its pushes in the background run one after the other
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         strategy = HubStrategy(self.args.hub_strategy)
