@@ -112,10 +112,7 @@ def make_model_card(
 
 
 def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) -> None:
-    """Write `README.md` to a directory, and `loss.png` beside it where there are losses and matplotlib is installed.
-
-    `details` are those of `make_model_card`.
-    """
+    """Write `README.md` to a directory, and `loss.png` beside it where there are losses and matplotlib is installed."""
     picture = plot_losses(details.get("log_history", ()), details.get("dense_control"))
     card = make_model_card(model, **details, plot=PLOT if picture else None)
     if picture:

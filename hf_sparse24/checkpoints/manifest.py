@@ -1,7 +1,7 @@
 """read_listing says which weights of a checkpoint on disk are sparse, and verify reads them to prove it.
 
-`export_model` writes `sparse24.json` beside the weights: which tensors are sparse, and the hash of every file. In other
-checkpoints, packed weights are listed in `config.json`, and dense tensors are looked at one by one.
+`export_model` writes `sparse24.json` beside the weights: which tensors are sparse, and the hash of every file. A packed
+model that was loaded and saved again has its packed weights listed in `config.json`.
 """
 
 import hashlib
@@ -30,9 +30,8 @@ class Listing(NamedTuple):
 
     Attributes:
         format: `"dense"` or `"packed"`.
-        source: the name of the file that says it; `"tensors"` where none does, and these were found to be sparse.
-        weights: the dimension of the groups of each sparse tensor, -1 or -2, by name; packed ones by the name of the
-            dense weight.
+        source: the name of the file that says it.
+        weights: the dimension of the groups, -1 or -2, by the name of the (dense) weight.
         files: sha256 of each safetensors file by name; empty where they were not recorded.
         pattern: of the groups.
         method: the method that trained it, None where that is not known.
@@ -90,11 +89,12 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(files.values()))]
 
 
-def read_listing(directory: Path, tensors: Tensors) -> Listing:
+def read_listing(directory: Path) -> Listing:
     """Which weights the checkpoint in `directory` lists as sparse.
 
     Raises:
-        ValueError: a training checkpoint, whose weights are the dense master weights; or a file that says nonsense.
+        ValueError: a training checkpoint, whose weights are dense; another that lists no sparse weights; or a file
+            that says nonsense.
         OSError: no config.json.
     """
     config = read_json(directory / CONFIG).get("quantization_config") or {}
@@ -116,8 +116,7 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         return listing
     if packed is not None:
         return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, method)
-    found = {name: dim for name in tensors.names if (dim := _found_dim(tensors, name, pattern)) is not None}
-    return Listing("dense", "tensors", found, {}, pattern, method)
+    raise ValueError(f"{directory} has no {MANIFEST}, which export_model writes and which lists its sparse weights")
 
 
 def write_manifest(
@@ -193,13 +192,6 @@ def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
         if tensor.dim() > 1 and tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim):
             return dim
     return None
-
-
-def _found_dim(tensors: Tensors, name: str, pattern: Pattern) -> int | None:
-    if tensors.like(name).dim() < 2 or not tensors.like(name).is_floating_point():
-        return None
-    tensor = tensors.read(name)
-    return sparse_dim(tensor, -1, pattern) if tensor.any() else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

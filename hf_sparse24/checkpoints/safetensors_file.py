@@ -1,8 +1,7 @@
 """A writer of safetensors files that has one tensor in memory at a time.
 
-The safetensors library cannot do that: `save_file`, like `save_torch_state_dict` of huggingface_hub, which calls it,
-takes the addresses of all tensors of a file before it writes the first one. The tensors of an export are computed, so
-it would need the memory of a second model (up to `max_shard_size` of it).
+`save_file` of the safetensors library takes all tensors of a file before it writes the first one. Those of an export
+are computed, so it would need the memory of a second model (up to `max_shard_size` of it).
 
 The format (github.com/huggingface/safetensors): eight bytes with the length of a header, little-endian; the header,
 JSON with each tensor's dtype, shape and place; the tensors' bytes one behind the other.
@@ -47,7 +46,6 @@ def write_safetensors(
     """Write a file and return its sha256.
 
     Args:
-        path: the file.
         like: meta tensors by name, of the dtypes and shapes to be written, in the order of `tensors`.
         tensors: names and tensors, on any device; each is written and released before the next one is asked for.
         metadata: strings for the header.

@@ -24,10 +24,9 @@ from .decay_search import model_of
 
 logger = get_logger(__name__)
 
-_OTHER_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
-"""What `make_model_card` calls arguments of `Trainer.create_model_card`."""
-_OF_RESULTS = ("tasks", "dataset", "dataset_args")
-"""Arguments that name the data set of the results, which are not written to this card's metadata."""
+_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
+"""What `make_model_card` calls arguments of `Trainer.create_model_card`; `_UNUSED` are not in the card's metadata."""
+_UNUSED = ("tasks", "dataset", "dataset_args")
 
 
 class HubTrainer(Trainer):
@@ -75,16 +74,12 @@ class HubTrainer(Trainer):
     ) -> CommitInfo | Future[CommitInfo] | None:
         """Save the model to the output directory, and push its export with a model card.
 
-        The card that `create_model_card` or you have written to the output directory, or else the one in the
-        repository, keeps its text.
+        The card in the output directory, or else the one in the repository, keeps its author's text.
 
         Args:
             commit_message, blocking, token, revision, private: as for `Trainer.push_to_hub`.
             format: what to push: `"dense"`, `"packed"` or `"training"`, as for `push_to_hub` of a model.
             card: what `create_model_card` takes.
-
-        Raises:
-            HfHubHTTPError: as `push_to_hub` of a model; what was saved stays.
         """
         if not self._is_patched:
             return super().push_to_hub(commit_message, blocking, token, revision, private, **card)
@@ -100,11 +95,7 @@ class HubTrainer(Trainer):
         return push() if blocking else self._hub.run_as_future(push)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the export in the background at a save.
-
-        A private method of Trainer, as there is no public way: a Trainer with `push_to_hub` pushes the training
-        checkpoint as the model here, before it calls `on_save`.
-        """
+        """Push the export in the background at a save, where Trainer would push the training checkpoint."""
         if not self._is_patched:
             return super()._push_from_checkpoint(checkpoint_folder)
         last: Any = self.push_in_progress
@@ -157,8 +148,8 @@ class HubTrainer(Trainer):
         hyperparameters = extract_hyperparameters_from_trainer(self)
         hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
         details = {"model_id": model_id, "log_history": self.state.log_history, "hyperparameters": hyperparameters}
-        given = {name: value for name, value in card.items() if value is not None and name not in _OF_RESULTS}
-        return details | {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
+        given = {name: value for name, value in card.items() if value is not None and name not in _UNUSED}
+        return details | {_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def _warn_if_failed(push: Future) -> None:
