@@ -31,8 +31,7 @@ CARD, PLOT = "README.md", "loss.png"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
 
-_METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"}
-_METADATA -= {"ignore_metadata_errors", "kwargs"}
+_METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"} - {"ignore_metadata_errors", "kwargs"}
 
 
 @torch.no_grad()

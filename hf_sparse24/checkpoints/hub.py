@@ -144,11 +144,7 @@ def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
 
 
 def card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
-    """The card in a repository on the Hub, None where it has none. A branch that is not there is made.
-
-    Raises:
-        ValueError: its metadata cannot be read.
-    """
+    """The card in a repository on the Hub, None where it has none. A branch that is not there is made."""
     if revision is not None and not revision.startswith("refs/pr/"):
         HfApi().create_branch(repo_id, branch=revision, token=token, exist_ok=True)
     try:
@@ -159,11 +155,7 @@ def card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) ->
 
 
 def read_card(path: Path, called: str) -> ModelCard | None:
-    """The card in a file, None where there is no file.
-
-    Raises:
-        ValueError: its metadata cannot be read.
-    """
+    """The card in a file, None where there is no file. ValueError: its metadata cannot be read."""
     if not path.exists():
         return None
     try:

@@ -20,8 +20,7 @@ from .safetensors_file import DTYPES, header_hash
 
 
 def check_files(packed: PackedFormat, files: list[str]) -> None:
-    """Raise ValueError where the files were not written together with `config.json`, or have other packed weights than
-    it lists."""
+    """Raise ValueError where the files are not those that were written with `config.json`, or lack what it lists."""
     for file in files:
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
@@ -56,8 +55,7 @@ def empty_packed(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
 def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
     """Replace weights of a model on the meta device by packed ones without values, where its checkpoint has these.
 
-    Raises:
-        ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
+    ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
     """
     for name in packed.weights:
         module, attribute = _owner(model, name)

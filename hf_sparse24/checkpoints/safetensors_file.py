@@ -82,11 +82,7 @@ def write_safetensors(
 
 
 def open_safetensors(path: str | os.PathLike) -> Any:
-    """The open file, as `safe_open` gives it.
-
-    Raises:
-        OSError: it is damaged; safetensors says how, but not in which of the shards.
-    """
+    """The open file, as `safe_open` gives it. OSError: it is damaged; safetensors does not say which shard is."""
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:
@@ -94,11 +90,7 @@ def open_safetensors(path: str | os.PathLike) -> Any:
 
 
 def header_hash(path: str | os.PathLike) -> str:
-    """The sha256 of a file's header.
-
-    Raises:
-        OSError: the file is shorter than its header.
-    """
+    """The sha256 of a file's header. OSError: the file is shorter than its header."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.path.getsize(path):

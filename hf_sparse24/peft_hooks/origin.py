@@ -56,8 +56,7 @@ def record_origin(model: nn.Module, config: Any) -> None:
 def check_origin(model: nn.Module, config: Any) -> None:
     """Compare a model with the base that a loaded adapter was trained on; patch a dense model as the record says.
 
-    Raises:
-        ValueError: it has other sparse weights, or cannot be patched; it is left as it was.
+    ValueError: it has other sparse weights, or cannot be patched; it is left as it was.
     """
     record = (config.auto_mapping or {}).get(KEY)
     if record is None:

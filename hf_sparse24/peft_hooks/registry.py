@@ -26,9 +26,7 @@ class SparseAware:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter to all layers that it targets, also where it is loaded from a file.
 
-        Raises:
-            ValueError: it is no adapter for this model's sparse weights; load the model again, which may have a part of
-                the adapter.
+        After a ValueError, where it does not fit this model's sparse weights, the model may have a part of it.
         """
         config = self.peft_config[adapter_name]
         check_origin(model, config)

@@ -6,7 +6,6 @@ background.
 """
 
 from concurrent.futures import Future
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from .decay_search import model_of
 
 logger = get_logger(__name__)
 
+_HUB = HfApi()  # its pushes in the background run one after the other
+
 _NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
 """What `make_model_card` calls arguments of `Trainer.create_model_card`; `_UNUSED` are not in the card's metadata."""
 _UNUSED = ("tasks", "dataset", "dataset_args")
@@ -34,10 +35,6 @@ class HubTrainer(Trainer):
 
     Any other model, such as one with adapters, is pushed as Transformers does it.
     """
-
-    @cached_property
-    def _hub(self) -> HfApi:
-        return HfApi()  # its pushes in the background run one after the other
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         strategy = HubStrategy(self.args.hub_strategy)
@@ -58,9 +55,7 @@ class HubTrainer(Trainer):
             super().create_model_card(**card)
         elif self.is_world_process_zero():
             model_id = self.args.hub_model_id or self._card_file.parent.absolute().name
-            existing = read_card(self._card_file, str(self._card_file))
-            details = self._details(model_id, card) | {"existing": existing}
-            write_model_card(self._model, self._card_file.parent, format="training", **details)
+            write_model_card(self._model, self._card_file.parent, format="training", **self._details(model_id, card))
 
     def push_to_hub(  # type: ignore[override]  # a Future where it does not block, as the original's text says
         self,
@@ -92,15 +87,16 @@ class HubTrainer(Trainer):
             return None
         self._finish_current_push()
         push = self._staged(commit_message, token, revision, format, card)
-        return push() if blocking else self._hub.run_as_future(push)
+        return push() if blocking else _HUB.run_as_future(push)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the export in the background at a save, where Trainer would push the training checkpoint."""
         if not self._is_patched:
             return super()._push_from_checkpoint(checkpoint_folder)
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return None
         last: Any = self.push_in_progress
-        is_busy = last is not None and not last.is_done() and not self.args.hub_always_push
-        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END or is_busy:
+        if last is not None and not last.is_done() and not self.args.hub_always_push:
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         step = self.state.global_step
@@ -110,7 +106,7 @@ class HubTrainer(Trainer):
         except (OSError, ValueError) as error:
             logger.warning(f"nothing was pushed at step {step}, training goes on: {error}")
             return None
-        job = self._hub.run_as_future(push)
+        job = _HUB.run_as_future(push)
         job.add_done_callback(_warn_if_failed)
         jobs: Any = [job]  # PushInProgress is annotated to take a single one
         self.push_in_progress = PushInProgress(jobs)  # type: ignore[assignment]  # annotated as None
@@ -138,9 +134,8 @@ class HubTrainer(Trainer):
             "token": self.args.hub_token if token is None else token,
             "revision": revision or self.args.hub_revision,
         }
-        existing = read_card(self._card_file, str(self._card_file))
         details = self._details(repo_id, card)
-        details["existing"] = existing or card_on_hub(repo_id, commit["token"], commit["revision"])
+        details["existing"] = details["existing"] or card_on_hub(repo_id, commit["token"], commit["revision"])
         return stage_push(self._model, repo_id, format, self.processing_class, "5GB", commit, **details)
 
     def _details(self, model_id: str, card: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +143,7 @@ class HubTrainer(Trainer):
         hyperparameters = extract_hyperparameters_from_trainer(self)
         hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
         details = {"model_id": model_id, "log_history": self.state.log_history, "hyperparameters": hyperparameters}
+        details["existing"] = read_card(self._card_file, str(self._card_file))
         given = {name: value for name, value in card.items() if value is not None and name not in _UNUSED}
         return details | {_NAMES.get(name, name): value for name, value in given.items()}
 
