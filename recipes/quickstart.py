@@ -16,7 +16,7 @@ import train
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
-from hf_sparse24 import export_model, sparse_weights
+from hf_sparse24 import export_model, make_model_card, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.tools.run_report import write_report
 
@@ -38,7 +38,8 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     plot(history, output / "training.png")
     sample = check_reload(trainer, output)
     zeros, sparse_zeros = check_export(trainer, output / "export")
-    trainer.create_model_card(directory=output / "export", format="dense")
+    card = make_model_card(trainer.model, model_id=output.name, log_history=history)
+    card.save(output / "export" / "README.md")
     ended = trainer.model.config.quantization_config.phase
     if ended == "sparse":
         check_packed(trainer, output / "packed")

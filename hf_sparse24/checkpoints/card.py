@@ -14,19 +14,16 @@ from typing import Any, Literal, get_args
 import torch
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
-from ..patching.report import group_name, make_report, shown_count
-from ..patching.targets import find_candidates
-from ..run import patched_config, sparse_run
+from ..patching.report import shown_count
+from ..run import patched_config
 from ..version import __version__
-from ..weights.place import layer_name
 from ..weights.sparse_weight import first_of_each, sparse_weights
-from .losses import Control, History, Logs, by_step, control_metrics, last_evaluation, plot_losses, some_rows
+from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
 
 Format = Literal["dense", "packed", "training"]
 
@@ -34,11 +31,7 @@ CARD, PLOT = "README.md", "loss.png"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
 
-Zeros = dict[str, tuple[int, int]]
-"""The number of zeros, and of elements, of each sparse weight by its name."""
-
-_METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"}
-_METADATA -= {"ignore_metadata_errors", "kwargs"}
+_METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"} - {"ignore_metadata_errors", "kwargs"}
 
 
 @torch.no_grad()
@@ -52,7 +45,6 @@ def make_model_card(
     results: Mapping[str, float] | None = None,
     dense_control: Control | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
-    checkpoints: str | None = None,
     plot: str | None = None,
     existing: ModelCard | None = None,
     **metadata: Any,
@@ -64,16 +56,14 @@ def make_model_card(
         format: what lies beside the card: an export, `"dense"` or `"packed"`, or a `"training"` checkpoint.
         model_id: the repository, as `from_pretrained` takes it; None for the name of the model's class.
         tags: in addition to those of this library and of `model.add_model_tags`.
-        log_history: of the run, as `trainer.state.log_history` has it: losses and flip rate by the step.
+        log_history: of the run, as `trainer.state.log_history` has it, for the results.
         results: metrics of this model by name; None for the last evaluation in `log_history`.
         dense_control: the same metrics of a dense model that was trained alike, or the `trainer_state.json` of its
             run, or the directory that holds one.
         hyperparameters: of the training, by name.
-        checkpoints: the folder of the repository that has training checkpoints, beside an export.
         plot: file name or URL of a picture of the losses.
         existing: the card that is there.
-        metadata: what else `huggingface_hub.ModelCardData` takes, such as `license`, `language`, `datasets`,
-            `base_model` and `eval_results`; and `base_model_relation`.
+        metadata: what `huggingface_hub.ModelCardData` takes, such as `license` and `datasets`; `base_model_relation`.
 
     Returns:
         The card, with this library's part between two comments; of `existing`, everything outside them stays.
@@ -96,14 +86,12 @@ def make_model_card(
     name = (model_id or type(model).__name__).rpartition("/")[2]
     given = {key: value for key, value in metadata.items() if value is not None}
     base_model = given.get("base_model") or _base_model(model, model_id)
-    zeros, history = _count_zeros(model), by_step(log_history)
-    ours = last_evaluation(history) if results is None else dict(results)
+    ours = last_evaluation(by_step(log_history)) if results is None else dict(results)
     parts = [
-        _summary(model, config, base_model, zeros),
-        _loading(model, config, format, model_id or name, checkpoints),
+        _summary(model, config, base_model),
+        _loading(model, config, format, model_id or name),
         _results(ours, control_metrics(dense_control)),
-        _training(config, hyperparameters, history, plot),
-        _sparse_layers(model, config, zeros),
+        _training(config, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
         f"{torch.__version__}.",
     ]
@@ -123,10 +111,7 @@ def make_model_card(
 
 
 def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) -> None:
-    """Write `README.md` to a directory, and `loss.png` beside it where there are losses and matplotlib is installed.
-
-    `details` are those of `make_model_card`.
-    """
+    """Write `README.md` to a directory, and `loss.png` beside it where there are losses and matplotlib is installed."""
     picture = plot_losses(details.get("log_history", ()), details.get("dense_control"))
     card = make_model_card(model, **details, plot=PLOT if picture else None)
     if picture:
@@ -139,31 +124,20 @@ def check_arguments(format: str, details: Iterable[str]) -> None:
     if format not in get_args(Format):
         raise ValueError(f"format={format!r}: must be one of {list(get_args(Format))}")
     unknown = sorted({*details} - _METADATA - {*inspect.signature(make_model_card).parameters})
-    if "tokenizer" in unknown:
-        raise TypeError("'tokenizer': pass it as processing_class=")
     if unknown:
         raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
 
 
-def _count_zeros(model: nn.Module) -> Zeros:
-    counts = {}
-    for name, weight in sparse_weights(model).items():
-        computed = weight.parameter if weight.run.is_dense else weight.merged()
-        counts[name] = int((computed == 0).sum()), computed.numel()
-    return counts
-
-
-def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[str] | None, zeros: Zeros) -> str:
-    names = [base_model] if isinstance(base_model, str) else base_model or []
-    links = " and ".join(f"[{name}](https://huggingface.co/{name})" for name in names)
-    what = f"A Transformers model, made from {links}" if names else "A Transformers model"
+def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[str] | None) -> str:
+    names = ", ".join([base_model] if isinstance(base_model, str) else base_model or [])
+    what = f"A Transformers model, made from {names}" if names else "A Transformers model"
     if config.phase == "dense":
         return (
             f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. It was saved in a dense phase of "
             f"this training: **its weights are dense**."
         )
     total = sum(parameter.numel() for parameter in model.parameters())
-    zero = sum(zeros[name][0] for name in first_of_each(sparse_weights(model)))
+    zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(sparse_weights(model)).values())
     return (
         f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
         f"along the input dimension of a sparse layer, {config.m - config.n} are zero. {zero / total:.1%} of all "
@@ -171,46 +145,36 @@ def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[st
     )
 
 
-def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id: str, checkpoints: str | None) -> str:
+def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id: str) -> str:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
-    imports = f"from transformers import {name}"
-    load = f'model = {name}.from_pretrained("{model_id}"{options})'
+    load = [f"from transformers import {name}", "", f'model = {name}.from_pretrained("{model_id}"{options})']
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
     if format == "packed":
-        importing = "import hf_sparse24  # tells Transformers how to read packed weights"
         text = [
             "The sparse weights are packed: their values, and 2-bit indices. **Reading them takes hf_sparse24**:",
-            _python(importing, imports, "", load),
+            _python("import hf_sparse24  # tells Transformers how to read packed weights", *load),
             f"Transformers by itself cannot read them. {export}",
         ]
     elif format == "training":
-        importing = "import hf_sparse24  # without this line, the method's state is lost and another model computes"
         text = [
             "This is a training checkpoint: the dense master weights, and what the method keeps beside them. **Import "
             "hf_sparse24 before you load it**:",
-            _python(importing, imports, "", load),
+            _python("import hf_sparse24  # without this line, another model computes", *load),
             "Without that import, Transformers loads the dense master weights, with no more than a warning of an "
             f"unknown quantization type. {export}",
         ]
     else:
-        text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
-        text.append(_python(imports, "", load))
+        text = [
+            "Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors.",
+            _python(*load),
+        ]
         if config.phase != "dense":
-            chosen = ("pattern", "target_modules", "exclude_modules", "layers_to_transform")
-            given = {key: getattr(config, key) for key in chosen if getattr(config, key) is not None}
-            layers = ", ".join(f"{key}={value!r}" for key, value in given.items())
-            kept = f"config = Sparse24Config(method={ONESHOT_METHOD!r}, {layers})"
-            load = f'model = {name}.from_pretrained("{model_id}", quantization_config=config{options})'
-            text.append("With hf_sparse24, to train on while the zeros stay where they are:")
-            text.append(_python("from hf_sparse24 import Sparse24Config", imports, "", kept, load))
-    if checkpoints:
-        text.append(
-            f"Training checkpoints are in `{checkpoints}`. They hold dense master weights and need `import "
-            f"hf_sparse24`. To go on with the run, download one and call "
-            f"`Sparse24Trainer.train(resume_from_checkpoint=...)`."
-        )
+            text.append(
+                f"To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
+                f"{ONESHOT_METHOD!r}, ...)` of hf_sparse24 too, with the settings of the layers below."
+            )
     return "\n\n".join(["## How to load it", *text])
 
 
@@ -218,21 +182,16 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
     if not ours:
         return ""
     labels = {name: name.removeprefix("eval_").replace("_", " ") for name in ours}
-    if not dense:
-        return f"## Results\n\n{_table(['metric', 'value'], [[labels[name], _number(ours[name])] for name in ours])}"
+    columns = ["metric", "this model", *(["dense control", "difference"] if dense else [])]
     rows = []
     for name, value in ours.items():
         other = dense.get(name)
-        rows.append([labels[name], _number(value), _number(other), "" if other is None else f"{value - other:+.4g}"])
-    return (
-        f"## Results\n\nThe dense control is a dense model that was trained alike; whoever pushed this model gave its "
-        f"numbers.\n\n{_table(['metric', 'this model', 'dense control', 'difference'], rows)}"
-    )
+        compared = ["", ""] if other is None else [_number(other), f"{value - other:+.4g}"]
+        rows.append([labels[name], _number(value), *compared][: len(columns)])
+    return f"## Results\n\n{_table(columns, rows)}"
 
 
-def _training(
-    config: Sparse24Config, hyperparameters: Mapping[str, Any] | None, history: History, plot: str | None
-) -> str:
+def _training(config: Sparse24Config, hyperparameters: Mapping[str, Any] | None, plot: str | None) -> str:
     about = sys.modules[method_class(config.method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
@@ -245,50 +204,20 @@ def _training(
         parts.append(_table(["hyper-parameter", "value"], rows))
     if plot:
         parts.append(f"![Losses by the step]({plot})")
-    if history:
-        columns = {"loss": "training loss", "eval_loss": "validation loss", "flip_rate": "flip rate"}
-        columns = {key: label for key, label in columns.items() if any(key in row for row in history.values())}
-        rows = [[str(step), *(_number(row.get(key)) for key in columns)] for step, row in some_rows(history).items()]
-        parts.append(_table(["optimizer step", *columns.values()], rows))
-        if "flip_rate" in columns:
-            parts.append("The flip rate is the share of sparse weights that entered or left the mask.")
     return "\n\n".join(parts)
-
-
-def _sparse_layers(model: nn.Module, config: Sparse24Config, zeros: Zeros) -> str:
-    groups: dict[str, tuple[int, int]] = {}
-    for name, (zero, of) in zeros.items():
-        before = groups.get(group := group_name(layer_name(name)), (0, 0))
-        groups[group] = before[0] + zero, before[1] + of
-    rows = []
-    run = sparse_run(model)
-    for row in make_report(model, config, find_candidates(model, run)).rows if run is not None else ():
-        share = f"dense: {row.skipped}" if row.skipped else "yes"
-        if row.group in groups and row.skipped is None:
-            share = f"{groups[row.group][0] / groups[row.group][1]:.1%}"
-        rows.append([f"`{row.group}`", str(row.layers), _number(row.weights), share])
-    return f"## Which layers are sparse\n\n{_table(['module group', 'layers', 'weights', 'zero'], rows)}"
 
 
 def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
     """The repository that the model was loaded from; None where it was a directory, or is `model_id` itself."""
     name = model.config.name_or_path
-    if not name or name == model_id or Path(name).exists():
-        return None
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return None
-    return name
+    is_repository = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name or "") and not Path(name).exists()
+    return name if is_repository and name != model_id else None
 
 
 def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping[str, Any]) -> ModelCardData:
     """The metadata: of the caller, where not given of the card's author, and else derived from the model."""
     data: Any = ModelCardData() if existing is None else ModelCard(existing.content).data
-    for key, value in derived.items():
-        if data.get(key) is None:
-            data[key] = value
-    for key, value in given.items():
+    for key, value in [*((key, value) for key, value in derived.items() if data.get(key) is None), *given.items()]:
         data[key] = value
     return data
 

@@ -7,8 +7,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
 from .lazy_tensors import LazyTensors, dense_tensors, packed_tensors
-from .manifest import MANIFEST, sparse_dim, write_manifest
+from .manifest import MANIFEST, read_json, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import header_hash, write_safetensors
 
@@ -40,9 +40,8 @@ FORMATS = ("dense", "packed")
 WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
 """Names of the weight files of a model, which are removed when an export replaces it."""
 
-_OF_A_RUN = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
-_WEIGHTS = ("model.safetensors", SAFE_WEIGHTS_INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
-_ADAPTER = "adapter_config.json"
+_OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
+"""Files of an adapter and of a training run."""
 
 
 @torch.no_grad()
@@ -51,31 +50,27 @@ def export_model(
 ) -> None:
     """Save the weights that `model` computes with, for others to use.
 
-    The model itself is left as it is. To go on training 2:4, keep a `save_pretrained` checkpoint, which has the dense
-    master weights. Beside the weights goes `sparse24.json`, which lists the sparse ones; `hf-sparse24 verify` reads it.
+    To go on training 2:4, keep a `save_pretrained` checkpoint, which has the dense master weights. Beside the weights
+    goes `sparse24.json`, which lists the sparse ones; `hf-sparse24 verify` reads it.
 
     Args:
         model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
-            merged for the export, so that LoRA and DoRA cost nothing and stay 2:4. Where FSDP2 or tensor parallelism
-            shards it, all processes export it together: they gather one tensor at a time, and the first one writes.
-            Otherwise export in one process of many.
-        directory: made if absent. A model that it holds is replaced as a whole: at every instant, also where the
-            process is killed, the directory has the old model or the new one. Other files in it, such as a tokenizer's,
-            stay.
+            merged for the export. Where FSDP2 or tensor parallelism shards it, all processes export it together: they
+            gather one tensor at a time, and the first one writes; where it fails, the others wait until the launcher
+            ends them. Otherwise export in one process of many.
+        directory: made if absent. An export that it holds is replaced as a whole: at every instant, also where the
+            process is killed, it has the old model or the new one. Other files, such as a tokenizer's, stay.
         format: `"dense"`, ordinary weights with zeros in them, which any engine reads; after a dense tail, dense ones.
-            `"packed"`, 2:4 weights without their zeros, 9/16 of their bytes in bf16, which `from_pretrained` reads
-            where hf_sparse24 is imported (docs/packed_format.md). Sparse weights whose input size is no multiple of 8
-            are stored with their zeros.
+            `"packed"`, 2:4 weights without their zeros, 9/16 of their bytes in bf16, for `from_pretrained` with
+            hf_sparse24 imported (docs/packed_format.md); those whose input size is no multiple of 8 keep their zeros.
         max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file of its own.
 
     Raises:
         ValueError: the model is not patched (use `save_pretrained`), is sharded by FSDP1 or DeepSpeed ZeRO-3, or
             sharded with adapters, has masks or scales that its method cannot have made, or adapters that do not merge
             into 2:4 weights; a packed export of a model that is dense or sparse by another pattern; or the directory
-            is a training checkpoint, whose dense master weights would be lost, holds an adapter, or another model
-            that is no export.
-        RuntimeError: another process is exporting into the directory; of a sharded model, also that the process which
-            writes has failed.
+            holds a training checkpoint, an adapter or another model that is no export.
+        RuntimeError: another process is exporting into the directory.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -107,54 +102,24 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
     with _own_layout(model):
         tensors = packed_tensors(model, weights) if format == "packed" else dense_tensors(model, weights)
         files = _files(tensors, max_shard_size)
-        with _computed_by_all(files) if _is_sharded(model) else nullcontext(True) as writes:
-            if writes:
-                if all(weight.run.is_dense for weight in weights.values()):
-                    logger.warning(
-                        f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
-                        f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
-                    )
-                _refuse_other_models(directory)
-                with replaced_model(directory, outdated=WEIGHT_FILES) as new:
-                    _write(model, new, files, format)
+        _refuse_other_models(directory)
+        if _is_sharded(model) and rank() != 0:
+            for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
+                lazy.compute()  # gathers it together with the process that writes
+        else:
+            if all(weight.run.is_dense for weight in weights.values()):
+                logger.warning(
+                    f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
+                    f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
+                )
+            with replaced_model(directory, outdated=WEIGHT_FILES) as new:
+                _write(model, new, files, format)
+        if _is_sharded(model):
+            dist.barrier()  # when any process returns, the export is there
 
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(is_sharded(tensor) for tensor in model.parameters())
-
-
-@contextmanager
-def _computed_by_all(files: dict[str, list[LazyTensors]]) -> Iterator[bool]:
-    """Whether this process is the one that writes the files.
-
-    Computing a sharded tensor gathers it, which all processes must do in the same order. So the others compute the
-    tensors when this block ends, and the writing process, where it fails, those that are left.
-    """
-    computed = 0
-
-    def counted(lazy: LazyTensors) -> LazyTensors:
-        def compute() -> Mapping[str, Tensor]:
-            nonlocal computed
-            computed += 1
-            return lazy.compute()
-
-        return lazy._replace(compute=compute)
-
-    everything = [lazy for group in files.values() for lazy in group]
-    files.update({file: [counted(lazy) for lazy in group] for file, group in files.items()})
-    problem: Exception | None = None
-    try:
-        yield rank() == 0
-    except Exception as error:
-        problem = error
-    for lazy in everything[computed:]:
-        lazy.compute()
-    told = [None if problem is None else f"{type(problem).__name__}: {problem}"]
-    dist.broadcast_object_list(told)
-    if problem is not None:
-        raise problem
-    if told[0] is not None:
-        raise RuntimeError(f"process 0, which writes the export, has failed: {told[0]}")
 
 
 def _files(tensors: list[LazyTensors], max_shard_size: int | str) -> dict[str, list[LazyTensors]]:
@@ -260,29 +225,17 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 def _refuse_other_models(directory: Path) -> None:
     """Raise ValueError where an export would replace another model than an export."""
-
-    def present(names: tuple[str, ...]) -> list[str]:
-        return [name for name in names if (directory / name).exists()]
-
-    config: Any = {}
+    found = [name for name in _OTHERS if (directory / name).exists()]
     if (directory / CONFIG).exists():
-        try:
-            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{directory / CONFIG} is no JSON ({error}); export into another directory") from error
-    saved = config.get("quantization_config") if isinstance(config, dict) else None
-    run = present(_OF_A_RUN)
-    if isinstance(saved, dict) and saved.get("quant_method") == "sparse24" and "packed" not in saved:
-        run.append(f"{CONFIG} with quantization_config")
-    problem = None
-    if present((_ADAPTER,)):
-        problem = f"holds an adapter ({_ADAPTER}), which would be loaded on top of the export"
-    elif run:
-        problem = f"is a training checkpoint ({', '.join(run)}): an export would overwrite its dense master weights"
-    elif config and present(_WEIGHTS) and not present((MANIFEST,)):
-        problem = f"holds a model that is no export of hf_sparse24 ({present(_WEIGHTS)[0]}), which would be lost"
-    if problem is not None:
-        raise ValueError(f"{directory} {problem}; export into another directory")
+        saved = read_json(directory / CONFIG).get("quantization_config") or {}
+        is_training = saved.get("quant_method") == "sparse24" and "packed" not in saved
+        if is_training or not (directory / MANIFEST).exists():
+            found.append(CONFIG)
+    if found:
+        raise ValueError(
+            f"{directory} holds a training checkpoint, an adapter or another model that is no export of hf_sparse24 "
+            f"({', '.join(found)}), which would be lost; export into another directory"
+        )
 
 
 @contextmanager

@@ -5,19 +5,18 @@ files, and the Hub keeps what has reached it, so a push that broke off is resume
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RemoteEntryNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import PreTrainedModel
 
 from ..adapters.merging import adapters_in, without_adapters
 from ..patching.ownership import MODEL_METHODS
 from ..run import patched_config
-from ..version import __version__
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from .card import CARD, Format, check_arguments, write_model_card
@@ -31,7 +30,6 @@ def push_to_hub(
     format: Format = "dense",
     processing_class: Any = None,
     commit_message: str | None = None,
-    commit_description: str | None = None,
     private: bool | None = None,
     token: bool | str | None = None,
     revision: str | None = None,
@@ -53,8 +51,7 @@ def push_to_hub(
             hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
             only where hf_sparse24 is imported; the card says so.
         processing_class: a tokenizer or processor to upload with it.
-        commit_message: the first line of the commit; None for what was uploaded.
-        commit_description: the rest of its message.
+        commit_message: of the commit; None for what was uploaded.
         private: whether a repository that is made here is private; None for your organisation's default.
         token: of the Hub; None or True for the one that you are logged in with.
         revision: a branch to commit to; None for `"main"`.
@@ -68,8 +65,7 @@ def push_to_hub(
 
     Raises:
         ValueError: the model is not patched, or cannot be exported (see `export_model`), or a name is no valid one.
-        PermissionError: the Hub refuses, as without a token that may write.
-        ConnectionError: the Hub cannot be reached, or the connection broke off; the same call goes on from there.
+        HfHubHTTPError: of huggingface_hub, where the Hub refuses, as without a token that may write.
     """
     if patched_config(model) is None:
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
@@ -80,21 +76,13 @@ def push_to_hub(
         raise ValueError("format='training': the model has PEFT adapters, which model.push_to_hub of PEFT pushes")
     if rank() != 0:
         return None
-    with readable_errors(repo_id):
-        repo_id = hub_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     card |= {"model_id": repo_id, "tags": tags, "existing": card_on_hub(repo_id, token, revision)}
-    with tempfile.TemporaryDirectory() as folder:
-        with without_adapters(model) as plain:
-            stage_model(cast(PreTrainedModel, plain), Path(folder), format, processing_class, max_shard_size, **card)
-        return commit_folder(
-            Path(folder),
-            repo_id,
-            commit_message=commit_message or ("Upload training checkpoint" if format == "training" else "Upload model"),
-            commit_description=commit_description,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-        )
+    commit = {"commit_message": commit_message, "token": token, "revision": revision, "create_pr": create_pr}
+    return stage_push(model, repo_id, format, processing_class, max_shard_size, commit, **card)()
+
+
+MODEL_METHODS["push_to_hub"] = push_to_hub
 
 
 def reject_sharded(model: PreTrainedModel) -> None:
@@ -107,137 +95,70 @@ def reject_sharded(model: PreTrainedModel) -> None:
             )
 
 
-def save_pretrained(
+def stage_push(
     model: PreTrainedModel,
-    save_directory: str | Path,
-    is_main_process: bool = True,
-    state_dict: dict | None = None,
-    push_to_hub: bool = False,
-    repo_id: str | None = None,
-    **kwargs: Any,
-) -> None:
-    """`PreTrainedModel.save_pretrained`; `push_to_hub=True` pushes what it saves, with the card of a checkpoint."""
-    upload = {key: kwargs.pop(key) for key in ("commit_message", "create_pr", "private") if key in kwargs}
-    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
-    if push_to_hub and is_main_process:
-        repo_id = repo_id or Path(save_directory).name
-        _push(model, repo_id, format="training", token=kwargs.get("token"), **upload)
-
-
-_push = push_to_hub  # an argument of save_pretrained has its name
-MODEL_METHODS.update(push_to_hub=push_to_hub, save_pretrained=save_pretrained)
-
-
-def hub_api() -> HfApi:
-    return HfApi(library_name="hf_sparse24", library_version=__version__)
-
-
-def stage_model(
-    model: PreTrainedModel,
-    folder: Path,
+    repo_id: str,
     format: Format,
-    processing_class: Any = None,
-    max_shard_size: int | str = "5GB",
+    processing_class: Any,
+    max_shard_size: int | str,
+    commit: dict[str, Any],
     **card: Any,
-) -> None:
-    """Write the files that a push uploads to an empty folder; `card` is what `write_model_card` takes."""
-    if format == "training":
-        type(model).save_pretrained(model, folder, max_shard_size=max_shard_size)
-    else:
-        export_model(model, folder, format, max_shard_size)
-    if processing_class is not None:
-        processing_class.save_pretrained(folder)
-    write_model_card(model, folder, format=format, **card)
+) -> Callable[[], CommitInfo]:
+    """The call that pushes the model as it is now, whose files are written to a temporary folder.
+
+    The arguments are those of `push_to_hub`, `commit` those of `HfApi.create_commit`, `card` of `make_model_card`.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with without_adapters(model) as plain:
+            plain = cast(PreTrainedModel, plain)
+            if format == "training":
+                plain.save_pretrained(folder, max_shard_size=max_shard_size)
+            else:
+                export_model(plain, folder, format, max_shard_size)
+            write_model_card(plain, folder, format=format, **card)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        staged = stack.pop_all()
+
+    def push() -> CommitInfo:
+        with staged:
+            message = "Upload training checkpoint" if format == "training" else "Upload model"
+            return _commit(folder, repo_id, commit | {"commit_message": commit["commit_message"] or message})
+
+    return push
+
+
+def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
+    """Upload the files of a folder, and delete the other weight files of the repository.
+
+    In one commit: `HfApi.upload_folder` makes several of a large folder, and between them nothing would load.
+    """
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
+    present = HfApi().list_repo_files(repo_id, revision=commit["revision"], token=commit["token"])
+    outdated = [name for name in present if WEIGHT_FILES.fullmatch(name) and name not in files]
+    added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
+    deleted = [CommitOperationDelete(path_in_repo=name) for name in outdated]
+    return HfApi().create_commit(repo_id, [*added, *deleted], **commit)
 
 
 def card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
-    """The card in a repository on the Hub, None where it has none. A branch that is not there is made.
-
-    Raises:
-        ValueError: its metadata cannot be read.
-    """
-    with readable_errors(repo_id):
-        if revision is not None and not revision.startswith("refs/pr/"):
-            hub_api().create_branch(repo_id, branch=revision, token=token, exist_ok=True)
-        try:
-            path = hub_api().hf_hub_download(repo_id, CARD, token=token, revision=revision)
-        except RemoteEntryNotFoundError:  # not where the Hub cannot be reached: the card there would be lost
-            return None
-    return _read_card(Path(path), f"{CARD} of {repo_id}")
+    """The card in a repository on the Hub, None where it has none. A branch that is not there is made."""
+    if revision is not None and not revision.startswith("refs/pr/"):
+        HfApi().create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+    try:
+        path = HfApi().hf_hub_download(repo_id, CARD, token=token, revision=revision)
+    except RemoteEntryNotFoundError:  # not where the Hub cannot be reached: the card there would be lost
+        return None
+    return read_card(Path(path), f"{CARD} of {repo_id}")
 
 
-def card_in(directory: Path) -> ModelCard | None:
-    """The card in a directory, None where it has none.
-
-    Raises:
-        ValueError: its metadata cannot be read.
-    """
-    path = directory / CARD
-    return _read_card(path, str(path)) if path.exists() else None
-
-
-def _read_card(path: Path, called: str) -> ModelCard:
+def read_card(path: Path, called: str) -> ModelCard | None:
+    """The card in a file, None where there is no file. ValueError: its metadata cannot be read."""
+    if not path.exists():
+        return None
     try:
         return ModelCard(path.read_bytes().decode("utf-8-sig"))  # with the ends of lines that it has
     except Exception as error:  # of the reader of YAML too
         raise ValueError(f"the metadata of {called} cannot be read, correct or remove it first: {error}") from error
-
-
-def commit_folder(
-    folder: Path,
-    repo_id: str,
-    *,
-    commit_message: str,
-    commit_description: str | None = None,
-    token: bool | str | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-) -> CommitInfo:
-    """Upload the files of a folder, and delete the other weight files of the repository, in one commit."""
-    api = hub_api()
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    with readable_errors(repo_id):
-        # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
-        present = api.list_repo_files(repo_id, revision=revision, token=token)
-        outdated = [name for name in present if WEIGHT_FILES.fullmatch(name) and name not in files]
-        return api.create_commit(
-            repo_id,
-            [
-                *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
-                *(CommitOperationDelete(path_in_repo=name) for name in outdated),
-            ],
-            commit_message=commit_message,
-            commit_description=commit_description,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-        )
-
-
-@contextmanager
-def readable_errors(repo_id: str) -> Iterator[None]:
-    """Raise PermissionError or ConnectionError, with the way out, where calls of the Hub in the block fail.
-
-    The ValueError of huggingface_hub for wrong arguments stays as it is.
-    """
-    try:
-        yield
-    except (ValueError, PermissionError):
-        raise
-    except Exception as error:
-        causes: list[BaseException] = [error]
-        while causes[-1].__cause__ is not None:
-            causes.append(causes[-1].__cause__)
-        answer = next((cause.response for cause in causes if isinstance(cause, HfHubHTTPError)), None)
-        if isinstance(error, LocalTokenNotFoundError) or (answer is not None and answer.status_code in (401, 403, 404)):
-            reason = "" if answer is None else answer.headers.get("X-Error-Message") or "no right to write there"
-            said = "" if answer is None else f"the Hub answers {answer.status_code}, {reason}; "
-            raise PermissionError(
-                f"cannot push to {repo_id}: {said}log in with a token that may write there (`hf auth login`), or pass "
-                f"token="
-            ) from error
-        reasons = ", caused by ".join(f"{type(cause).__name__}: {cause}" for cause in causes).rstrip(".")
-        raise ConnectionError(
-            f"the push to {repo_id} broke off: {reasons}. No commit was made; the same call goes on from here: it "
-            f"sends only the files that the Hub does not have yet"
-        ) from error

@@ -1,7 +1,7 @@
 """read_listing says which weights of a checkpoint on disk are sparse, and verify reads them to prove it.
 
-`export_model` writes `sparse24.json` beside the weights: which tensors are sparse, and the hash of every file. In other
-checkpoints, packed weights are listed in `config.json`, and dense tensors are looked at one by one.
+`export_model` writes `sparse24.json` beside the weights: which tensors are sparse, and the hash of every file. A packed
+model that was loaded and saved again has its packed weights listed in `config.json`.
 """
 
 import hashlib
@@ -23,8 +23,6 @@ from .safetensors_file import DTYPES, open_safetensors
 
 MANIFEST = "sparse24.json"
 _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
-_CHUNK = 1 << 22
-"""Elements that are checked at once."""
 
 
 class Listing(NamedTuple):
@@ -32,9 +30,8 @@ class Listing(NamedTuple):
 
     Attributes:
         format: `"dense"` or `"packed"`.
-        source: the name of the file that says it; `"tensors"` where none does, and these were found to be sparse.
-        weights: the dimension of the groups of each sparse tensor, -1 or -2, by name; packed ones by the name of the
-            dense weight.
+        source: the name of the file that says it.
+        weights: the dimension of the groups, -1 or -2, by the name of the (dense) weight.
         files: sha256 of each safetensors file by name; empty where they were not recorded.
         pattern: of the groups.
         method: the method that trained it, None where that is not known.
@@ -58,11 +55,7 @@ class Finding(NamedTuple):
 
 
 class Tensors:
-    """The tensors of the safetensors files in a directory, each read on request.
-
-    Raises:
-        OSError: a file is damaged or missing, or there is none.
-    """
+    """The tensors of the safetensors files in a directory, each read on request. OSError: a file is damaged or gone."""
 
     def __init__(self, directory: Path):
         self.files: dict[str, Any] = {}
@@ -84,37 +77,27 @@ class Tensors:
     def read(self, name: str) -> Tensor:
         return self.files[self.names[name]].get_tensor(name)
 
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        """A tensor in chunks of whole rows."""
-        rows = self.files[self.names[name]].get_slice(name)
-        shape = rows.get_shape()
-        step = max(1, _CHUNK // max(1, torch.Size(shape[1:]).numel()))
-        for start in range(0, shape[0], step):
-            yield rows[start : start + step]
-
 
 def _weight_files(directory: Path) -> list[Path]:
     """The files that Transformers would load."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if (directory / SAFE_WEIGHTS_NAME).exists() or not index.exists():
         return sorted(directory.glob(SAFE_WEIGHTS_NAME))
-    files = _read_json(index).get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{index} must have a weight_map from tensors to files")
-    missing = sorted({name for name in files.values() if not (directory / name).exists()})
-    if missing:
-        raise OSError(f"{directory} lacks {missing}, which its index names; copy or download it again")
     return [directory / name for name in sorted(set(files.values()))]
 
 
-def read_listing(directory: Path, tensors: Tensors) -> Listing:
+def read_listing(directory: Path) -> Listing:
     """Which weights the checkpoint in `directory` lists as sparse.
 
     Raises:
-        ValueError: a training checkpoint, whose weights are the dense master weights; or a file that says nonsense.
+        ValueError: a training checkpoint, whose weights are dense; another that lists no sparse weights; or a file
+            that says nonsense.
         OSError: no config.json.
     """
-    config = _read_json(directory / CONFIG).get("quantization_config") or {}
+    config = read_json(directory / CONFIG).get("quantization_config") or {}
     is_ours = config.get("quant_method") == "sparse24"
     if is_ours and "packed" not in config:
         raise ValueError(
@@ -133,8 +116,7 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         return listing
     if packed is not None:
         return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, method)
-    found = {name: dim for name in tensors.names if (dim := _found_dim(tensors, name, pattern)) is not None}
-    return Listing("dense", "tensors", found, {}, pattern, method)
+    raise ValueError(f"{directory} has no {MANIFEST}, which export_model writes and which lists its sparse weights")
 
 
 def write_manifest(
@@ -146,7 +128,7 @@ def write_manifest(
 
 
 def _read_manifest(path: Path) -> Listing:
-    values = _read_json(path)
+    values = read_json(path)
     try:
         format, weights, files, config = (values[key] for key in ("format", "weights", "files", "config"))
         listing = Listing(format, MANIFEST, weights, files, Pattern.parse(config["pattern"]), config["method"])
@@ -197,15 +179,11 @@ def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
 def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Finding:
     if name not in tensors:
         return Finding(name, 0, 0, "not in the files")
-    elements = zeros = 0
-    is_sparse = is_finite = True
-    for chunk in tensors.chunks(name) if dim == -1 else [tensors.read(name)]:
-        elements += chunk.numel()
-        zeros += chunk.numel() - int(chunk.count_nonzero())
-        is_finite = is_finite and bool(chunk.isfinite().all())
-        is_sparse = is_sparse and chunk.shape[dim] % pattern.m == 0 and is_nm_sparse(chunk, *pattern, dim)
+    tensor = tensors.read(name)
+    zeros = tensor.numel() - int(tensor.count_nonzero())
+    is_sparse = tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim)
     problem = None if is_sparse else f"is not {pattern} along dimension {dim}"
-    return Finding(name, elements, zeros, problem if is_finite else "has NaN or inf")
+    return Finding(name, tensor.numel(), zeros, problem if tensor.isfinite().all() else "has NaN or inf")
 
 
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
@@ -216,16 +194,8 @@ def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
     return None
 
 
-def _found_dim(tensors: Tensors, name: str, pattern: Pattern) -> int | None:
-    if tensors.like(name).dim() < 2 or not tensors.like(name).is_floating_point():
-        return None
-    first = next(tensors.chunks(name))
-    if not bool(first.count_nonzero()):
-        return None
-    return sparse_dim(first, -1, pattern) and sparse_dim(tensors.read(name), -1, pattern)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError where it holds no such object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

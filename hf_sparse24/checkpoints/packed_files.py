@@ -20,22 +20,17 @@ from .safetensors_file import DTYPES, header_hash
 
 
 def check_files(packed: PackedFormat, files: list[str]) -> None:
-    """Raise ValueError where the files were not written together with `config.json`, or have other packed weights than
-    it lists."""
+    """Raise ValueError where the files are not those that were written with `config.json`, or lack what it lists."""
     for file in files:
-        name = os.path.basename(file)
-        if not name.endswith(".safetensors"):
+        if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
-        if packed.files and name not in packed.files:
-            raise ValueError(f"{file} is not of this checkpoint, which has {sorted(packed.files)}; remove the file")
-        if packed.files and header_hash(file) != packed.files[name]:
-            raise ValueError(
-                f"{file} is not the file that was exported together with config.json: its header differs, as that of "
-                f"another export's does, or of an edited file's; copy or download the whole checkpoint again"
-            )
-    missing = sorted(set(packed.files) - {os.path.basename(file) for file in files})
-    if missing:
-        raise ValueError(f"the checkpoint lacks {missing}; copy or download it again")
+    hashes = {os.path.basename(file): header_hash(file) for file in files}
+    wrong = sorted({name for name, _ in hashes.items() ^ packed.files.items()})
+    if packed.files and wrong:
+        raise ValueError(
+            f"{wrong}: missing, or not the files that were exported together with config.json; copy or download the "
+            f"whole checkpoint again into an empty directory"
+        )
     dtypes: dict[str, str] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
@@ -60,8 +55,7 @@ def empty_packed(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
 def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
     """Replace weights of a model on the meta device by packed ones without values, where its checkpoint has these.
 
-    Raises:
-        ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
+    ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
     """
     for name in packed.weights:
         module, attribute = _owner(model, name)

@@ -71,7 +71,7 @@ class Sparse24Quantizer(HfQuantizer):
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
             missing = [name for name, tensor in _kept_beside(model).items() if not was_loaded(tensor)]
             if missing:
-                raise ValueError(self._lacks(missing, model))
+                raise ValueError(self._lacks(missing))
             for weight in weights.values():
                 weight.state_is_ready = True
             wrong = wrong_states(weights)
@@ -100,20 +100,12 @@ class Sparse24Quantizer(HfQuantizer):
             model.config.quantization_config = self.quantization_config = packed_config(self.quantization_config, own)
         return model
 
-    def _lacks(self, missing: list[str], model: PreTrainedModel) -> str:
-        name, path = type(model).__name__, model.config.name_or_path
+    def _lacks(self, missing: list[str]) -> str:
         return (
-            f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}"
-            f"{' and more' if len(missing) > 5 else ''}. Most likely it was loaded and saved again without `import "
-            f"hf_sparse24`, which keeps the dense master weights and drops the rest; or it is damaged, or its "
-            f"quantization_config was edited. What the model computed cannot be restored from it; load an earlier "
-            f"checkpoint, or start sparse training anew from these dense weights:\n\n"
-            f"from transformers import AutoConfig, {name}\n"
-            f"from hf_sparse24 import Sparse24Config\n\n"
-            f"config = AutoConfig.from_pretrained({path!r})\n"
-            f"saved = Sparse24Config.from_dict(config.quantization_config)\n"
-            f"del config.quantization_config\n"
-            f"model = {name}.from_pretrained({path!r}, config=config, quantization_config=saved)\n"
+            f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}. It was "
+            f"loaded and saved again without `import hf_sparse24`, which drops the method's state, or damaged. Load an "
+            f"earlier checkpoint; or, to start sparse training anew from its dense weights, remove quantization_config "
+            f"from its config.json and pass it: from_pretrained(path, quantization_config=Sparse24Config(...))"
         )
 
     def is_serializable(self) -> bool:

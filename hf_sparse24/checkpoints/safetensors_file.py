@@ -1,8 +1,7 @@
 """A writer of safetensors files that has one tensor in memory at a time.
 
-The safetensors library cannot do that: `save_file`, like `save_torch_state_dict` of huggingface_hub, which calls it,
-takes the addresses of all tensors of a file before it writes the first one. The tensors of an export are computed, so
-it would need the memory of a second model (up to `max_shard_size` of it).
+`save_file` of the safetensors library takes all tensors of a file before it writes the first one. Those of an export
+are computed, so it would need the memory of a second model (up to `max_shard_size` of it).
 
 The format (github.com/huggingface/safetensors): eight bytes with the length of a header, little-endian; the header,
 JSON with each tensor's dtype, shape and place; the tensors' bytes one behind the other.
@@ -47,7 +46,6 @@ def write_safetensors(
     """Write a file and return its sha256.
 
     Args:
-        path: the file.
         like: meta tensors by name, of the dtypes and shapes to be written, in the order of `tensors`.
         tensors: names and tensors, on any device; each is written and released before the next one is asked for.
         metadata: strings for the header.
@@ -62,7 +60,6 @@ def write_safetensors(
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligned, so that a reader can map the first tensor
-    described = iter(like.items())
     digest = hashlib.sha256()
     with open(path, "wb") as file:
 
@@ -72,29 +69,20 @@ def write_safetensors(
 
         write(len(text).to_bytes(8, "little"))
         write(text)
-        for name, tensor in tensors:
-            expected, form = next(described, ("nothing", tensor))
-            if name != expected or (tensor.dtype, tensor.shape) != (form.dtype, form.shape):
+        for (expected, form), (name, tensor) in zip(like.items(), tensors, strict=True):
+            if (name, tensor.dtype, tensor.shape) != (expected, form.dtype, form.shape):
                 raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come, "
-                    f"{form.dtype} {tuple(form.shape)}"
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come: {form}"
                 )
             flat = tensor.detach().contiguous().view(-1)
             flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
             for chunk in flat.split(_CHUNK):
                 write(chunk.cpu().numpy().data)
-        missing = [name for name, _ in described]
-        if missing:
-            raise ValueError(f"these tensors were described, and not written: {missing}")
     return digest.hexdigest()
 
 
 def open_safetensors(path: str | os.PathLike) -> Any:
-    """The open file, as `safe_open` gives it.
-
-    Raises:
-        OSError: it is damaged; safetensors says how, but not in which of the shards.
-    """
+    """The open file, as `safe_open` gives it. OSError: it is damaged; safetensors does not say which shard is."""
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:
@@ -102,11 +90,7 @@ def open_safetensors(path: str | os.PathLike) -> Any:
 
 
 def header_hash(path: str | os.PathLike) -> str:
-    """The sha256 of a file's header.
-
-    Raises:
-        OSError: the file is shorter than its header.
-    """
+    """The sha256 of a file's header. OSError: the file is shorter than its header."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.path.getsize(path):

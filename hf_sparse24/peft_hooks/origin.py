@@ -8,11 +8,10 @@ patched in memory comes from a dense checkpoint. So PEFT's `auto_mapping` of an 
     base     a sketch of the weights that sparse layers computed with when the adapter was added: whether that was the
              dense phase, the number of weights, and of at most `SAMPLE` of them the norm and `SKETCH` projections
 
-A hash would not do: in another dtype the same base has other bits, and a few ties are pruned otherwise. A projection of
-a weight W is p^T W q, where the entries of p and q are -1 or 1, drawn with a fixed seed. The squared difference of two
-models' projections is, on average, the squared distance of their weights (Johnson-Lindenstrauss, by signs: Achlioptas
-2003): 0 for the same weights, about 1e-3 of their norm after rounding to bf16, about the norm for other masks. Weights
-of dense layers are not in the sketch, and prompts, which change no layer, record no base.
+A hash would not do: in another dtype the same base has other bits. A projection of a weight W is p^T W q, where the
+entries of p and q are -1 or 1, drawn with a fixed seed. The squared difference of two models' projections is, on
+average, the squared distance of their weights (Achlioptas 2003): 0 for the same weights, about 1e-3 of their norm after
+rounding to bf16, about the norm for other masks. Weights of dense layers are not in the sketch.
 """
 
 import functools
@@ -22,21 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
-from ..methods import method_class, takes_masks
+from ..methods import method_class
 from ..patching.surgery import patch_model, set_phase, unpatch_model
-from ..progress import get_logger
 from ..run import patched_config
 from ..weights.packed_weight import PackedWeight, packed_weights
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-
-logger = get_logger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 KEY = "sparse24"
@@ -57,19 +51,12 @@ def record_origin(model: nn.Module, config: Any) -> None:
     config.save_pretrained = functools.partial(
         _save_pretrained, config, type(model), {"config": sparse.to_dict(), "base": base}
     )
-    if _has_own_masks(model):
-        logger.warning(
-            f"this adapter's base was pruned in memory, and its masks cannot be found again in "
-            f"{model.name_or_path!r}: save the base as well (model.save_pretrained(directory)), and load the adapter "
-            f"onto from_pretrained(directory)"
-        )
 
 
 def check_origin(model: nn.Module, config: Any) -> None:
     """Compare a model with the base that a loaded adapter was trained on; patch a dense model as the record says.
 
-    Raises:
-        ValueError: it has other sparse weights, or cannot be patched; it is left as it was.
+    ValueError: it has other sparse weights, or cannot be patched; it is left as it was.
     """
     record = (config.auto_mapping or {}).get(KEY)
     if record is None:
@@ -173,27 +160,3 @@ def _base_weights(model: nn.Module) -> list[SparseWeight | PackedWeight]:
     """The sparse and packed weights, without the copies that adapters train."""
     weights = sparse_weights(model) | packed_weights(model)
     return [weight for name, weight in weights.items() if ".modules_to_save." not in name]
-
-
-def _has_own_masks(model: Any) -> bool:
-    """Whether `oneshot` has chosen masks, or changed weights, in memory: the checkpoint on disk has neither."""
-    weights = [weight for weight in _base_weights(model) if isinstance(weight, SparseWeight)]
-    method: Any = weights[0].method if weights else None
-    if method is None or not takes_masks(type(method)) or _is_sparse_checkpoint(getattr(model, "name_or_path", "")):
-        return False
-    n, m = method.pattern
-    for weight in weights:
-        pruned, parameter = weight.pruned(), weight.parameter
-        by_magnitude = parameter * kernels.nm_mask(parameter, n, m, weight.input_dim)
-        if torch.equal(pruned, parameter) or not torch.equal(pruned, by_magnitude):
-            return True
-    return False
-
-
-def _is_sparse_checkpoint(name: str) -> bool:
-    """Whether the checkpoint on disk, or in the Hub's cache, is one of a sparse model."""
-    try:
-        saved, _ = PreTrainedConfig.get_config_dict(name, local_files_only=True)
-    except (OSError, ValueError):
-        return False
-    return (saved.get("quantization_config") or {}).get("quant_method") == Sparse24Config.quant_method

@@ -5,9 +5,6 @@ a model, in `get_peft_model`, `PeftModel.from_pretrained`, and in Transformers' 
 model without sparse layers the subclasses do what PEFT does.
 """
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -29,17 +26,15 @@ class SparseAware:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter to all layers that it targets, also where it is loaded from a file.
 
-        Raises:
-            ValueError: it is no adapter for this model's sparse weights; the layers are as they were.
+        After a ValueError, where it does not fit this model's sparse weights, the model may have a part of it.
         """
         config = self.peft_config[adapter_name]
         check_origin(model, config)
         record_origin(model, config)
-        with _unchanged_on_error(model):
-            super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
-            if not config.inference_mode:
-                check_adapters(model)
-            adopt(model)  # copies that `modules_to_save` trains
+        super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
+        if not config.inference_mode:
+            check_adapters(model)
+        adopt(model)  # copies that `modules_to_save` trains
 
     def _prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
         """Refuse targets that cannot be adapted; PEFT calls this before it changes the model."""
@@ -81,37 +76,6 @@ def _check_modules_to_save(model: nn.Module, targets: Any) -> None:
                 f"modules_to_save={list(targets)!r} names {name}, whose weights are packed and cannot be trained: call "
                 f"unpack_model(model) first (and patch_model after it, to stay 2:4), or name other modules"
             )
-
-
-@contextmanager
-def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore the modules of a sparse model, and what they train, after an error within the block.
-
-    Values of weights are not restored here: whoever changes them does that.
-    """
-    if not (sparse_weights(model) or packed_weights(model)):
-        yield
-        return
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    containers = {
-        id(value): (value, copy.copy(value))
-        for own in attributes.values()
-        for value in own.values()
-        if isinstance(value, dict | list | set)
-    }
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        yield
-    except BaseException:
-        for module, own in attributes.items():
-            vars(module).clear()
-            vars(module).update(own)
-        for value, contents in containers.values():
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(contents)
-        for parameter, requires_grad in trained:
-            parameter.requires_grad_(requires_grad)
-        raise
 
 
 def register_tuners() -> None:

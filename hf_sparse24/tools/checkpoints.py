@@ -72,7 +72,7 @@ def _export(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     directory = _local(options.checkpoint)
     tensors = Tensors(directory)
-    listing = read_listing(directory, tensors)
+    listing = read_listing(directory)
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
         names = [name] if name in tensors else buffer_names(name)
@@ -101,7 +101,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     directory = _local(options.checkpoint)
     tensors = Tensors(directory)
-    listing = read_listing(directory, tensors)
+    listing = read_listing(directory)
     found = []
     with Progress("verification", len(listing.files) + len(listing.weights), "tensor", leave=False) as progress:
         for finding in verify(directory, listing, tensors):
@@ -152,8 +152,9 @@ def _local(checkpoint: str, patterns: Sequence[str] = _WEIGHTS) -> Path:
 
 def _heading(listing: Listing) -> str:
     trained = f", trained by {listing.method}" if listing.method else ""
-    said = {"tensors": "found by looking at every tensor"}.get(listing.source, f"listed in {listing.source}")
-    return f"{listing.format}{trained}: {len(listing.weights)} weights are {listing.pattern}, {said}"
+    return (
+        f"{listing.format}{trained}: {len(listing.weights)} weights are {listing.pattern}, listed in {listing.source}"
+    )
 
 
 def _add(groups: dict[str, list[int]], group: str, *numbers: int) -> None:

@@ -42,7 +42,7 @@ class Sparse24Trainer(HubTrainer):
 
     Where the method has an optimizer of its own, it makes that from the learning rate, betas, eps and weight decay of
     its arguments. With `masked_decay="auto"` it determines the decay before it trains. `push_to_hub` and
-    `args.push_to_hub` share the export of the model, and training checkpoints where `args.hub_strategy` asks for them.
+    `args.push_to_hub` share the export of the model.
 
     Args:
         model: as for `Trainer`: dense, patched or packed; None with `model_init=`, whose model is patched when it is

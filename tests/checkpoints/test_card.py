@@ -42,28 +42,24 @@ def test_the_counted_zeros_are_those_of_the_export(tmp_path):
     total = sum(parameter.numel() for parameter in exported.parameters())
     text = make_model_card(model).text
     assert f" {zeros / total:.1%} of all {total:,} parameters are zero" in text
-    assert "| `model.layers.*.self_attn.o_proj` | 2 | 2,048 | 50.0% |" in text
-    assert "| `model.layers.*.mlp.gate_proj` | 2 | 4,096 | dense: not in target_modules=" in text
 
 
 def test_weights_of_a_dense_phase_are_called_dense():
     model = patched(method="t-sr-ste")
     set_phase(model, "dense")
     text = make_model_card(model).text
-    assert "**its weights are dense**" in text and "| 0.0% |" in text and "fixed-mask" not in text
+    assert "**its weights are dense**" in text and "fixed-mask" not in text
 
 
 def test_the_code_of_a_card_runs(tmp_path):
-    """Both ways to load a dense export: the second one trains on with the zeros of the first."""
     model = patched().eval()
     export_model(model, tmp_path)
     card = make_model_card(model, model_id=str(tmp_path))
     ids = zoo.batch()["input_ids"]
-    for number in (0, 1):
-        names: dict = {}
-        exec(code(card, number), names)
-        assert type(names["model"]) is LlamaForCausalLM and torch.equal(names["model"](ids).logits, model(ids).logits)
-    assert names["model"].config.quantization_config.method == "fixed-mask"
+    names: dict = {}
+    exec(code(card, 0), names)
+    assert type(names["model"]) is LlamaForCausalLM and torch.equal(names["model"](ids).logits, model(ids).logits)
+    assert "Sparse24Config(method='fixed-mask', ...)" in card.text
 
 
 def test_results_stand_beside_the_dense_control(tmp_path):
@@ -118,7 +114,7 @@ def test_the_base_model_is_one_of_the_hub(tmp_path):
         card = make_model_card(model, model_id="me/tiny")
         assert card.data.base_model == expected
         assert card.data.get("base_model_relation") == (expected and "finetune")
-        assert ("made from [openai" in card.text) == (expected is not None)
+        assert ("made from openai" in card.text) == (expected is not None)
     assert make_model_card(model, base_model="a/b", base_model_relation="quantized").data.base_model == "a/b"
 
 
@@ -156,6 +152,6 @@ def test_the_picture_is_there_where_matplotlib_is(tmp_path, monkeypatch, has_mat
 
 
 def test_cells_do_not_end_early():
-    model = patched(target_modules=r"model\.layers\.\d+\.mlp\.(up|down)_proj")
-    rows = [line for line in make_model_card(model).text.splitlines() if line.startswith("| `")]
-    assert rows and all(row.count("|") == 5 for row in rows)
+    text = make_model_card(patched(), hyperparameters={"target": "(up|down)"}).text
+    rows = [line for line in text.splitlines() if line.startswith("| target")]
+    assert rows == ["| target | (up&#124;down) |"]

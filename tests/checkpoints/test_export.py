@@ -190,7 +190,7 @@ def test_somebodys_model_is_not_written_over(size, tmp_path):
     """Such as the dense original that the sparse model began as."""
     zoo.build("llama", seed=1).save_pretrained(tmp_path, max_shard_size=size)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"no export of hf_sparse24 \(model.safetensors.*another directory"):
+    with pytest.raises(ValueError, match=r"no export of hf_sparse24 \(config.json.*another directory"):
         export_model(patched(), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -205,8 +205,7 @@ def test_a_training_checkpoint_is_not_written_over(name, tmp_path):
         zoo.build("llama").save_pretrained(tmp_path)
         (tmp_path / name).write_text("{}")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    what = name or "config.json with quantization_config"
-    with pytest.raises(ValueError, match=rf"is a training checkpoint \({what}\).*; export into another directory"):
+    with pytest.raises(ValueError, match=rf"a training checkpoint.* \({name or 'config.json'}.*into another directory"):
         export_model(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "config.json").write_text("{")
@@ -275,5 +274,5 @@ def test_a_model_that_loaded_an_adapter_keeps_the_names_of_its_architecture(tmp_
     export_model(other.eval(), tmp_path / "export")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     torch.testing.assert_close(logits(loaded), expected)
-    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\)"):
+    with pytest.raises(ValueError, match=r"an adapter .*\(adapter_config.json\)"):
         export_model(patched(), tmp_path / "adapter")

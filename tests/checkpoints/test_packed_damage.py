@@ -91,7 +91,7 @@ def test_shards_have_changed_places(copied):
     os.rename(first, directory / "third")
     os.rename(second, first)
     os.rename(directory / "third", second)
-    reject(directory, "is not the file that was exported together with config.json")
+    reject(directory, "not the files that were exported together with config.json")
 
 
 def test_a_shard_of_another_export(exports, copied):
@@ -103,13 +103,13 @@ def test_a_shard_of_another_export(exports, copied):
         if path.read_bytes() != (exports / "another" / path.name).read_bytes() and VALUES in load_file(path)
     )
     shutil.copy(exports / "another" / name, directory / name)
-    reject(directory, "is not the file that was exported together with config.json")
+    reject(directory, "not the files that were exported together with config.json")
 
 
 def test_the_config_of_another_export(exports, copied):
     directory = copied("many")
     shutil.copy(exports / "another" / "config.json", directory)
-    reject(directory, "is not the file that was exported together with config.json")
+    reject(directory, "not the files that were exported together with config.json")
 
 
 def test_a_file_too_many(copied):
@@ -118,7 +118,7 @@ def test_a_file_too_many(copied):
     save_file({"extra": torch.ones(2)}, directory / "extra.safetensors", metadata={"format": "pt"})
     index["weight_map"]["extra"] = "extra.safetensors"
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    reject(directory, "is not of this checkpoint")
+    reject(directory, "not the files that were exported together with config.json")
 
 
 def test_two_tensors_have_changed_places_in_the_header(copied):
@@ -133,7 +133,7 @@ def test_two_tensors_have_changed_places_in_the_header(copied):
     text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
     path.write_bytes(data[:8] + text + data[8 + length :])
     load_file(path)
-    reject(directory, "its header differs")
+    reject(directory, "not the files that were exported together with config.json")
 
 
 @pytest.mark.parametrize("group", [0b0000, 0b0101, 0b0001, 0b0110, 0b1111, 0b0011])
@@ -220,8 +220,8 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
         ("weights", ["a.b.weight"], "a.b.packed_weight_values': 'missing'"),
         ("files", None, "packed.files must be a dict"),
         ("files", {"model.safetensors": 1}, "packed.files must be a dict"),
-        ("files", {"model.safetensors": "0" * 64}, "its header differs"),
-        ("files", {"other.safetensors": "0" * 64}, "is not of this checkpoint"),
+        ("files", {"model.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
+        ("files", {"other.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
     ],
 )
 def test_wrong_entries_of_the_config(key, value, message, copied):

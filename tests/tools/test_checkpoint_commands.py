@@ -70,14 +70,10 @@ def test_a_weight_that_is_not_sparse_is_found(tmp_path, capsys):
     assert "1 of 2" in printed and "verified" not in printed
 
 
-def test_checkpoints_of_others_are_searched(tmp_path, capsys):
-    export_model(patched("gpt2"), tmp_path)
-    (tmp_path / "sparse24.json").unlink()
-    assert main(["verify", str(tmp_path)]) == 0
-    assert "8 weights are 2:4, found by looking at every tensor" in capsys.readouterr().out
-    zoo.build("llama").save_pretrained(tmp_path / "dense")
-    assert main(["verify", str(tmp_path / "dense")]) == 1
-    assert "no weight of this checkpoint is sparse" in capsys.readouterr().out
+def test_checkpoints_that_list_no_sparse_weights_are_refused(tmp_path, capsys):
+    zoo.build("llama").save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "has no sparse24.json, which export_model writes" in capsys.readouterr().err
 
 
 def test_a_packed_model_that_was_saved_again(tmp_path, capsys):

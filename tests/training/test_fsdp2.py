@@ -139,20 +139,19 @@ def _export(rank, world, directory, format):
     export_model(model, directory, format)
 
 
-def test_a_failed_export_is_reported_by_every_process(tmp_path):
+def test_every_process_refuses_to_export_over_another_model(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "adapter_config.json").write_text("{}")
     errors = ranks.run(2, _failing_export, tmp_path / "there")
-    assert "holds an adapter" in errors[0] and errors[0].startswith("ValueError")
-    assert "process 0, which writes the export, has failed: ValueError" in errors[1]
+    assert all("adapter_config.json" in error for error in errors)
 
 
 def _failing_export(rank, world, directory):
     model, _, _ = ranks.make("llama", settings("t-sr-ste"), "fsdp2", 4)
     try:
         export_model(model, directory)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    except ValueError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (2, 1)])
