@@ -90,7 +90,7 @@ def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
         "--tokens-per-gpu",
         type=positive_number,
         required=True,
-        help="of a step; with tp, what all GPUs work on together",
+        help="of a step",
     )
     command.add_argument("--parallel", choices=PARALLEL, help="without it ddp if that fits in memory, else fsdp2")
     command.add_argument("--memory", type=positive_float, default=80, metavar="GB", help="of a GPU (default 80)")

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import cast
 
 import sparse24_kernels as kernels
@@ -133,15 +134,22 @@ def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: to
     }
 
 
+def sparse_problems(weight: SparseWeight, tokens: int, dtype: torch.dtype) -> dict[str, GemmProblem]:
+    """The GEMMs of a layer that sparse tensor cores can run, by name; none of a stack of experts."""
+    found = {gemm.name: gemm.problem(tokens, *weight.sizes, dtype) for gemm in weight.method.gemms}
+    return {
+        name: problem
+        for name, problem in found.items()
+        if problem is not None
+        and not weight.is_stack
+        and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None
+    }
+
+
 def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[GemmProblem]:
     """Every different sparse GEMM that training a patched model asks for: what `hf-sparse24 tune` tunes."""
-    found: dict[GemmProblem, None] = {}
-    for weight in sparse_weights(model).values():
-        for gemm in [] if weight.is_stack else weight.method.gemms:
-            problem = gemm.problem(tokens, *weight.sizes, dtype)
-            if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None:
-                found[problem] = None
-    return list(found)
+    of_layers = [sparse_problems(weight, tokens, dtype).values() for weight in sparse_weights(model).values()]
+    return list(dict.fromkeys(chain.from_iterable(of_layers)))
 
 
 def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
