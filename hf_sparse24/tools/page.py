@@ -4,14 +4,13 @@ Every string is escaped. The page's own policy lets a browser run no script, and
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from ..charts import COLOURS
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A chart with its title.
 
     Attributes:
