@@ -9,7 +9,7 @@ from .pruning_costs import break_even
 from .tables import print_table
 
 
-def print_plan(name: str, model: PreTrainedModel, plan: Plan, memory: float, flops_per_byte: float) -> None:
+def print_plan(name: str, model: PreTrainedModel, plan: Plan, memory: float, flops_per_byte: int) -> None:
     """Print the plan for GPUs with so many bytes of memory that compute so many FLOPs while they move a byte."""
     print(*header(name, model, plan), sep="\n")
     for rows in (memory_rows(plan, memory), collective_rows(plan)):
@@ -49,7 +49,7 @@ def speedup_text(speedup: float | None) -> str:
     return "never" if speedup is None else f"{speedup:.2f}x"
 
 
-def summary(plan: Plan, flops_per_byte: float) -> list[str]:
+def summary(plan: Plan, flops_per_byte: int) -> list[str]:
     """What the numbers mean for a GPU that computes so many FLOPs while it moves a byte."""
     speedup = break_even(plan.flops, plan.pruning, flops_per_byte)
     if speedup is None:
@@ -58,7 +58,7 @@ def summary(plan: Plan, flops_per_byte: float) -> list[str]:
         found = f"sparse GEMMs {speedup:.2f} times as fast as dense ones pay for pruning; 2 is the most they can be"
     return [
         f"{plan.flops / 1e12:.3g} TFLOP in GEMMs that can be sparse; pruning moves {_gb(plan.pruning)} GB",
-        f"{found} (on a GPU that computes {flops_per_byte:g} FLOP while it moves a byte)",
+        f"{found} (on a GPU that computes {flops_per_byte} FLOP while it moves a byte)",
         f"{plan.sparse_share:.0%} of the steps are sparse; `hf-sparse24 tune` and `doctor` measure speed-ups",
     ]
 

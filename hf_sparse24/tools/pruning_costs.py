@@ -15,7 +15,7 @@ MASTER_BYTES = 4
 them in mixed precision."""
 COMPRESSED = 9 / 16
 """Bytes of a 2:4 matrix as sparse tensor cores read it, over those of the dense one: half the values, 2 bits each."""
-FLOPS_PER_BYTE = 295.0
+FLOPS_PER_BYTE = 295
 """What an H100 SXM computes while it moves a byte, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s."""
 _MASK = 1 / 8  # bytes of an element of a packed mask
 
