@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
 from itertools import pairwise
@@ -34,8 +33,10 @@ COLOURS = {
     "heat": "#0b3d91",
 }
 _SHADES = 40
-_COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-_RC: dict[Any, Any] = dict.fromkeys(_COLOURED, COLOURS["quiet"]) | {
+_RC: dict[Any, Any] = {
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["quiet"]
+    ),
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
@@ -50,8 +51,7 @@ _RC: dict[Any, Any] = dict.fromkeys(_COLOURED, COLOURS["quiet"]) | {
 }
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A line of a chart.
 
     Attributes:
@@ -127,7 +127,6 @@ def line_chart(
             axes.set_ylim(bottom=0.0)
         axes.set(xlabel=x_label, ylabel=y_label)
         axes.grid(axis="y")
-        axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
         names = [one.name for one in series]
         if shaded:
             handles, names = [*handles, axes.patches[0]], [*names, "dense phase"]
@@ -199,13 +198,17 @@ def svg_text(figure: "Figure", colours: Mapping[str, str], prefix: str) -> str:
 
     Args:
         colours: from colours as Matplotlib writes them to the CSS variables that replace them.
-        prefix: of ids, which must be unique in a page.
+        prefix: of ids, so that they are unique in a page.
     """
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _rounded, tag[0]), text)
+
+    def rounded(number: re.Match) -> str:
+        return f"{round(float(number[0]), 2) + 0.0:g}"  # never -0
+
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{3,}", rounded, tag[0]), text)
     for colour, variable in colours.items():
         text = text.replace(colour, f"var(--{variable})")
     # Matplotlib hashes where objects are in memory; nothing refers to its other ids.
@@ -235,7 +238,8 @@ def _figure(size: tuple[int, int]) -> "tuple[Figure, Axes]":
     # 72 dots per inch: then a point, the unit of fonts and lines, is a pixel.
     figure = Figure((size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
     axes = figure.subplots()
-    axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:g}")
     return figure, axes
 
 
@@ -278,11 +282,3 @@ def _tip_box(axes: "Axes", tip: Tip, height: float) -> str:
     place = f'x="{left:.1f}" y="{height - max(first, second):.1f}"'
     size = f'width="{right - left:.1f}" height="{abs(second - first):.1f}"'
     return f"<rect {place} {size}><title>{escape(tip.text)}</title></rect>"
-
-
-def _tick(value: float) -> str:
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:g}"
-
-
-def _rounded(number: re.Match) -> str:
-    return f"{round(float(number[0]), 2) + 0.0:g}"  # never -0

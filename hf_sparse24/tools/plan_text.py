@@ -1,8 +1,8 @@
 """A plan as text: what `hf-sparse24 plan` and `recipes/plan_table.py` write."""
 
-import torch
 from transformers import PreTrainedModel
 
+from ..progress import count
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from .plan import KEPT_AUTOCAST, KEPT_CAST, Plan
 from .pruning_costs import break_even
@@ -11,37 +11,23 @@ from .tables import print_table
 
 def print_plan(name: str, model: PreTrainedModel, plan: Plan, memory: float, flops_per_byte: int) -> None:
     """Print the plan for GPUs with so many bytes of memory that compute so many FLOPs while they move a byte."""
-    print(*header(name, model, plan), sep="\n")
-    for rows in (memory_rows(plan, memory), collective_rows(plan)):
-        print()
-        print_table(rows)
-    print("", *summary(plan, flops_per_byte), "assumed:", *(f"- {text}" for text in assumptions(plan)), sep="\n")
-
-
-def header(name: str, model: PreTrainedModel, plan: Plan) -> list[str]:
-    """What was planned, in two lines."""
-    setting, patched = plan.setting, first_of_each(sparse_weights(model)).values()
-    method = next(iter(patched)).method.name
+    setting, weights = plan.setting, first_of_each(sparse_weights(model)).values()
+    method = next(iter(weights)).method.name
     total = sum(parameter.numel() for parameter in model.parameters())
-    share = sum(weight.parameter.numel() for weight in patched) / total
+    share = sum(weight.parameter.numel() for weight in weights) / total
+    dtype = str(setting.dtype).removeprefix("torch.")
     again = ", gradient checkpointing" if setting.checkpointing else ""
-    return [
-        f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them in 2:4 layers",
-        f"{setting.gpus} GPU{'s' if setting.gpus > 1 else ''}, {setting.parallel}, "
-        f"{setting.tokens} tokens per GPU and step, {_name(setting.dtype)}{again}: computed, not measured",
-    ]
-
-
-def memory_rows(plan: Plan, memory: float) -> list[list[str]]:
-    rows = [[name, _gb(nbytes)] for name, nbytes in plan.memory.items()]
+    print(f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them in 2:4 layers")
+    print(f"{count(setting.gpus, 'GPU')}, {setting.parallel}, {setting.tokens} tokens per GPU and step, ", end="")
+    print(f"{dtype}{again}: computed, not measured\n")
     fits = "fits" if plan.total_memory <= memory else "does NOT fit"
-    return [["held by the first GPU", "GB"], *rows, ["total", _gb(plan.total_memory), f"{fits} in {_gb(memory)} GB"]]
-
-
-def collective_rows(plan: Plan) -> list[list[str]]:
-    ranks = plan.setting.gpus
-    rows = [[f"{c.kind}: {c.what}", _gb(c.nbytes), _gb(c.sent(ranks))] for c in plan.collectives]
-    return [["moved in a step", "GB", "GB sent per GPU"], *rows, ["total", "", _gb(plan.sent)]]
+    held = [[what, _gb(nbytes)] for what, nbytes in plan.memory.items()]
+    sums = ["total", _gb(plan.total_memory), f"{fits} in {_gb(memory)} GB"]
+    print_table([["held by the first GPU", "GB"], *held, sums])
+    print()
+    moved = [[f"{c.kind}: {c.what}", _gb(c.nbytes), _gb(c.sent(setting.gpus))] for c in plan.collectives]
+    print_table([["moved in a step", "GB", "GB sent per GPU"], *moved, ["total", "", _gb(plan.sent)]])
+    print("", *summary(plan, flops_per_byte), "assumed:", *(f"- {text}" for text in assumptions(plan)), sep="\n")
 
 
 def speedup_text(speedup: float | None) -> str:
@@ -65,7 +51,7 @@ def summary(plan: Plan, flops_per_byte: int) -> list[str]:
 
 def assumptions(plan: Plan) -> list[str]:
     """What the numbers rest on besides formulas that are exact."""
-    setting, dtype = plan.setting, _name(plan.setting.dtype)
+    setting = plan.setting
     found = [
         "AdamW on fp32 parameters, one micro-batch per step, every Parameter trained, no flip rates logged; memory in "
         "use, no fragmentation",
@@ -77,14 +63,10 @@ def assumptions(plan: Plan) -> list[str]:
     ]
     if setting.parallel == "fsdp2":
         found.append(
-            f"FSDP2 wraps each transformer layer, gathers in {dtype} and reduces in fp32; weights are pruned anew in "
-            "each pass; two layers and one gradient are whole at a time"
+            "FSDP2 wraps each transformer layer, gathers in the dtype of the GEMMs and reduces in fp32; weights are "
+            "pruned anew in each pass; two layers and one gradient are whole at a time"
         )
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _gb(nbytes: float) -> str:

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,7 @@ def _runs(run: Run, control: Run | None) -> list[tuple[str, Run]]:
 
 def _losses(run: Run, control: Run | None) -> list[Series]:
     found = [one for name, of in _runs(run, control) for one in loss_series(name, of.history, of is control)]
-    return [replace(one, points=thinned(list(one.points))) for one in found]
+    return [one._replace(points=thinned(list(one.points))) for one in found]
 
 
 def _differences(run: Run, control: Run) -> list[Series]:
@@ -173,10 +172,10 @@ def _layers(run: Run) -> Figure:
     columns = [lines[i : i + together] for i in range(0, len(lines), together)]
     rows = [Row(label, [_mean_rate(column, names, sizes) for column in columns]) for label, names in groups]
     edges = [min(run.starts[0].step, lines[0].step - 1), *(column[-1].step for column in columns)]
-    note = f"Rows: {len(measured)} layers{rule}, the first of the model at the top. A cell ends at the step it was "
-    note += "logged at; shades follow the square root." + (
-        f" Each cell is the mean of {together} logs." if together > 1 else ""
+    note = (
+        f"Rows: {len(measured)} layers{rule}, the first of the model at the top. A cell is the mean of {together} logs "
     )
+    note += "and ends at the step of the last; shades follow the square root."
     svg = charts.svg(charts.heat_map(rows, edges, X_LABEL, "%"), "layers")
     return Figure("layers", "Flip rate by layer", svg, note, is_wide=True)
 
