@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
 from itertools import pairwise
@@ -34,8 +33,10 @@ COLOURS = {
     "heat": "#0b3d91",
 }
 _SHADES = 40
-_COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-_RC: dict[Any, Any] = dict.fromkeys(_COLOURED, COLOURS["quiet"]) | {
+_RC: dict[Any, Any] = {
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["quiet"]
+    ),
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
@@ -50,8 +51,7 @@ _RC: dict[Any, Any] = dict.fromkeys(_COLOURED, COLOURS["quiet"]) | {
 }
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A line of a chart.
 
     Attributes:
@@ -66,8 +66,7 @@ class Series:
     is_evaluation: bool = False
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of a heat map: a value for each column, None where there is none."""
 
     name: str
@@ -83,11 +82,10 @@ class Tip(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A drawn figure, its tips, and a summary for readers who do not see it."""
+    """A drawn figure and its tips."""
 
     figure: "Figure"
     tips: list[Tip]
-    summary: str
 
 
 def is_available() -> bool:
@@ -107,7 +105,6 @@ def line_chart(
     *,
     x_range: Span | None = None,
     shaded: Sequence[Span] = (),
-    shade_name: str = "",
     from_zero: bool = False,
     size: tuple[int, int] = (540, 285),
     legend_columns: int = 3,
@@ -115,7 +112,7 @@ def line_chart(
     """Lines over a common x axis, with a legend where there is more than one thing to tell apart.
 
     Args:
-        shaded: ranges of x that get a background, named `shade_name`.
+        shaded: ranges of x in which the model computed densely; they get a background.
         from_zero: whether the y axis begins at 0.
         size: width and height in pixels, in which text is 11 high.
     """
@@ -130,23 +127,20 @@ def line_chart(
             axes.set_ylim(bottom=0.0)
         axes.set(xlabel=x_label, ylabel=y_label)
         axes.grid(axis="y")
-        axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
-        names = [_plain(one.name) for one in series]
+        names = [one.name for one in series]
         if shaded:
-            handles, names = [*handles, axes.patches[0]], [*names, shade_name]
+            handles, names = [*handles, axes.patches[0]], [*names, "dense phase"]
         if len(handles) > 1:
             figure.legend(handles, names, loc="outside upper left", ncols=legend_columns)
-    return Chart(figure, _line_tips(series, x_label, x_range or axes.get_xlim()), _summary(series))
+    return Chart(figure, _line_tips(series, x_label, x_range or axes.get_xlim()))
 
 
 def heat_map(rows: Sequence[Row], edges: Sequence[float], x_label: str, unit: str, width: int = 1100) -> Chart:
     """Cells by row and column, the darker the larger, with a scale. Shades follow the square root of the value, so that
-    small values differ too.
+    small values differ too. A row is 15 pixels high.
 
     Args:
         edges: of the columns on the x axis, ascending, one more than there are columns.
-        unit: of the values, behind them.
-        width: in pixels; a row is 15 high.
     """
     from matplotlib.colors import ListedColormap, PowerNorm, to_rgb
 
@@ -159,7 +153,7 @@ def heat_map(rows: Sequence[Row], edges: Sequence[float], x_label: str, unit: st
         norm = PowerNorm(0.5, 0, largest or 1.0)
         mesh = axes.pcolormesh(list(edges), range(len(rows) + 1), values, cmap=colours, norm=norm, clip_on=False)
         axes.hlines(range(len(rows)), edges[0], edges[-1], COLOURS["page"], linewidth=1)
-        axes.set_yticks([i + 0.5 for i in range(len(rows))], [_plain(row.name) for row in rows])
+        axes.set_yticks([i + 0.5 for i in range(len(rows))], [row.name for row in rows])
         axes.set(xlabel=x_label, xlim=(edges[0], edges[-1]), ylim=(len(rows), 0))
         scale = figure.colorbar(mesh, location="top", shrink=0.3, aspect=40, anchor=(0, 0), pad=0.01)
         scale.set_ticks([largest * part**2 for part in (0, 1 / 3, 2 / 3, 1)])
@@ -172,8 +166,7 @@ def heat_map(rows: Sequence[Row], edges: Sequence[float], x_label: str, unit: st
         for value, span in zip(row.values, pairwise(edges))
         if value is not None
     ]
-    summary = f"{len(rows)} rows, {len(edges) - 1} columns, values from 0 to {shown(largest)}{unit}"
-    return Chart(figure, tips, summary)
+    return Chart(figure, tips)
 
 
 def png(chart: Chart) -> bytes:
@@ -194,10 +187,10 @@ def svg(chart: Chart, labels: str) -> str:
         text = svg_text(chart.figure, {colour: name for name, colour in COLOURS.items()}, f"{labels}-")
     width, height = chart.figure.get_size_inches() * 72
     box = f'viewBox="0 0 {width:g} {height:g}"'
-    head = f'<svg role="img" aria-labelledby="{labels}" aria-describedby="{labels}-summary" {box}>'
+    head = f'<svg role="img" aria-labelledby="{labels}" {box}>'
     body = text[text.index(">") + 1 : text.rindex("</svg>")].replace("xlink:href", "href")
     boxes = "".join(_tip_box(chart.figure.axes[0], tip, height) for tip in chart.tips)
-    return f'{head}<desc id="{labels}-summary">{escape(chart.summary)}</desc>{body}<g class="tips">{boxes}</g></svg>'
+    return f'{head}{body}<g class="tips">{boxes}</g></svg>'
 
 
 def svg_text(figure: "Figure", colours: Mapping[str, str], prefix: str) -> str:
@@ -205,13 +198,17 @@ def svg_text(figure: "Figure", colours: Mapping[str, str], prefix: str) -> str:
 
     Args:
         colours: from colours as Matplotlib writes them to the CSS variables that replace them.
-        prefix: of ids, which must be unique in a page.
+        prefix: of ids, so that they are unique in a page.
     """
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _rounded, tag[0]), text)
+
+    def rounded(number: re.Match) -> str:
+        return f"{round(float(number[0]), 2) + 0.0:g}"  # never -0
+
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{3,}", rounded, tag[0]), text)
     for colour, variable in colours.items():
         text = text.replace(colour, f"var(--{variable})")
     # Matplotlib hashes where objects are in memory; nothing refers to its other ids.
@@ -241,39 +238,30 @@ def _figure(size: tuple[int, int]) -> "tuple[Figure, Axes]":
     # 72 dots per inch: then a point, the unit of fonts and lines, is a pixel.
     figure = Figure((size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
     axes = figure.subplots()
-    axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:g}")
     return figure, axes
 
 
 def _draw_line(axes: "Axes", one: Series) -> "Line2D":
-    """The line, drawn; points that no line reaches get a mark of their own."""
-    color = COLOURS["dense" if one.is_dense else "sparse"]
-    mark: dict[str, Any] = {
-        "marker": "o",
-        "markersize": 6,
-        "markerfacecolor": COLOURS["page"],
-        "markeredgewidth": 2,
-        "clip_on": False,
-    }
+    """The line, drawn; points that no line reaches get a mark."""
     xs = [x for x, _ in one.points]
     ys = [y if math.isfinite(y) else math.nan for _, y in one.points]
-    look: dict[str, Any] = mark | {"linewidth": 2.5} if one.is_evaluation else {}
-    (line,) = axes.plot(xs, ys, "--" if one.is_dense else "-", color=color, **look)
     padded = [math.nan, *ys, math.nan]
     alone = [i for i in range(len(ys)) if math.isnan(padded[i]) and math.isnan(padded[i + 2])]
-    if not one.is_evaluation and alone:
-        axes.plot([xs[i] for i in alone], [ys[i] for i in alone], linestyle="", color=color, **mark)
+    (line,) = axes.plot(
+        xs,
+        ys,
+        "--" if one.is_dense else "-",
+        color=COLOURS["dense" if one.is_dense else "sparse"],
+        linewidth=2.5 if one.is_evaluation else 1.5,
+        marker="o" if one.is_evaluation or alone else "",
+        markevery=None if one.is_evaluation else alone,
+        markerfacecolor=COLOURS["page"],
+        markeredgewidth=2,
+        clip_on=False,
+    )
     return line
-
-
-def _summary(series: Sequence[Series]) -> str:
-    said = []
-    for one in series:
-        finite = [(x, y) for x, y in one.points if math.isfinite(y)]
-        if finite:
-            (first, start), (last, end) = finite[0], finite[-1]
-            said.append(f"{one.name}: from {shown(start)} at {shown(first)} to {shown(end)} at {shown(last)}")
-    return "; ".join(said) or "no numbers"
 
 
 def _line_tips(series: Sequence[Series], x_label: str, x_range: Span) -> list[Tip]:
@@ -294,16 +282,3 @@ def _tip_box(axes: "Axes", tip: Tip, height: float) -> str:
     place = f'x="{left:.1f}" y="{height - max(first, second):.1f}"'
     size = f'width="{right - left:.1f}" height="{abs(second - first):.1f}"'
     return f"<rect {place} {size}><title>{escape(tip.text)}</title></rect>"
-
-
-def _tick(value: float) -> str:
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:g}"
-
-
-def _plain(text: str) -> str:
-    """The text without halves of letters, which JSON can hold and fonts cannot."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _rounded(number: re.Match) -> str:
-    return f"{round(float(number[0]), 2) + 0.0:g}"  # never -0

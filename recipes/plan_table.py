@@ -90,7 +90,7 @@ def main(page: Path = PAGE) -> None:
         "## Break-even",
         "",
         "How many times as fast as dense GEMMs the sparse ones must be to pay for pruning and packing, on one GPU "
-        f"that computes {FLOPS_PER_BYTE:.0f} FLOP while it moves a byte (an H100 SXM, by its data sheet). 2 is the "
+        f"that computes {FLOPS_PER_BYTE} FLOP while it moves a byte (an H100 SXM, by its data sheet). 2 is the "
         'most that sparse tensor cores can reach; where 2 is too little, the table says "never".',
         "",
         *table(["model", "method", *(f"{tokens} tokens" for tokens in TOKENS)], speedups),

@@ -57,20 +57,18 @@ def last_evaluation(history: History) -> dict[str, float]:
     return {}
 
 
-def control_logs(control: Control | None) -> Logs:
+def control_history(control: Control | None) -> History:
     """What the dense run has logged, where its file is given.
 
     Raises:
         ValueError: there is no such file, or it is no `trainer_state.json`.
     """
     if control is None or isinstance(control, Mapping):
-        return ()
+        return {}
     path = Path(control)
     path = path / "trainer_state.json" if path.is_dir() else path
     try:
-        logs = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-        by_step(logs)
-        return logs
+        return by_step(json.loads(path.read_text(encoding="utf-8"))["log_history"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"dense_control={str(control)!r}: must be metrics by name, such as {{'eval_loss': 3.21}}, or the "
@@ -86,31 +84,29 @@ def control_metrics(control: Control | None) -> dict[str, float]:
     """
     if control is None:
         return {}
-    metrics = dict(control) if isinstance(control, Mapping) else last_evaluation(by_step(control_logs(control)))
-    if not metrics and not isinstance(control, Mapping):
+    if isinstance(control, Mapping):
+        if not control or not all(isinstance(value, int | float) for value in control.values()):
+            raise ValueError(f"dense_control={control!r}: must have numbers by name, such as {{'eval_loss': 3.21}}")
+        return dict(control)
+    metrics = last_evaluation(control_history(control))
+    if not metrics:
         raise ValueError(
             f"dense_control={str(control)!r}: that run logged no evaluation; evaluate it as it trains (eval_strategy), "
             f"or pass what control.evaluate() returns"
         )
-    wrong = [name for name, value in metrics.items() if not isinstance(value, int | float)]
-    if wrong or not metrics:
-        raise ValueError(f"dense_control={control!r}: must have numbers by name, such as {{'eval_loss': 3.21}}")
     return metrics
 
 
 def loss_series(name: str, history: History, is_dense: bool = False) -> list[Series]:
-    """The lines of a run's training loss and of the loss on each evaluation set, as a chart draws them.
-
-    Args:
-        name: of the run, which the names of its lines begin with.
-    """
+    """The lines of a run's training loss and of the loss on each evaluation set; `name` is the run's."""
     found = []
     for key in ("loss", *evaluation_losses(history)):
         points = [(step, row[key]) for step, row in history.items() if key in row]
         part = key.removeprefix("eval_").removesuffix("loss").strip("_")  # which of several evaluation sets
         kind = "training" if key == "loss" else f"evaluation {part}".strip()
-        found.append(Series(f"{name}, {kind}", points, is_dense, is_evaluation=key != "loss"))
-    return [series for series in found if series.points]
+        if points:
+            found.append(Series(f"{name}, {kind}", points, is_dense, is_evaluation=key != "loss"))
+    return found
 
 
 def evaluation_losses(history: History) -> list[str]:
@@ -126,6 +122,6 @@ def plot_losses(log_history: Logs, control: Control | None = None) -> bytes | No
     own = [one for one in loss_series("2:4", by_step(log_history)) if len(one.points) > 1]
     if not own or not charts.is_available():
         return None
-    dense = loss_series("dense", by_step(control_logs(control)), is_dense=True)
+    dense = loss_series("dense", control_history(control), is_dense=True)
     series = [*own, *(one for one in dense if len(one.points) > 1)]
     return charts.png(charts.line_chart(series, "optimizer step", "loss", size=(432, 252), legend_columns=2))

@@ -12,25 +12,16 @@ from transformers import AutoConfig
 from ..checkpoints.export import FORMATS, export_model
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
 from ..patching.report import group_name, shown_count
-from ..progress import Progress, duration
+from ..progress import Progress, count, duration
 from ..weights.packed_weight import buffer_names
 from ..weights.sparse_weight import sparse_weights
 from .models import model_class
 from .tables import print_table
 
-_OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
-_OF_A_MODEL = (
-    "config.json",
-    "generation_config.json",
-    "*.index.json",
-    "trainer_state.json",
-    "*_results.json",
-    "sparse24*.json",
-    "adapter_*.json",
-)
-
-
 _WEIGHTS = ("*.safetensors", "*.json")
+_OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
+_OF_A_MODEL = ("config.json", "generation_config.json", "*.index.json", "trainer_state.json", "*_results.json")
+_OF_A_MODEL += ("sparse24*.json", "adapter_*.json")
 
 
 def add_commands(commands) -> None:
@@ -84,17 +75,12 @@ def _inspect(options: argparse.Namespace) -> int:
     for name in tensors.names.keys() - sparse:
         like = tensors.like(name)
         _add(groups, "everything else", 1, like.numel(), like.nbytes, like.nbytes)
-    total = [sum(column) for column in zip(*groups.values())]
+    groups["together"] = [sum(column) for column in zip(*groups.values())]
     print(_heading(listing))
-    print_table(
-        [
-            ["tensors", "number", "weights", "stored", "dense"],
-            *(
-                [group, str(n), shown_count(weights), _size(stored), _size(dense)]
-                for group, (n, weights, stored, dense) in (groups | {"together": total}).items()
-            ),
-        ]
-    )
+    rows = [["tensors", "number", "weights", "stored", "dense"]]
+    for group, (n, weights, stored, dense) in groups.items():
+        rows.append([group, str(n), shown_count(weights), _size(stored), _size(dense)])
+    print_table(rows)
     return 0
 
 
@@ -112,15 +98,10 @@ def _verify(options: argparse.Namespace) -> int:
     for finding in found:
         if finding.elements:
             _add(groups, group_name(finding.name), 1, finding.problem is None, finding.zeros, finding.elements)
-    print_table(
-        [
-            ["tensors", "number", str(listing.pattern), "zeros"],
-            *(
-                [group, str(n), f"{sparse} of {n}", f"{zeros / elements:.1%}"]
-                for group, (n, sparse, zeros, elements) in groups.items()
-            ),
-        ]
-    )
+    rows = [["tensors", "number", str(listing.pattern), "zeros"]]
+    for group, (n, sparse, zeros, elements) in groups.items():
+        rows.append([group, str(n), f"{sparse} of {n}", f"{zeros / elements:.1%}"])
+    print_table(rows)
     problems = [finding for finding in found if finding.problem is not None]
     for finding in problems[:20]:
         print(f"FAILED {finding.name}: {finding.problem}")
@@ -128,10 +109,7 @@ def _verify(options: argparse.Namespace) -> int:
         why = "; a run that ends in a dense tail is dense (dense_tail=0 ends it sparse)" if listing.method else ""
         print(f"no weight of this checkpoint is sparse{why}")
     elif not problems:
-        count = len(listing.files)
-        files = (
-            "" if not count else ", and 1 file is as exported" if count == 1 else f", and {count} files are as exported"
-        )
+        files = f", and {count(len(listing.files), 'file')} as exported" if listing.files else ""
         took = f"; read in {duration(progress.seconds)}"
         print(f"verified: all {len(listing.weights)} weights are {listing.pattern}{files}{took}")
     return int(bool(problems) or not listing.weights)

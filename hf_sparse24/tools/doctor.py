@@ -1,10 +1,12 @@
-"""What runs where and why, whether it is right here, and what a model would gain: what `hf-sparse24 doctor` prints."""
+"""What runs where and why, whether it is right here, and what a model would gain: what `hf-sparse24 doctor` prints.
+Outputs of sparse GEMMs are checked by `hf-sparse24 tune`."""
 
 import math
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import cast
 
 import sparse24_kernels as kernels
@@ -15,9 +17,7 @@ from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import autotune, cusparselt
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.layout import compressor
-from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.gemm.planning import choose_backend
-from sparse24_kernels.gemm.problem import Algorithm
 from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 
@@ -59,22 +59,17 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
 
 
 def self_test(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Every operation on `device` against the reference on the CPU: its name, and "ok" or what is wrong."""
+    """Every operation on `device` against the same on the CPU: its name, and "ok" or what is wrong."""
     for name, function in _SELF_TESTS.items():
-        yield name, _verdict(partial(_compare, function, device))
-    reason = cusparselt.unsupported_device(device)
-    yield "sparse GEMM", f"skipped: {reason}" if reason else _verdict(partial(_check_gemm, device))
-
-
-def _verdict(check: Callable[[], str]) -> str:
-    try:
-        return check()
-    except Exception as error:  # a broken driver raises anything; the point is to say so and go on
-        return f"FAILED: {type(error).__name__}: {error}"
+        try:
+            yield name, _compare(function, device)
+        except Exception as error:  # a broken driver raises anything; the point is to say so and go on
+            yield name, f"FAILED: {type(error).__name__}: {error}"
 
 
 _X = torch.arange(64 * 64, dtype=torch.float32).mul(0.7390851).sin().view(64, 64)
 _KEY = torch.tensor(7)
+_NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
 _SELF_TESTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "nm_mask": lambda x: [kernels.nm_mask(x, packed=True), kernels.nm_mask(x, dim=0)],
     "transposable_mask": lambda x: [kernels.transposable_mask(x)],
@@ -99,49 +94,28 @@ def _compare(function: Callable[[Tensor], list[Tensor]], device: torch.device) -
     return "ok"
 
 
-def _check_gemm(device: torch.device) -> str:
-    """A sparse GEMM against dense math, from a matrix compressed by the library, and by the pruning kernel."""
-    problem = kernels.linear_problem(64, 64, 64, torch.bfloat16)
-    plan = kernels.plan_gemm(problem, device, "cusparselt")
-    if plan.compression is None:
-        return f"skipped: {plan.reason}"
-    compressions = {"compressed": plan.compression}
-    plan = plan._replace(algorithm=Algorithm())  # the library's default, whatever was tuned
-    forms = kernels.prune_forms(_X.to(device), ["dense", "compressed"], dtype=torch.bfloat16, compressions=compressions)
-    matrix, ours = cast(tuple[Tensor, Tensor], forms)
-    x = _X.to(device, torch.bfloat16).roll(1, 0)
-    truth = x.float() @ matrix.float().t()
-    for compressor_name, operand in (("cuSPARSELt", kernels.compress(matrix, plan)), ("the kernel", Operand(ours))):
-        result = kernels.sparse_linear(x, operand, plan=plan)
-        error = ((result.float() - truth).norm() / truth.norm()).item()
-        if not error < 1e-2:
-            return f"FAILED: compressed by {compressor_name}, relative error {error:.2g}"
-    return "ok"
-
-
-NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
-
-
 def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, GemmPlan]:
     """What runs the three GEMMs of a layer in training: the very plans that the layer asks for."""
     if weight.is_stack:
-        plan = GemmPlan(DENSE, NO_GROUPED_GEMM)
-        return {gemm.name: plan for gemm in weight.method.gemms}
-    out, inputs = weight.sizes
-    return {
-        gemm.name: gemm.plan(tokens, out, inputs, dtype, device, weight.run.backend) for gemm in weight.method.gemms
-    }
+        return dict.fromkeys(("output", "grad_input", "grad_weight"), GemmPlan(DENSE, _NO_GROUPED_GEMM))
+    sizes, backend = weight.sizes, weight.run.backend
+    return {gemm.name: gemm.plan(tokens, *sizes, dtype, device, backend) for gemm in weight.method.gemms}
+
+
+def sparse_problems(weight: SparseWeight, tokens: int, dtype: torch.dtype) -> dict[str, GemmProblem]:
+    """The GEMMs of a layer that sparse tensor cores can run, by name; none of a stack of experts."""
+    found = {}
+    for gemm in [] if weight.is_stack else weight.method.gemms:
+        problem = gemm.problem(tokens, *weight.sizes, dtype)
+        if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None:
+            found[gemm.name] = problem
+    return found
 
 
 def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[GemmProblem]:
     """Every different sparse GEMM that training a patched model asks for: what `hf-sparse24 tune` tunes."""
-    found: dict[GemmProblem, None] = {}
-    for weight in sparse_weights(model).values():
-        for gemm in [] if weight.is_stack else weight.method.gemms:
-            problem = gemm.problem(tokens, *weight.sizes, dtype)
-            if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None:
-                found[problem] = None
-    return list(found)
+    of_layers = [sparse_problems(weight, tokens, dtype).values() for weight in sparse_weights(model).values()]
+    return list(dict.fromkeys(chain.from_iterable(of_layers)))
 
 
 def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
@@ -151,24 +125,22 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
     that is always dense is taken to last as long as the measured dense output GEMM, which has as many operations.
     Where a number is missing, nothing was measured. Stacks of experts are dense, and gain nothing.
     """
-    counts: dict[tuple[str, ...], int] = {}
+    rows: Counter[tuple[str, ...]] = Counter()
     for weight in sparse_weights(model).values():
         out, inputs = weight.sizes
         plans = gemm_plans(weight, tokens, dtype, device)
         if weight.is_stack:
             reasons = [f"dense: {plan.reason}" for plan in plans.values()]
-            row: tuple[str, ...] = (f"{len(weight.parameter)} x {out} x {inputs}", *reasons, "1.00x")
-            counts[row] = counts.get(row, 0) + 1
+            rows[f"{len(weight.parameter)} x {out} x {inputs}", *reasons, "1.00x"] += 1
             continue
         cells, before, after = [], 0.0, 0.0
-        usual = autotune.choose(kernels.linear_problem(tokens, out, inputs, dtype), device)
+        usual = kernels.linear_problem(tokens, out, inputs, dtype)
         for gemm in weight.method.gemms:
-            problem, plan = gemm.problem(tokens, out, inputs, dtype), plans[gemm.name]
-            verdict = usual if problem is None else autotune.choose(problem, device)
+            plan = plans[gemm.name]
+            verdict = autotune.choose(gemm.problem(tokens, out, inputs, dtype) or usual, device)
             dense_us, sparse_us = verdict.dense_us or math.nan, verdict.sparse_us or math.nan
             took_us = sparse_us if plan.is_sparse else dense_us
             cells.append(f"sparse {dense_us / took_us:.2f}x" if plan.is_sparse else f"dense: {plan.reason}")
             before, after = before + dense_us, after + took_us
-        row = (f"{out} x {inputs}", *cells, "?" if math.isnan(after) else f"{before / after:.2f}x")
-        counts[row] = counts.get(row, 0) + 1
-    return [[str(count), *row] for row, count in counts.items()]
+        rows[f"{out} x {inputs}", *cells, "?" if math.isnan(after) else f"{before / after:.2f}x"] += 1
+    return [[str(count), *row] for row, count in rows.items()]

@@ -3,15 +3,15 @@
 Every string is escaped. The page's own policy lets a browser run no script, and load nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
+from typing import NamedTuple
 
 from ..charts import COLOURS
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A chart with its title.
 
     Attributes:
@@ -41,6 +41,8 @@ def page(
         f"<div><dt>{escape(what)}</dt><dd>{escape(number)}<small>{escape(remark)}</small></dd></div>"
         for what, number, remark in numbers
     )
+    colours = " ".join(f"--{name}: {value};" for name, value in COLOURS.items())
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     warnings = "".join(f'<p class="warning">{escape(note)}</p>' for note in notes)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -50,7 +52,8 @@ def page(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
-<style>{_STYLE}</style>
+<style>:root {{ {colours} }}
+{style}</style>
 </head>
 <body>
 <h1>{escape(title)}</h1>
@@ -86,57 +89,3 @@ def _figure(figure: Figure) -> str:
         f'<figure{wide}><h2 id="{escape(figure.id)}">{escape(figure.title)}</h2>{drawn}'
         f"<figcaption>{escape(figure.note)}</figcaption></figure>\n"
     )
-
-
-_LIGHT = COLOURS | {"text": "#1b2430", "card": "#f6f8fa", "warning": "#fff4d6"}
-_DARK = {
-    "page": "#12161d",
-    "text": "#e6e9ef",
-    "quiet": "#9aa6b6",
-    "grid": "#2a323d",
-    "band": "#2d291f",
-    "card": "#1a2029",
-    "sparse": "#6ea8ff",
-    "dense": "#f2a654",
-    "heat": "#9fd0ff",
-    "warning": "#3a2f12",
-}
-
-
-def _variables(colours: Mapping[str, str]) -> str:
-    return f":root {{ {' '.join(f'--{name}: {value};' for name, value in colours.items())} }}"
-
-
-_STYLE = f"""
-{_variables(_LIGHT)}
-@media screen and (prefers-color-scheme: dark) {{ {_variables(_DARK)} }}"""
-_STYLE += """
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; background: var(--page); color: var(--text);
-  font: 15px/1.45 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
-h2 { font-size: 1rem; margin: 0 0 .4rem; }
-.warning { background: var(--warning); padding: .6rem .8rem; border-radius: 6px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr)); gap: .75rem; margin: 0 0 1.5rem; }
-.cards div { background: var(--card); border-radius: 6px; padding: .6rem .8rem; }
-dt, small, figcaption, .none { color: var(--quiet); font-size: .8rem; }
-dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
-small { display: block; min-height: 1.2em; }
-main, .tables { display: grid; grid-auto-flow: dense; gap: 1.75rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
-.tables { margin-top: 1.75rem; align-items: start; }
-.wide { grid-column: 1 / -1; }
-figure, section { margin: 0; min-width: 0; break-inside: avoid; }
-.chart { overflow-x: auto; }
-.wide .chart svg { min-width: 40rem; }
-.chart svg { display: block; width: 100%; height: auto; }
-.chart text { font-family: system-ui, sans-serif !important; }
-.tips rect { fill: transparent; }
-.tips rect:hover { fill: var(--quiet); fill-opacity: .12; }
-table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--grid); padding: .25rem .6rem .25rem 0; text-align: left; vertical-align: top;
-  overflow-wrap: anywhere; }
-th { font-weight: 500; color: var(--quiet); }
-@media print { body { max-width: none; padding: 0; font-size: 12px; print-color-adjust: exact; }
-  main, .tables { grid-template-columns: 1fr 1fr; } .wide .chart svg { min-width: 0; } }
-"""

@@ -1,24 +1,46 @@
-"""What training a model on many GPUs would hold and move: what `hf-sparse24 plan` prints. Nothing is measured.
+"""What training a model on many GPUs would hold and move, in bytes, computed: what `hf-sparse24 plan` prints.
 
-Read in this order: `sizes.py` (what the plan reads from a model), `costs.py` (bytes that a process holds and sends),
-`pruning_costs.py` (bytes that pruning moves, and when sparse GEMMs pay for it), this file, and `plan_text.py`.
+Read in this order: `sizes.py` (what is read from a model), this file, `pruning_costs.py` (bytes that pruning moves, and
+when sparse GEMMs pay for it), and `plan_text.py`, which prints. What is exact here is compared with what processes hold
+and move by `tests/tools/test_plan.py`; what is an assumption says so, and the command prints it.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
 from ..methods import SparseMethod
-from ..methods.masked_decay import MaskedDecayMethod
-from ..weights.sparse_weight import SparseWeight, sparse_weights
-from . import costs
-from .costs import Collective, Leaf
-from .pruning_costs import LayerCost, layer_cost
-from .sizes import Part, Setting, boundaries, buffer_bytes, check_tp, leaves, parts, split_state_bytes
+from ..weights.sparse_weight import first_of_each, sparse_weights
+from .pruning_costs import MASTER_BYTES, LayerCost, layer_cost
+from .sizes import Part, Setting, blocks, parts, sharded
 
+KEPT_AUTOCAST, KEPT_CAST = 1.78, 1.21
+"""Bytes that a layer of a Llama in eager mode keeps for the backward pass, over those of the inputs and outputs of its
+linear layers: with fp32 Parameters under autocast, and with FSDP2, which casts them. Measured on a CPU by the tests."""
 _LONG_RUN = 10_000  # optimizer steps of the run that schedules and refreshes are averaged over
 _COUNT_BYTES = 8
+
+
+class Collective(NamedTuple):
+    """One kind of communication in a step.
+
+    Attributes:
+        kind: `"all_reduce"`, `"all_gather"` or `"reduce_scatter"`.
+        what: the name of what is moved.
+        nbytes: of the whole tensors per step: what is reduced, or what a process has after gathering, padding included.
+    """
+
+    kind: str
+    what: str
+    nbytes: float
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that each of `ranks` processes sends per step, by the ring algorithms: a reduction is a reduce-scatter
+        and an all-gather."""
+        return (2 if self.kind == "all_reduce" else 1) * self.nbytes * (ranks - 1) / ranks
 
 
 class Plan(NamedTuple):
@@ -26,9 +48,9 @@ class Plan(NamedTuple):
 
     Attributes:
         setting: how the model is trained.
-        memory: bytes by what they are for.
+        memory: bytes that the first process holds, which has the most, by what they are for.
         collectives: what moves between GPUs.
-        layers: pruning and sparse GEMMs of the patched layers by kind.
+        layers: pruning and sparse GEMMs of each patched layer.
         sparse_share: of the steps of a run; the others are dense, and gain nothing.
     """
 
@@ -67,22 +89,14 @@ def plan_training(model: PreTrainedModel, setting: Setting, parallel: str | None
 
 
 def plan_step(model: PreTrainedModel, setting: Setting) -> Plan:
-    """Predict one sparse step of training with AdamW.
-
-    Args:
-        model: patched; it may be on the meta device.
-
-    Raises:
-        ValueError: tensor parallelism that Transformers has no plan for, or that cuts heads, layers or groups.
-    """
-    if setting.parallel == "tp":
-        check_tp(model, setting.gpus)
+    """The plan of one sparse step of training with AdamW; the model is patched, and may be on the meta device."""
     method: Any = next(iter(sparse_weights(model).values())).method
     sparse_share, refreshes = _averages(method)
-    all_parts = list(parts(model, setting))
-    layers = _layer_costs(all_parts, setting, refreshes)
+    all_parts = list(parts(model))
+    layers = [layer_cost(part, part.weight, setting, refreshes) for part in all_parts if part.weight is not None]
     memory = _memory(model, all_parts, layers, setting)
-    return Plan(setting, memory, _collectives(model, setting, method, refreshes), layers, sparse_share)
+    collectives = _collectives(model, setting, method, refreshes) if setting.gpus > 1 else []
+    return Plan(setting, memory, collectives, layers, sparse_share)
 
 
 def _averages(method: SparseMethod) -> tuple[float, float]:
@@ -95,77 +109,94 @@ def _averages(method: SparseMethod) -> tuple[float, float]:
     return steps / _LONG_RUN, refreshed / steps
 
 
-def _layer_costs(all_parts: list[Part], setting: Setting, refreshes: float) -> list[LayerCost]:
-    kinds: dict[tuple, tuple[Part, SparseWeight]] = {}
-    for part in all_parts:
-        if part.weight is not None:
-            key = (part.out, part.inputs, part.token_share, part.group is None)
-            before = kinds[key][0].matrices if key in kinds else 0
-            kinds[key] = part._replace(matrices=before + part.matrices), part.weight
-    return [layer_cost(part, weight, setting, refreshes) for part, weight in kinds.values()]
-
-
 def _memory(
-    model: PreTrainedModel, all_parts: list[Part], layers: list[LayerCost], setting: Setting
+    model: PreTrainedModel, all_parts: Iterable[Part], layers: Iterable[LayerCost], setting: Setting
 ) -> dict[str, float]:
-    tree, itemsize = list(leaves(model).values()), setting.dtype.itemsize
-    found: dict[str, float] = dict(costs.held(tree, setting.parallel, setting.gpus))
-    found["masks, scales and other buffers"] = buffer_bytes(model, setting)
-    encodings = [(layer.encodings, layer.part.matrices) for layer in layers]
-    if setting.parallel == "fsdp2":
-        found["gathered layers"] = costs.unsharded(tree, itemsize)
-        found["encodings of one layer"] = max(size for size, _ in encodings)
+    is_fsdp2 = setting.parallel == "fsdp2"
+    elements = sum(sharded(parameter, setting.gpus if is_fsdp2 else 1) for parameter in model.parameters())
+    found: dict[str, float] = {
+        "parameters, fp32": elements * MASTER_BYTES,
+        "gradients, fp32": elements * MASTER_BYTES,
+        "AdamW's moments, fp32": 2 * elements * MASTER_BYTES,
+    }
+    if not is_fsdp2 and setting.gpus > 1:
+        found["DDP's buckets, fp32"] = elements * MASTER_BYTES  # a second copy of the gradients
+    found["masks, scales and other buffers"] = sum(buffer.nbytes for buffer in model.buffers())
+    if is_fsdp2:
+        # An assumption on what coincides: what is outside the layers, which stays, two layers (one computes, the next
+        # is fetched), and the whole gradient of one.
+        sizes = _elements_by_block(model, ranks=1)
+        largest = max((size for block, size in sizes.items() if block is not None), default=0)
+        found["gathered layers"] = (sizes[None] + 3 * largest) * setting.dtype.itemsize
+        found["encodings of one layer"] = max(layer.encodings for layer in layers)
     else:
-        found["encodings, kept for the step"] = sum(size * count for size, count in encodings)
+        found["encodings, kept for the step"] = sum(layer.encodings * layer.part.matrices for layer in layers)
     config = model.config.get_text_config()
-    features: dict[str | None, int] = {}
+    features: Counter[str] = Counter()
     for part in all_parts:
-        size = round((part.out + part.inputs) * part.matrices * part.token_share)
-        features[part.group] = features.get(part.group, 0) + size
-    found["activations and logits"] = costs.activations(
-        features,
-        config.hidden_size,
-        config.vocab_size,
-        setting.tokens,
-        itemsize,
-        setting.checkpointing,
-        autocast=setting.parallel != "fsdp2",
+        if part.block is not None:
+            features[part.block] += round((part.out + part.inputs) * part.matrices * part.token_share)
+    found["activations and logits"] = activations(
+        list(features.values()), config.hidden_size, config.vocab_size, setting
     )
     return found
 
 
+def activations(features: list[int], hidden: int, vocabulary: int, setting: Setting) -> float:
+    """Bytes that wait for the backward pass: of the linear layers times the factors above, and of the logits, of which
+    there is a copy in fp32 and its gradient. Checkpointing keeps what goes into each layer, and everything of the one
+    layer that runs again.
+
+    Args:
+        features: inputs + outputs of the linear layers, of each transformer layer.
+        hidden: size of what goes from layer to layer, in fp32 under autocast.
+        vocabulary: size of the logits.
+    """
+    itemsize = setting.dtype.itemsize
+    factor, entering = (KEPT_CAST, itemsize) if setting.parallel == "fsdp2" else (KEPT_AUTOCAST, MASTER_BYTES)
+    layers = [size * itemsize * factor for size in features]
+    kept = entering * hidden * len(layers) + max(layers, default=0.0) if setting.checkpointing else sum(layers)
+    return setting.tokens * (kept + vocabulary * (itemsize + 2 * 4))
+
+
 def _collectives(model: PreTrainedModel, setting: Setting, method: SparseMethod, refreshes: float) -> list[Collective]:
-    tree, ranks, itemsize = leaves(model), setting.gpus, setting.dtype.itemsize
-    sparse = [tree[name] for name in sparse_weights(model) if name in tree]  # shared ones once
-    if ranks == 1:
-        return []
+    """The collectives of a step. DDP reduces all gradients; `Sparse24Trainer` lets it broadcast no buffers.
+
+    FSDP2 gathers every layer for the forward and again for the backward pass, Parameters outside the layers once, and
+    reduces fp32 gradients. Gradient checkpointing adds nothing: a layer runs again while it is gathered for the
+    backward pass.
+    """
+    ranks, itemsize = setting.gpus, setting.dtype.itemsize
     if setting.parallel == "ddp":
-        return costs.ddp_collectives(tree.values())
-    if setting.parallel == "tp":
-        found = costs.tp_collectives(boundaries(model, setting), setting.tokens, itemsize)
-        # The masks that are replaced are gathered too.
-        whole = sum(leaf.numel for leaf in sparse if leaf.style) * costs.MASTER_BYTES + split_state_bytes(model)
-    else:
-        found = costs.fsdp2_collectives(tree.values(), ranks, itemsize)
-        whole = _padded(sparse, ranks)
-        # Where a process holds parts of groups, masks for decay and flip rates are computed from the whole weight.
-        cut = [tree[name] for name, weight in sparse_weights(model).items() if name in tree and _cuts(weight, ranks)]
-        if cut and isinstance(method, MaskedDecayMethod) and method.settings.masked_decay:
-            found.append(Collective("all_gather", "weights, for masked decay", _padded(cut, ranks)))
-        whole += 2 * _padded(cut, ranks) if method.flips_at_refresh else 0
+        gradients = sum(parameter.numel() for parameter in model.parameters()) * MASTER_BYTES
+        return [Collective("all_reduce", "gradients", gradients)]
+    sizes = _elements_by_block(model, ranks)
+    total = sum(sizes.values())
+    found = [
+        Collective("all_gather", "parameters, forward", total * itemsize),
+        Collective("all_gather", "parameters, backward", (total - sizes[None]) * itemsize),
+        Collective("reduce_scatter", "gradients", total * MASTER_BYTES),
+    ]
+    weights = first_of_each(sparse_weights(model))
+    for name, weight in weights.items():
+        inputs, m = weight.sizes[1], method.pattern.m
+        if weight.input_dim == -2 and not weight.is_stack and inputs % (ranks * m):
+            raise ValueError(
+                f"FSDP2 over {ranks} GPUs splits groups of {m} of {name}, which has its {inputs} inputs in the first "
+                f"dimension; this is not planned: take a number of GPUs that divides {inputs // m}"
+            )
     if refreshes:
+        whole = sum(sharded(weight.parameter, ranks) for weight in weights.values()) * ranks * MASTER_BYTES
         found.append(Collective("all_gather", "weights, for refreshes", whole * refreshes))
     if refreshes and method.flips_at_refresh:
-        found.append(Collective("all_reduce", "counts of flips", len(sparse) * _COUNT_BYTES * refreshes))
+        found.append(Collective("all_reduce", "counts of flips", len(weights) * _COUNT_BYTES * refreshes))
     return found
 
 
-def _cuts(weight: SparseWeight, ranks: int) -> bool:
-    """Whether FSDP2, which splits the first dimension, splits groups of a weight that stores its inputs there."""
-    (_, inputs), m = weight.sizes, weight.method.pattern.m
-    return not weight.is_stack and weight.input_dim == -2 and inputs % (ranks * m) != 0
-
-
-def _padded(sharded: list[Leaf], ranks: int) -> int:
-    """Bytes of whole fp32 weights as processes gather them."""
-    return sum(leaf.sharded(ranks) for leaf in sharded) * ranks * costs.MASTER_BYTES
+def _elements_by_block(model: PreTrainedModel, ranks: int) -> Counter[str | None]:
+    """Elements of the whole Parameters, padded as `ranks` processes gather them, by transformer layer; under None of
+    those outside."""
+    block, sizes = blocks(model), Counter[str | None]()
+    for name, parameter in model.named_parameters():
+        sizes[block[name]] += sharded(parameter, ranks) * ranks
+    return sizes

@@ -1,61 +1,33 @@
 """A plan as text: what `hf-sparse24 plan` and `recipes/plan_table.py` write."""
 
-import torch
 from transformers import PreTrainedModel
 
-from ..weights.sparse_weight import sparse_weights
-from . import costs
-from .plan import Plan
+from ..progress import count
+from ..weights.sparse_weight import first_of_each, sparse_weights
+from .plan import KEPT_AUTOCAST, KEPT_CAST, Plan
 from .pruning_costs import break_even
-from .sizes import leaves
 from .tables import print_table
 
 
-def print_plan(name: str, model: PreTrainedModel, plan: Plan, memory: float, flops_per_byte: float) -> None:
+def print_plan(name: str, model: PreTrainedModel, plan: Plan, memory: float, flops_per_byte: int) -> None:
     """Print the plan for GPUs with so many bytes of memory that compute so many FLOPs while they move a byte."""
-    print(*header(name, model, plan), sep="\n")
-    for rows in (memory_rows(plan, memory), collective_rows(plan), layer_rows(plan, flops_per_byte)):
-        print()
-        print_table(rows)
-    print("", *summary(plan, flops_per_byte), "assumed:", *(f"- {text}" for text in assumptions(plan)), sep="\n")
-
-
-def header(name: str, model: PreTrainedModel, plan: Plan) -> list[str]:
-    """What was planned, in two lines."""
-    setting, sizes = plan.setting, leaves(model)
-    patched = {key: weight for key, weight in sparse_weights(model).items() if key in sizes}
-    method = next(iter(patched.values())).method.name
-    total = sum(leaf.numel for leaf in sizes.values())
-    share = sum(sizes[key].numel for key in patched) / total
+    setting, weights = plan.setting, first_of_each(sparse_weights(model)).values()
+    method = next(iter(weights)).method.name
+    total = sum(parameter.numel() for parameter in model.parameters())
+    share = sum(weight.parameter.numel() for weight in weights) / total
+    dtype = str(setting.dtype).removeprefix("torch.")
     again = ", gradient checkpointing" if setting.checkpointing else ""
-    return [
-        f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them in 2:4 layers",
-        f"{setting.gpus} GPU{'s' if setting.gpus > 1 else ''}, {setting.parallel}, "
-        f"{setting.tokens} tokens per GPU and step, {_name(setting.dtype)}{again}: computed, not measured",
-    ]
-
-
-def memory_rows(plan: Plan, memory: float) -> list[list[str]]:
-    rows = [[name, _gb(nbytes)] for name, nbytes in plan.memory.items()]
+    print(f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them in 2:4 layers")
+    print(f"{count(setting.gpus, 'GPU')}, {setting.parallel}, {setting.tokens} tokens per GPU and step, ", end="")
+    print(f"{dtype}{again}: computed, not measured\n")
     fits = "fits" if plan.total_memory <= memory else "does NOT fit"
-    return [["held by the first GPU", "GB"], *rows, ["total", _gb(plan.total_memory), f"{fits} in {_gb(memory)} GB"]]
-
-
-def collective_rows(plan: Plan) -> list[list[str]]:
-    ranks = plan.setting.gpus
-    rows = [[f"{c.kind}: {c.what}", _gb(c.nbytes), _gb(c.sent(ranks))] for c in plan.collectives]
-    return [["moved in a step", "GB", "GB sent per GPU"], *rows, ["total", "", _gb(plan.sent)]]
-
-
-def layer_rows(plan: Plan, flops_per_byte: float) -> list[list[str]]:
-    """Of each kind of patched layers: what its sparse GEMMs compute, what its pruning moves, and when that pays."""
-    rows = [["layers", "out x in", "GEMMs that can be sparse", "TFLOP in them", "pruning, GB", "break-even"]]
-    for part, sparse, flops, pruning, _ in plan.layers:
-        speedup = speedup_text(break_even(flops, pruning, flops_per_byte))
-        shape, names = f"{part.out} x {part.inputs}", ", ".join(sparse) or "none"
-        rows.append([str(part.matrices), shape, names, f"{flops / 1e12:.3g}", _gb(pruning), speedup])
-    speedup = speedup_text(break_even(plan.flops, plan.pruning, flops_per_byte))
-    return [*rows, ["total", "", "", f"{plan.flops / 1e12:.3g}", _gb(plan.pruning), speedup]]
+    held = [[what, _gb(nbytes)] for what, nbytes in plan.memory.items()]
+    sums = ["total", _gb(plan.total_memory), f"{fits} in {_gb(memory)} GB"]
+    print_table([["held by the first GPU", "GB"], *held, sums])
+    print()
+    moved = [[f"{c.kind}: {c.what}", _gb(c.nbytes), _gb(c.sent(setting.gpus))] for c in plan.collectives]
+    print_table([["moved in a step", "GB", "GB sent per GPU"], *moved, ["total", "", _gb(plan.sent)]])
+    print("", *summary(plan, flops_per_byte), "assumed:", *(f"- {text}" for text in assumptions(plan)), sep="\n")
 
 
 def speedup_text(speedup: float | None) -> str:
@@ -63,7 +35,7 @@ def speedup_text(speedup: float | None) -> str:
     return "never" if speedup is None else f"{speedup:.2f}x"
 
 
-def summary(plan: Plan, flops_per_byte: float) -> list[str]:
+def summary(plan: Plan, flops_per_byte: int) -> list[str]:
     """What the numbers mean for a GPU that computes so many FLOPs while it moves a byte."""
     speedup = break_even(plan.flops, plan.pruning, flops_per_byte)
     if speedup is None:
@@ -71,35 +43,30 @@ def summary(plan: Plan, flops_per_byte: float) -> list[str]:
     else:
         found = f"sparse GEMMs {speedup:.2f} times as fast as dense ones pay for pruning; 2 is the most they can be"
     return [
-        f"{found} (on a GPU that computes {flops_per_byte:g} FLOP while it moves a byte)",
+        f"{plan.flops / 1e12:.3g} TFLOP in GEMMs that can be sparse; pruning moves {_gb(plan.pruning)} GB",
+        f"{found} (on a GPU that computes {flops_per_byte} FLOP while it moves a byte)",
         f"{plan.sparse_share:.0%} of the steps are sparse; `hf-sparse24 tune` and `doctor` measure speed-ups",
     ]
 
 
 def assumptions(plan: Plan) -> list[str]:
     """What the numbers rest on besides formulas that are exact."""
-    setting, dtype = plan.setting, _name(plan.setting.dtype)
+    setting = plan.setting
     found = [
         "AdamW on fp32 parameters, one micro-batch per step, every Parameter trained, no flip rates logged; memory in "
         "use, no fragmentation",
-        f"activations: inputs and outputs of linear layers, times {costs.KEPT_AUTOCAST} under autocast (ddp, tp) and "
-        f"{costs.KEPT_CAST} with fsdp2 (measured on a small Llama, eager mode); logits, in fp32 too, and their gradient"
+        f"activations: inputs and outputs of linear layers, times {KEPT_AUTOCAST} with ddp, under autocast, and "
+        f"{KEPT_CAST} with fsdp2 (measured on a small Llama, eager mode); logits, in fp32 too, and their gradient"
         + ("; checkpointing keeps those of one layer, and what goes into the others" if setting.checkpointing else ""),
         "pruning, random gradients and masked decay take as long as the bytes that they move; every GEMM that can be "
         "sparse is; both reach the same share of what the data sheet of the GPU promises",
     ]
     if setting.parallel == "fsdp2":
         found.append(
-            f"FSDP2 wraps each transformer layer, gathers in {dtype} and reduces in fp32; weights are pruned anew in "
-            "each pass; two layers and one gradient are whole at a time"
+            "FSDP2 wraps each transformer layer, gathers in the dtype of the GEMMs and reduces in fp32; weights are "
+            "pruned anew in each pass; two layers and one gradient are whole at a time"
         )
-    if setting.parallel == "tp":
-        found.append("all GPUs work on the same tokens; gradients of layers' inputs are fp32, as autocast has them")
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _gb(nbytes: float) -> str:

@@ -3,30 +3,32 @@
 from typing import NamedTuple
 
 import torch
-from sparse24_kernels.gemm import cusparselt
 
 from ..methods.masked_decay import MaskedDecayMethod
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
-from .costs import MASTER_BYTES
+from .doctor import sparse_problems
 from .sizes import Part, Setting
 
+MASTER_BYTES = 4
+"""Bytes of an element of a Parameter, a gradient, and each of AdamW's two moments: fp32, as Transformers' Trainer has
+them in mixed precision."""
 COMPRESSED = 9 / 16
 """Bytes of a 2:4 matrix as sparse tensor cores read it, over those of the dense one: half the values, 2 bits each."""
-FLOPS_PER_BYTE = 295.0
+FLOPS_PER_BYTE = 295
 """What an H100 SXM computes while it moves a byte, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s."""
 _MASK = 1 / 8  # bytes of an element of a packed mask
 
 
 class LayerCost(NamedTuple):
-    """What the layers of one kind cost in a step, all of them together.
+    """What a layer, or a stack of experts, costs in a step.
 
     Attributes:
-        part: the kind; its `matrices` are those of all layers.
+        part: the layer.
         sparse: names of the GEMMs that sparse tensor cores can run.
         flops: of these GEMMs as dense math.
         pruning: bytes moved by pruning weights and gradients, by masked decay and by mask refreshes.
-        encodings: bytes of the encodings of one matrix.
+        encodings: bytes of the encodings of its weight, or of one in a stack.
     """
 
     part: Part
@@ -50,10 +52,10 @@ def break_even(flops: float, pruning: float, flops_per_byte: float) -> float | N
 
 
 def layer_cost(part: Part, weight: SparseWeight, setting: Setting, refreshes: float) -> LayerCost:
-    """The cost of the layers of one kind; `refreshes` is how often per step a mask or scale is computed anew."""
+    """The cost of a layer; `refreshes` is how often per step a mask or scale is computed anew."""
     rows, itemsize = max(1, round(setting.tokens * part.token_share)), setting.dtype.itemsize
-    runs_again = setting.checkpointing and part.group is not None
-    sparse = _sparse_gemms(part, weight, rows, setting.dtype)
+    runs_again = setting.checkpointing and part.block is not None
+    sparse = () if weight.run.backend == "dense" else tuple(sparse_problems(weight, rows, setting.dtype))
     passes = sum(2 if name == "output" and runs_again else 1 for name in sparse)
     elements = part.out * part.inputs
     forms = _forms(weight, sparse, itemsize)
@@ -70,17 +72,6 @@ def layer_cost(part: Part, weight: SparseWeight, setting: Setting, refreshes: fl
     moved += rows * part.out * _gradient_bytes(weight, sparse, itemsize)
     flops = 2.0 * rows * elements * passes
     return LayerCost(part, sparse, part.matrices * flops, part.matrices * moved, held * elements)
-
-
-def _sparse_gemms(part: Part, weight: SparseWeight, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
-    if weight.is_stack or weight.run.backend == "dense":
-        return ()
-    problems = {gemm.name: gemm.problem(rows, part.out, part.inputs, dtype) for gemm in weight.method.gemms}
-    return tuple(
-        name
-        for name, problem in problems.items()
-        if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None
-    )
 
 
 def _forms(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> list[float]:

@@ -1,7 +1,7 @@
 """What a Trainer has left of a run in its output directory, for the report.
 
 The files are `trainer_state.json` (losses, learning rate, masks as a whole), `sparse24_log.jsonl` (flip rates by layer,
-speed, memory: see training/run_log.py), and `config.json`.
+speed, memory, metrics of the method: see training/run_log.py), and `config.json`.
 """
 
 import json
@@ -49,22 +49,36 @@ class Run:
         return self.starts[-1].facts if self.starts else {}
 
     @property
-    def pattern(self) -> str:
-        return str(self.sparse24.get("pattern", "2:4"))
-
-    @property
     def sparse24(self) -> dict[str, Any]:
         """The `Sparse24Config`, as a mapping."""
         own = self.facts.get("config") or self.config.get("quantization_config")
         return own if isinstance(own, dict) else {}
 
-    def points(self, key: str) -> list[Point]:
-        return thinned([(step, row[key]) for step, row in self.history.items() if key in row])
+    @property
+    def pattern(self) -> str:
+        return str(self.sparse24.get("pattern", "2:4"))
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether it logged the phase of sparse weights."""
+        return any("sparse_phase" in row for row in self.history.values())
+
+    def points(self, key: str, factor: float = 1.0) -> list[Point]:
+        """The line of a number that the Trainer logged."""
+        return thinned([(step, factor * row[key]) for step, row in self.history.items() if key in row])
 
     def measured(self, field: str, factor: float = 1.0) -> list[Point]:
-        """The points of a field of the run log."""
+        """The line of a field of the run log."""
         values = [(line.step, getattr(line, field)) for line in self.lines]
-        return thinned([(step, value * factor) for step, value in values if value is not None])
+        return thinned([(step, factor * value) for step, value in values if value is not None])
+
+    def metrics(self) -> dict[str, list[Point]]:
+        """The lines of the method's metrics, by name."""
+        found: dict[str, list[Point]] = {}
+        for line in self.lines:
+            for name, value in line.metrics.items():
+                found.setdefault(name, []).append((line.step, value))
+        return {name: thinned(points) for name, points in found.items()}
 
 
 def read_run(directory: str | os.PathLike) -> Run:
@@ -83,25 +97,30 @@ def read_run(directory: str | os.PathLike) -> Run:
     states = {path: _read_json(path) for path in paths}
     try:
         path = max(paths, key=lambda path: states[path]["global_step"])
-        state, logs = states[path], states[path]["log_history"]
+        logs = states[path]["log_history"]
         history = by_step(logs)
-        steps = max([int(state["global_step"]), 1, *history])
+        steps = max([int(states[path]["global_step"]), 1, *history])
         speeds = [entry["train_samples_per_second"] for entry in logs if "train_samples_per_second" in entry]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{root} has a {STATE} that is damaged: no Trainer wrote it so ({error!r})") from error
+    configs = [file for file in (root / "config.json", path.parent / "config.json") if file.is_file()]
     starts, lines = read_run_log(root / RUN_LOG)
-    lines = sorted({line.step: line for line in lines}.values())
-    config = next(
-        (_read_json(file) for file in (root / "config.json", path.parent / "config.json") if file.is_file()), {}
-    )
     notes = []
     if starts and path.stat().st_mtime < starts[0].time:
         notes.append(
             f"{path.relative_to(root)} is older than the run that {RUN_LOG} is of: losses, learning rate and masks as "
             f"a whole are of an earlier run, until this one saves a checkpoint."
         )
-    steps = max([steps, *(line.step for line in lines)])
-    return Run(root, history, steps, speeds[-1] if speeds else None, starts, lines, config, notes)
+    return Run(
+        root,
+        history,
+        max([steps, *(line.step for line in lines)]),
+        speeds[-1] if speeds else None,
+        starts,
+        sorted({line.step: line for line in lines}.values()),
+        _read_json(configs[0]) if configs else {},
+        notes,
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

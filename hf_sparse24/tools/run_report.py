@@ -10,29 +10,28 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from .. import charts
-from ..charts import Point, Row, Series, Span, shown
+from ..charts import Row, Series, shown
 from ..checkpoints.losses import evaluation_losses, loss_series, some_rows
 from ..training.run_log import RUN_LOG, LogLine
 from .page import Figure, page, table
 from .run_files import POINTS, Run, dense_spans, read_run, thinned
 
 COLUMNS, ROWS = 120, 48
-"""The most columns and rows that the heat map has; more are averaged."""
+"""The most columns that the heat map has, of more logs the means; and the most layers that have a row each."""
 X_LABEL = "optimizer step"
 LABEL = 40
 """The most letters that the name of a row has; of longer names the end is shown."""
+_NO_LOG = f"Not recorded: {RUN_LOG} of the run is missing, or has no such numbers. Earlier versions did not write it."
 
 
 def add_command(commands) -> None:
     """Add `report` to the parser of `hf-sparse24`."""
-    text = "one HTML file about a run: losses, flip rates by layer, masks, schedule, speed, memory, config"
+    text = "one HTML file about a run: losses, flip rates by layer, masks, metrics, schedule, speed, memory, config"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("directory", metavar="RUN", help="the output_dir of a Trainer")
     command.add_argument("--dense", metavar="CONTROL_RUN", help="that of a dense run, to compare with")
@@ -63,87 +62,65 @@ def write_report(
     if not charts.is_available():
         raise ImportError("the report needs Matplotlib: pip install 'hf_sparse24[report]'")
     run, control = read_run(directory), None if dense is None else read_run(dense)
-    if control is not None and any("sparse_phase" in row for row in control.history.values()):
+    if control is not None and control.has_phases:
         raise ValueError(f"{dense} is a run with sparse weights; --dense takes the control run, of a dense model")
-    path = Path(directory) / "report.html" if output is None else Path(output)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(render(run, control), encoding="utf-8", errors="replace")  # JSON can hold half a letter
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
-
-
-def render(run: Run, control: Run | None = None) -> str:
-    """The page, as text."""
-    is_sparse = run.sparse24 or any("sparse_phase" in row for row in run.history.values())
-    doubt = [] if is_sparse else [f"Nothing in {run.directory} says that sparse weights were trained."]
-    return page(
+    doubt = [] if run.sparse24 or run.has_phases else [f"Nothing in {directory} says that sparse weights were trained."]
+    text = page(
         title=f"{run.pattern} training: {run.directory.resolve().name}",
         notes=[*doubt, *run.notes, *([] if control is None else control.notes)],
         numbers=_numbers(run, control),
         figures=_figures(run, control),
         tables=_tables(run, control),
     )
+    path = Path(directory) / "report.html" if output is None else Path(output)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="replace")  # JSON can hold half a letter
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
 
 
 def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
     dense = dense_spans(run)
     span = (0.0, float(max(run.steps, control.steps if control else 0)))
 
-    def figure(
-        id: str, title: str, lines: Sequence[Series], y_label: str, note: str, wide: bool = False, **options: Any
-    ) -> Figure:
+    def figure(id: str, title: str, lines: Sequence[Series], y_label: str, note: str, **options: Any) -> Figure:
         lines = [line for line in lines if line.points]
         if not lines:
-            return Figure(id, title, "", note, is_wide=wide)
-        if wide:
-            options |= {"size": (1100, 285), "legend_columns": 6}
-        options |= {"x_range": span, "shaded": dense, "shade_name": "dense phase"}
-        chart = charts.line_chart(lines, X_LABEL, y_label, **options)
-        return Figure(id, title, charts.svg(chart, id), note, is_wide=wide)
+            return Figure(id, title, "", note)
+        chart = charts.line_chart(lines, X_LABEL, y_label, x_range=span, shaded=dense, **options)
+        return Figure(id, title, charts.svg(chart, id), note)
 
-    def line(name: str, points: list[Point]) -> list[Series]:
-        return [Series(name, points)]
-
-    yield figure("loss", "Loss", _losses(run, control), "loss", _loss_notes(run, control), wide=True)
+    note = " ".join(_loss_notes(run, control))
+    losses = figure("loss", "Loss", _losses(run, control), "loss", note, size=(1100, 285), legend_columns=6)
+    yield losses._replace(is_wide=True)
     if control is not None:
         note = f"{run.pattern} minus dense, at the steps that both logged."
         yield figure("difference", "Loss above the dense control", _differences(run, control), "loss", note)
     rates = [Series(name, one.points("learning_rate"), one is control) for name, one in _runs(run, control)]
-    yield figure("schedule", "Learning rate and phase", rates, "learning rate", _phase_note(run, dense), from_zero=True)
-    yield figure(
-        "flips",
-        "Flip rate",
-        line("flip rate, %", _percent(run.points("flip_rate"))),
-        "% of sparse weights",
-        "Share of the sparse weights that entered or left the mask in the last measured step or mask refresh.",
-        from_zero=True,
-    )
-    yield figure(
-        "kept",
-        "Kept magnitude",
-        line("kept magnitude, %", _percent(run.points("kept_magnitude"))),
-        "% of the L1 norm",
+    yield figure("schedule", "Learning rate and phase", rates, "learning rate", _phase_note(run), from_zero=True)
+    flips = [Series("flip rate, %", run.points("flip_rate", 100))]
+    note = "Share of the sparse weights that entered or left the mask in the last measured step or mask refresh."
+    yield figure("flips", "Flip rate", flips, "% of sparse weights", note, from_zero=True)
+    kept = [Series("kept magnitude, %", run.points("kept_magnitude", 100))]
+    note = (
         "Share of the sparse weights' L1 norm that the masks keep. Of Gaussian weights, 2:4 masks keep 74.5%, "
-        "transposable ones 70.3%.",
+        "transposable ones 70.3%."
     )
+    yield figure("kept", "Kept magnitude", kept, "% of the L1 norm", note)
     yield _layers(run)
-    unit, speed = "tokens", run.measured("tokens_per_second")
+    for number, (name, points) in enumerate(run.metrics().items()):
+        yield figure(f"metric-{number}", name, [Series(name, points)], name, "A metric of the method.")
+    unit, speed = "tokens per second", run.measured("tokens_per_second")
     if not speed:
-        unit, speed = "optimizer steps", run.measured("steps_per_second")
+        unit, speed = "optimizer steps per second", run.measured("steps_per_second")
     note = "Between one log and the next, evaluations and checkpoints left out." if speed else _NO_LOG
-    yield figure("speed", "Throughput", line(f"{unit} per second", speed), f"{unit} per second", note, from_zero=True)
-    memory = run.measured("peak_memory", 1e-9)
-    on_cpu = str(run.facts.get("device", "")).startswith("cpu")
-    note = "Of the first process, on a CPU." if on_cpu else "Allocated by PyTorch on the device of the first process."
-    yield figure(
-        "memory", "Peak memory", line("peak memory, GB", memory), "GB", note if memory else _NO_LOG, from_zero=True
-    )
-
-
-_NO_LOG = f"Not recorded: {RUN_LOG} of the run is missing, or has no such numbers. Earlier versions did not write it."
+    yield figure("speed", "Throughput", [Series(unit, speed)], unit, note, from_zero=True)
+    memory = [Series("peak memory, GB", run.measured("peak_memory", 1e-9))]
+    note = "Of the first process: on a GPU what PyTorch has allocated, on a CPU all." if memory[0].points else _NO_LOG
+    yield figure("memory", "Peak memory", memory, "GB", note, from_zero=True)
 
 
 def _runs(run: Run, control: Run | None) -> list[tuple[str, Run]]:
@@ -152,7 +129,7 @@ def _runs(run: Run, control: Run | None) -> list[tuple[str, Run]]:
 
 def _losses(run: Run, control: Run | None) -> list[Series]:
     found = [one for name, of in _runs(run, control) for one in loss_series(name, of.history, of is control)]
-    return [replace(one, points=thinned(list(one.points))) for one in found]
+    return [one._replace(points=thinned(list(one.points))) for one in found]
 
 
 def _differences(run: Run, control: Run) -> list[Series]:
@@ -164,28 +141,23 @@ def _differences(run: Run, control: Run) -> list[Series]:
     return series
 
 
-def _loss_notes(run: Run, control: Run | None) -> str:
-    notes = ["Training losses are means since the log before."]
+def _loss_notes(run: Run, control: Run | None) -> Iterator[str]:
+    yield "Training losses are means since the log before."
     for name, one in _runs(run, control):
         for key in ("loss", *evaluation_losses(one.history)):
-            steps = [step for step, row in one.history.items() if key in row and not math.isfinite(row[key])]
-            if steps:
-                more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
-                at = ", ".join(map(str, steps[:5]))
-                notes.append(f"{name}: {key} is not finite (a gap) at step {at}{more}.")
+            gaps = [step for step, row in one.history.items() if key in row and not math.isfinite(row[key])]
+            if gaps:
+                yield f"{name}: {key} is not finite (a gap) at {len(gaps)} logs, first at step {gaps[0]}."
         logs = sum("loss" in row for row in one.history.values())
         if logs > POINTS:
-            notes.append(f"{name}: each point, here and below, is the mean of {math.ceil(logs / POINTS)} logs.")
-    return " ".join(notes)
+            yield f"{name}: each point, here and below, is the mean of {math.ceil(logs / POINTS)} logs."
 
 
-def _phase_note(run: Run, dense: Sequence[Span]) -> str:
-    if not any("sparse_phase" in row for row in run.history.values()):
+def _phase_note(run: Run) -> str:
+    if not run.has_phases:
         return "The phase was not logged."
-    if not dense:
-        return "Sparse at every log."
-    said = ", ".join(f"{start + 1:.0f} to {end:.0f}" for start, end in dense)
-    return f"Dense phase: steps {said}, as exact as the logs are frequent."
+    said = ", ".join(f"{start + 1:.0f} to {end:.0f}" for start, end in dense_spans(run))
+    return f"Dense phase: steps {said}, as exact as the logs are frequent." if said else "Sparse at every log."
 
 
 def _layers(run: Run) -> Figure:
@@ -200,50 +172,38 @@ def _layers(run: Run) -> Figure:
     columns = [lines[i : i + together] for i in range(0, len(lines), together)]
     rows = [Row(label, [_mean_rate(column, names, sizes) for column in columns]) for label, names in groups]
     edges = [min(run.starts[0].step, lines[0].step - 1), *(column[-1].step for column in columns)]
-    notes = [f"Rows: {len(measured)} layers{rule}, the first of the model at the top."]
-    if together > 1:
-        notes.append(f"Each cell is the mean of {together} logs.")
-    notes.append("A cell ends at the step it was logged at; shades follow the square root.")
+    note = (
+        f"Rows: {len(measured)} layers{rule}, the first of the model at the top. A cell is the mean of {together} logs "
+    )
+    note += "and ends at the step of the last; shades follow the square root."
     svg = charts.svg(charts.heat_map(rows, edges, X_LABEL, "%"), "layers")
-    return Figure("layers", "Flip rate by layer", svg, " ".join(notes), is_wide=True)
+    return Figure("layers", "Flip rate by layer", svg, note, is_wide=True)
 
 
-def grouped(names: Sequence[str], most: int = ROWS) -> tuple[list[tuple[str, list[str]]], str]:
-    """The rows of a heat map, at most `most`: of each its label and its layers; and the rule in words.
+def grouped(names: Sequence[str]) -> tuple[list[tuple[str, list[str]]], str]:
+    """The rows of a heat map, of each its label and its layers; and the rule in words.
 
-    Up to `most` layers have a row each. Beyond, layers of one block have one: those whose names agree up to the first
-    number. Where there are more blocks than that, as many neighbours as it takes have one.
+    Up to `ROWS` layers have a row each. Beyond, layers of one block have one: those whose names agree up to the first
+    number.
     """
+    is_by_block = len(names) > ROWS
     groups: dict[str, list[str]] = {}
     for name in names:
-        key = name if len(names) <= most else re.sub(r"((?:^|\.)\d+)\..*", r"\1", name)
+        key = re.sub(r"((?:^|\.)\d+)\..*", r"\1", name) if is_by_block else name
         groups.setdefault(key, []).append(name)
-    keys = list(groups)
-    parts = zip(*(key.split(".")[:-1] for key in keys))
+    parts = zip(*(key.split(".")[:-1] for key in groups))
     prefix = "".join(f"{same[0]}." for same in takewhile(lambda names: len(set(names)) == 1, parts))
-    together = math.ceil(len(keys) / most)
-    rows = []
-    for some in (keys[i : i + together] for i in range(0, len(keys), together)):
-        first, last = (key.removeprefix(prefix) for key in (some[0], some[-1]))
-        label = first if len(some) == 1 else f"{first} to {last}"
-        label = label if len(label) <= LABEL else f"…{label[1 - LABEL :]}"
-        rows.append((label, [name for key in some for name in groups[key]]))
-    rule = f" of {prefix}*" if prefix else ""
-    if len(names) > most:
-        rule += ", averaged by block" if together == 1 else f", averaged over {together} blocks each"
-    return rows, rule
+    labels = [key.removeprefix(prefix) for key in groups]
+    labels = [label if len(label) <= LABEL else f"…{label[1 - LABEL :]}" for label in labels]
+    rule = (f" of {prefix}*" if prefix else "") + (", averaged by block" if is_by_block else "")
+    return list(zip(labels, groups.values())), rule
 
 
-def _mean_rate(lines: Iterable[LogLine], names: Iterable[str], sizes: Mapping[str, int]) -> float | None:
+def _mean_rate(lines: Iterable[LogLine], names: Sequence[str], sizes: Mapping[str, int]) -> float | None:
     """In %, over the weights of some layers and over lines."""
-    names = list(names)
     found = [(line.flip_rates[name], sizes[name]) for line in lines for name in names if name in line.flip_rates]
     weights = sum(size for _, size in found)
     return 100 * sum(rate * size for rate, size in found) / weights if weights else None
-
-
-def _percent(points: Iterable[Point]) -> list[Point]:
-    return [(x, 100 * y) for x, y in points]
 
 
 def _last(run: Run, key: str) -> tuple[int, float] | None:
@@ -251,38 +211,33 @@ def _last(run: Run, key: str) -> tuple[int, float] | None:
     return next(((step, row[key]) for step, row in reversed(run.history.items()) if key in row), None)
 
 
-def _numbers(run: Run, control: Run | None) -> list[tuple[str, str, str]]:
+def _numbers(run: Run, control: Run | None) -> Iterator[tuple[str, str, str]]:
     """What to see first: what it is, the number, a remark."""
-    own, layers = run.sparse24, run.facts.get("layers")
-    found = [("steps", f"{run.steps:,}", "")]
-    if own.get("method"):
-        found.insert(0, ("method", str(own["method"]), run.pattern))
+    layers = run.facts.get("layers")
+    if run.sparse24.get("method"):
+        yield "method", str(run.sparse24["method"]), run.pattern
+    yield "steps", f"{run.steps:,}", ""
     if layers and run.facts.get("parameters"):
         share = sum(layers.values()) / run.facts["parameters"]
-        found.append(("weights under the pattern", f"{share:.1%}", f"{len(layers)} layers"))
+        yield "weights under the pattern", f"{share:.1%}", f"{len(layers)} layers"
     for key, name in (("loss", "training loss, last log"), ("eval_loss", "evaluation loss, last")):
         last, other = _last(run, key), None if control is None else _last(control, key)
         if last is not None:
-            step, loss = last
-            remark = f"at step {step:,}"
+            remark = f"at step {last[0]:,}"
             if other is not None:
-                at = "" if other[0] == step else f" at step {other[0]:,}"
-                remark += f"; dense control {shown(other[1])}{at}, difference {loss - other[1]:+.3g}"
-            found.append((name, shown(loss), remark))
+                at = "" if other[0] == last[0] else f" at step {other[0]:,}"
+                remark += f"; dense control {shown(other[1])}{at}, difference {last[1] - other[1]:+.3g}"
+            yield name, shown(last[1]), remark
     for key, name in (("flip_rate", "flip rate, last"), ("kept_magnitude", "kept magnitude, last")):
         last = _last(run, key)
         if last is not None:
-            found.append((name, f"{100 * last[1]:.3g}%", f"at step {last[0]:,}"))
-    speeds = [line.steps_per_second for line in run.lines if line.steps_per_second is not None]
-    if speeds:
-        found.append(("steps per second, median", shown(median(speeds)), ""))
+            yield name, f"{100 * last[1]:.3g}%", f"at step {last[0]:,}"
     if run.speed is not None:
         remark = "with evaluations" if control is None or control.speed is None else f"dense {shown(control.speed)}"
-        found.append(("samples per second, whole run", shown(run.speed), remark))
+        yield "samples per second, whole run", shown(run.speed), remark
     memory = [line.peak_memory for line in run.lines if line.peak_memory is not None]
     if memory:
-        found.append(("peak memory", f"{max(memory) / 1e9:.3g} GB", ""))
-    return found
+        yield "peak memory", f"{max(memory) / 1e9:.3g} GB", ""
 
 
 def _tables(run: Run, control: Run | None) -> list[str]:
@@ -294,16 +249,17 @@ def _tables(run: Run, control: Run | None) -> list[str]:
     for step in some_rows(run.history):
         cells = [one.history.get(step, {}).get(key) for _, one, key in columns]
         rows.append([str(step), *("" if value is None else shown(value) for value in cells)])
-    begun = [
-        ("begun" if start.step == 0 else f"resumed at step {start.step}", _date(start.time)) for start in run.starts
-    ]
-    facts = [(name, _text(run.facts[name])) for name in ("device", "processes") if name in run.facts]
+    begun = {}
+    for start in run.starts:
+        what = f"resumed at step {start.step}" if start.step else "begun"
+        begun[what] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time))
+    facts = {name: run.facts[name] for name in ("device", "processes") if name in run.facts}
     model = {name: value for name, value in run.config.items() if name != "quantization_config"}
     return [
         table("Numbers", rows, [X_LABEL, *(name for name, *_ in columns)], is_wide=True),
         table("Sparse24Config", _pairs(run.sparse24)),
         table("Arguments that are not the defaults", _pairs(run.facts.get("arguments"))),
-        table("Run", [*begun, *facts, *_pairs(run.facts.get("versions"))]),
+        table("Run", [*_pairs(begun), *_pairs(facts), *_pairs(run.facts.get("versions"))]),
         table("Model", _pairs(model)),
     ]
 
@@ -316,7 +272,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         return ", ".join(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

@@ -68,7 +68,7 @@ def test_wheel(built):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"hf_sparse24", "sparse24_kernels"}
     assert {name for name in names if name.endswith(".py")} == modules()
-    assert {"hf_sparse24/py.typed", "sparse24_kernels/py.typed"} <= set(names)
+    assert {"hf_sparse24/py.typed", "hf_sparse24/tools/page.css", "sparse24_kernels/py.typed"} <= set(names)
 
 
 def test_sdist_has_the_packages_and_no_half_of_the_tests(built):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.distributed import DistributedConfig
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
 from hf_sparse24.tools.sizes import Setting
@@ -69,13 +68,13 @@ def _size(tensors: torch.Tensor | Sequence) -> int:
     return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(map(_size, tensors))
 
 
-def steps(rank: int, world: int, cases: Sequence[Case], folder: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+def steps(rank: int, world: int, cases: Sequence[Case]) -> list[tuple[dict[str, int], dict[str, int]]]:
     """For every case, the bytes moved by kind and the bytes held by kind, in the third step."""
-    return [_step(rank, world, case, f"{folder}/{number}") for number, case in enumerate(cases)]
+    return [_step(case) for case in cases]
 
 
-def _step(rank: int, world: int, case: Case, folder: str) -> tuple[dict[str, int], dict[str, int]]:
-    model = _model(rank, world, case, folder)
+def _step(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    model = _model(case)
     if case.checkpointing:
         model.activation_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -105,15 +104,9 @@ def _step(rank: int, world: int, case: Case, folder: str) -> tuple[dict[str, int
     return dict(moved.nbytes), held
 
 
-def _model(rank: int, world: int, case: Case, folder: str):
+def _model(case: Case):
     model = zoo.build(case.name, **case.sizes)
     config = Sparse24Config(**case.settings)
-    if case.engine == "tp":
-        if rank == 0:
-            model.save_pretrained(folder)
-        torch.distributed.barrier()
-        parallel = DistributedConfig(tp_plan="auto", tp_size=world)
-        return type(model).from_pretrained(folder, distributed_config=parallel, quantization_config=config).train()
     patch_model(model, config)
     if case.engine == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)

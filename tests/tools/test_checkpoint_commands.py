@@ -38,7 +38,7 @@ def test_a_checkpoint_is_exported_inspected_and_verified(format, trained, tmp_pa
     assert capsys.readouterr().out == printed
     assert main(["verify", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "50.0%" in printed and ", and 1 file is as exported" in printed and "verified: all" in printed
+    assert "50.0%" in printed and ", and 1 file as exported" in printed and "verified: all" in printed
 
 
 def test_sizes(tmp_path, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import browser
+import own_method  # noqa: F401 (registers a method with a metric)
 import pytest
 import zoo
 from training_runs import arguments, dataset
@@ -91,7 +92,7 @@ def lines(page: str, name: str, colour: str) -> list[str]:
 
 
 def captions(page: str) -> dict[str, str]:
-    found = re.findall(r'<h2 id="(\w+)">.*?<figcaption>(.*?)</figcaption>', page, re.DOTALL)
+    found = re.findall(r'<h2 id="([\w-]+)">.*?<figcaption>(.*?)</figcaption>', page, re.DOTALL)
     return {name: unescape(caption) for name, caption in found}
 
 
@@ -152,7 +153,7 @@ def test_nothing_of_the_files_becomes_markup(tmp_path):
         "versions": {HOSTILE: "\ud800"},
         "device": HOSTILE,
     }
-    lines = [{"step": 10, "flip_rates": [0.5, 0.25]}]
+    lines = [{"step": 10, "flip_rates": [0.5, 0.25], "metrics": {HOSTILE: 1.5}}]
     logs = losses(3.0, **{f"eval_{HOSTILE}_loss": 3.0})
     run = made_up(tmp_path / "run & <b>", logs, start, lines, architectures=[HOSTILE])
     path = write_report(run)
@@ -195,6 +196,22 @@ def test_the_numbers_are_the_recorded_ones(sparse, dense, tmp_path, capsys):
     assert dense_spans(run) == [(6, 8)] and "Dense phase: steps 7 to 8" in captions(page)["schedule"]
     for text in ("t-sr-ste", "mask_interval", "LlamaForCausalLM", "transformers", "cpu", "eval_steps"):
         assert f">{text}" in page
+
+
+def test_metrics_of_a_method_have_a_chart_each(tmp_path):
+    config = Sparse24Config(method="own", adapt_last=0.5)
+    run = train(tmp_path / "run", Sparse24Trainer, sparse24_config=config)
+    page = write_report(run).read_text()
+    assert set(charts(page)) == {*CHARTS, "metric-0"} - {"difference"}
+    assert '<h2 id="metric-0">adapter_norm</h2>' in page and captions(page)["metric-0"] == "A metric of the method."
+    recorded = [line.metrics["adapter_norm"] for line in read_run_log(run / RUN_LOG)[1]]
+    assert len(recorded) == STEPS and recorded[0] == 0 < recorded[-1]  # adapters take part in the second half
+    expected = [f"optimizer step {step}\nadapter_norm: {shown(norm)}" for step, norm in enumerate(recorded, 1)]
+    assert tips(page, "metric-0") == expected
+    logs = [{"step": 1, "metrics": {"first": 1.0}}, {"step": 2, "metrics": {"first": 3.0, "second": 5.0}}]
+    page = write_report(made_up(tmp_path / "two", losses(4.0), {"layers": {"a": 8}}, logs)).read_text()
+    assert tips(page, "metric-0") == ["optimizer step 1\nfirst: 1", "optimizer step 2\nfirst: 3"]
+    assert tips(page, "metric-1") == ["optimizer step 2\nsecond: 5"]
 
 
 def test_tips_lie_on_their_cells():
@@ -242,11 +259,11 @@ def test_losses_that_are_not_finite_are_gaps(tmp_path):
     page = write_report(run, control).read_text()
     line, *_ = lines(page, "loss", "sparse")
     assert line.count("M") == 2 and line.count("L") == 2
-    assert "2:4: loss is not finite (a gap) at step 30, 40." in captions(page)["loss"]
+    assert "2:4: loss is not finite (a gap) at 2 logs, first at step 30." in captions(page)["loss"]
     assert "difference" in charts(page)
     never = made_up(tmp_path / "never", losses(*[math.nan] * 8))
     page = write_report(never).read_text()
-    assert "at step 10, 20, 30, 40, 50 and 3 more" in captions(page)["loss"] and "loss" in charts(page)
+    assert "at 8 logs, first at step 10" in captions(page)["loss"] and "loss" in charts(page)
 
 
 def test_a_model_of_many_layers(tmp_path):
@@ -280,9 +297,8 @@ def test_rows_are_as_few_as_said():
     assert rows[0] == ("0.mlp.a", ["encoder.layer.0.mlp.a"])
     more = [f"{side}.block.{i}.mlp.{kind}" for side in ("encoder", "decoder") for i in range(50) for kind in "ab"]
     rows, rule = grouped([*more, "head"])
-    assert len(rows) == 34 and "averaged over 3 blocks each" in rule
-    assert rows[0][0] == "encoder.block.0 to encoder.block.2" and len(rows[0][1]) == 6
-    assert [name for _, layers in rows for name in layers] == [*more, "head"]
+    assert len(rows) == 101 and rule == ", averaged by block"
+    assert rows[1] == ("encoder.block.1", more[2:4]) and rows[-1] == ("head", ["head"])
 
 
 def test_dense_phases(tmp_path):
