@@ -20,9 +20,9 @@ BY_DENSE_MATH = GemmPlan(DENSE, "what is measured")
 
 
 class PackedLayers(Section):
-    name, groups, share, base = "packed weights", ("gemms",), 8, "dense"
+    name, groups = "packed weights", ("gemms",)
     note = (
-        "In brackets: times dense, cuBLAS on a dense weight. Packed: the kernel that reads packed weights; unpacked, "
+        "Dense: cuBLAS on a dense weight. Packed: the kernel that reads packed weights; unpacked, "
         "compressed: an operand made in every call; auto: what `plan_packed` chooses. GB/s: of packed weights."
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import gemms, operations, packed, timing
+from benchmarks.run import line
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
 
@@ -27,7 +28,7 @@ class FakeMachine:
     def prepare(self, calls):
         for call in calls:
             call()
-        return lambda: 1e-3, {"how": "graph", "host_us": 10.0}
+        return lambda: 1e-3
 
     def forget(self):
         pass
@@ -56,9 +57,7 @@ def times(monkeypatch):
     found: dict[str, float] = {}
 
     def in_turn(samplers):
-        return {
-            way: {"us": found.get(way, 1000.0), "min_us": 0, "max_us": 0} | how for way, (_, how) in samplers.items()
-        }
+        return {way: {"us": found.get(way, 1000.0), "min_us": 0, "max_us": 0} for way in samplers}
 
     monkeypatch.setattr(timing, "in_turn", in_turn)
     return found
@@ -75,9 +74,11 @@ def tuned(stand_in, monkeypatch):  # noqa: F811
 
 
 def run(folder: Path, sections: str, *arguments: str, machine=None) -> tuple[int, dict, str]:
-    """Exit code, JSON and page."""
+    """Exit code, JSON, and its rows as text."""
     command = ["--output", str(folder), "--sections", sections, *arguments]
     code = gpu.main(command, machine or FakeMachine())
-    assert {path.suffix for path in folder.iterdir()} <= {".json", ".md", ".log"}
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".log"}
     path = max(folder.glob("gpu_fake_9000_*.json"))
-    return code, json.loads(path.read_text()), path.with_suffix(".md").read_text()
+    result = json.loads(path.read_text())
+    rows = [line(entry, row) for found in result["sections"].values() for entry, row in found["rows"].items()]
+    return code, result, "\n".join(rows) + "\n"
