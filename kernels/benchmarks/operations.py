@@ -18,12 +18,13 @@ from kernel_cases import BF16, FP32, Case, cases
 from sparse24_kernels import Packed, reference
 from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.formats import Compression
-from sparse24_kernels.fp8 import fp8_quantize
+from sparse24_kernels.gemm.backend import GemmPlan
+from sparse24_kernels.gemm.packed import PACKED
 from sparse24_kernels.masks import count_flips
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
-from .packed import BY_KERNEL
 from .run import Row, Run, Section
 from .timing import Call
 
@@ -45,7 +46,6 @@ class Workload(Case):
     """A case at one of the sizes that matter: its row begins with shape and dtype."""
 
     target: float = 0.8  # of the bandwidth of a copy
-    reads: int = 1  # how often the inputs must be read
 
     def __str__(self) -> str:
         return f"{self.name} {self.shape[0]}x{self.shape[1]} {str(self.dtype).removeprefix('torch.')}"
@@ -63,10 +63,10 @@ class Workload(Case):
         return arguments[0] if results is None else results
 
     def bytes(self) -> int:
-        """Bytes that must be read and written: inputs (as often as needed) and results, each once."""
+        """Bytes that must be read and written: inputs and results, each once."""
         arguments = self.arguments(torch.device("meta"))
         read, written = (sum(x.nbytes for x in tensors(found)) for found in (arguments, self.call(arguments)))
-        return self.reads * read + written
+        return read + written
 
 
 def tensors(x: Any) -> list[Tensor]:
@@ -98,7 +98,7 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
     scale: tuple = ("prune.s_ste_scale", "s_ste_scale", WEIGHTS, cases.on_weight)
     yield *scale, ("random", 1, "mse"), {"exact": False}
     yield "packed.unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix, (), {}
-    for tokens in (1, 16, 64):  # and in `packed.py` beside cuBLAS
+    for tokens in (1, 16, 64):
         fields = {"exact": False, "terms": cases.packed_terms}
         yield "packed.packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, (tokens,), fields
 
@@ -122,8 +122,6 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
             name = f"{kind} {'forward' if count == 2 else 'backward'}, {layout}-major"
             fields = {"exact": False} | terms
             yield function, name, TOKENS, cases.gated, (count, kind, f"{layout} {layout} {layout}"), fields
-    for format in cases.FORMATS:  # the scale must be known before rounding
-        yield "fp8.fp8_quantize", f"fp8_quantize {format}", TOKENS, cases.fp8, ("row", format), {"reads": 2}
 
 
 def _prune(weight, rule, n, m, dim, mask, scale, dtype, forms, *_):
@@ -147,13 +145,12 @@ def compression(device: torch.device, m: int, k: int) -> Compression:
 
 PUBLIC: dict[str, Callable[..., Any]] = {
     "decay.masked_decay_": foreach_masked_decay_,
-    "fp8.fp8_quantize": fp8_quantize,
     "masks.count_flips": count_flips,
     "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
     "mvue.mvue": _mvue,
     "prune.prune": _prune,
     "packed.packed_linear": lambda x, values, indices, bias: kernels.packed_linear(
-        x, Packed(values, indices), bias, plan=BY_KERNEL
+        x, Packed(values, indices), bias, plan=GemmPlan(PACKED, "what is measured")
     ),
     "packed.unpack_nm": lambda values, indices: kernels.unpack_nm(Packed(values, indices)),
 }
@@ -168,7 +165,7 @@ COPY = "copy of as many bytes"
 # parts of the matrix, and each part would be compiled.
 COMPILED = re.compile(
     r"prune (magnitude|soft-threshold): dense$|prune mask: (dense\+transposed|compressed\+)|unpack|s_ste_scale|"
-    r"nm_mask bits, rows|mvue .*tokens: dense|masked decay|fp8_quantize e4m3|.*row-major"
+    r"nm_mask bits, rows|mvue .*tokens: dense|masked decay|.*row-major"
 )
 
 
@@ -208,6 +205,9 @@ def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
         # In half precision only, so an fp32 weight is cast first.
         name = "torch _sparse_semi_structured_tile (greedy; solves for the mask and packs both ways)"
         yield name, lambda found: lambda: torch._sparse_semi_structured_tile(found[0].to(BF16))
+    if workload.function == "packed.packed_linear":
+        name = "cuBLAS on the dense weight"
+        yield name, lambda found: partial(linear, found[0], kernels.unpack_nm(Packed(*found[1:3])))
     if workload.name == "prune magnitude: compressed":
         name = "cuSPARSELt compresses the pruned matrix"
         yield name, lambda found: lambda: kernels.prune_forms(found[0], ["compressed"], dtype=BF16)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from . import reference
 from .checks import check_floating, check_one_of
-from .dispatch import implementation
 
 FP8_FORMATS = ("e4m3", "e5m2")
 """Names of the FP8 formats: `"e4m3"` with the largest value 448, `"e5m2"` with 57344."""
@@ -54,8 +54,8 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
         and empty tensors, come back as they are.
 
     Raises:
-        ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not check, because that would
-            synchronise the GPU: there, one NaN or inf turns the whole result into NaN, which shows in the loss.
+        ValueError: another `format`; NaN or inf in `x` on a CPU, with their number. On a GPU the check would
+            synchronise: there, one NaN or inf turns the whole result into NaN, which shows in the loss.
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
 
@@ -71,12 +71,12 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
 # Custom operators, because torch.compile cannot trace a check of the values.
 @torch.library.custom_op("sparse24::fp8_quantize", mutates_args=())
 def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return implementation("fp8.fp8_quantize", x, fp8=True)(x, format)
+    return reference.fp8.fp8_quantize(x, format)
 
 
 @torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
 def _fp8_simulate(x: Tensor, format: str) -> Tensor:
-    return implementation("fp8.fp8_simulate", x, fp8=True)(x, format)
+    return reference.fp8.fp8_simulate(x, format)
 
 
 @_fp8_quantize.register_fake

@@ -24,14 +24,13 @@ if __name__ == "__main__":
     if missing := [name for name in ("torch", "triton") if not find_spec(name)]:
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
-from benchmarks import gemms, operations, packed, run
+from benchmarks import gemms, operations, run
 
 from recipes.benchmarks import models, modules
 
 SECTIONS = [
     operations.Operations(),
     gemms.Gemms(),
-    packed.PackedLayers(),
     modules.Layers(),
     modules.Mlps(),
     models.Training(),

@@ -4,7 +4,6 @@
 from types import SimpleNamespace
 
 import pytest
-import sparse24_kernels as kernels
 import torch
 from benchmarks import gemms, operations, timing
 from benchmarks import run as run_module
@@ -179,23 +178,3 @@ def test_a_wrong_algorithm_is_not_timed_and_the_others_are(tiny, tuned, times, t
     row = result["sections"]["GEMMs"]["rows"][f"{LAYERS[0]}: output"]
     assert code == 0 and "is allowed" in row["times"]["sparse"]["error"] and "us" in row["times"]["default"]
     assert f"{LAYERS[0]}: output: dense 1000 us | sparse AssertionError" in text
-
-
-def test_packed_weights(tiny, tuned, times, tmp_path):
-    times |= {"packed": 600.0, "unpacked": 2000.0, "compressed": 900.0}
-    code, result, text = run(tmp_path, "gemms")
-    rows = result["sections"]["packed weights"]["rows"]
-    one, many = (rows[f"Tiny 32x48, {tokens} tokens, forward"] for tokens in (1, 32))
-    assert code == 0 and one["goals"] == {"packed": 1.4, "auto": gemms.AUTO} and not many["goals"]
-    assert "compressed" not in one["times"] and many["times"]["auto"]["us"] == 900
-    assert one["facts"]["GB/s"] == pytest.approx(32 * 48 * 9 / 8 / 600e-6 / 1e9)
-    assert "dense 1000 us | packed 600 us (1.67, meets 1.4) | unpacked 2000 us (0.50) |" in text
-
-
-def test_packed_weights_that_are_multiplied_wrong_have_no_time(tiny, tuned, times, tmp_path, monkeypatch):
-    packed_linear = kernels.packed_linear
-    monkeypatch.setattr(kernels, "packed_linear", lambda *args, plan: packed_linear(*args, plan=plan) + 1)
-    code, result, _ = run(tmp_path, "gemms")
-    found = result["sections"]["packed weights"]["rows"]["Tiny 32x48, 1 tokens, forward"]["times"]
-    assert code == 0 and "us" in found["dense"]
-    assert all("is allowed" in found[way]["error"] for way in ("packed", "unpacked"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gemms, operations, packed, timing
+from benchmarks import gemms, operations, timing
 from benchmarks.run import line
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
@@ -41,8 +41,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(operations, "workloads", lambda: iter(small))
     for module in (gemms, modules):
         monkeypatch.setattr(module, "layers", lambda: LAYERS)
-    monkeypatch.setattr(packed, "SIZES", {"Tiny": (32, 48)})
-    monkeypatch.setattr(packed, "TOKENS", (1, 32))
     monkeypatch.setitem(gemms.MODELS, "Tiny", (32, 48))
     monkeypatch.setitem(gemms.MODELS, "GPT-2 tiny", (32, 48))
     kinds = (("Tiny", True), ("GPT-2 tiny", True), ("Tiny", False))
