@@ -16,11 +16,9 @@ import sparse24_kernels as kernels
 import torch
 from kernel_cases import BF16, FP32, Case, cases
 from sparse24_kernels import Packed, reference
-from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.formats import Compression
 from sparse24_kernels.gemm.backend import GemmPlan
 from sparse24_kernels.gemm.packed import PACKED
-from sparse24_kernels.masks import count_flips
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
@@ -36,9 +34,7 @@ SIZES = ((768, 3072), (1024, 4096), (1280, 5120), (1600, 6400), (2048, 8192), (4
 WEIGHTS: Shapes = list(product((FP32, BF16), SIZES))
 BF16_TOKENS: Shapes = [(BF16, shape) for shape in ((4096, 3072), (8192, 6400), (8192, 14336), (32768, 8192))]
 TOKENS: Shapes = [*BF16_TOKENS, (FP32, (8192, 6400))]  # tokens x features
-COUNTS = {(1280, 5120): 72, (768, 3072): 24}  # how many such weights the MLPs of GPT-2 774M and 124M have
 LAYERS: Shapes = [(BF16, shape) for shape in ((4096, 4096), (4096, 14336), (14336, 4096))]  # out x in, of Llama 8B
-MODELS: Shapes = list(product((FP32, BF16), COUNTS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +54,8 @@ class Workload(Case):
         return replace(self, row=(shape, *self.row[1:]))
 
     def call(self, arguments: tuple, compiled: Callable[..., Any] | None = None) -> Any:
-        """The result of the public function: what it returns, or its first argument where it works in place."""
-        results = (compiled or self.public)(*arguments)
-        return arguments[0] if results is None else results
+        """The result of the public function."""
+        return (compiled or self.public)(*arguments)
 
     def bytes(self) -> int:
         """Bytes that must be read and written: inputs and results, each once."""
@@ -111,12 +106,6 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
             settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
             yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", shapes, cases.mvue, settings, {}
 
-    fields: dict[str, Any] = {"exact": False, "terms": lambda grads, weights, masks, alphas: grads}
-    decay = lambda device, shape, dtype: cases.decay(device, [shape] * COUNTS.get(shape, 3), dtype)  # noqa: E731
-    yield "decay.masked_decay_", "masked decay, model", MODELS, decay, (), fields
-    flips = lambda device, shape, _: cases.flips(device, [shape] * COUNTS.get(shape, 3))  # noqa: E731
-    yield "masks.count_flips", "flips, model", MODELS[: len(COUNTS)], flips, (), {}
-
     for kind, layout in product(("swiglu", "geglu"), ("row", "column")):
         for count, (function, terms) in enumerate(cases.GATED.items(), 2):
             name = f"{kind} {'forward' if count == 2 else 'backward'}, {layout}-major"
@@ -144,8 +133,6 @@ def compression(device: torch.device, m: int, k: int) -> Compression:
 
 
 PUBLIC: dict[str, Callable[..., Any]] = {
-    "decay.masked_decay_": foreach_masked_decay_,
-    "masks.count_flips": count_flips,
     "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
     "mvue.mvue": _mvue,
     "prune.prune": _prune,
@@ -165,7 +152,7 @@ COPY = "copy of as many bytes"
 # parts of the matrix, and each part would be compiled.
 COMPILED = re.compile(
     r"prune (magnitude|soft-threshold): dense$|prune mask: (dense\+transposed|compressed\+)|unpack|s_ste_scale|"
-    r"nm_mask bits, rows|mvue .*tokens: dense|masked decay|.*row-major"
+    r"nm_mask bits, rows|mvue .*tokens: dense|.*row-major"
 )
 
 
@@ -199,8 +186,7 @@ class Operations(Section):
 def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
     """The name and the maker of each, the quick and safe ones first."""
     computed = partial(kernel_cases.run, reference, workload.function)
-    if workload.function != "masks.count_flips":  # it takes a table from the host, which no CUDA graph can capture
-        yield "eager PyTorch", lambda found: partial(computed, found)
+    yield "eager PyTorch", lambda found: partial(computed, found)
     if workload.name in ("transposable mask bits", "prune mask: packed+packed-transposed"):
         # In half precision only, so an fp32 weight is cast first.
         name = "torch _sparse_semi_structured_tile (greedy; solves for the mask and packs both ways)"

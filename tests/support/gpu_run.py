@@ -14,7 +14,7 @@ from recipes.benchmarks import gpu, modules
 
 CPU = torch.device("cpu")
 LAYERS = [gemms.Layer("GPT-2 tiny", 48, 32, 32), gemms.Layer("Tiny", 32, 48, 8192)]
-KERNELS = ("nm_mask bits, rows", "prune mask: packed", "flips, model", "swiglu backward, row-major")
+KERNELS = ("nm_mask bits, rows", "prune mask: packed", "s_ste_scale", "swiglu backward, row-major")
 
 
 class FakeMachine:

@@ -60,18 +60,6 @@ def mvue(device, shape, dtype, kind, key, n, m, estimator, dim, form):
     return draw(device, shape, dtype, kind), key, n, m, dim, estimator, form, *layout
 
 
-def decay(device, shapes, dtype, packed=True, weight_dtype=None):
-    gradients = [draw(device, shape, dtype, seed=i) for i, shape in enumerate(shapes)]
-    weights = [draw(device, shape, weight_dtype or dtype, seed=i + 1) for i, shape in enumerate(shapes)]
-    masks = [kernels.nm_mask(weight, packed=packed) for weight in weights]
-    return gradients, weights, masks, [6e-5 * (i + 1) for i in range(len(shapes))]
-
-
-def flips(device, shapes):
-    sizes = [(rows, -(-columns // 8)) for rows, columns in shapes]
-    return tuple([draw(device, size, torch.uint8, "bytes", i + j) for i, size in enumerate(sizes)] for j in (0, 1))
-
-
 def _prune_rows() -> Iterator[tuple]:
     for (shape, dtype), dim in product(sized(SQUARE), (0, 1)):
         packed = [("packed-transposed", "packed")[dim]] if shape[dim] % 8 == 0 else []  # bytes of two groups
@@ -187,11 +175,6 @@ def all_cases() -> Iterator[Case]:
     yield from table("packed.packed_linear", packed_linear, rows, exact=False, terms=packed_terms)
     yield from table("prune.prune", prune, _prune_rows())
     yield from table("mvue.mvue", mvue, _mvue_rows())
-    # Lists of tensors: aligned ones take one launch, the others the reference.
-    shapes = ((64, 64), (128, 96), (12, 8), (5, 12), (1, 4))
-    rows = [(shapes, dtype, packed, FP32) for dtype, packed in product(DTYPES, (False, True))]
-    yield from table("decay.masked_decay_", decay, rows, exact=False)
-    yield from table("masks.count_flips", flips, [(shapes,)])
     for count, (function, fields) in enumerate(GATED.items(), 2):
         rows = []
         for (i, shape), (j, mixture) in product(enumerate(ANY_SHAPES), enumerate(MIXTURES)):
