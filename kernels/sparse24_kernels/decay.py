@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from . import reference
@@ -71,17 +70,4 @@ def foreach_masked_decay_(
             )
         check_mask("masked_decay_", mask, weight)
         check_device("masked_decay_", grad, weight, mask)
-    if grads:
-        _masked_decay_(grads, weights, masks, list(map(float, alphas)))
-
-
-@torch.library.custom_op("sparse24::masked_decay_", mutates_args={"grads"})
-def _masked_decay_(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
-) -> None:
-    reference.decay.masked_decay_(grads, weights, masks, alphas)
-
-
-@_masked_decay_.register_fake
-def _(grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]) -> None:
-    return None
+    reference.decay.masked_decay_(grads, weights, masks, list(map(float, alphas)))

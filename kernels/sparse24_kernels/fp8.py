@@ -35,7 +35,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """
     check_floating("fp8_quantize", x=x)
     check_one_of(FP8_FORMATS, format=format)
-    return _fp8_quantize(x, format)
+    return reference.fp8.fp8_quantize(x, format)
 
 
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
@@ -68,21 +68,10 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     return _fp8_simulate(x, format)
 
 
-# Custom operators, because torch.compile cannot trace a check of the values.
-@torch.library.custom_op("sparse24::fp8_quantize", mutates_args=())
-def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return reference.fp8.fp8_quantize(x, format)
-
-
+# A custom operator, because torch.compile cannot trace a check of the values.
 @torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
 def _fp8_simulate(x: Tensor, format: str) -> Tensor:
     return reference.fp8.fp8_simulate(x, format)
-
-
-@_fp8_quantize.register_fake
-def _(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    dtype = torch.float8_e4m3fn if format == "e4m3" else torch.float8_e5m2
-    return torch.empty_like(x, dtype=dtype), torch.empty((), dtype=torch.float32, device=x.device)
 
 
 @_fp8_simulate.register_fake

@@ -67,7 +67,6 @@ def _prune_rows() -> Iterator[tuple]:
         yield shape, dtype, "random", "magnitude", dim, BF16, ["dense", *packed]
         yield shape, dtype, "random", "soft-threshold", dim, FP16, ["dense", "transposed"]
         yield shape, dtype, "random", "soft-threshold", dim, FP32, packed or ["transposed"]
-        yield shape, dtype, "random", "soft-threshold", dim, torch.float8_e4m3fn, ["dense"]
         yield shape, dtype, "random", "any mask", dim, dtype, ["transposed", "dense"]
         if shape[0] % 8 == 0:
             yield shape, dtype, "random", "mask", 1, BF16, ["dense", "transposed", "packed", "packed-transposed"]
