@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("autotune_stage")
 def test_a_file_holds_what_was_measured():
     path = remember(PROBLEM, measured(3, 80.0))
     ((problem, (candidates, _)),) = json.loads(path.read_text())["entries"]
-    assert problem == [64, 4096, 128, "bfloat16", True, True] and candidates == [[[3, 1, -1], 80.0, 100.0]]
+    assert problem == [64, 4096, 128, "bfloat16", True, True] and candidates == [[[3, 1], 80.0, 100.0]]
 
 
 def edited(**changes):

@@ -38,7 +38,7 @@ def test_search(stand_in):
     assert [found.algorithm for found in entry().candidates] == [
         *(Algorithm(2, 2), Algorithm(2), Algorithm(4, 2), Algorithm(4), Algorithm(5))
     ]
-    assert "Algorithm(id=3, split_k=1, split_k_mode=-1): wrong numbers" in entry().failures
+    assert "Algorithm(id=3, split_k=1): wrong numbers" in entry().failures
     assert len(progress) == len(worker.tried()) and progress[-1].best_speedup == 100 / 55
     assert (progress[0].problem, progress[0].number, progress[0].total) == (PROBLEM, 0, 1)
     assert str(progress[0]) == "64 x 4096 x 128, 1 candidates tried, best 1.11 times dense"
@@ -58,7 +58,7 @@ def test_only_what_the_final_round_measures_is_kept(stand_in):
     assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM][1:3] == (Algorithm(1), 80.0)
     worker = stand_in(**{"1": [80, 99], "2": [50, "wrong"], "max_id": 2})
     assert tune([PROBLEM._replace(m=128)], CPU, worker=worker.command).popitem()[1].backend == "dense"
-    assert "Algorithm(id=2, split_k=1, split_k_mode=-1): wrong numbers" in entry(PROBLEM._replace(m=128)).failures
+    assert "Algorithm(id=2, split_k=1): wrong numbers" in entry(PROBLEM._replace(m=128)).failures
 
 
 def test_what_won_elsewhere_is_tried_first(stand_in):
@@ -103,7 +103,7 @@ def test_a_misdeed_is_recorded_and_the_run_goes_on(misdeed, reason, stand_in):
     assert tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].algorithm == Algorithm(2)
     assert worker.tried().count("1") == 1
     assert [found.algorithm.id for found in entry().candidates if found.algorithm.split_k == 1] == [2, 0]
-    assert f"Algorithm(id=1, split_k=1, split_k_mode=-1): {reason}" in entry().failures
+    assert f"Algorithm(id=1, split_k=1): {reason}" in entry().failures
 
 
 def test_noise_between_replies_does_no_harm(stand_in):
@@ -113,7 +113,7 @@ def test_noise_between_replies_does_no_harm(stand_in):
 def test_when_nothing_passes_the_verdict_is_remembered(stand_in):
     worker = stand_in(_0="wrong", _1="wrong", max_id=1)
     reason = tune([PROBLEM], CPU, worker=worker.command)[PROBLEM].reason
-    assert "no algorithm passes the checks: Algorithm(id=0, split_k=1, split_k_mode=-1): wrong numbers" in reason
+    assert "no algorithm passes the checks: Algorithm(id=0, split_k=1): wrong numbers" in reason
     reset()
     assert choose(PROBLEM, CPU).reason == reason
 
@@ -144,7 +144,7 @@ def test_a_device_that_does_not_come_back(stand_in, monkeypatch):
     process = child._process
     try:
         with pytest.raises(RuntimeError, match="the device seems stuck"):
-            child.ask({"algorithm": [0, 1, -1]}, 0.1)
+            child.ask({"algorithm": [0, 1]}, 0.1)
     finally:
         process.terminate()
         process.wait()

@@ -3,7 +3,7 @@
 cuSPARSELt can hang, crash and write past its buffers, so no candidate runs in this process. A child (`worker.py`) gets
 one candidate per request, as JSON through a pipe of its own:
 
-    {"device": "cuda:0", "problem": [...], "algorithm": [id, split_k, mode], "final": true}
+    {"device": "cuda:0", "problem": [...], "algorithm": [id, split_k], "final": true}
     {"ok": true, "sparse_us": 188.7, "dense_us": 289.5}
     {"ok": false, "reason": "wrong numbers ..."}
 
