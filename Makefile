@@ -1,6 +1,6 @@
 # `make demo`, `make test` and `make methods` need nothing but Python 3.11+: they make .venv and install into it first.
 PYTHON ?= python3
-# What `make gpu-test` and `make gpu` run with: an interpreter that has PyTorch, Triton and tqdm. It installs nothing.
+# What `make gpu-test` and `make gpu` run with: an interpreter that has PyTorch and Triton. It installs nothing.
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 

@@ -47,7 +47,6 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
     """What runs each kind of work on `device`: the work, what runs it, and why."""
     rows = [
         ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
-        ("FP8", *choose_kernels(device, torch.bfloat16, fp8=True)),
         ("GEMMs", *choose_backend("auto", device)),
         ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed.packed_linear")),
     ]

@@ -1,27 +1,24 @@
-"""Sparse GEMMs: autotuning, and the three GEMMs of each layer of each model against dense ones.
+"""Sparse GEMMs: the three GEMMs of each layer of each model against dense ones.
 
 The truth is fp32 math on the rounded operands. A sparse GEMM may be no further from it than twice what the dense GEMM
 in the operands' dtype is. Every algorithm is checked so before it is timed, at the size at which it is timed.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, zip_longest
 from typing import Any
 
 import sparse24_kernels as kernels
 import torch
 from kernel_cases import BF16, assert_same_bits, draw
 from sparse24_kernels import GemmPlan, GemmProblem, linear_problem, mm_problem
-from sparse24_kernels.gemm import autotune, cusparselt
 from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.gemm.problem import Algorithm
 from torch import Tensor, nn
 
 from .run import Row, Run, Section
-from .timing import Call, Maker, OutOfTime, time_limit
+from .timing import Call, Maker
 
 NAMES = ("output", "grad_input", "grad_weight")
 AUTO = 0.98  # a goal: times dense, of what `auto` runs, at every size
@@ -143,34 +140,10 @@ def assert_three_way(ours: Tensor, dense: Tensor, truth: Tensor, what: str) -> N
         assert error <= allowed, f"{what}: error {error:.3g} ({name}), at most {allowed:.3g} is allowed"
 
 
-class Autotune(Section):
-    """The algorithms of the GEMMs of all chosen sections; what is not reached is dense under `auto`."""
-
-    name, groups, share = "autotuning", ("gemms", "layers", "mlps", "trainer", "inference", "models"), 22
-    note = "m, n, k, dtype, whether the dense operand is column-major, whether the result is transposed"
-    seconds = 5.0  # for one GEMM: a table for users takes its time, here every second is shared
-
-    def execute(self, run: Run) -> None:
-        device, only = run.machine.device, run.options.only
-        by_section = [
-            [problem for entry in section.entries() if only in str(entry) for problem in section.problems(entry)]
-            for section in run.options.sections
-        ]
-        wanted = [problem for problem in chain.from_iterable(zip_longest(*by_section)) if problem is not None]
-        wanted = [p for p in dict.fromkeys(wanted) if cusparselt.unsupported_matrix(p.m, p.k, p.dtype) is None]
-        todo = [problem for problem in wanted if not autotune.choose(problem, device).measured]
-        try:
-            with suppress(OutOfTime), time_limit(run.left(reserve=10)):  # what was measured until then counts
-                autotune.tune(todo, device, seconds_per_problem=self.seconds)
-        finally:
-            rows = {", ".join(map(str, p)): {"facts": autotune.choose(p, device)._asdict()} for p in wanted}
-            run.result["sections"][self.name] = {"note": self.note, "base": None, "rows": rows}
-
-
 class Gemms(Section):
-    name, groups, share, base = "GEMMs", ("gemms",), 12, "dense"
+    name, groups = "GEMMs", ("gemms",)
     note = (
-        "In brackets: times dense. Sparse: the operand is compressed already; packing: pruned and compressed in the "
+        "Sparse: the operand is compressed already; packing: pruned and compressed in the "
         "same call, by our kernels where the layout is not -1; default: by the library's default algorithm, untuned; "
         "auto: what `backend='auto'` runs."
     )

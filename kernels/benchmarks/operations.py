@@ -16,14 +16,13 @@ import sparse24_kernels as kernels
 import torch
 from kernel_cases import BF16, FP32, Case, cases
 from sparse24_kernels import Packed, reference
-from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.formats import Compression
-from sparse24_kernels.fp8 import fp8_quantize
-from sparse24_kernels.masks import count_flips
+from sparse24_kernels.gemm.backend import GemmPlan
+from sparse24_kernels.gemm.packed import PACKED
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
-from .packed import BY_KERNEL
 from .run import Row, Run, Section
 from .timing import Call
 
@@ -35,9 +34,7 @@ SIZES = ((768, 3072), (1024, 4096), (1280, 5120), (1600, 6400), (2048, 8192), (4
 WEIGHTS: Shapes = list(product((FP32, BF16), SIZES))
 BF16_TOKENS: Shapes = [(BF16, shape) for shape in ((4096, 3072), (8192, 6400), (8192, 14336), (32768, 8192))]
 TOKENS: Shapes = [*BF16_TOKENS, (FP32, (8192, 6400))]  # tokens x features
-COUNTS = {(1280, 5120): 72, (768, 3072): 24}  # how many such weights the MLPs of GPT-2 774M and 124M have
 LAYERS: Shapes = [(BF16, shape) for shape in ((4096, 4096), (4096, 14336), (14336, 4096))]  # out x in, of Llama 8B
-MODELS: Shapes = list(product((FP32, BF16), COUNTS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,6 @@ class Workload(Case):
     """A case at one of the sizes that matter: its row begins with shape and dtype."""
 
     target: float = 0.8  # of the bandwidth of a copy
-    reads: int = 1  # how often the inputs must be read
 
     def __str__(self) -> str:
         return f"{self.name} {self.shape[0]}x{self.shape[1]} {str(self.dtype).removeprefix('torch.')}"
@@ -58,15 +54,14 @@ class Workload(Case):
         return replace(self, row=(shape, *self.row[1:]))
 
     def call(self, arguments: tuple, compiled: Callable[..., Any] | None = None) -> Any:
-        """The result of the public function: what it returns, or its first argument where it works in place."""
-        results = (compiled or self.public)(*arguments)
-        return arguments[0] if results is None else results
+        """The result of the public function."""
+        return (compiled or self.public)(*arguments)
 
     def bytes(self) -> int:
-        """Bytes that must be read and written: inputs (as often as needed) and results, each once."""
+        """Bytes that must be read and written: inputs and results, each once."""
         arguments = self.arguments(torch.device("meta"))
         read, written = (sum(x.nbytes for x in tensors(found)) for found in (arguments, self.call(arguments)))
-        return self.reads * read + written
+        return read + written
 
 
 def tensors(x: Any) -> list[Tensor]:
@@ -98,7 +93,7 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
     scale: tuple = ("prune.s_ste_scale", "s_ste_scale", WEIGHTS, cases.on_weight)
     yield *scale, ("random", 1, "mse"), {"exact": False}
     yield "packed.unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix, (), {}
-    for tokens in (1, 16, 64):  # and in `packed.py` beside cuBLAS
+    for tokens in (1, 16, 64):
         fields = {"exact": False, "terms": cases.packed_terms}
         yield "packed.packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, (tokens,), fields
 
@@ -111,19 +106,11 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
             settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
             yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", shapes, cases.mvue, settings, {}
 
-    fields: dict[str, Any] = {"exact": False, "terms": lambda grads, weights, masks, alphas: grads}
-    decay = lambda device, shape, dtype: cases.decay(device, [shape] * COUNTS.get(shape, 3), dtype)  # noqa: E731
-    yield "decay.masked_decay_", "masked decay, model", MODELS, decay, (), fields
-    flips = lambda device, shape, _: cases.flips(device, [shape] * COUNTS.get(shape, 3))  # noqa: E731
-    yield "masks.count_flips", "flips, model", MODELS[: len(COUNTS)], flips, (), {}
-
     for kind, layout in product(("swiglu", "geglu"), ("row", "column")):
         for count, (function, terms) in enumerate(cases.GATED.items(), 2):
             name = f"{kind} {'forward' if count == 2 else 'backward'}, {layout}-major"
             fields = {"exact": False} | terms
             yield function, name, TOKENS, cases.gated, (count, kind, f"{layout} {layout} {layout}"), fields
-    for format in cases.FORMATS:  # the scale must be known before rounding
-        yield "fp8.fp8_quantize", f"fp8_quantize {format}", TOKENS, cases.fp8, ("row", format), {"reads": 2}
 
 
 def _prune(weight, rule, n, m, dim, mask, scale, dtype, forms, *_):
@@ -146,14 +133,11 @@ def compression(device: torch.device, m: int, k: int) -> Compression:
 
 
 PUBLIC: dict[str, Callable[..., Any]] = {
-    "decay.masked_decay_": foreach_masked_decay_,
-    "fp8.fp8_quantize": fp8_quantize,
-    "masks.count_flips": count_flips,
     "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
     "mvue.mvue": _mvue,
     "prune.prune": _prune,
     "packed.packed_linear": lambda x, values, indices, bias: kernels.packed_linear(
-        x, Packed(values, indices), bias, plan=BY_KERNEL
+        x, Packed(values, indices), bias, plan=GemmPlan(PACKED, "what is measured")
     ),
     "packed.unpack_nm": lambda values, indices: kernels.unpack_nm(Packed(values, indices)),
 }
@@ -168,13 +152,13 @@ COPY = "copy of as many bytes"
 # parts of the matrix, and each part would be compiled.
 COMPILED = re.compile(
     r"prune (magnitude|soft-threshold): dense$|prune mask: (dense\+transposed|compressed\+)|unpack|s_ste_scale|"
-    r"nm_mask bits, rows|mvue .*tokens: dense|masked decay|fp8_quantize e4m3|.*row-major"
+    r"nm_mask bits, rows|mvue .*tokens: dense|.*row-major"
 )
 
 
 class Operations(Section):
-    name, groups, share, base = "kernels", ("kernels",), 25, COPY
-    note = "In brackets: times the copy. GB/s: of the bytes that must move. Call: what Python takes to issue one."
+    name, groups = "kernels", ("kernels",)
+    note = "GB/s: of the bytes that must move."
 
     def entries(self) -> list[Workload]:
         """The last shape of every operation, which has baselines, before the others."""
@@ -195,19 +179,21 @@ class Operations(Section):
         row = run.compare(makers, 60)
         ours = row["times"]["ours"]
         if "us" in ours:
-            row["facts"] |= {"GB/s": size / ours["us"] / 1e3, "call, us": ours["host_us"]}
+            row["facts"]["GB/s"] = size / ours["us"] / 1e3
         return row
 
 
 def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
     """The name and the maker of each, the quick and safe ones first."""
     computed = partial(kernel_cases.run, reference, workload.function)
-    if workload.function != "masks.count_flips":  # it takes a table from the host, which no CUDA graph can capture
-        yield "eager PyTorch", lambda found: partial(computed, found)
+    yield "eager PyTorch", lambda found: partial(computed, found)
     if workload.name in ("transposable mask bits", "prune mask: packed+packed-transposed"):
         # In half precision only, so an fp32 weight is cast first.
         name = "torch _sparse_semi_structured_tile (greedy; solves for the mask and packs both ways)"
         yield name, lambda found: lambda: torch._sparse_semi_structured_tile(found[0].to(BF16))
+    if workload.function == "packed.packed_linear":
+        name = "cuBLAS on the dense weight"
+        yield name, lambda found: partial(linear, found[0], kernels.unpack_nm(Packed(*found[1:3])))
     if workload.name == "prune magnitude: compressed":
         name = "cuSPARSELt compresses the pruned matrix"
         yield name, lambda found: lambda: kernels.prune_forms(found[0], ["compressed"], dtype=BF16)

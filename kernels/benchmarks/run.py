@@ -1,7 +1,7 @@
-"""A benchmark run: sections that are executed in order within a given time, and the result that they fill.
+"""A benchmark run: sections that are executed in order within a given time, and the JSON that they fill.
 
-A section is a table of the report. Its entries are measured one after the other, and each becomes a row: the times of
-several ways to do the same work, some facts, and goals. To measure something new, write a section.
+A section has entries, which are measured one after the other. Each becomes a row: the times of several ways to do the
+same work, of which the first is what the others are compared with, some facts, and goals.
 """
 
 import argparse
@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import triton
 from sparse24_kernels import GemmProblem
-from sparse24_kernels.gemm import cusparselt
-from tqdm.auto import tqdm
+from sparse24_kernels.gemm import autotune, cusparselt
 
 from . import timing
-from .timing import Cuda, Maker, OutOfTime, Sampler, describe, ratio, time_limit
+from .timing import Cuda, Maker, OutOfTime, Sampler, describe, time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = "not run: out of time"
@@ -38,32 +37,33 @@ class Run:
 
     def __init__(self, machine: Cuda, options: argparse.Namespace, command: list[str]):
         self.machine, self.options = machine, options
-        # `end` is that of the section that runs, `finish` that of all.
-        self.end = self.finish = time.monotonic() + 60 * options.minutes
+        self.end = time.monotonic() + 60 * options.minutes
         now = datetime.datetime.now(datetime.UTC)
         device = re.sub(r"\W+", "_", machine.name).strip("_").lower()
         options.output.mkdir(parents=True, exist_ok=True)
-        self.path: Path = options.output / f"gpu_{device}_{now:%Y%m%d_%H%M%S}"
+        self.path: Path = options.output / f"gpu_{device}_{now:%Y%m%d_%H%M%S}.json"
         versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
         commit = timing.answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
         versions |= {"cusparselt": str(cusparselt.version()), "commit": str(commit)}
         self.result: Row = {"command": " ".join(["recipes/benchmarks/gpu.py", *command])}
         self.result |= {"date": now.isoformat(timespec="seconds"), "environment": machine.facts | versions}
-        self.result |= {"sections": {}, "errors": {}}
+        self.result |= {"sections": {}}
 
     def left(self, reserve: float = 0.0) -> float:
-        """Seconds left to this section, without `reserve` for what must still come."""
+        """Seconds left, without `reserve` for what must still come."""
         return self.end - time.monotonic() - reserve
 
     def note(self, error: BaseException, where: str) -> str:
-        """An error as one line for the report; its traceback goes into a log beside it."""
-        self.log(f"{where}\n{''.join(traceback.format_exception(error))}")
+        """An error as one line for the result; its traceback goes into a log beside it."""
+        with open(self.path.with_suffix(".log"), "a") as log:
+            log.write(clean(f"{where}\n{''.join(traceback.format_exception(error))}\n"))
         return describe(error)
 
-    def log(self, text: str) -> None:
-        """Append to the log beside the report."""
-        with open(f"{self.path}.log", "a") as log:
-            log.write(f"{clean(text)}\n")
+    def write(self) -> None:
+        """Write the JSON. A run that is killed leaves the last complete version."""
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_text(clean(json.dumps(self.result, indent=1)) + "\n")
+        os.replace(unfinished, self.path)
 
     def compare(self, makers: Mapping[str, Maker], limit: float = 40) -> Row:
         """The row of several ways to do the same work, sampled in turn: the time or the error of each."""
@@ -87,75 +87,68 @@ class Run:
 
 
 class Section:
-    """One table of the report.
-
-    Attributes:
-        groups: the names in `--sections` that choose it.
-        share: of the time, in proportion to the sections still to come.
-        base: the way that others are compared with, or None.
-        note: what a reader of the table must know.
-    """
+    """A list of entries that are measured alike. `groups` are the names in `--sections` that choose it."""
 
     name: str
     groups: tuple[str, ...]
-    share = 10
-    base: str | None = None
-    note = ""
+    note = ""  # what a reader of the rows must know
 
     def entries(self) -> Sequence[Any]:
         """What is measured, in order of importance, for time may run out. Their strings are the rows' names."""
-        return []
+        raise NotImplementedError
 
     def problems(self, entry: Any) -> list[GemmProblem]:
-        """GEMMs whose algorithms should be autotuned before this entry is measured."""
+        """GEMMs whose algorithms are tuned before this entry is measured, where they have not been."""
         return []
 
     def goals(self, entry: Any) -> dict[str, float]:
-        """How many times faster than `base` a way should be."""
+        """How many times faster than the first way another should be."""
         return {}
 
     def measure(self, run: Run, entry: Any) -> Row:
-        """The row of an entry: `times` by way and `facts` by head of a column, as `Run.compare` returns them."""
+        """The row of an entry: `times` by way and `facts` by name, as `Run.compare` returns them."""
         raise NotImplementedError
 
     def execute(self, run: Run) -> None:
         """Measure all entries as far as the time goes. One that fails leaves its error."""
         entries = [entry for entry in self.entries() if run.options.only in str(entry)]
         rows: dict[str, Row] = {str(entry): {"error": NOT_RUN} for entry in entries}
-        run.result["sections"][self.name] = {"note": self.note, "base": self.base, "rows": rows}
-        # disable=None: no bar where stderr is no terminal.
-        with tqdm(total=len(entries), desc=self.name, unit="entry", disable=None, leave=False) as bar:
-            for entry in entries:
-                if run.left() < NEEDED:
-                    return
-                bar.set_postfix_str(str(entry))
+        run.result["sections"][self.name] = {"note": self.note, "rows": rows}
+        for entry in entries:
+            if run.left() >= NEEDED:
                 try:
+                    tune(run, self.problems(entry))
                     rows[str(entry)] = self.measure(run, entry) | {"goals": self.goals(entry)}
                 except (Exception, OutOfTime) as error:  # no memory for the operands, say
                     rows[str(entry)] = {"error": run.note(error, f"{self.name}: {entry}")}
                 run.machine.forget()
-                write(run.result, run.path)
-                bar.update()
+            run.write()
+            print(line(str(entry), rows[str(entry)]), flush=True)
 
 
-def execute(run: Run, sections: list[Section]) -> int:
-    """Execute the sections; the exit code. An exception ends its section alone: time on a GPU is scarce."""
-    start = time.monotonic()
-    for i, section in enumerate(sections):
-        now = time.monotonic()
-        run.end = now + (run.finish - now) * section.share / sum(other.share for other in sections[i:])
-        run.result["unfinished"] = section.name
-        write(run.result, run.path)
-        print(f"{section.name}: {run.left():.0f} s", flush=True)
-        try:
-            section.execute(run)
-        except Exception as error:
-            run.result["errors"][section.name] = run.note(error, section.name)
-        run.result["environment"][f"clocks after {section.name}"] = run.machine.clocks()
-    del run.result["unfinished"]
-    write(run.result, run.path)
-    print(f"{i + 1} of {len(sections)} sections in {time.monotonic() - start:.0f} s", flush=True)
-    return int(bool(run.result["errors"]))
+def tune(run: Run, problems: list[GemmProblem]) -> None:
+    """Tune the GEMMs that have no verdict, quickly: a table for users takes its time, here every second is shared."""
+    device = run.machine.device
+    possible = [p for p in problems if cusparselt.unsupported_matrix(p.m, p.k, p.dtype) is None]
+    todo = [problem for problem in possible if not autotune.choose(problem, device).measured]
+    if todo:
+        with time_limit(run.left(reserve=10)):
+            autotune.tune(todo, device, seconds_per_problem=5)
+
+
+def line(entry: str, row: Row) -> str:
+    """A row as text: the time of each way, in brackets how many times faster than the first, with the goal."""
+    if "error" in row:
+        return f"{entry}: {row['error']}"
+    cells, base = [], next(iter(row["times"].values())).get("us")
+    for way, found in row["times"].items():
+        cell = f"{way} {round(found['us'], 1):.9g} us" if "us" in found else f"{way} {found['error']}"
+        if base and cells and "us" in found:
+            faster, wanted = base / found["us"], row.get("goals", {}).get(way)
+            verdict = "" if wanted is None else f", {'meets' if faster >= wanted else 'MISSES'} {wanted:g}"
+            cell += f" ({faster:.2f}{verdict})"
+        cells.append(cell)
+    return f"{entry}: {' | '.join(cells)}"
 
 
 def clean(text: str) -> str:
@@ -163,55 +156,6 @@ def clean(text: str) -> str:
     for folder, name in ((str(ROOT), "."), (sys.prefix, "python"), (str(Path.home()), "~")):
         text = text.replace(folder, name)
     return text
-
-
-def write(result: dict[str, Any], path: Path) -> None:
-    """Write `path` with .json and with .md. A run that is killed leaves the last complete version."""
-    for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page(result))):
-        unfinished = path.with_name(path.name + suffix + ".tmp")
-        unfinished.write_text(clean(text))
-        os.replace(unfinished, path.with_name(path.name + suffix))
-
-
-def page(result: dict[str, Any]) -> str:
-    """The Markdown page: everything that is in the JSON, except the spread of the samples."""
-    environment = result["environment"]
-    lines = [f"# 2:4 benchmarks on {environment['device']}", "", f"`{result['command']}`, {result['date']}", ""]
-    lines += [f"- {name}: {value}" for name, value in environment.items() if value is not None]
-    lines += [f"- not finished: {result['unfinished']}"] if "unfinished" in result else []
-    lines += [f"- section {name} failed: {error}" for name, error in result["errors"].items()]
-    for name, section in result["sections"].items():
-        lines += ["", f"## {name}", "", section["note"], ""]
-        lines += table([line(entry, row, section["base"]) for entry, row in section["rows"].items()])
-    return "\n".join(text.rstrip() for text in lines) + "\n"
-
-
-def line(entry: str, row: dict[str, Any], base: str | None) -> dict[str, Any]:
-    """A line of the table: the time of each way, in brackets how many times faster than `base`, with the goal."""
-    cells: dict[str, Any] = {"": f"{entry}: {row['error']}" if "error" in row else entry}
-    for way, found in row.get("times", {}).items():
-        text = found["error"] if "error" in found else number(found["us"])
-        faster, wanted = base and base != way and ratio(row["times"], base, way), row.get("goals", {}).get(way)
-        if faster and wanted:
-            text += f" ({faster:.2f}, {'meets' if faster >= wanted else '**misses**'} {wanted:g})"
-        elif faster:
-            text += f" ({faster:.2f})"
-        cells[f"{way}, us"] = text + (" loop" if found.get("how", "").startswith("loop") else "")
-    return cells | row.get("facts", {})
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown from rows whose keys are heads of columns; what a row lacks is empty."""
-    heads = list(dict.fromkeys(head for row in rows for head in row))
-    lines = [heads, ["---"] * len(heads), *([number(row.get(head)) for head in heads] for row in rows)]
-    return ["".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in lines]
-
-
-def number(x: Any) -> str:
-    """Text of a cell: three or four digits of a float, anything else as it is."""
-    if isinstance(x, float):
-        return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 100 else f"{x:.2f}"
-    return "" if x is None else str(x).replace("|", "/")
 
 
 def main(sections: list[Section], output: Path, arguments: list[str], machine: Any = None) -> int:
@@ -242,6 +186,13 @@ def main(sections: list[Section], output: Path, arguments: list[str], machine: A
         # A kernel that hangs takes the main thread with it, signals or not. What was measured is on disk.
         faulthandler.dump_traceback_later(60 * options.minutes + 60, exit=True)
     run = Run(machine, options, ["DIR" if word == str(options.output) else word for word in arguments])
-    code = execute(run, options.sections)
-    print(clean(page(run.result)), f"\n{run.path}.json", sep="")
-    return code
+    for i, section in enumerate(options.sections):
+        start, finish = time.monotonic(), run.end
+        run.end = start + (finish - start) / (len(options.sections) - i)  # what it leaves is for the next ones
+        print(f"{section.name}: {run.left():.0f} s", flush=True)
+        section.execute(run)
+        run.end = finish
+        run.result["environment"][f"clocks after {section.name}"] = run.machine.clocks()
+    run.write()
+    print(clean(str(run.path)))
+    return 0

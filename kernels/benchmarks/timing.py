@@ -2,14 +2,12 @@
 
 Calls on several sets of arguments, together several times the size of the L2 cache, are captured in one CUDA graph with
 all their results alive. So every call finds its inputs in device memory, what earlier calls wrote is written back
-during later ones, and the time contains neither Python nor launches. What a graph cannot capture is called in a loop;
-the result says so, and is compared with nothing.
+during later ones, and the time contains neither Python nor launches. What a graph cannot capture is not timed.
 """
 
 import gc
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from statistics import median
@@ -21,8 +19,8 @@ from sparse24_kernels.gemm.autotune.timing import capture, elapsed
 Call = Callable[[], object]
 Maker = Callable[[], list[Call]]
 """Makes calls that do the same work on several sets of arguments."""
-Sampler = tuple[Callable[[], float], dict[str, Any]]
-"""Takes one sample, in seconds per call; and `how` it calls ("graph", or "loop" and why), `host_us` to issue a call."""
+Sampler = Callable[[], float]
+"""Takes one sample, in seconds per call."""
 
 
 class Cuda:
@@ -40,20 +38,11 @@ class Cuda:
         return answer(*NVIDIA_SMI, "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu")
 
     def prepare(self, calls: list[Call]) -> Sampler:
-        """A sampler for these calls, after running each."""
-        run: Call = lambda: [call() for call in calls]  # noqa: E731
-        run()
-        torch.cuda.synchronize()
-        start = time.perf_counter()  # how long Python takes to issue the calls while the device is free
-        run()
-        host_us = (time.perf_counter() - start) / len(calls) * 1e6
-        try:
-            run, how = captured(calls)[0], "graph"
-        except Exception as error:  # some baselines wait for the device, which no graph can capture
-            how = f"loop: {describe(error)}"
-        seconds_of(run)  # the first replay also loads the graph
-        repeats = max(1, min(100, round(1e-3 / seconds_of(run))))  # about a millisecond per sample
-        return lambda: seconds_of(run, repeats) / len(calls), {"how": how, "host_us": host_us}
+        """A sampler for these calls. All results are alive during the capture: no memory is used twice."""
+        replay, _ = capture(lambda: [call() for call in calls])
+        elapsed(replay)  # the first replay also loads the graph
+        repeats = max(1, min(100, round(1e3 / elapsed(replay))))  # about a millisecond per sample
+        return lambda: elapsed(lambda: [replay() for _ in range(repeats)]) / 1e6 / repeats / len(calls)
 
     def forget(self) -> None:
         """Give freed memory back, that of dead graphs included."""
@@ -62,29 +51,11 @@ class Cuda:
             torch.cuda.empty_cache()
 
 
-def captured(calls: list[Callable[[], Any]]) -> tuple[Call, list[Any]]:
-    """Replay all calls by one CUDA graph; and their results, alive during the capture: no memory is used twice."""
-    return capture(lambda: [call() for call in calls])
-
-
-def seconds_of(run: Call, repeats: int = 1) -> float:
-    return elapsed(lambda: [run() for _ in range(repeats)]) / 1e6 / repeats
-
-
 def in_turn(samplers: dict[str, Sampler], samples: int = 9) -> dict[str, dict[str, Any]]:
     """Sample ways in turn, so that a change of clocks affects all of them; the median counts."""
-    rounds = [{name: sample() * 1e6 for name, (sample, _) in samplers.items()} for _ in range(samples)]
+    rounds = [{name: sample() * 1e6 for name, sample in samplers.items()} for _ in range(samples)]
     times = {name: sorted(found[name] for found in rounds) for name in samplers}
-    return {name: {"us": median(x), "min_us": x[0], "max_us": x[-1]} | samplers[name][1] for name, x in times.items()}
-
-
-def ratio(times: dict[str, dict[str, Any]], base: str, name: str) -> float | None:
-    """How many times faster `name` is than `base`; None where one was called in a loop, which times the host too, or
-    the two were timed in different manners."""
-    one, other = times.get(base, {}), times.get(name, {})
-    if "us" not in one or "us" not in other or one["how"] != other["how"] or one["how"].startswith("loop"):
-        return None
-    return one["us"] / other["us"]
+    return {name: {"us": median(x), "min_us": x[0], "max_us": x[-1]} for name, x in times.items()}
 
 
 class OutOfTime(BaseException):

@@ -144,11 +144,3 @@ def check_scalar(name: str, what: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.dim() or not tensor.is_floating_point():
         raise ValueError(f"{name}: {what} is a floating 0-d tensor, got {tensor.dtype} {tuple(tensor.shape)}")
     check_device(name, like, tensor)
-
-
-def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the tensors on each device: a launch works on one device, a model may be on several."""
-    indices: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        indices.setdefault(tensor.device, []).append(i)
-    return list(indices.values())

@@ -3,11 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from .checks import by_device, check_device, check_floating, check_is, check_mask, check_tensors, described
-from .dispatch import implementation
+from . import reference
+from .checks import check_device, check_floating, check_is, check_mask, check_tensors, described
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -41,7 +40,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
 def foreach_masked_decay_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
 ) -> None:
-    """`masked_decay_` for many weights: where there are kernels, one launch per device for a whole model.
+    """`masked_decay_` for many weights, on any devices.
 
     Args:
         grads: a list of gradients, changed in place.
@@ -71,19 +70,4 @@ def foreach_masked_decay_(
             )
         check_mask("masked_decay_", mask, weight)
         check_device("masked_decay_", grad, weight, mask)
-    for indices in by_device(weights):
-        _masked_decay_(
-            *([sequence[i] for i in indices] for sequence in (grads, weights, masks, list(map(float, alphas))))
-        )
-
-
-@torch.library.custom_op("sparse24::masked_decay_", mutates_args={"grads"})
-def _masked_decay_(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
-) -> None:
-    implementation("decay.masked_decay_", weights[0])(grads, weights, masks, alphas)
-
-
-@_masked_decay_.register_fake
-def _(grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]) -> None:
-    return None
+    reference.decay.masked_decay_(grads, weights, masks, list(map(float, alphas)))

@@ -41,33 +41,29 @@ class Implementation(NamedTuple):
     Attributes:
         name: what `choose_kernels` calls it.
         package: its modules are imported on first use, so that importing this library needs none of its dependencies.
-        unsupported: why it does not run on a device, for tensors of a dtype, with FP8 results or not; None where it
-            does.
+        unsupported: why it does not run on a device, for tensors of a dtype; None where it does.
         operators: "module.function" of each; None for all that `reference` has.
     """
 
     name: str
     package: str
-    unsupported: Callable[[torch.device, torch.dtype, bool], str | None]
+    unsupported: Callable[[torch.device, torch.dtype], str | None]
     operators: frozenset[str] | None = None
 
 
 def choose_kernels(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    fp8: bool = False,
     operator: str = "prune.prune",
 ) -> Choice:
     """Which implementation of an operator runs on a device, and why.
 
-    The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more, and of
-    9.0 (Hopper) or more where the result is FP8: older devices round to FP8 twice, or cannot convert to it. Other
-    patterns run the reference everywhere.
+    The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more. Other
+    patterns, and FP8 results, run the reference everywhere.
 
     Args:
         device: where the tensors are.
         dtype: theirs. The kernels take fp32, bf16 and fp16; masks and other bytes are no obstacle.
-        fp8: whether the result is FP8.
         operator: "module.function" of `reference`; the default stands for pruning and masks.
 
     Returns:
@@ -83,32 +79,30 @@ def choose_kernels(
     """
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)
-    check_is(bool, "choose_kernels", fp8=fp8)
     check_is(str, "choose_kernels", operator=operator)
-    return _choose(operator, device, dtype, fp8)[1]
+    return _choose(operator, device, dtype)[1]
 
 
-def implementation(operator: str, tensor: Tensor, has_kernels: bool = True, fp8: bool = False) -> Callable[..., Any]:
+def implementation(operator: str, tensor: Tensor, has_kernels: bool = True) -> Callable[..., Any]:
     """The function that computes an operator on the device of `tensor`.
 
     Args:
         operator: "module.function", such as `"prune.prune"`.
         tensor: one of the arguments, whose device and dtype decide.
         has_kernels: False for arguments, such as patterns other than 2:4, that `reference` alone takes.
-        fp8: whether the result is FP8.
     """
-    package = _choose(operator, tensor.device, tensor.dtype, fp8)[0] if has_kernels else REFERENCE
+    package = _choose(operator, tensor.device, tensor.dtype)[0] if has_kernels else REFERENCE
     module, name = operator.split(".")
     return getattr(import_module(f"{package}.{module}"), name)
 
 
 @cache
-def _choose(operator: str, device: torch.device, dtype: torch.dtype, fp8: bool) -> tuple[str, Choice]:
+def _choose(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Choice]:
     """The package, with its name and the reason."""
     refusals = []
     for name, package, unsupported, operators in IMPLEMENTATIONS:
         if operators is None or operator in operators:
-            reason = unsupported(device, dtype, fp8)
+            reason = unsupported(device, dtype)
             if reason is None:
                 where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
                 return package, Choice(name, f"{name.capitalize()} on {where}")
@@ -116,7 +110,7 @@ def _choose(operator: str, device: torch.device, dtype: torch.dtype, fp8: bool) 
     return REFERENCE, Choice("reference", "; ".join(refusals))
 
 
-def _triton_unsupported(device: torch.device, dtype: torch.dtype, fp8: bool) -> str | None:
+def _triton_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"the kernels need a CUDA device, not {device.type}"
     if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes
@@ -128,10 +122,8 @@ def _triton_unsupported(device: torch.device, dtype: torch.dtype, fp8: bool) -> 
     if tuple(map(int, version("triton").split(".")[:2])) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
         return f"Triton {version('triton')} is too old, {oldest} is needed: pip install -U triton"
-    needed = (9, 0) if fp8 else (8, 0)
-    if torch.cuda.get_device_capability(device) < needed:
-        what = "FP8 results need" if fp8 else "the kernels need"
-        return f"{what} compute capability {needed[0]}.{needed[1]} or more: {torch.cuda.get_device_name(device)}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"the kernels need compute capability 8.0 or more: {torch.cuda.get_device_name(device)}"
     return None
 
 

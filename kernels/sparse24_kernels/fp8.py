@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from . import reference
 from .checks import check_floating, check_one_of
-from .dispatch import implementation
 
 FP8_FORMATS = ("e4m3", "e5m2")
 """Names of the FP8 formats: `"e4m3"` with the largest value 448, `"e5m2"` with 57344."""
@@ -35,7 +35,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """
     check_floating("fp8_quantize", x=x)
     check_one_of(FP8_FORMATS, format=format)
-    return _fp8_quantize(x, format)
+    return reference.fp8.fp8_quantize(x, format)
 
 
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
@@ -54,8 +54,8 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
         and empty tensors, come back as they are.
 
     Raises:
-        ValueError: another `format`; NaN or inf in `x`, with their number. The kernels do not check, because that would
-            synchronise the GPU: there, one NaN or inf turns the whole result into NaN, which shows in the loss.
+        ValueError: another `format`; NaN or inf in `x` on a CPU, with their number. On a GPU the check would
+            synchronise: there, one NaN or inf turns the whole result into NaN, which shows in the loss.
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
 
@@ -68,21 +68,10 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     return _fp8_simulate(x, format)
 
 
-# Custom operators, because torch.compile cannot trace a check of the values.
-@torch.library.custom_op("sparse24::fp8_quantize", mutates_args=())
-def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return implementation("fp8.fp8_quantize", x, fp8=True)(x, format)
-
-
+# A custom operator, because torch.compile cannot trace a check of the values.
 @torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
 def _fp8_simulate(x: Tensor, format: str) -> Tensor:
-    return implementation("fp8.fp8_simulate", x, fp8=True)(x, format)
-
-
-@_fp8_quantize.register_fake
-def _(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    dtype = torch.float8_e4m3fn if format == "e4m3" else torch.float8_e5m2
-    return torch.empty_like(x, dtype=dtype), torch.empty((), dtype=torch.float32, device=x.device)
+    return reference.fp8.fp8_simulate(x, format)
 
 
 @_fp8_simulate.register_fake

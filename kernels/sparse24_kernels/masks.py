@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .checks import by_device, check_device, check_groups, check_is, check_pattern, check_size, check_tensors
+from .checks import check_device, check_groups, check_is, check_pattern, check_size, check_tensors
 from .dispatch import implementation
 from .formats import empty_mask, mask_bytes
 
@@ -88,7 +88,7 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 
 
 def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    """The number of entries in which masks differ, pair by pair: one kernel launch per device for a whole model.
+    """The number of entries in which masks differ, pair by pair.
 
     Args:
         before: masks, bool or packed bits (`pack_bits`), of any shapes.
@@ -118,11 +118,7 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
             )
         check_device("count_flips", old, new)
     before, after = ([reference.masks.as_bits(mask) for mask in masks] for masks in (before, after))
-    flips: dict[int, Tensor] = {}
-    for indices in by_device(before):
-        counts = _count_flips([before[i] for i in indices], [after[i] for i in indices])
-        flips.update(zip(indices, counts.to(before[0].device).unbind()))
-    return torch.stack([flips[i] for i in range(len(before))]) if flips else torch.zeros(0, dtype=torch.int64)
+    return reference.masks.count_flips(before, after) if before else torch.zeros(0, dtype=torch.int64)
 
 
 @torch.library.custom_op("sparse24::nm_mask", mutates_args=())
@@ -133,13 +129,3 @@ def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
 @_nm_mask.register_fake
 def _(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     return empty_mask(weight, packed)
-
-
-@torch.library.custom_op("sparse24::count_flips", mutates_args=())
-def _count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    return implementation("masks.count_flips", before[0])(before, after)
-
-
-@_count_flips.register_fake
-def _(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    return before[0].new_empty(len(before), dtype=torch.int64)

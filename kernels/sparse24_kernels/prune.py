@@ -250,7 +250,8 @@ def _prune(
     compressions: Sequence[int],
 ) -> list[Tensor]:
     """The tensors of all forms in order; `compressions` has columns and layout number of each compressed one."""
-    prune = implementation("prune.prune", weight, rule == "mask" or (n, m) == (2, 4), fp8=dtype.itemsize == 1)
+    has_kernels = (rule == "mask" or (n, m) == (2, 4)) and dtype.itemsize > 1
+    prune = implementation("prune.prune", weight, has_kernels)
     wanted = forms.split(",")  # an operator's schema has no list of strings
     stored = _compression_of(wanted, compressions)
     layouts = {}

@@ -1,11 +1,11 @@
-"""`make gpu`: kernels, GEMMs, layers and models timed on a GPU within a given time. Needs PyTorch, Triton, tqdm.
+"""`make gpu`: kernels, GEMMs, layers and models timed on a GPU within a given time. Needs PyTorch and Triton.
 
     python recipes/benchmarks/gpu.py [--minutes 8.5] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
 Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, layers, mlps, trainer,
-inference, and models for the last four, which need Transformers. What a section leaves of its share of the time is for
-the next. Results are DIR/gpu_<device>_<date>.json and .md, complete after every row, and a .log with tracebacks. To go
-on in another run on a fresh machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled
+inference, and models for the last four, which need Transformers. Sections share the time evenly; what one leaves is for
+the next. The result is DIR/gpu_<device>_<date>.json, complete after every row, and a .log with tracebacks. To go on in
+another run on a fresh machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled
 kernels).
 """
 
@@ -21,18 +21,16 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # set for tests in many a shell; child processes inherit what is left
     sys.path[:1] = paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests/kernels")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    if missing := [name for name in ("torch", "triton", "tqdm") if not find_spec(name)]:
+    if missing := [name for name in ("torch", "triton") if not find_spec(name)]:
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
-from benchmarks import gemms, operations, packed, run
+from benchmarks import gemms, operations, run
 
 from recipes.benchmarks import models, modules
 
 SECTIONS = [
     operations.Operations(),
-    gemms.Autotune(),
     gemms.Gemms(),
-    packed.PackedLayers(),
     modules.Layers(),
     modules.Mlps(),
     models.Training(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from benchmarks.gemms import Layer, mlp
-from benchmarks.run import NOT_RUN, Row, Run, Section, write
+from benchmarks.run import NOT_RUN, Row, Run, Section
 from kernel_cases import BF16, draw
 from sparse24_kernels import GemmProblem
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class Training(Section):
     mask refresh happens at every 40th step; it is timed apart, and its fortieth added.
     """
 
-    name, groups, share, base = "training runs", ("trainer", "models"), 12, "dense"
-    note = "A step of the Trainer with its share of a mask refresh. In brackets: times dense."
+    name, groups = "training runs", ("trainer", "models")
+    note = "A step of the Trainer with its share of a mask refresh."
 
     def entries(self) -> list[str]:
         return [f"{model}{suffix}" for model in RUNS for suffix in ("", ", torch.compile")]
@@ -67,9 +67,9 @@ def in_processes(run: Run, section: str, entry: str, ways: Sequence[str], call: 
         except (subprocess.SubprocessError, ValueError) as error:
             row["times"][way] = {"error": run.note(error, f"{way}\n{getattr(error, 'stderr', '')}")}
             continue
-        row["times"][way] = {"us": found.pop("step_us"), "how": "run"}
+        row["times"][way] = {"us": found.pop("step_us")}
         row["facts"] |= {f"{way}: {fact}": value for fact, value in found.items()}
-        write(run.result, run.path)
+        run.write()
     return row
 
 
@@ -180,9 +180,9 @@ class Inference(Layers):
     them from device memory, as a whole model would.
     """
 
-    name, groups, share = "inference", ("inference", "models"), 5
+    name, groups = "inference", ("inference", "models")
     note = (
-        "Four decoder layers of Llama 8B. In brackets: times dense. Packed: weights in packed form alone; auto: a "
+        "Four decoder layers of Llama 8B. Packed: weights in packed form alone; auto: a "
         "patched model as it comes out of training, which prunes its weights in every forward."
     )
 
@@ -213,9 +213,9 @@ class Generation(Section):
     step on a GPU. Without it, launching kernels from Python takes longer than running them.
     """
 
-    name, groups, share, base = "generation", ("inference", "models"), 6, "dense"
+    name, groups = "generation", ("inference", "models")
     note = (
-        f"Llama 1B, prompts of {PROMPT} tokens, {NEW} new ones. Times: of a decoding step; in brackets: times dense. "
+        f"Llama 1B, prompts of {PROMPT} tokens, {NEW} new ones. Times: of a decoding step. "
         "Patched: as it comes out of training; packed: weights in packed form alone."
     )
     ways = ("dense", "packed", "patched")

@@ -50,9 +50,9 @@ def made_once(encode: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]
 
 
 class Layers(Section):
-    name, groups, share, base = "layers", ("layers", "models"), 10, "dense"
+    name, groups = "layers", ("layers", "models")
     note = (
-        "Forward and backward; in brackets: times dense. Kept: operands of an earlier micro-batch of the step; made, "
+        "Forward and backward. Kept: operands of an earlier micro-batch of the step; made, "
         "auto: pruned and compressed in every call."
     )
 
@@ -125,7 +125,7 @@ class Mlp(nn.Module):
 
 
 class Mlps(Layers):
-    name, groups, share = "MLP blocks", ("mlps", "models"), 7
+    name, groups = "MLP blocks", ("mlps", "models")
     note = "As above; forward and backward makes operands in every call. Packed: weights in packed form alone."
 
     def entries(self) -> list[Layer]:

@@ -8,17 +8,16 @@ from autotune_stage import CPU, HERE, PROBLEM, tune
 from sparse24_kernels import GemmProblem
 from sparse24_kernels.gemm import autotune
 from sparse24_kernels.gemm.autotune import check as autotune_check
-from sparse24_kernels.gemm.autotune import records as autotune_records
 from sparse24_kernels.gemm.autotune import search as autotune_search
+from sparse24_kernels.gemm.autotune import table as autotune_table
 from sparse24_kernels.gemm.autotune import worker as autotune_worker
-from sparse24_kernels.gemm.autotune.records import bucket, bucket_start
-from sparse24_kernels.gemm.autotune.table import Table
+from sparse24_kernels.gemm.autotune.table import bucket_start
 from sparse24_kernels.gemm.problem import Algorithm
 
 pytestmark = pytest.mark.usefixtures("autotune_stage")
 
 
-SMALL = GemmProblem(32, 40, 64, torch.bfloat16, True, True)
+SMALL = GemmProblem(32, 48, 64, torch.bfloat16, True, True)
 PLAIN = Algorithm()
 
 
@@ -43,12 +42,9 @@ class CpuLibrary(autotune_check.Library):
         us = 50.0 if self.is_sparse else 100.0
         return lambda: (us, call())
 
-    def environment(self):
-        return HERE
-
 
 def attempt(library, problem=SMALL, algorithm=PLAIN):
-    return autotune_check.try_candidate(library, autotune_check.prepare(library, problem), algorithm, 1)
+    return autotune_check.try_candidate(library, autotune_check.prepare(library, problem), algorithm, True)
 
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -57,13 +53,13 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_dtype
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("m, n, k", [(32, 40, 64), (16, 1, 4096), (48, 130, 512)])
+@pytest.mark.parametrize("m, n, k", [(32, 48, 64), (16, 16, 4096), (48, 192, 512)])
 def test_a_right_library_passes(dtype, column_major, transposed, m, n, k):
     library = CpuLibrary(CPU)
     problem = GemmProblem(m, n, k, dtype, column_major, transposed)
     assert attempt(library, problem) == (50.0, 100.0)
     cases = autotune_check.prepare(library, problem)
-    assert {case.problem.n for case in cases} == {n, bucket_start(n), bucket(n)}
+    assert {case.problem.n for case in cases} == {n, bucket_start(n)}
     for case in cases:
         groups = case.matrix.view(m, -1, 4)
         assert ((groups != 0).sum(-1) <= 2).all()
@@ -71,9 +67,6 @@ def test_a_right_library_passes(dtype, column_major, transposed, m, n, k):
         if case.problem.n > 1:
             assert case.dense.is_contiguous() is not column_major and (case.dense.t().is_contiguous() is column_major)
         assert case.error(library.dense(case.matrix, case.dense, case.problem)) <= 1.5
-    large = max(cases, key=lambda case: case.scale)
-    peak = library.dense(large.matrix, large.dense, large.problem).abs().max()
-    assert peak.isfinite() and peak > torch.finfo(dtype).max / 64
     zeros = cases[-1]
     assert (zeros.matrix == 0).all(1).any() and (zeros.dense == 0).all(0).any() and (zeros.truth == 0).any()
 
@@ -112,15 +105,13 @@ def one_element(value):
         one_element(float("nan")),
         one_element(float("inf")),
         one_element(1e4),
-        lambda right, problem, call: right.clamp(-1e4, 1e4),  # right but for large numbers
         lambda right, problem, call: right if problem.n != 33 else right * 2,  # wrong at the start of the bucket
         lambda right, problem, call: right if problem.n != 48 else right * 2,  # and at its end
     ],
 )
 def test_wrong_numbers_are_rejected(tamper):
-    with pytest.raises(autotune_check.Rejected, match="wrong numbers") as caught:
+    with pytest.raises(autotune_check.Rejected, match="wrong numbers"):
         attempt(Tampered(tamper))
-    assert caught.value.deny
 
 
 def test_a_bias_that_is_lost_shows():
@@ -203,9 +194,8 @@ def test_impossible_times_are_rejected(sparse_us, dense_us):
     library = CpuLibrary(CPU)
     times = [sparse_us, dense_us]
     library.sampler = lambda call: lambda: (times.append(times.pop(0)) or times[-1], call())
-    with pytest.raises(autotune_check.Rejected, match="cannot be") as caught:
+    with pytest.raises(autotune_check.Rejected, match="cannot be"):
         attempt(library)
-    assert not caught.value.deny
 
 
 def test_a_dense_result_that_is_off_is_no_measure():
@@ -221,10 +211,8 @@ from multiprocessing.connection import Connection
 import torch
 from sparse24_kernels.gemm.autotune import worker
 from sparse24_kernels.gemm.autotune.check import Library
-from sparse24_kernels.gemm.autotune.records import Environment
 
 class Liar(Library):
-    def environment(self): return Environment(*sys.argv[1].split("|"))
     def last_id(self): return 6
     def compress(self, matrix): return matrix.clone()
     def synchronize(self): pass
@@ -252,28 +240,16 @@ worker.main(Connection(int(sys.argv[-1])), Liar)
 
 def test_the_worker(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune_search, "CANDIDATE_SECONDS", 30)
-    command = [sys.executable, "-c", LIAR, "|".join(HERE)]
-    problem = GemmProblem(32, 40, 64, torch.bfloat16, True, True)
-    verdict = tune([problem], CPU, seconds_per_problem=60, worker=command)[problem]
+    command = [sys.executable, "-c", LIAR]
+    verdict = tune([SMALL], CPU, seconds_per_problem=60, worker=command)[SMALL]
     assert verdict[:4] == ("cusparselt", Algorithm(6), 80.0, 100.0)
-    reasons = {algorithm: reason for (_, algorithm), reason in Table(HERE).failures.items()}
-    assert set(reasons) == {Algorithm(1), Algorithm(3), Algorithm(5)}  # refusals and odd times are not held against it
-    assert "wrong numbers" in reasons[Algorithm(1)] and "off by nan" in reasons[Algorithm(3)]
+    reasons = {reason.split("id=")[1][0]: reason for reason in autotune_table.read(HERE)[SMALL].failures}
+    assert "wrong numbers" in reasons["1"] and "off by nan" in reasons["3"] and "5" in reasons
+    assert "cannot be" in reasons["2"] and "not supported" in reasons["4"] and "more" not in reasons["4"]
 
 
-def request(algorithm=None, environment=HERE, problem=SMALL):
-    problem = autotune_records.problem_record(problem)
-    return {"device": "cpu", "environment": list(environment), "problem": problem, "algorithm": algorithm, "effort": 1}
-
-
-def test_the_worker_refuses_another_device_and_a_problem_it_does_not_hold():
-    worker = autotune_worker.Worker(CpuLibrary)
-    reply = worker.answer(request(environment=HERE._replace(device="B200")))
-    assert not reply["ok"] and "another device" in reply["reason"]
-    assert "not prepared" in worker.answer(request([0, 1, -1]))["reason"]
-    assert worker.answer(request()) == {"ok": True, "max_id": None}
-    assert worker.answer(request([0, 1, -1]))["ok"]
-    assert "not prepared" in worker.answer(request([0, 1, -1], problem=PROBLEM))["reason"]
+def request(algorithm=None):
+    return {"device": "cpu", "problem": autotune_table.problem_record(SMALL), "algorithm": algorithm, "final": True}
 
 
 def test_a_refusal_is_a_reply_and_a_lost_device_ends_the_worker():
@@ -283,13 +259,15 @@ def test_a_refusal_is_a_reply_and_a_lost_device_ends_the_worker():
 
     worker = autotune_worker.Worker(Refusing)
     worker.answer(request())
-    assert worker.answer(request([0, 1, -1])) == {"ok": False, "reason": "not supported", "rejected": True}
+    assert worker.answer(request([0, 1])) == {"ok": False, "reason": "not supported"}
     worker.library.synchronize = lambda: (_ for _ in ()).throw(RuntimeError("illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        worker.answer(request([0, 1, -1]))
+        worker.answer(request([0, 1]))
 
 
-def test_the_command_that_is_the_default():
-    """It starts without warnings that matter, and finds that this process and itself do not see the same device."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the real worker cannot prepare anything")
+def test_the_command_that_is_the_default(capfd):
+    """It starts, and its stderr, which users see, says why it ends."""
     assert autotune.WORKER[1:] == ["-P", "-m", "sparse24_kernels.gemm.autotune.worker"]
-    assert "the worker sees another device" in tune([PROBLEM], CPU)[PROBLEM].reason
+    assert tune([PROBLEM], CPU)[PROBLEM].reason == "it ended with exit code 1"
+    assert "_cslt_compress" in capfd.readouterr().err

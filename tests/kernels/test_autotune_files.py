@@ -5,11 +5,10 @@ import pwd
 from pathlib import Path
 
 import pytest
-from autotune_stage import CPU, HERE, PROBLEM, measured, remember, tune, user_file
+from autotune_stage import CPU, HERE, PROBLEM, measured, remember, tune
 from sparse24_kernels.gemm import autotune
 from sparse24_kernels.gemm.autotune import choose, reset
 from sparse24_kernels.gemm.autotune import table as autotune_table
-from sparse24_kernels.gemm.autotune.table import Table
 from sparse24_kernels.gemm.problem import Algorithm
 
 pytestmark = pytest.mark.usefixtures("autotune_stage")
@@ -17,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("autotune_stage")
 
 def test_a_file_holds_what_was_measured():
     path = remember(PROBLEM, measured(3, 80.0))
-    ((problem, candidates),) = json.loads(path.read_text())["entries"]
-    assert problem == [64, 4096, 128, "bfloat16", True, True] and candidates == [[[3, 1, -1], 80.0, 100.0]]
+    ((problem, (candidates, _)),) = json.loads(path.read_text())["entries"]
+    assert problem == [64, 4096, 128, "bfloat16", True, True] and candidates == [[[3, 1], 80.0, 100.0]]
 
 
 def edited(**changes):
@@ -34,33 +33,26 @@ UNREADABLE = {
     "nested": lambda text: "[" * 100_000,
     "a number of 10000 digits": lambda text: text.replace("50.0", "9" * 10000),
     "a time beyond floats": lambda text: text.replace("50.0", "1" + "0" * 1000),
-    "an infinite time": lambda text: text.replace("50.0", "Infinity"),
-    "a time that is text": lambda text: text.replace("50.0", '"50"'),
-    "older format": edited(format=2),
-    "newer format": edited(format=4),
+    "a time that is text": lambda text: text.replace("50.0", '"fast"'),
+    "older format": edited(format=3),
+    "newer format": edited(format=5),
     "no entries": edited(entries=None),
     "a bad entry": edited(entries=[1]),
-    "no failures": lambda text: text.replace("failures", "failure"),
     "an unknown dtype": lambda text: text.replace("bfloat16", "float7"),
-    "another environment": edited(environment=HERE._replace(cusparselt="701")),
 }
 
 
 @pytest.mark.parametrize("damage", UNREADABLE)
-def test_a_file_that_cannot_be_read_counts_as_absent_with_one_warning(damage):
+def test_a_file_that_cannot_be_read_counts_as_absent_with_a_warning(damage, stand_in):
     path = remember(PROBLEM, measured(1, 50.0))
     original = UNREADABLE[damage](path.read_text()).encode(errors="surrogateescape")
     path.write_bytes(original)
     with pytest.warns(UserWarning, match=r"earlier measurements cannot be read .*all counts as not tuned") as caught:
         assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
-        assert path.read_bytes() == original  # reading changes nothing
-        table = autotune._table(HERE)
-        table.add(PROBLEM, (measured(2, 50.0),))
-        table.fail(PROBLEM, Algorithm(3), "hung")
-        table.save()
-    assert len(caught) == 1
-    reset()
-    assert choose(PROBLEM, CPU).algorithm.id == 2 and Table(HERE).unusable(PROBLEM, Algorithm(3)) == "hung"
+    assert len(caught) == 1 and path.read_bytes() == original  # reading changes nothing
+    with pytest.warns(UserWarning, match="cannot be read"):
+        remember(PROBLEM, measured(2, 50.0))
+    assert choose(PROBLEM, CPU).algorithm.id == 2
 
 
 def test_a_link_in_the_place_of_the_file_keeps_its_target(tmp_path):
@@ -73,55 +65,51 @@ def test_a_link_in_the_place_of_the_file_keeps_its_target(tmp_path):
     assert choose(PROBLEM, CPU).algorithm.id == 2
 
 
-def test_two_tables_add_to_one_file():
-    tables = [Table(HERE) for _ in range(2)]
-    for i, table in enumerate(tables):
-        table.add(PROBLEM._replace(m=64 * (i + 1)), (measured(i, 50.0),))
-        table.fail(PROBLEM, Algorithm(i, 2), "hung")
-        table.save()
-    assert len(Table(HERE).entries) == len(Table(HERE).failures) == 2
+def test_what_another_process_saves_meanwhile_stays(stand_in):
+    other = PROBLEM._replace(m=128)
+    assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED  # the file was read
+    autotune_table.write(HERE, {other: autotune_table.Entry((measured(7, 50.0),))})
+    tune([PROBLEM], CPU, worker=stand_in(_0=50, max_id=0).command)
+    assert set(autotune_table.read(HERE)) == {PROBLEM, other}
+    reset()
+    assert choose(other, CPU).algorithm.id == 7
 
 
 def test_a_directory_in_the_files_place_and_a_folder_that_cannot_be_made(stand_in, monkeypatch, tmp_path):
-    user_file().mkdir(parents=True)
+    HERE.path().mkdir(parents=True)
     with pytest.warns(UserWarning, match="cannot be read .*all counts as not tuned"):
         assert choose(PROBLEM, CPU).backend == "dense"
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "file" / "cache"))  # unwritable, even for root
     reset()
-    with pytest.warns(UserWarning, match="autotune: .*file") as caught:
-        verdicts = tune([PROBLEM, PROBLEM._replace(m=128)], CPU, worker=stand_in(_0=50).command)
-    assert len(caught) <= 2
-    assert [verdict.algorithm for verdict in verdicts.values()] == [Algorithm(0)] * 2
-    assert choose(PROBLEM, CPU).backend == "cusparselt"  # of this process's memory
+    with pytest.raises(OSError, match="file"):
+        tune([PROBLEM], CPU, worker=stand_in(_0=50, max_id=0).command)
 
 
 def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
     path = remember(PROBLEM, measured(1, 50.0))
     before = path.read_text()
     monkeypatch.setattr(autotune_table.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.warns(UserWarning, match=r"cannot be saved \(disk full\): they are lost when"):
+    with pytest.raises(OSError, match="disk full"):
         remember(PROBLEM, measured(2, 50.0))
-    assert path.read_text() == before
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert path.read_text() == before and choose(PROBLEM, CPU).algorithm == Algorithm(1)
 
 
 def test_cache_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/somebody")
     monkeypatch.setenv("SPARSE24_CACHE", "~/own")
-    assert autotune_table.user_directory() == Path("/somebody/own")
+    assert HERE.path().parent == Path("/somebody/own")
     monkeypatch.delenv("SPARSE24_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert autotune_table.user_directory() == Path("/xdg/sparse24")
-    for unset in ("relative", "~/cache", ""):  # by the XDG specification
-        monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        assert autotune_table.user_directory() == Path("/somebody/.cache/sparse24")
+    assert HERE.path().parent == Path("/xdg/sparse24")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert HERE.path().parent == Path("/somebody/.cache/sparse24")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert autotune_table.user_directory() == Path("/somebody/.cache/sparse24")
+    assert HERE.path().parent == Path("/somebody/.cache/sparse24")
 
 
 @pytest.mark.parametrize("own", [None, "~/cache", "~no-such-user/cache"])
-def test_without_a_home_directory_measurements_stay_in_memory_and_a_warning_says_so(own, monkeypatch, tmp_path):
+def test_without_a_home_directory_nothing_is_tuned_and_a_warning_says_so(own, monkeypatch, tmp_path):
     if own:
         monkeypatch.setenv("SPARSE24_CACHE", own)
     else:
@@ -130,10 +118,6 @@ def test_without_a_home_directory_measurements_stay_in_memory_and_a_warning_says
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", lambda _: (_ for _ in ()).throw(KeyError()))
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(UserWarning, match="no home directory for ~.*: set SPARSE24_CACHE to a directory") as caught:
-        table = autotune._table(HERE)
-        table.add(PROBLEM, (measured(2, 50.0),))
-        table.save()
-        table.save()
-    assert len(caught) == 2 and "lost when this process ends" in str(caught[1].message)
-    assert choose(PROBLEM, CPU).algorithm.id == 2 and not list(tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="cannot be read .*home directory"):
+        assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+    assert not list(tmp_path.iterdir())

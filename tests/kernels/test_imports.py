@@ -70,7 +70,7 @@ def reachable(name: str) -> set[str]:
 def test_the_graph_is_read_correctly():
     assert f"{PACKAGE}.formats" in GRAPH[f"{PACKAGE}.gpu.prune"]
     assert f"{PACKAGE}.gemm.cusparselt" in GRAPH[f"{PACKAGE}.gemm.layout"]
-    assert f"{PACKAGE}.gemm.autotune.records" in reachable(PACKAGE)
+    assert f"{PACKAGE}.gemm.autotune.table" in reachable(PACKAGE)
 
 
 def test_no_circles():

@@ -186,7 +186,7 @@ def test_operators(stand_in):  # noqa: F811
     for dense in (x.t(), x.t().contiguous(), torch.randn(48, 40).bfloat16()[:, ::2]):  # any strides
         result = kernels.sparse_mm(compressed, dense, plan=plan)
         torch.testing.assert_close(result, matrix @ dense)
-        arguments = (compressed.values, dense, None, False, 1, 1, -1)
+        arguments = (compressed.values, dense, None, False, 1, 1)
         torch.library.opcheck(torch.ops.sparse24.cslt_mm.default, arguments)
     assert kernels.sparse_linear(x[:0], compressed, plan=plan).shape == (0, 32)
     with pytest.raises(ValueError, match="compressed 32 x 27 is no matrix of 32 x 64"):
@@ -241,11 +241,3 @@ def test_releases_that_allocate_no_padding_take_sizes_that_have_none(monkeypatch
     monkeypatch.setattr(cusparselt, "_torch_allocates_padding", lambda: False)
     assert "multiples of 128, not 64 x 256" in cusparselt.unsupported_matrix(64, 256, torch.bfloat16)
     assert cusparselt.unsupported_matrix(128, 256, torch.bfloat16) is None
-
-
-def test_both_signatures_of_split_k(monkeypatch):
-    assert cusparselt._split_k_arguments(1, -1) == {}
-    monkeypatch.setattr(cusparselt, "_split_k_argument_names", lambda: frozenset({"split_k", "split_k_mode"}))
-    assert cusparselt._split_k_arguments(4, 1) == {"split_k": 4, "split_k_mode": 1}
-    monkeypatch.setattr(cusparselt, "_split_k_argument_names", lambda: frozenset({"split_k", "split_k_one_kernel"}))
-    assert cusparselt._split_k_arguments(4, 0) == {"split_k": 4, "split_k_one_kernel": True}

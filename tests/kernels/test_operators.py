@@ -9,12 +9,10 @@ from sparse24_kernels.masks import count_flips
 
 ops = torch.ops.sparse24
 WEIGHT, LARGE = torch.randn(8, 16), torch.randn(64, 128)
-BITS = kernels.nm_mask(WEIGHT, packed=True)
 ALL_FORMS = "dense,transposed,packed,packed-transposed"
 CALLS = {
     "nm_mask": (WEIGHT, 2, 4, 1, False),
     "nm_mask-bits": (WEIGHT.t(), 1, 2, 0, True),
-    "count_flips": ([BITS, BITS[:4]], [BITS, BITS[4:]]),
     "transposable_mask": (WEIGHT, 2, 4, "exact", True),
     "transposable_mask-greedy": (WEIGHT, 4, 8, "greedy", False),
     "prune": (WEIGHT, "mask", 2, 4, 1, kernels.transposable_mask(WEIGHT), None, torch.bfloat16, ALL_FORMS, []),
@@ -27,8 +25,6 @@ CALLS = {
     "s_ste_scale": (WEIGHT, 2, 4, 1, "mse"),
     "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "packed", 0, -1),
     "mvue-transposed": (WEIGHT[:, :6], torch.tensor(1), 1, 2, 1, "exact", "transposed", 0, -1),
-    "masked_decay_": ([WEIGHT.clone(), WEIGHT.clone()], [WEIGHT, WEIGHT], [BITS, WEIGHT > 0], [0.1, 0.2]),
-    "fp8_quantize": (WEIGHT, "e4m3"),
 }
 
 
@@ -82,11 +78,6 @@ def test_the_choice_of_kernels_has_a_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     assert choose_kernels(cuda, torch.bfloat16) == ("triton", "Triton on NVIDIA H200")
     assert choose_kernels(cuda, torch.float64).reason == "the kernels take fp32, bf16 and fp16, not torch.float64"
-    _choose.cache_clear()
-    capability = (8, 9)
-    assert choose_kernels(cuda).backend == "triton"
-    reason = "FP8 results need compute capability 9.0 or more: NVIDIA H200"
-    assert choose_kernels(cuda, torch.bfloat16, fp8=True) == ("reference", reason)
     _choose.cache_clear()
     capability = (7, 5)
     assert choose_kernels(cuda) == ("reference", "the kernels need compute capability 8.0 or more: NVIDIA H200")

@@ -126,7 +126,7 @@ def test_an_implementation_may_have_one_operator(monkeypatch):
     module.packed_linear = lambda x, values, indices, bias: x.new_full((len(x), len(values)), 7.0)
     monkeypatch.setitem(sys.modules, "native_kernels.packed", module)
 
-    def unsupported(device, dtype, fp8):
+    def unsupported(device, dtype):
         return None if device.type == "cpu" else f"native kernels run on CPUs, not {device.type}"
 
     native = dispatch.Implementation("native", "native_kernels", unsupported, frozenset({"packed.packed_linear"}))

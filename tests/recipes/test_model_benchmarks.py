@@ -22,11 +22,11 @@ TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_
 
 def test_layers(tiny, tuned, times, tmp_path):
     times |= {"t-sr-ste, made": 600.0, "s-ste, auto": 1100.0}
-    code, result, page = run(tmp_path, "layers")
-    assert code == 0, result["errors"]
+    code, result, text = run(tmp_path, "layers")
+    assert code == 0
     row = result["sections"]["layers"]["rows"][str(LAYERS[1])]
     assert list(row["times"]) == ["dense", *(f"{m}, {w}" for m in modules.METHODS for w in ("kept", "made", "auto"))]
-    assert "600.0 (1.67, meets 1.45)" in page and "1100 (0.91, **misses** 0.98)" in page
+    assert "600 us (1.67, meets 1.45)" in text and "1100 us (0.91, MISSES 0.98)" in text
     assert "t-sr-ste, made" not in result["sections"]["layers"]["rows"][str(LAYERS[0])]["goals"]  # too few tokens
 
 
@@ -52,13 +52,13 @@ def test_kept_operands_are_made_once_though_the_library_keeps_nothing(counting_s
 
 def test_blocks(tiny, tuned, times, tmp_path):
     times |= {"t-sr-ste": 600.0, "s-ste, auto": 1000.0, "dense, fused activation": 900.0}
-    code, result, page = run(tmp_path, "mlps")
-    assert code == 0, result["errors"]
+    code, result, text = run(tmp_path, "mlps")
+    assert code == 0
     gated, plain, forward = result["sections"]["MLP blocks"]["rows"].values()
     assert "No module named 'torchao'" in gated["times"]["torchao SemiSparseLinear"]["error"]
     assert "error" in forward["times"]["torch to_sparse_semi_structured"] and "us" in forward["times"]["packed"]
     assert "dense, fused activation" in gated["times"] and "dense, fused activation" not in plain["times"]
-    assert "600.0 (1.67)" in page and "1000 (1.00, meets 0.98)" in page
+    assert "600 us (1.67)" in text and "1000 us (1.00, meets 0.98)" in text
 
 
 def test_inference(tiny, tuned, times, tmp_path, monkeypatch):
@@ -68,9 +68,10 @@ def test_inference(tiny, tuned, times, tmp_path, monkeypatch):
     monkeypatch.setattr(models.Inference, "entries", lambda self: workloads)
     monkeypatch.setattr(models.Generation, "entries", lambda self: [])
     times |= {"packed": 500.0}
-    code, result, page = run(tmp_path, "inference")
-    assert code == 0, result["errors"]
-    assert all(f"| {entry} | 1000 | 500.0 (2.00) | 1000 (1.00, meets 0.98) |" in page for entry in workloads)
+    code, _, text = run(tmp_path, "inference")
+    assert code == 0
+    cells = "dense 1000 us | packed 500 us (2.00) | auto 1000 us (1.00, meets 0.98)"
+    assert all(f"{entry}: {cells}\n" in text for entry in workloads)
     step = models.Decoder(workloads[1], CPU)
     x = torch.randn(3, 32, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -99,8 +100,9 @@ def test_generation_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
 
     monkeypatch.setattr(models, "in_process", in_process)
     monkeypatch.setattr(models.Inference, "entries", lambda self: [])
-    code, result, page = run(tmp_path, "inference", "--minutes", "60")
-    assert code == 0 and "| 1 sequence, static | 1000 | 700.0 (1.43, meets 1.2) | TimeoutExpired: " in page
+    code, result, text = run(tmp_path, "inference", "--minutes", "60")
+    cells = "dense 1000 us | packed 700 us (1.43, meets 1.2) | patched TimeoutExpired: "
+    assert code == 0 and f"1 sequence, static: {cells}" in text
     assert list(result["sections"]["generation"]["rows"]) == models.Generation().entries()
 
 
@@ -137,10 +139,11 @@ def test_training_runs_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
         return {"step_us": {"dense": 1e6, "s-ste": 9e5, "t-sr-ste": 5e5}[method], "loss": 10.0}
 
     monkeypatch.setattr(models, "in_process", in_process)
-    code, result, page = run(tmp_path, "trainer", "--minutes", "60")
-    assert code == 0 and "| 500000 (2.00, meets 1.25) | 900000 (1.11, **misses** 1.25) |" in page and "SIGKILL" in page
+    code, result, text = run(tmp_path, "trainer", "--minutes", "60")
+    assert "t-sr-ste 500000 us (2.00, meets 1.25) | s-ste 900000 us (1.11, MISSES 1.25)" in text
+    assert code == 0 and "SIGKILL" in text
     rows = result["sections"]["training runs"]["rows"]
     assert "us" in rows["Llama 1B, torch.compile"]["times"]["t-sr-ste"]
     monkeypatch.setattr(run_module, "NEEDED", 60)
-    code, result, page = run(tmp_path, "trainer", "--minutes", "1")
+    code, result, text = run(tmp_path, "trainer", "--minutes", "1")
     assert all(row == {"error": "not run: out of time"} for row in result["sections"]["training runs"]["rows"].values())

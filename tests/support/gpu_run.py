@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gemms, operations, packed, timing
+from benchmarks import gemms, operations, timing
+from benchmarks.run import line
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
 
@@ -13,7 +14,7 @@ from recipes.benchmarks import gpu, modules
 
 CPU = torch.device("cpu")
 LAYERS = [gemms.Layer("GPT-2 tiny", 48, 32, 32), gemms.Layer("Tiny", 32, 48, 8192)]
-KERNELS = ("nm_mask bits, rows", "prune mask: packed", "flips, model", "swiglu backward, row-major")
+KERNELS = ("nm_mask bits, rows", "prune mask: packed", "s_ste_scale", "swiglu backward, row-major")
 
 
 class FakeMachine:
@@ -27,7 +28,7 @@ class FakeMachine:
     def prepare(self, calls):
         for call in calls:
             call()
-        return lambda: 1e-3, {"how": "graph", "host_us": 10.0}
+        return lambda: 1e-3
 
     def forget(self):
         pass
@@ -40,8 +41,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(operations, "workloads", lambda: iter(small))
     for module in (gemms, modules):
         monkeypatch.setattr(module, "layers", lambda: LAYERS)
-    monkeypatch.setattr(packed, "SIZES", {"Tiny": (32, 48)})
-    monkeypatch.setattr(packed, "TOKENS", (1, 32))
     monkeypatch.setitem(gemms.MODELS, "Tiny", (32, 48))
     monkeypatch.setitem(gemms.MODELS, "GPT-2 tiny", (32, 48))
     kinds = (("Tiny", True), ("GPT-2 tiny", True), ("Tiny", False))
@@ -56,9 +55,7 @@ def times(monkeypatch):
     found: dict[str, float] = {}
 
     def in_turn(samplers):
-        return {
-            way: {"us": found.get(way, 1000.0), "min_us": 0, "max_us": 0} | how for way, (_, how) in samplers.items()
-        }
+        return {way: {"us": found.get(way, 1000.0), "min_us": 0, "max_us": 0} for way in samplers}
 
     monkeypatch.setattr(timing, "in_turn", in_turn)
     return found
@@ -75,9 +72,11 @@ def tuned(stand_in, monkeypatch):  # noqa: F811
 
 
 def run(folder: Path, sections: str, *arguments: str, machine=None) -> tuple[int, dict, str]:
-    """Exit code, JSON and page."""
+    """Exit code, JSON, and its rows as text."""
     command = ["--output", str(folder), "--sections", sections, *arguments]
     code = gpu.main(command, machine or FakeMachine())
-    assert {path.suffix for path in folder.iterdir()} <= {".json", ".md", ".log"}
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".log"}
     path = max(folder.glob("gpu_fake_9000_*.json"))
-    return code, json.loads(path.read_text()), path.with_suffix(".md").read_text()
+    result = json.loads(path.read_text())
+    rows = [line(entry, row) for found in result["sections"].values() for entry, row in found["rows"].items()]
+    return code, result, "\n".join(rows) + "\n"

@@ -1,6 +1,6 @@
 """Triton's interpreter with the rounding of the hardware.
 
-As of Triton 3.9 the interpreter converts to bf16 and FP8 by its own bit arithmetic, which rounds halves up, drops the
+As of Triton 3.9 the interpreter converts to bf16 by its own bit arithmetic, which rounds halves up, drops the
 carry into the exponent, and loses subnormals. Kernels are compared bit for bit here, so those conversions go through
 torch, which rounds to nearest even as the GPU does. Its `tl.dot` takes the bits of bf16 operands for integers; they are
 made fp32 first, which is exact.
@@ -20,8 +20,6 @@ _TORCH = {
     tl.float32: torch.float32,
     tl.float16: torch.float16,
     tl.bfloat16: torch.bfloat16,
-    tl.float8e4nv: torch.float8_e4m3fn,
-    tl.float8e5: torch.float8_e5m2,
 }
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _convert_float = interpreter._convert_float

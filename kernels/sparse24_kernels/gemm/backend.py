@@ -28,11 +28,8 @@ from .problem import Algorithm, GemmProblem
 class GemmBackend(Protocol):
     """Runs GEMMs with one 2:4 operand, whichever matrix that is: a weight, its transpose, or a pruned gradient.
 
-    Subclass it and write `name`, `plan` and `linear`; the other methods have defaults. What torch.compile should trace
-    has to be traceable: wrap foreign code in operators with fakes.
-
-    Attributes:
-        name: what users choose it by, as `backend="name"`.
+    Subclass it and write `name` (what users choose it by), `plan` and `linear`; the other methods have defaults. What
+    torch.compile should trace has to be traceable: wrap foreign code in operators with fakes.
     """
 
     name: str
@@ -41,79 +38,51 @@ class GemmBackend(Protocol):
         return f"<backend {self.name!r}>"
 
     def unsupported(self, device: torch.device) -> str | None:
-        """Why no GEMM runs on a device.
-
-        Args:
-            device: where the operands would be.
-
-        Returns:
-            The reason in words; None where some GEMMs run.
-        """
+        """Why no GEMM runs on a device, in words; None where some GEMMs run."""
         return None
 
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> "GemmPlan | str":
-        """How this backend runs a GEMM, or why it does not.
+        """A plan of a GEMM that carries this backend, or the reason in words why it does not run it.
 
         Args:
             problem: n may be symbolic while torch.compile traces.
             device: one that `unsupported` has nothing against.
             requested: the user chose this backend by name. Otherwise `"auto"` asks, and a backend refuses a problem
                 that dense math runs faster.
-
-        Returns:
-            A plan that carries this backend, or the reason of the refusal in words.
         """
         ...
 
     def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
-        """A 2:4 matrix `[m, k]` as `linear` and `mm` take it. The default keeps it dense, with its zeros.
+        """A 2:4 matrix `[m, k]`, dense (any strides, never -0.0) or packed, as `linear` and `mm` take it.
 
-        Args:
-            matrix: dense with zeros (any strides, never -0.0), or packed.
-            compression: of the plan.
-
-        Returns:
-            The operand. `prune_forms` and models take backends that store one tensor.
+        The default keeps it dense. `prune_forms` and models take backends that store one tensor. `compression` is that
+        of the plan.
         """
         return Operand(unpack(*matrix) if isinstance(matrix, Packed) else matrix)
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: "GemmPlan") -> Tensor:
-        """`F.linear(x, weight, bias)`, the GEMM of a problem that is `transposed`.
+        """`F.linear(x, weight, bias)`, the GEMM of a problem that is `transposed`: row-major, in the dtype of `x`.
 
-        Args:
-            x: `[..., k]`, any strides.
-            weight: `[m, k]` as `encode` stores it.
-            bias: `[m]` in the dtype of `x`, or None.
-            plan: of `plan`.
-
-        Returns:
-            `[..., m]` in the dtype of `x`, row-major.
+        `x` has any strides, `weight` is `[m, k]` as `encode` stores it.
         """
         ...
 
     def mm(self, sparse: Operand, dense: Tensor, plan: "GemmPlan") -> Tensor:
-        """`sparse @ dense`, the GEMM of a problem that is not `transposed`. Needed where `plan` accepts such problems.
+        """`sparse @ dense`, the GEMM of a problem that is not `transposed`: row-major, in the dtype of `dense`.
 
-        Args:
-            sparse: `[m, k]` as `encode` stores it.
-            dense: `[k, n]`, any strides.
-            plan: of `plan`.
-
-        Returns:
-            `[m, n]` in the dtype of `dense`, row-major.
+        `dense` has any strides, `sparse` is `[m, k]` as `encode` stores it.
 
         Raises:
-            NotImplementedError: the backend has no such GEMM.
+            NotImplementedError: `plan` accepted such a problem without this method.
         """
-        reason = f"backend={self.name!r} planned a GEMM that it has no method for"
-        raise NotImplementedError(reason)
+        raise NotImplementedError(f"backend={self.name!r} planned a GEMM that it has no method for")
 
 
 class GemmPlan(NamedTuple):
     """How one GEMM runs, and why.
 
     Attributes:
-        backend: what encodes the sparse operand and runs the GEMM; `backend.name` is its name.
+        backend: what encodes the sparse operand and runs the GEMM.
         reason: in words, with the measured times where there are any.
         algorithm: the library's algorithm, for backends that have several.
         compression: how the backend stores the operand: what `prune_forms` and `mvue` take. None for dense math.
@@ -131,7 +100,7 @@ class GemmPlan(NamedTuple):
 
 
 class DenseBackend(GemmBackend):
-    """Dense math on the pruned values, on any device and in any dtype. The operand is stored with its zeros."""
+    """Dense math on the pruned values, with their zeros, on any device and in any dtype."""
 
     name = "dense"
 

@@ -6,13 +6,11 @@ torch's operators leave some work to the caller, which is done here:
   size that the library asks for, which pads small and odd matrices (pytorch PR 163125).
 * A dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides.
 * m and k must be multiples of 16, or the library refuses them; n should be, or the library is slow: n is padded here.
-* The arguments for split-k have had two signatures.
 * Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `autotune/`.
 """
 
 import operator
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +145,6 @@ def matmul(
     transposed: bool,
     algorithm: int,
     split_k: int,
-    split_k_mode: int,
 ) -> Tensor:
     """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
 
@@ -156,7 +153,7 @@ def matmul(
         dense: `[k, n]`, row-major or the transpose of that (other strides are copied).
         bias: `[m]` in the operands' dtype, or None.
         transposed: the layout of the result.
-        algorithm, split_k, split_k_mode: see `Algorithm`.
+        algorithm, split_k: see `Algorithm`.
     """
     (m, columns), (k, n) = compressed.shape, dense.shape
     if columns != unpadded_columns(k) and columns != library_columns(m, k, compressed.dtype, compressed.device):
@@ -180,7 +177,7 @@ def matmul(
         bias=bias,
         transpose_result=transposed,
         alg_id=algorithm,
-        **_split_k_arguments(split_k, split_k_mode),
+        split_k=split_k,
     )
     if missing:
         result = result[:n] if transposed else result[:, :n].contiguous()
@@ -195,7 +192,6 @@ def _(
     transposed: bool,
     algorithm: int,
     split_k: int,
-    split_k_mode: int,
 ) -> Tensor:
     m, n = compressed.shape[0], dense.shape[1]
     return dense.new_empty((n, m) if transposed else (m, n))
@@ -204,18 +200,3 @@ def _(
 def _aligned(tensor: Tensor) -> Tensor:
     """At an address that is a multiple of 16, which torch promises the library of every operand."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-@cache
-def _split_k_argument_names() -> frozenset[str]:
-    schema = torch.ops.aten._cslt_sparse_mm.default._schema
-    return frozenset(argument.name for argument in schema.arguments)
-
-
-def _split_k_arguments(split_k: int, split_k_mode: int) -> dict[str, Any]:
-    """torch renamed `split_k_one_kernel` (bool) to `split_k_mode` (-1: the library's default)."""
-    if split_k == 1:
-        return {}
-    if "split_k_mode" in _split_k_argument_names():
-        return {"split_k": split_k, "split_k_mode": split_k_mode}
-    return {"split_k": split_k, "split_k_one_kernel": split_k_mode == 0}

@@ -43,13 +43,11 @@ class Algorithm(NamedTuple):
 
     Attributes:
         id: the library's number for it.
-        split_k: parts that k is split into, whose results are summed; 1 for none, -1 for the library's segment-k.
-        split_k_mode: how they are summed, by the library's number; -1 for its default.
+        split_k: parts that k is split into, whose results are summed; 1 for none.
     """
 
     id: int = 0
     split_k: int = 1
-    split_k_mode: int = -1
 
 
 def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem:

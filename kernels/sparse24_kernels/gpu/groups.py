@@ -80,12 +80,12 @@ def store4(ptr, x0, x1, x2, x3, row, column, rows, columns):
 
 
 @triton.jit
-def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, TINY: tl.constexpr):
     """Write a tile, given as slices `[G, COLS]`, into the row-major transpose `[columns, rows]`."""
     G: tl.constexpr = y0.shape[0]
     COLS: tl.constexpr = y0.shape[1]
     D: tl.constexpr = ptr.dtype.element_ty
-    z0, z1, z2, z3 = cast(y0, D, MAX, TINY), cast(y1, D, MAX, TINY), cast(y2, D, MAX, TINY), cast(y3, D, MAX, TINY)
+    z0, z1, z2, z3 = cast(y0, D, TINY), cast(y1, D, TINY), cast(y2, D, TINY), cast(y3, D, TINY)
     z = tl.join(tl.join(z0, z2), tl.join(z1, z3)).permute(1, 0, 2, 3).reshape(COLS, 4 * G)
     r = top + tl.arange(0, 4 * G)[None, :]
     c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
@@ -174,22 +174,16 @@ def store_mask(ptr, nibble, row, left, column, rows, columns, BITS: tl.constexpr
 
 
 @triton.jit
-def cast(y, DTYPE: tl.constexpr, MAX: tl.constexpr, TINY: tl.constexpr):
-    """fp32 -> DTYPE, never -0.0; NaN stays. FP8 (where MAX is its largest value) saturates.
+def cast(y, DTYPE: tl.constexpr, TINY: tl.constexpr):
+    """fp32 -> DTYPE, never -0.0; NaN stays.
 
     TINY is what still rounds to zero in DTYPE, or None where y is known to be representable.
     """
-    if MAX is not None:
-        y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))
     y = y + 0.0 if TINY is None else tl.where(tl.abs(y) <= TINY, 0.0, y)
     return y.to(DTYPE)
 
 
-def limits(target: torch.dtype, source: torch.dtype | None = None) -> dict[str, float | None]:
-    """MAX and TINY of `cast` to `target`, of values in fp32 or, where they are only kept or dropped, in `source`."""
+def smallest_kept(target: torch.dtype, source: torch.dtype | None = None) -> float | None:
+    """TINY of `cast` to `target`, of values in fp32 or, where they are only kept or dropped, in `source`."""
     exact = source == target or target == torch.float32
-    half_of_smallest = torch.finfo(target).smallest_normal * torch.finfo(target).eps / 2
-    return {
-        "MAX": torch.finfo(target).max if target.itemsize == 1 else None,
-        "TINY": None if exact else half_of_smallest,
-    }
+    return None if exact else torch.finfo(target).smallest_normal * torch.finfo(target).eps / 2

@@ -104,15 +104,15 @@ def _mvue_kernel(
     if PACKED:
         offsets = (row_offsets, unit_offsets)
         if DIM == 1:
-            pack_rows(out, indices, offsets, (y0, y1, y2, y3), top, left, rows, columns, None, None)
+            pack_rows(out, indices, offsets, (y0, y1, y2, y3), top, left, rows, columns, None)
         else:
-            pack_columns(out, indices, offsets, group, top, left, rows, columns, None, None)
+            pack_columns(out, indices, offsets, group, top, left, rows, columns, None)
     elif FORM == "transposed":
-        store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None, None)
+        store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None)
     else:
         D: tl.constexpr = out.dtype.element_ty
-        z0, z1 = cast(y0, D, None, None), cast(y1, D, None, None)
-        z2, z3 = cast(y2, D, None, None), cast(y3, D, None, None)
+        z0, z1 = cast(y0, D, None), cast(y1, D, None)
+        z2, z3 = cast(y2, D, None), cast(y3, D, None)
         store4(out, z0, z1, z2, z3, row, column, rows, columns)
 
 

@@ -38,7 +38,7 @@ def pack4(x0, x1, x2, x3, m1, m2, m3):
 
 
 @triton.jit
-def pack_rows(values, indices, offsets, slices, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+def pack_rows(values, indices, offsets, slices, top, left, rows, columns, TINY: tl.constexpr):
     """Write a tile packed along its rows, from `pack4` of each slice `[G, COLS / 4]`: values `[rows, columns / 2]`,
     indices by `store_indices`."""
     NIBBLE: tl.constexpr = 2
@@ -46,7 +46,7 @@ def pack_rows(values, indices, offsets, slices, top, left, rows, columns, MAX: t
     BYTES: tl.constexpr = slices[0][NIBBLE].shape[1] // 2
     row = top + 4 * tl.arange(0, G)[:, None]
     for i in tl.static_range(4):
-        _store_values(values, slices[i], row + i, left, rows, columns, MAX, TINY)
+        _store_values(values, slices[i], row + i, left, rows, columns, TINY)
     # The four slices share one integer, because one slice alone does not have work for all threads.
     four = slices[0][NIBBLE] | (slices[1][NIBBLE] << 8) | (slices[2][NIBBLE] << 16) | (slices[3][NIBBLE] << 24)
     low, high = tl.split(four.reshape(G, BYTES, 2))
@@ -56,14 +56,14 @@ def pack_rows(values, indices, offsets, slices, top, left, rows, columns, MAX: t
 
 
 @triton.jit
-def pack_columns(values, indices, offsets, packed, top, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+def pack_columns(values, indices, offsets, packed, top, left, rows, columns, TINY: tl.constexpr):
     """Write a tile packed along its columns, from `pack4` of the four slices `[G, COLS]`: values `[columns, rows / 2]`,
     indices by `store_indices`."""
     first, second, nibble = packed
     G: tl.constexpr = first.shape[0]
     COLS: tl.constexpr = first.shape[1]
     D: tl.constexpr = values.dtype.element_ty
-    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).permute(1, 0, 2).reshape(COLS, 2 * G)
+    stored = tl.join(cast(first, D, TINY), cast(second, D, TINY)).permute(1, 0, 2).reshape(COLS, 2 * G)
     c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
     half = top // 2 + tl.arange(0, 2 * G)[None, :]
     tl.store(values + c * (rows // 2) + half, stored, mask=(c < columns) & (half < rows // 2))
@@ -71,12 +71,12 @@ def pack_columns(values, indices, offsets, packed, top, left, rows, columns, MAX
 
 
 @triton.jit
-def _store_values(ptr, packed, row, left, rows, columns, MAX: tl.constexpr, TINY: tl.constexpr):
+def _store_values(ptr, packed, row, left, rows, columns, TINY: tl.constexpr):
     """Write the values of a slice's packed rows."""
     first, second, _ = packed
     HALF: tl.constexpr = 2 * first.shape[1]
     D: tl.constexpr = ptr.dtype.element_ty
-    stored = tl.join(cast(first, D, MAX, TINY), cast(second, D, MAX, TINY)).reshape(first.shape[0], HALF)
+    stored = tl.join(cast(first, D, TINY), cast(second, D, TINY)).reshape(first.shape[0], HALF)
     half = left // 2 + tl.arange(0, HALF)[None, :]
     tl.store(ptr + row * (columns // 2) + half, stored, mask=(row < rows) & (half < columns // 2))
 

@@ -12,10 +12,10 @@ from .groups import (
     cast,
     grid,
     join4,
-    limits,
     load4,
     load_mask,
     on_its_device,
+    smallest_kept,
     split4,
     store4,
     store_transposed,
@@ -70,7 +70,7 @@ def prune(
             RULE=rule,
             DIM=along,
             BITS=mask is not None and mask.dtype == torch.uint8,
-            **limits(dtype, None if rule == "soft-threshold" else weight.dtype),
+            TINY=smallest_kept(dtype, None if rule == "soft-threshold" else weight.dtype),
             **LAUNCH,
         )
     return [tensor for form in forms for tensor in out[form]]
@@ -96,7 +96,6 @@ def _prune_kernel(
     RULE: tl.constexpr,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
-    MAX: tl.constexpr,
     TINY: tl.constexpr,
     G: tl.constexpr,
     COLS: tl.constexpr,
@@ -124,18 +123,18 @@ def _prune_kernel(
             y0, y1, y2, y3, m0, m1, m2, m3 = _prune_group(x0, x1, x2, x3, s, RULE, NARROW)
     if dense is not None:
         D: tl.constexpr = dense.dtype.element_ty
-        z0, z1, z2, z3 = cast(y0, D, MAX, TINY), cast(y1, D, MAX, TINY), cast(y2, D, MAX, TINY), cast(y3, D, MAX, TINY)
+        z0, z1, z2, z3 = cast(y0, D, TINY), cast(y1, D, TINY), cast(y2, D, TINY), cast(y3, D, TINY)
         store4(dense, z0, z1, z2, z3, row, column, rows, columns)
     if transposed is not None:
-        store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, MAX, TINY)
+        store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, TINY)
     if values is not None:
         offsets = (row_offsets, unit_offsets)
         slices = (pack_row(y0, m0), pack_row(y1, m1), pack_row(y2, m2), pack_row(y3, m3))
-        pack_rows(values, indices, offsets, slices, top, left, rows, columns, MAX, TINY)
+        pack_rows(values, indices, offsets, slices, top, left, rows, columns, TINY)
     if values_t is not None:
         offsets = (row_offsets_t, unit_offsets_t)
         packed = pack4(y0, y1, y2, y3, m1, m2, m3)
-        pack_columns(values_t, indices_t, offsets, packed, top, left, rows, columns, MAX, TINY)
+        pack_columns(values_t, indices_t, offsets, packed, top, left, rows, columns, TINY)
 
 
 @triton.jit

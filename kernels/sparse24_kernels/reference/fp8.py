@@ -22,7 +22,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
     """The round trip, in the dtype and layout of `x`."""
     quantized, scale = fp8_quantize(x, format)
-    if not torch.isfinite(scale) or scale == 0:
+    if x.device.type == "cpu" and (not torch.isfinite(scale) or scale == 0):
         bad = int((~torch.isfinite(x.float())).sum())
         raise ValueError(
             f"fp8_simulate: {bad} of {x.numel()} values of a tensor of shape {tuple(x.shape)} are NaN or inf, which "

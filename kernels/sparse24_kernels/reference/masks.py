@@ -74,5 +74,6 @@ def as_bits(mask: Tensor) -> Tensor:
 
 def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
     """int64 `[len(before)]`: the number of entries in which each pair of masks, as packed bits, differs."""
-    bits_set = torch.tensor([byte.bit_count() for byte in range(256)], device=before[0].device)
-    return torch.stack([bits_set[(old ^ new).long()].sum() for old, new in zip(before, after)])
+    bits_set, device = torch.tensor([byte.bit_count() for byte in range(256)]), before[0].device
+    pairs = zip(before, after)
+    return torch.stack([bits_set.to(old.device)[(old ^ new).long()].sum().to(device) for old, new in pairs])

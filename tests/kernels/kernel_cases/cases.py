@@ -60,18 +60,6 @@ def mvue(device, shape, dtype, kind, key, n, m, estimator, dim, form):
     return draw(device, shape, dtype, kind), key, n, m, dim, estimator, form, *layout
 
 
-def decay(device, shapes, dtype, packed=True, weight_dtype=None):
-    gradients = [draw(device, shape, dtype, seed=i) for i, shape in enumerate(shapes)]
-    weights = [draw(device, shape, weight_dtype or dtype, seed=i + 1) for i, shape in enumerate(shapes)]
-    masks = [kernels.nm_mask(weight, packed=packed) for weight in weights]
-    return gradients, weights, masks, [6e-5 * (i + 1) for i in range(len(shapes))]
-
-
-def flips(device, shapes):
-    sizes = [(rows, -(-columns // 8)) for rows, columns in shapes]
-    return tuple([draw(device, size, torch.uint8, "bytes", i + j) for i, size in enumerate(sizes)] for j in (0, 1))
-
-
 def _prune_rows() -> Iterator[tuple]:
     for (shape, dtype), dim in product(sized(SQUARE), (0, 1)):
         packed = [("packed-transposed", "packed")[dim]] if shape[dim] % 8 == 0 else []  # bytes of two groups
@@ -79,7 +67,6 @@ def _prune_rows() -> Iterator[tuple]:
         yield shape, dtype, "random", "magnitude", dim, BF16, ["dense", *packed]
         yield shape, dtype, "random", "soft-threshold", dim, FP16, ["dense", "transposed"]
         yield shape, dtype, "random", "soft-threshold", dim, FP32, packed or ["transposed"]
-        yield shape, dtype, "random", "soft-threshold", dim, torch.float8_e4m3fn, ["dense"]
         yield shape, dtype, "random", "any mask", dim, dtype, ["transposed", "dense"]
         if shape[0] % 8 == 0:
             yield shape, dtype, "random", "mask", 1, BF16, ["dense", "transposed", "packed", "packed-transposed"]
@@ -110,7 +97,6 @@ def _mvue_rows() -> Iterator[tuple]:
 
 
 KINDS = ("swiglu", "geglu", "geglu-exact")
-FORMATS = ("e4m3", "e5m2")
 VALUES = {
     "special": (0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, -1e-38, 1e38, -INF, NAN),  # from 1.7e38 on, PyTorch's GELU overflows
     # Far into both tails, where exponentials overflow or vanish.
@@ -141,19 +127,6 @@ MIXTURES = ["row row row", "column column column", "row half half", "row column 
 MIXTURES += ["expanded row every-second", "offset offset offset"]  # of grad, gate, up
 # The last exceeds a flat block.
 ANY_SHAPES = ((1, 8), (5, 7), (63, 65), (123, 72), (64, 128), (1, 1), (0, 8), (8, 0), (66, 136))
-FP8_VALUES: dict[str, list[float]] = {
-    "zeros": [0.0, -0.0, 0.0],
-    "small": [1e-45, -1e-38, 3e-39, 0.0],
-    "subnormal": [2.1712556154038473e-34, 1.294239261650401e-41],  # where multiplying by 1 / s rounds wrong
-    "large": [3.4028234663852886e38, -3.4e38, 1.0, -1e-30],
-    "ties": [448.0, 17.0, 19.0, -21.0, 2.0**-10, 3 * 2.0**-10, -(2.0**-10), -(2.0**-17)],
-    "fp16": [6e4, -1e-7, 3e-8, -6e-8, 0.3],
-}
-# Every value of fp16 in [1, 2), by scales from where they overflow to where they are subnormal.
-for power in (-140, -105, -60, 0, 90, 126):
-    FP8_VALUES[f"2^{power}"] = [x * 0.7 * 2.0 ** (power - 10) for x in range(1024, 2048)]
-NOT_FINITE = {"NaN": [NAN, 1.0], "negative NaN": [-NAN, -0.0], "inf": [1.0, INF], "negative inf": [-INF, 0.0]}
-NOT_FINITE |= {"both": [1.0, NAN, INF]}
 
 
 def gated(device, of, dtype, count, kind, mixture):
@@ -168,16 +141,6 @@ def gated(device, of, dtype, count, kind, mixture):
         for layout in layouts.split("+"):
             found[i] = LAYOUTS[layout](found[i])
     return *found[-count:], kind
-
-
-def fp8(device, shape, dtype, layout, format):
-    return LAYOUTS[layout](draw(device, shape, dtype)), format
-
-
-def fp8_values(device, name, dtype, format):
-    numbers = torch.tensor((FP8_VALUES | NOT_FINITE)[name], dtype=torch.float64, device=device)
-    largest = INF if name in NOT_FINITE else torch.finfo(dtype).max
-    return numbers.clamp(-largest, largest).to(dtype), format
 
 
 def all_cases() -> Iterator[Case]:
@@ -211,12 +174,6 @@ def all_cases() -> Iterator[Case]:
     yield from table("packed.packed_linear", packed_linear, rows, exact=False, terms=packed_terms)
     yield from table("prune.prune", prune, _prune_rows())
     yield from table("mvue.mvue", mvue, _mvue_rows())
-    # Lists of tensors: aligned ones take one launch, the others the reference.
-    shapes = ((64, 64), (128, 96), (12, 8), (5, 12), (1, 4))
-    rows = [(shapes, dtype, packed, FP32) for dtype, packed in product(DTYPES, (False, True))]
-    yield from table("decay.masked_decay_", decay, rows, exact=False)
-    yield from table("masks.count_flips", flips, [(shapes,)])
-    # Gated activations and FP8.
     for count, (function, fields) in enumerate(GATED.items(), 2):
         rows = []
         for (i, shape), (j, mixture) in product(enumerate(ANY_SHAPES), enumerate(MIXTURES)):
@@ -225,9 +182,3 @@ def all_cases() -> Iterator[Case]:
             rows.append(((66, 10), BF16, count, KINDS[i % 3], f"{view} {view} {view}{up}"))
         rows += [(*of, count, kind, MIXTURES[0]) for *of, kind in product([(96, 256), *VALUES], DTYPES, KINDS)]
         yield from table(function, gated, rows, exact=False, **fields)
-    for function in ("fp8.fp8_quantize", "fp8.fp8_simulate"):
-        rows = [(*of, layout, format) for of, layout, format in product(sized(ANY_SHAPES), OF_MATRICES, FORMATS)]
-        yield from table(function, fp8, rows)
-        yield from table(function, fp8_values, product(FP8_VALUES, DTYPES, FORMATS))
-    # Simulation of these raises in the reference; the scale and every value must say so.
-    yield from table("fp8.fp8_quantize", fp8_values, product(NOT_FINITE, DTYPES, FORMATS))

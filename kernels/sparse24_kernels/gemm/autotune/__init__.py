@@ -3,17 +3,17 @@
     tune(problems, device)     measures in a child process and stores the result; `hf-sparse24 tune` calls it
     choose(problem, device)    says what to run now; planning calls it for every GEMM
 
-A verdict holds for a *bucket* of n (`records.bucket`), so varying batch shapes do not need one measurement each. It
-stays the same until the process ends, `tune` measures its bucket, or `reset` is called. It depends on what was measured
-in the bucket, not on the n of the first call, so all processes of a training run agree, and a graph that torch.compile
-makes for a dynamic n holds for the whole bucket.
+A verdict holds for a *bucket* of n (`table.bucket`), measured at its largest n, so varying batch shapes do not need one
+measurement each, all processes of a training run agree, and a graph that torch.compile makes for a dynamic n holds for
+the whole bucket. It stays the same until the process ends, `tune` measures its bucket, or `reset` is called.
 
-The modules: `search.py` chooses the candidates, `child.py` runs `worker.py` in a process of its own, `check.py` and
-`timing.py` are what the worker does, `records.py` and `table.py` what is remembered.
+The modules: `search.py` chooses the candidates and runs `worker.py` in a process of its own, `check.py` and `timing.py`
+are what the worker does, `table.py` what is remembered.
 """
 
 import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -21,10 +21,9 @@ import torch
 
 from .. import cusparselt
 from ..problem import Algorithm, GemmProblem
-from .child import WORKER, Child
-from .records import Environment, Measured, bucket, current_environment
-from .search import Search
-from .table import Table, forget_warnings
+from . import table
+from .search import WORKER, Child, Died, Search
+from .table import Entry, Environment, Table, bucket, current_environment
 
 __all__ = ["Environment", "Progress", "Verdict", "choose", "current_environment", "reset", "tune"]
 
@@ -115,24 +114,18 @@ def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> 
     unsupported = unsupported or cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
     if unsupported:
         return _unmeasured(unsupported)
-    table = _table(current_environment(device))
-    entries = table.in_bucket_of(problem)
-    if not entries:
-        return _unmeasured(NOT_TUNED)
-    verdicts = [_judge(table, measured_at, entries[measured_at], deterministic) for measured_at in entries]
-    # Sparse only where it won at every n that was measured in the bucket; the largest comes first.
-    return next((verdict for verdict in verdicts if verdict.backend == "dense"), verdicts[0])
+    entry = _table(current_environment(device)).get(problem)
+    return _unmeasured(NOT_TUNED) if entry is None else _judge(problem, entry, deterministic)
 
 
-def _judge(table: Table, problem: GemmProblem, candidates: tuple[Measured, ...], deterministic: bool) -> Verdict:
+def _judge(problem: GemmProblem, entry: Entry, deterministic: bool) -> Verdict:
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
-    usable = [found for found in candidates if table.unusable(problem, found.algorithm) is None]
+    if not entry.candidates:
+        reason = ": ".join((where, "no algorithm passes the checks", *entry.failures[:1]))
+        return Verdict("dense", None, None, None, reason, measured=True)
+    usable = [found for found in entry.candidates if found.algorithm.split_k == 1 or not deterministic]
     if not usable:
-        return Verdict("dense", None, None, None, f"{where}: no algorithm passes the checks", measured=True)
-    if deterministic:
-        usable = [found for found in usable if found.algorithm.split_k == 1]
-        if not usable:
-            return Verdict("dense", None, None, None, f"{where}: no algorithm is deterministic", measured=True)
+        return Verdict("dense", None, None, None, f"{where}: no algorithm is deterministic", measured=True)
     algorithm, sparse_us, dense_us = best = max(usable, key=lambda found: found.speedup)
     reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
     if best.speedup < MARGIN:
@@ -148,7 +141,7 @@ def _unmeasured(reason: str) -> Verdict:
 def _table(environment: Environment) -> Table:
     with _lock:
         if environment not in _tables:
-            _tables[environment] = Table(environment)
+            _tables[environment] = table.read(environment)
         return _tables[environment]
 
 
@@ -159,11 +152,11 @@ def tune(
     seconds_per_problem: float = 20,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> dict[GemmProblem, Verdict]:
-    """Measure problems, save after each, and return what `choose` now says of them.
+    """Measure the buckets of problems, save after each, and return what `choose` now says of them.
 
-    Candidates run in a child process, each within a time limit. One that hangs, crashes or gives wrong numbers is
-    recorded as failed and never run again in this environment. Ctrl-C ends the child, keeps what is measured so far,
-    and raises KeyboardInterrupt in the caller.
+    Candidates run in a child process, each within a time limit. What hangs, crashes or gives wrong numbers is recorded
+    with the reason and not used. Ctrl-C ends the child, keeps the buckets that are measured, and raises
+    KeyboardInterrupt in the caller.
 
     Args:
         seconds_per_problem: for trying candidates. Preparing a problem and the final round take additional time.
@@ -171,30 +164,54 @@ def tune(
 
     Raises:
         ValueError: cuSPARSELt cannot run on this device.
+        OSError: the measurements cannot be saved.
     """
     if reason := cusparselt.unsupported_device(device):
         raise ValueError(f"nothing to tune: {reason}")
     if device.type == "cuda" and device.index is None:  # the child has a current device of its own
         device = torch.device("cuda", torch.cuda.current_device())
-    table = _table(current_environment(device))
-    problems = list(dict.fromkeys(problems))
-    verdicts = {}
-    with Child(WORKER) as child:
-        for number, problem in enumerate(problems):
+    problems = list(problems)
+    buckets = list(dict.fromkeys(problem._replace(n=bucket(problem.n)) for problem in problems))
+    unmeasured: dict[GemmProblem, Verdict] = {}
+    child = Child(WORKER)
+    try:
+        for number, problem in enumerate(buckets):
 
             def report(tried: int, best: float | None, problem: GemmProblem = problem, number: int = number) -> None:
                 if on_progress is not None:
-                    on_progress(Progress(problem, number, len(problems), tried, best))
+                    on_progress(Progress(problem, number, len(buckets), tried, best))
 
             reason = cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
             try:
                 if reason is None:
-                    reason = Search(table, problem, device, child, report).run(seconds_per_problem)
-            finally:
-                table.save()
-                _forget(problem)
-            verdicts[problem] = _unmeasured(reason) if reason else choose(problem, device)
-    return verdicts
+                    _measure(problem, device, child, seconds_per_problem, report)
+            except Died as error:
+                reason = str(error)
+            if reason is not None:
+                unmeasured[problem] = _unmeasured(reason)
+    finally:
+        child.stop()
+    return {found: unmeasured.get(found._replace(n=bucket(found.n))) or choose(found, device) for found in problems}
+
+
+def _measure(
+    problem: GemmProblem,
+    device: torch.device,
+    child: Child,
+    seconds: float,
+    report: Callable[[int, float | None], None],
+) -> None:
+    environment = current_environment(device)
+    # Ids that were fastest for other problems of this dtype and layout, the most frequent first.
+    alike = [entry.candidates[:1] for key, entry in _table(environment).items() if key[3:] == problem[3:]]
+    likely = Counter(found.algorithm.id for first in alike for found in first)
+    entry = Search(problem, device, child, [number for number, _ in likely.most_common()], report).run(seconds)
+    with _lock:
+        found = table.read(environment) | {problem: entry}  # other processes may have saved theirs meanwhile
+        table.write(environment, found)
+        _tables[environment] = found
+        for deterministic in (False, True):
+            _given.pop((problem, device, deterministic), None)
 
 
 def reset() -> None:
@@ -202,12 +219,3 @@ def reset() -> None:
     with _lock:
         _given.clear()
         _tables.clear()
-        forget_warnings()
-
-
-def _forget(problem: GemmProblem) -> None:
-    """Drop the verdicts of a problem's bucket: they were given before it was measured."""
-    alike = problem._replace(n=bucket(problem.n))
-    with _lock:
-        for key in [key for key in _given if key[0] == alike]:
-            del _given[key]

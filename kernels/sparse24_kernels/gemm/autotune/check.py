@@ -6,31 +6,28 @@ Without split-k, the same inputs must give the same bits every time, in timed ru
 occasionally (pytorch issue 155333).
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import reference as reference_kernels
 from .. import cusparselt
 from ..cusparselt import MULTIPLE
 from ..problem import Algorithm, GemmProblem
-from .records import Environment, bucket, bucket_start, current_environment
-from .timing import NotCaptured, Sample, sampler
+from .table import bucket_start
+from .timing import Sample, sampler
 
 MOST_DENSE_ERROR = 8.0
 """In the units of `Case.error`. A dense result that is less accurate cannot be the reference for sparse ones."""
 
 
 class Rejected(Exception):
-    """The algorithm failed. `deny`: it must not be tried or used again in this bucket."""
-
-    def __init__(self, reason: str, deny: bool):
-        super().__init__(reason)
-        self.deny = deny
+    """The algorithm failed, or nothing can be compared with it; the message says how."""
 
 
 class Library:
@@ -40,9 +37,6 @@ class Library:
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # events belong to the current device
-
-    def environment(self) -> Environment:
-        return current_environment(self.device)
 
     def last_id(self) -> int | None:
         return torch.backends.cusparselt.get_max_alg_id()
@@ -66,17 +60,14 @@ class Library:
     def sampler(self, call: Callable[[], Tensor]) -> Sample:
         return sampler(call, self._flush)
 
-    @property
+    @cached_property
     def _flush(self) -> Tensor:
-        if not hasattr(self, "_buffer"):
-            cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-            self._buffer = torch.empty(max(4 * cache, 1 << 26), dtype=torch.uint8, device=self.device)
-        return self._buffer
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return torch.empty(max(4 * cache, 1 << 26), dtype=torch.uint8, device=self.device)
 
 
 class Case(NamedTuple):
-    """One input of a problem, and its correct result in the layout of the GEMM's. The input is `scale` times that of
-    `truth`."""
+    """One input of a problem, and its correct result in the layout of the GEMM's."""
 
     name: str
     problem: GemmProblem
@@ -85,12 +76,11 @@ class Case(NamedTuple):
     dense: Tensor
     truth: Tensor
     unit: Tensor
-    scale: float
-    allowed: float
+    allowed: float = 0.0
 
     def error(self, result: Tensor) -> float:
         """The largest error of a result, in units of the error that rounding and fp32 sums can cause per element."""
-        return float(((result.float() / self.scale**2 - self.truth).abs() / self.unit).max())
+        return float(((result.float() - self.truth).abs() / self.unit).max())
 
 
 def reference(matrix: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,17 +98,15 @@ def reference(matrix: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(problem: GemmProblem, n: int, device: torch.device, zeros: bool) -> tuple[Tensor, Tensor]:
-    """A 2:4 matrix with all six patterns, and a dense operand. `zeros`: with empty rows, columns, half-empty groups."""
+    """A 2:4 matrix, and a dense operand. `zeros`: with empty rows, columns, half-empty groups."""
     generator = torch.Generator(device).manual_seed(n + zeros)
 
     def normal(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator, device=device, dtype=problem.dtype)
 
-    m, k = problem.m, problem.k
-    pairs = [[i in pair for i in range(4)] for pair in itertools.combinations(range(4), 2)]
-    which = torch.randint(6, (m, k // 4), generator=generator, device=device)
-    matrix = normal(m, k).masked_fill_(~torch.tensor(pairs, device=device)[which].view(m, k), 0.0)  # 0.0, never -0.0
-    dense = normal(n, k).t() if problem.dense_is_column_major else normal(k, n)
+    matrix = normal(problem.m, problem.k)
+    matrix.masked_fill_(~reference_kernels.masks.nm_mask(matrix, 2, 4, 1, False), 0.0)
+    dense = normal(n, problem.k).t() if problem.dense_is_column_major else normal(problem.k, n)
     if zeros:
         matrix[::3] = 0
         matrix[:, ::4] = 0
@@ -127,61 +115,52 @@ def draw(problem: GemmProblem, n: int, device: torch.device, zeros: bool) -> tup
     return matrix, dense
 
 
-def first_columns(dense: Tensor, n: int) -> Tensor:
-    """`dense[:, :n]` in the memory layout of `dense`."""
-    return dense[:, :n].contiguous() if dense.is_contiguous() else dense.t()[:n].t()
-
-
-def laid_out(product: Tensor, problem: GemmProblem) -> Tensor:
-    """`[m, n]` in the layout of the problem's result: comparing tensors of two layouts takes several times as long."""
-    return (product.t() if problem.transposed else product).contiguous()
-
-
 def prepare(library: Library, problem: GemmProblem) -> list[Case]:
     """The inputs that a problem's algorithms are checked on. The first one is also timed.
 
     Raises:
         Rejected: dense math itself is inaccurate.
     """
-    settings, cases = torch.backends.cuda.matmul, []
+    torch.set_float32_matmul_precision("highest")  # of the references
+    matrix, dense = draw(problem, problem.n, library.device, zeros=False)
+    truth, unit = reference(matrix, dense)
+    cases = [
+        make_case(library, "random numbers", problem._replace(n=n), matrix, dense, truth, unit)
+        for n in dict.fromkeys([problem.n, bucket_start(problem.n)])
+    ]
+    matrix, dense = draw(problem, problem.n, library.device, zeros=True)
+    cases.append(make_case(library, "zeros", problem, matrix, dense, *reference(matrix, dense)))
+    return cases
+
+
+def make_case(
+    library: Library, name: str, problem: GemmProblem, matrix: Tensor, dense: Tensor, truth: Tensor, unit: Tensor
+) -> Case:
+    """The case of the first n columns of the dense operand. It allows twice the error of dense math, plus one unit."""
+
+    def laid_out(product: Tensor) -> Tensor:  # as the result is: comparing two layouts takes several times as long
+        product = product[:, : problem.n]
+        return (product.t() if problem.transposed else product).contiguous()
+
+    name, compressed = f"{name}, n = {problem.n}", library.compress(matrix)
+    # In the memory layout of `dense`.
+    dense = dense[:, : problem.n].contiguous() if dense.is_contiguous() else dense.t()[: problem.n].t()
+    case = Case(name, problem, matrix, compressed, dense, laid_out(truth), laid_out(unit))
+    error = case.error(accurate_dense(library, case))
+    if not error <= MOST_DENSE_ERROR:
+        raise Rejected(f"the dense result is off by {error:.3g} units on {case.name}")
+    return case._replace(allowed=2 * error + 1)
+
+
+def accurate_dense(library: Library, case: Case) -> Tensor:
+    """Dense math with fp32 sums, to measure errors by; timed runs have the settings of training."""
+    settings = torch.backends.cuda.matmul
     before = settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction
-    # For the reference of errors only: timed runs have the settings of training.
     settings.allow_fp16_reduced_precision_reduction = settings.allow_bf16_reduced_precision_reduction = False
-    torch.set_float32_matmul_precision("highest")
-    largest = max(bucket(problem.n), problem.n)
-
-    def add(name: str, matrix: Tensor, dense: Tensor, n: int, truth: Tensor, unit: Tensor, scale: float = 1.0) -> None:
-        matrix, dense = matrix * scale, first_columns(dense, n) * scale
-        case = Case(
-            f"{name}, n = {n}",
-            problem._replace(n=n),
-            matrix,
-            library.compress(matrix),
-            dense,
-            laid_out(truth[:, :n], problem),
-            laid_out(unit[:, :n], problem),
-            scale,
-            0.0,
-        )
-        error = case.error(library.dense(matrix, dense, case.problem))
-        if not error <= MOST_DENSE_ERROR:
-            raise Rejected(f"the dense result is off by {error:.3g} units on {case.name}", deny=False)
-        cases.append(case._replace(allowed=2 * error + 1))
-
     try:
-        matrix, dense = draw(problem, largest, library.device, zeros=False)
-        truth, unit = reference(matrix, dense)
-        for n in dict.fromkeys([problem.n, bucket_start(problem.n), largest]):
-            add("random numbers", matrix, dense, n, truth, unit)
-        # A power of two changes no digit of the correct result, so this input needs no reference of its own.
-        headroom = torch.finfo(problem.dtype).max / 4 / max(1.0, float(truth.abs().max()))
-        scale = 2.0 ** max(0, math.floor(math.log2(headroom) / 2))
-        add("large numbers", matrix, dense, problem.n, truth, unit, scale)
-        matrix, dense = draw(problem, problem.n, library.device, zeros=True)
-        add("zeros", matrix, dense, problem.n, *reference(matrix, dense))
+        return library.dense(case.matrix, case.dense, case.problem)
     finally:
         settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction = before
-    return cases
 
 
 def poisoned(call: Callable[[], Tensor], case: Case) -> Tensor:
@@ -199,14 +178,10 @@ def poisoned(call: Callable[[], Tensor], case: Case) -> Tensor:
 def check(case: Case, result: Tensor, of: str = "") -> None:
     shape = (case.problem.n, case.problem.m) if case.problem.transposed else (case.problem.m, case.problem.n)
     if result.shape != shape or result.dtype != case.problem.dtype or not result.is_contiguous():
-        raise Rejected(
-            f"the result is {tuple(result.shape)} {result.dtype}, not {shape} {case.problem.dtype}", deny=True
-        )
+        raise Rejected(f"the result is {tuple(result.shape)} {result.dtype}, not {shape} {case.problem.dtype}")
     error = case.error(result)
     if not error <= case.allowed:
-        raise Rejected(
-            f"wrong numbers on {case.name}{of}: off by {error:.3g} units, {case.allowed:.3g} allowed", deny=True
-        )
+        raise Rejected(f"wrong numbers on {case.name}{of}: off by {error:.3g} units, {case.allowed:.3g} allowed")
 
 
 def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, of: str = "") -> None:
@@ -214,7 +189,7 @@ def check_bits(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, 
     if algorithm.split_k != 1:
         check(case, result, of)
     elif not torch.equal(result.view(torch.int16), first.view(torch.int16)):
-        raise Rejected(f"other bits from the same inputs on {case.name}{of}", deny=True)
+        raise Rejected(f"other bits from the same inputs on {case.name}{of}")
 
 
 def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
@@ -226,44 +201,40 @@ def check_bias(library: Library, case: Case, algorithm: Algorithm) -> None:
     check(biased, library.matmul(case.compressed, case.dense, case.problem, algorithm, bias), " with a bias")
 
 
-def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, effort: int) -> tuple[float, float]:
+def try_candidate(library: Library, cases: list[Case], algorithm: Algorithm, final: bool) -> tuple[float, float]:
     """Microseconds that the sparse GEMM takes, and the dense one.
 
     Args:
-        effort: 0 screens, with the first input and three samples; otherwise all inputs, and samples in proportion.
+        final: check all inputs, and take 15 samples or, of small GEMMs, up to 75; otherwise the first, and three.
 
     Raises:
         Rejected: a result is wrong, or a time is impossible.
+        RuntimeError: the library refuses the call, or no CUDA graph takes it.
     """
 
-    def sparse(case: Case) -> Callable[[], Tensor]:
-        return lambda: library.matmul(case.compressed, case.dense, case.problem, algorithm)
+    def sparse(case: Case) -> Tensor:
+        return library.matmul(case.compressed, case.dense, case.problem, algorithm)
 
     timed = cases[0]
-    for case in cases if effort else [timed]:
-        first = poisoned(sparse(case), case)
-        check(case, first)
-        check_bits(case, poisoned(sparse(case), case), first, algorithm)
-        if case is timed:
-            expected = first
+    for case in reversed(cases if final else [timed]):  # the timed one last
+        expected = poisoned(partial(sparse, case), case)
+        check(case, expected)
+        check_bits(case, poisoned(partial(sparse, case), case), expected, algorithm)
     if timed.problem.transposed:
         check_bias(library, timed, algorithm)
+    sample_sparse = library.sampler(partial(sparse, timed))
+    sample_dense = library.sampler(partial(library.dense, timed.matrix, timed.dense, timed.problem))
     sparse_us: list[float] = []
     dense_us: list[float] = []
-    try:
-        sample_sparse = library.sampler(sparse(timed))
-        sample_dense = library.sampler(lambda: library.dense(timed.matrix, timed.dense, timed.problem))
-    except NotCaptured as error:
-        raise Rejected(str(error), deny=False) from None
-    rounds = 5 * effort or 3
+    rounds = 3
     while len(sparse_us) < rounds:
         (us, result), (dense, _) = sample_sparse(), sample_dense()
         check_bits(timed, result, expected, algorithm, " while timed")
         sparse_us.append(us)
         dense_us.append(dense)
-        if effort and len(sparse_us) == 1:  # small GEMMs are noisier, and cheap to repeat
-            rounds = effort * min(25, max(5, int(1e5 / max(1.0, sparse_us[0] + dense_us[0]))))
+        if final:  # small GEMMs are noisier, and cheap to repeat
+            rounds = 3 * min(25, max(5, int(1e5 / max(1.0, sparse_us[0] + dense_us[0]))))
     us, dense = statistics.median(sparse_us), statistics.median(dense_us)
     if not us > 0 or not dense > 0:
-        raise Rejected(f"{us:.3g} us, and {dense:.3g} us for dense, cannot be", deny=False)
+        raise Rejected(f"{us:.3g} us, and {dense:.3g} us for dense, cannot be")
     return us, dense

@@ -1,183 +1,192 @@
 """The search for a problem's fastest correct algorithm: which candidates, in which order, for how long.
 
-No candidate runs in this process. A child (`worker.py`) gets one candidate per request:
+cuSPARSELt can hang, crash and write past its buffers, so no candidate runs in this process. A child (`worker.py`) gets
+one candidate per request, as JSON through a pipe of its own:
 
-    {"device": "cuda:0", "environment": [...], "problem": [...], "algorithm": [id, split_k, mode], "effort": 1}
+    {"device": "cuda:0", "problem": [...], "algorithm": [id, split_k], "final": true}
     {"ok": true, "sparse_us": 188.7, "dense_us": 289.5}
-    {"ok": false, "reason": "wrong numbers ...", "deny": true}
+    {"ok": false, "reason": "wrong numbers ..."}
 
-"algorithm": null prepares a problem; that reply may have "max_id". "deny" means that the algorithm must not be used in
-this bucket again, "rejected" that the library itself refused the call. "effort" 0 screens: one input is checked, three
-times are taken. Finalists are checked on every input and timed longer.
+"algorithm": null prepares a problem; that reply has "max_id". Without "final", one input is checked and three times are
+taken; finalists are checked on every input and timed longer.
 """
 
-import math
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..problem import Algorithm, GemmProblem
-from .child import Child, Died
-from .records import SEGMENT_K, Measured, problem_record
-from .table import Table
+from .table import Entry, Measured, problem_record
+
+WORKER = [sys.executable, "-P", "-m", f"{__package__}.worker"]
 
 CANDIDATE_SECONDS = 10.0
 """For one candidate: more than a check and its timing take at any size. After it, the candidate counts as hung."""
 PREPARE_SECONDS = 180.0
 """For starting Python, torch and the device, drawing inputs, and the first runs of dense math."""
+KILL_SECONDS = 30.0
+"""A process whose device is stuck may take this long to end."""
 
 MOST_IDS = 64
-REJECTED_IN_A_ROW = 8
-"""Ids are tried until so many in a row are refused or kill the child. The range of ids differs between dtypes and
-layouts, so no constant marks its end, and a few refused ids may come before good ones."""
+"""Ids that are tried where the library does not say how many it has. It refuses the others quickly."""
 FIRST_IDS = (0, 17, 20, 12)
 """Tried before the others: the default, and the usual winners of bf16 on an H100 (published sweep:
 github.com/bcacdwk/vllmbench at 92a8ca4)."""
-SPLIT_K = (2, 4, SEGMENT_K)
-"""Segment-k last: it was seen to hang."""
+SPLIT_K = (2, 4)
 FEW = 3
-"""How many of the fastest are tried with split-k, and how many are measured again at the end."""
+"""How many of the fastest are tried with split-k, and how many without it are measured again at the end."""
+
+
+class Died(Exception):
+    """The child process ended, or cannot make a problem's inputs; the message says why."""
+
+
+class Child:
+    """A worker process, started by the first request and again after it died."""
+
+    def __init__(self, command: list[str]):
+        self.command = command
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Send one request and wait for its reply.
+
+        Raises:
+            Died: no reply came within `seconds`, or the child ended.
+        """
+        process = self._process or self._start()
+        try:
+            self._pipe.send_bytes(json.dumps(request).encode())
+            if self._pipe.poll(seconds):
+                return json.loads(self._pipe.recv_bytes())
+            how = f"no answer within {seconds:g} s"
+        except (OSError, EOFError):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            code = process.poll() or 0
+            how = f"it died of {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        self.stop()
+        raise Died(how)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._pipe, theirs = Pipe()
+        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with theirs:  # closed here, so that the pipe ends with the child
+            self._process = subprocess.Popen(
+                [*self.command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal then reaches this process alone, which ends the child
+            )
+        return self._process
+
+    def stop(self) -> None:
+        """Kill the process, if one runs.
+
+        Raises:
+            RuntimeError: it does not end.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._pipe.close()
+        process.kill()
+        try:
+            process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError("the autotuner's worker does not end when killed: the device seems stuck") from None
 
 
 class Search:
-    """The search for one problem. A failure goes into the table at once, so it is kept whatever happens next."""
+    """The search for one problem. `likely` ids are tried first, and `report` gets every new number of candidates."""
 
     def __init__(
         self,
-        table: Table,
         problem: GemmProblem,
         device: torch.device,
         child: Child,
+        likely: Iterable[int],
         report: Callable[[int, float | None], None],
     ):
-        self.table, self.problem, self.child, self.report = table, problem, child, report
-        self.request = {
-            "device": str(device),
-            "environment": list(table.environment),
-            "problem": problem_record(problem),
-        }
+        self.child, self.likely, self.report = child, likely, report
+        self.request = {"device": str(device), "problem": problem_record(problem)}
         self.is_prepared = False
-        self.rejected_in_a_row = 0
         self.tried = 0
-        self.untimed = ""  # why an algorithm that gave right numbers has no time
+        self.best: float | None = None
+        self.failures: list[str] = []
 
-    def run(self, seconds: float) -> str | None:
-        """Try candidates for about `seconds` and put the outcome into the table.
+    def run(self, seconds: float) -> Entry:
+        """Try candidates for about `seconds`; the final round takes additional time.
 
-        Returns:
-            None, or why nothing could be measured.
+        Raises:
+            Died: nothing could be tried.
         """
-        try:
-            last = self._prepare().get("max_id")
-            start = time.monotonic()
-            # Time may end each round early, except the final one: only its measurements are kept.
-            screened: list[Measured] = []
-            self._try_all(self._ids(last), screened, start + 0.7 * seconds)
-            fastest = [found.algorithm for found in sorted(screened, key=_by_speedup)[:FEW]]
-            variants = [Algorithm(best.id, split_k) for split_k in SPLIT_K for best in fastest]
-            self._try_all(variants, screened, start + 0.9 * seconds)
-            final = self._final_round(screened)
-        except Died as error:
-            return f"the worker failed: {error}"
-        except Unprepared as error:
-            return str(error)
-        if not final and self.untimed:
-            return f"no algorithm could be timed: {self.untimed}"
-        if not final and time.monotonic() > start + 0.7 * seconds:
-            return f"no algorithm passed the checks within {seconds:g} s"
-        self.table.add(self.problem, tuple(sorted(final, key=_by_speedup)))
-        return None
-
-    def _ids(self, last: Any) -> Iterator[Algorithm]:
-        """Algorithms without split-k, the likely ones first, because time may not last for all.
-
-        Likely is what won at other sizes, then `FIRST_IDS`.
-        """
-        count = min(MOST_IDS, last + 1) if isinstance(last, int) else MOST_IDS
-        likely = [number for number in (*self.table.winners(self.problem), *FIRST_IDS) if number < count]
-        yield from map(Algorithm, dict.fromkeys(likely))
-        self.rejected_in_a_row = 0
-        for number in range(count):
-            if self.rejected_in_a_row == REJECTED_IN_A_ROW:
-                return
-            if number not in likely:
-                yield Algorithm(number)
-
-    def _final_round(self, screened: list[Measured]) -> list[Measured]:
-        """The fastest, and the fastest without split-k, checked on every input and measured again: the best of many
-        measurements is biased. Where one fails, the next takes its place."""
+        last = self._prepare()
+        start = time.monotonic()
+        screened = self._screen(self._ids(last), start + 0.7 * seconds)
+        fastest = [found.algorithm.id for found in sorted(screened, key=_by_speedup)[:FEW]]
+        variants = (Algorithm(number, split_k) for split_k in SPLIT_K for number in fastest)
+        screened += self._screen(variants, start + 0.9 * seconds)
+        # Checked on every input and measured again: the best of many measurements is biased. Where one fails, the next
+        # takes its place, and enough without split-k are left for deterministic runs.
         final: list[Measured] = []
+        for found in sorted(screened, key=_by_speedup):
+            if sum(passed.algorithm.split_k == 1 for passed in final) < FEW:
+                final += self._try(found.algorithm, final=True)
+        return Entry(tuple(sorted(final, key=_by_speedup)), tuple(self.failures))
 
-        def finalists() -> Iterator[Algorithm]:
-            for algorithm in (found.algorithm for found in sorted(screened, key=_by_speedup)):
-                deterministic = [found for found in final if found.algorithm.split_k == 1]
-                if len(final) < FEW or (algorithm.split_k == 1 and len(deterministic) < FEW):
-                    yield algorithm
+    def _ids(self, last: int | None) -> Iterator[Algorithm]:
+        """Algorithms without split-k, the likely ones first, because time may not last for all."""
+        count = MOST_IDS if last is None else min(MOST_IDS, last + 1)
+        likely = list(dict.fromkeys(number for number in (*self.likely, *FIRST_IDS) if number < count))
+        yield from map(Algorithm, likely)
+        yield from (Algorithm(number) for number in range(count) if number not in likely)
 
-        self._try_all(finalists(), final, math.inf, effort=3)
-        return final
-
-    def _try_all(
-        self, algorithms: Iterable[Algorithm], measured: list[Measured], deadline: float, effort: int = 0
-    ) -> None:
-        """Try candidates until the deadline; what passes goes into `measured` at once."""
+    def _screen(self, algorithms: Iterable[Algorithm], deadline: float) -> list[Measured]:
+        passed: list[Measured] = []
         for algorithm in algorithms:
             if time.monotonic() > deadline:
                 break
-            if self.table.unusable(self.problem, algorithm) is None:
-                measured += self._try(algorithm, effort)
-                self.tried += 1
-                self.report(self.tried, max((found.speedup for found in measured), default=None))
+            passed += self._try(algorithm, final=False)
+        return passed
 
-    def _try(self, algorithm: Algorithm, effort: int) -> list[Measured]:
+    def _try(self, algorithm: Algorithm, final: bool) -> list[Measured]:
         """A list with the measurement of one candidate, or an empty list."""
         if not self.is_prepared:
             self._prepare()
         try:
-            reply = self.child.ask({**self.request, "algorithm": algorithm, "effort": effort}, CANDIDATE_SECONDS)
+            reply = self.child.ask({**self.request, "algorithm": algorithm, "final": final}, CANDIDATE_SECONDS)
         except Died as error:
-            self.is_prepared = False
-            self.rejected_in_a_row += 1
-            self.table.fail(self.problem, algorithm, str(error))
-            return []
-        self.rejected_in_a_row = self.rejected_in_a_row + 1 if reply.get("rejected") is True else 0
-        if not reply["ok"]:
-            reason = str(reply.get("reason"))[:300]
-            if reply.get("deny") is True:
-                self.table.fail(self.problem, algorithm, reason)
-            elif reply.get("rejected") is not True:
-                self.untimed = reason
-            return []
-        times: list[Any] = [reply.get("sparse_us"), reply.get("dense_us")]
-        if not all(type(us) in (int, float) and 0 < us < math.inf for us in times):
-            self.table.fail(self.problem, algorithm, f"it reported impossible times: {str(times)[:100]}")
-            return []
-        return [Measured(algorithm, *map(float, times))]
+            self.is_prepared, reply = False, {"ok": False, "reason": str(error)}
+        found = []
+        if reply["ok"]:
+            found = [Measured(algorithm, reply["sparse_us"], reply["dense_us"])]
+            self.best = max(self.best or 0.0, found[0].speedup)
+        else:
+            self.failures.append(f"{algorithm}: {reply['reason']}"[:300])
+        self.tried += 1
+        self.report(self.tried, self.best)
+        return found
 
-    def _prepare(self) -> dict[str, Any]:
-        """Have the child make the problem's inputs. Tried twice, because a device may need a moment after a crash.
-
-        Raises:
-            Died: both times.
-            Unprepared: the child replies that it cannot.
-        """
-        for again in (True, False):
-            try:
-                reply = self.child.ask({**self.request, "algorithm": None}, PREPARE_SECONDS)
-                break
-            except Died:
-                if not again or not self.child.has_answered:
-                    raise
+    def _prepare(self) -> int | None:
+        """Have the child make the problem's inputs; the library's largest id, or None where it does not say."""
+        reply = self.child.ask({**self.request, "algorithm": None}, PREPARE_SECONDS)
         if not reply["ok"]:
-            raise Unprepared(f"the problem cannot be tried: {str(reply.get('reason'))[:300]}")
+            raise Died(f"the problem cannot be tried: {reply['reason']}"[:300])
         self.is_prepared = True
-        return reply
-
-
-class Unprepared(Exception):
-    """The child cannot make the problem's inputs, or dense math on them is inaccurate."""
+        return reply["max_id"]
 
 
 def _by_speedup(measured: Measured) -> float:

@@ -1,164 +1,143 @@
-"""What was measured, on disk and in memory: times, and algorithms that failed and are never run again.
+"""What was measured: one JSON file per environment in the user's cache.
 
-One JSON file per environment in the user's cache, because the meaning of an algorithm id, and its speed, depend on the
-device and on the versions of torch and cuSPARSELt. A file that cannot be read, or has another format, counts as absent:
-one warning says so, and the next save replaces it.
+The meaning of an algorithm id, and its speed, depend on the device and on the versions of torch and cuSPARSELt. A file
+that cannot be read, or has another format, counts as absent with a warning, and the next tuning replaces it.
 """
 
+import hashlib
 import json
-import math
 import os
+import re
 import tempfile
 import warnings
-from collections import Counter
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+
+from .. import cusparselt
+from ..cusparselt import DTYPES, MULTIPLE
 from ..problem import Algorithm, GemmProblem
-from .records import (
-    SEGMENT_K,
-    SEGMENT_K_FROM,
-    Environment,
-    Measured,
-    bucket,
-    bucket_start,
-    parse_problem,
-    problem_record,
-)
 
-FORMAT = 3
+FORMAT = 4
 
-Entries = dict[GemmProblem, tuple[Measured, ...]]
-"""For each problem the algorithms of its final round, the fastest first."""
+BUCKETS = tuple(edge for power in range(4, 32) for edge in (2**power, 3 * 2 ** (power - 1)) if edge % MULTIPLE == 0)
 
-Failures = dict[tuple[GemmProblem, Algorithm], str]
-"""Why an algorithm hung, crashed or gave wrong numbers; n of the problem is that of the bucket.
-
-A failure excludes the algorithm from that bucket, and from no other size: all of them are checked by themselves, and a
-time-out on a busy machine, or a wrong result of one odd size, would else cost every other size its best.
-"""
-
-_warned: set[str] = set()
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
-class Table:
-    """Everything known in one environment, including what this process has added."""
+def bucket(n: int) -> int:
+    """The largest n that shares a verdict with `n`: the next power of two or midpoint of two (16, 32, 48, 64, 96, ...).
 
-    def __init__(self, environment: Environment):
-        self.environment = environment
-        self.entries, self.failures = self._read()
-        self._added: Entries = {}
-        self._failed: Failures = {}
-
-    def add(self, problem: GemmProblem, candidates: tuple[Measured, ...]) -> None:
-        self.entries[problem] = self._added[problem] = candidates
-
-    def fail(self, problem: GemmProblem, algorithm: Algorithm, reason: str) -> None:
-        key = _in_bucket(problem), algorithm
-        self.failures[key] = self._failed[key] = reason
-
-    def in_bucket_of(self, problem: GemmProblem) -> Entries:
-        """What was measured in the bucket of a problem, the largest n first."""
-        found = [key for key in self.entries if _in_bucket(key) == _in_bucket(problem)]
-        return {key: self.entries[key] for key in sorted(found, key=lambda key: -key.n)}
-
-    def winners(self, problem: GemmProblem) -> list[int]:
-        """Ids that were fastest for other problems of this dtype and layout, the most frequent first."""
-        alike = [found[0].algorithm.id for key, found in self.entries.items() if found and key[3:] == problem[3:]]
-        return [number for number, _ in Counter(alike).most_common()]
-
-    def unusable(self, problem: GemmProblem, algorithm: Algorithm) -> str | None:
-        """Why an algorithm is neither tried nor used for a problem and its bucket, or None where it may be."""
-        if algorithm.split_k == SEGMENT_K and bucket_start(problem.n) < SEGMENT_K_FROM:
-            return f"segment-k may hang below n = {SEGMENT_K_FROM}"
-        return self.failures.get((_in_bucket(problem), algorithm))
-
-    def save(self) -> None:
-        """Add what this process measured to the user's file, beside what others have saved there meanwhile."""
-        if not self._added and not self._failed:
-            return
-        entries, failures = self._read()
-        text = _dump(self.environment, entries | self._added, failures | self._failed)
-        try:
-            path = user_directory() / self.environment.file_name()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, text)
-        except OSError as error:
-            _warn_once(f"measurements cannot be saved ({error}): they are lost when this process ends")
-
-    def _read(self) -> tuple[Entries, Failures]:
-        """What the user's file holds: nothing where there is none, or, with a warning, where it cannot be read."""
-        try:
-            path = user_directory() / self.environment.file_name()
-            return _parse(path.read_text(), self.environment) if path.exists() else ({}, {})
-        except (ArithmeticError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__}: {str(error)[:200]}"
-            _warn_once(f"earlier measurements cannot be read ({what}): all counts as not tuned, and is measured anew")
-            return {}, {}
+    Rounded up, because full batches are usually powers of two and the last batch is smaller. Only comparisons, so
+    torch.compile turns a dynamic n into a guard on this range.
+    """
+    for edge in BUCKETS:
+        if n <= edge:
+            return edge
+    return BUCKETS[-1]
 
 
-def user_directory() -> Path:
-    """`$SPARSE24_CACHE`, or `sparse24` in `$XDG_CACHE_HOME` (where that is absolute), or `~/.cache/sparse24`.
+def bucket_start(n: int) -> int:
+    """The smallest n that shares a verdict with `n`."""
+    index = BUCKETS.index(bucket(n))
+    return BUCKETS[index - 1] + 1 if index else 1
+
+
+class Environment(NamedTuple):
+    """What a measurement is valid for besides its problem. Versions as torch gives them: cuSPARSELt 0.8.1 is "801"."""
+
+    device: str
+    capability: str
+    torch: str
+    cusparselt: str
+
+    def path(self) -> Path:
+        """The file of this environment, in `$SPARSE24_CACHE`, `$XDG_CACHE_HOME/sparse24` or `~/.cache/sparse24`.
+
+        Raises:
+            RuntimeError: it is in the home directory, and there is none.
+        """
+        own, shared = os.environ.get("SPARSE24_CACHE"), os.environ.get("XDG_CACHE_HOME")
+        folder = Path(own) if own else Path(shared or "~/.cache") / "sparse24"
+        readable = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(self)).strip("-")
+        unique = hashlib.sha256(json.dumps(self).encode()).hexdigest()[:8]
+        return folder.expanduser() / f"{readable}-{unique}.json"
+
+
+def current_environment(device: torch.device) -> Environment:
+    """The environment of this process on `device`."""
+    name, capability = device.type, ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    return Environment(name, capability, str(torch.__version__), str(cusparselt.version()))
+
+
+class Measured(NamedTuple):
+    """An algorithm that passed its checks, with its time and that of dense math, measured in turns."""
+
+    algorithm: Algorithm
+    sparse_us: float
+    dense_us: float
+
+    @property
+    def speedup(self) -> float:
+        return self.dense_us / self.sparse_us
+
+
+class Entry(NamedTuple):
+    """The outcome of a search: the algorithms that passed every check, the fastest first, and why others failed."""
+
+    candidates: tuple[Measured, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+Table = dict[GemmProblem, Entry]
+"""Outcomes by problem, whose n is that of its bucket."""
+
+
+def problem_record(problem: GemmProblem) -> list[Any]:
+    """A problem of one dtype as JSON; `parse_problem` reads it back."""
+    m, n, k, dtype, column_major, transposed, *_ = problem
+    return [m, n, k, str(dtype).removeprefix("torch."), column_major, transposed]
+
+
+def parse_problem(record: list[Any]) -> GemmProblem:
+    m, n, k, dtype, column_major, transposed = record
+    return GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
+
+
+def read(environment: Environment) -> Table:
+    """What the file of an environment holds: nothing where there is none or, with a warning, where it is damaged."""
+    try:
+        path = environment.path()
+        data = json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "entries": []}
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}")
+        return {
+            parse_problem(problem): Entry(
+                tuple(Measured(Algorithm(*found), float(sparse), float(dense)) for found, sparse, dense in candidates),
+                tuple(map(str, failures)),
+            )
+            for problem, (candidates, failures) in data["entries"]
+        }
+    except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        message = f"sparse24 autotune: earlier measurements cannot be read ({what}): all counts as not tuned"
+        warnings.warn(message, stacklevel=2)
+        return {}
+
+
+def write(environment: Environment, table: Table) -> None:
+    """Replace the file of an environment completely or not at all, so that no reader sees half of it.
 
     Raises:
-        FileNotFoundError: it is in the home directory, and there is none.
+        OSError: the folder cannot be written.
     """
-    own, shared = os.environ.get("SPARSE24_CACHE"), Path(os.environ.get("XDG_CACHE_HOME", ""))
-    path = Path(own) if own else (shared if shared.is_absolute() else Path("~/.cache")) / "sparse24"
-    try:
-        return path.expanduser()
-    except RuntimeError:  # Python would go on with a directory that is called "~"
-        raise FileNotFoundError(f"no home directory for {path}: set SPARSE24_CACHE to a directory") from None
-
-
-def forget_warnings() -> None:
-    _warned.clear()
-
-
-def _in_bucket(problem: GemmProblem) -> GemmProblem:
-    return problem._replace(n=bucket(problem.n))
-
-
-def _dump(environment: Environment, entries: Entries, failures: Failures) -> str:
-    data = {
-        "format": FORMAT,
-        "environment": environment,
-        "entries": [[problem_record(problem), candidates] for problem, candidates in entries.items()],
-        "failures": [[problem_record(problem), *found, reason] for (problem, *found), reason in failures.items()],
-    }
-    return json.dumps(data, indent=1) + "\n"
-
-
-def _parse(text: str, environment: Environment) -> tuple[Entries, Failures]:
-    data = json.loads(text)
-    if data["format"] != FORMAT or data["environment"] != list(environment):
-        raise ValueError(f"format {data['format']} of {data['environment']}")
-    entries = {parse_problem(problem): tuple(map(_parse_measured, found)) for problem, found in data["entries"]}
-    failures = {(parse_problem(problem), Algorithm(*found)): str(why) for problem, found, why in data["failures"]}
-    return entries, failures
-
-
-def _parse_measured(record: list) -> Measured:
-    algorithm, sparse_us, dense_us = record
-    if not all(math.isfinite(us) and us > 0 for us in (sparse_us, dense_us)):
-        raise ValueError(f"no times: {sparse_us}, {dense_us}")
-    return Measured(Algorithm(*algorithm), sparse_us, dense_us)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file completely or not at all, so no reader sees half of it, even after a crash."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with open(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _warn_once(what: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
-        warnings.warn(f"sparse24 autotune: {what}", stacklevel=2)
+    entries = [[problem_record(problem), entry] for problem, entry in table.items()]
+    path = environment.path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+        json.dump({"format": FORMAT, "environment": environment, "entries": entries}, file, indent=1)
+    os.replace(file.name, path)

@@ -18,21 +18,13 @@ Sample = Callable[[], tuple[float, Tensor]]
 Result = TypeVar("Result")
 
 
-class NotCaptured(Exception):
-    """No CUDA graph takes the call, because it waits for the device, or allocates beside torch. So it has no time."""
-
-
 def sampler(call: Callable[[], Tensor], flush: Tensor) -> Sample:
     """A function that times `call`. `flush` is memory several times as large as the L2 cache.
 
     Raises:
-        NotCaptured: no CUDA graph takes the call.
+        RuntimeError: no CUDA graph takes the call.
     """
-    try:
-        replay, result = capture(call)
-    except RuntimeError as error:
-        torch.cuda.synchronize()  # a device fault raises here again, and is no matter of the graph
-        raise NotCaptured(f"no CUDA graph takes this call: {error}".split("\n")[0]) from None
+    replay, result = capture(call)
 
     def sample() -> tuple[float, Tensor]:
         result.fill_(math.nan)  # what the last replay left must not pass for what this one writes

@@ -4,7 +4,6 @@ Run as `python -m sparse24_kernels.gemm.autotune.worker FILE_DESCRIPTOR`; `searc
 """
 
 import json
-import math
 import signal
 import sys
 from collections.abc import Callable
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..problem import Algorithm, GemmProblem
+from ..problem import Algorithm
 from .check import Case, Library, Rejected, prepare, try_candidate
-from .records import parse_problem
+from .table import parse_problem
 
 
 class Worker:
@@ -24,7 +23,6 @@ class Worker:
     def __init__(self, make_library: Callable[[torch.device], Library]):
         self.make_library = make_library
         self.library: Library | None = None
-        self.problem: GemmProblem | None = None
         self.cases: list[Case] = []
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -32,27 +30,19 @@ class Worker:
             self.library = self.make_library(torch.device(request["device"]))
         try:
             if request["algorithm"] is None:
-                return self._prepare(self.library, parse_problem(request["problem"]), request["environment"])
-            if parse_problem(request["problem"]) != self.problem:
-                raise Rejected("this problem was not prepared", deny=False)
+                self.cases = []  # frees the last problem's memory first
+                self.cases = prepare(self.library, parse_problem(request["problem"]))
+                return {"ok": True, "max_id": self.library.last_id()}
             algorithm = Algorithm(*request["algorithm"])
-            sparse_us, dense_us = try_candidate(self.library, self.cases, algorithm, request["effort"])
+            sparse_us, dense_us = try_candidate(self.library, self.cases, algorithm, request["final"])
             return {"ok": True, "sparse_us": sparse_us, "dense_us": dense_us}
         except Rejected as error:
-            return {"ok": False, "reason": str(error), "deny": error.deny}
+            return {"ok": False, "reason": str(error)}
         except RuntimeError as error:
             # A refusal leaves the device as it was. After a device fault this line raises again: the process ends, and
             # the parent starts another.
             self.library.synchronize()
-            return {"ok": False, "reason": str(error).strip().split("\n")[0], "rejected": True}
-
-    def _prepare(self, library: Library, problem: GemmProblem, environment: list[str]) -> dict[str, Any]:
-        if list(library.environment()) != environment:
-            raise Rejected(f"the worker sees another device or library: {library.environment()}", deny=False)
-        self.problem, self.cases = None, []  # frees the last problem's memory first
-        self.cases = prepare(library, problem)
-        self.problem = problem
-        return {"ok": True, "max_id": library.last_id()}
+            return {"ok": False, "reason": str(error).strip().split("\n")[0]}
 
 
 @torch.no_grad()
@@ -64,7 +54,7 @@ def main(pipe: Connection, make_library: Callable[[torch.device], Library] = Lib
             request = json.loads(pipe.recv_bytes())
         except EOFError:
             return
-        signal.alarm(math.ceil(request["seconds"]) + 60)  # ends a hang even if the parent is gone
+        signal.alarm(300)  # ends a hang even if the parent is gone
         pipe.send_bytes(json.dumps(worker.answer(request)).encode())
         signal.alarm(0)
 
