@@ -209,8 +209,8 @@ def _training(config: Sparse24Config, hyperparameters: Mapping[str, Any] | None,
 
 def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
     """The repository that the model was loaded from; None where it was a directory, or is `model_id` itself."""
-    name = model.config.name_or_path
-    is_repository = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name or "") and not Path(name).exists()
+    name = model.config.name_or_path or ""
+    is_repository = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not Path(name).exists()
     return name if is_repository and name != model_id else None
 
 
