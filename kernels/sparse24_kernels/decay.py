@@ -70,4 +70,4 @@ def foreach_masked_decay_(
             )
         check_mask("masked_decay_", mask, weight)
         check_device("masked_decay_", grad, weight, mask)
-    reference.decay.masked_decay_(grads, weights, masks, list(map(float, alphas)))
+    reference.decay.masked_decay_(list(grads), list(weights), list(masks), list(map(float, alphas)))

@@ -75,7 +75,8 @@ class GemmBackend(Protocol):
         Raises:
             NotImplementedError: `plan` accepted such a problem without this method.
         """
-        raise NotImplementedError(f"backend={self.name!r} planned a GEMM that it has no method for")
+        reason = f"backend={self.name!r} planned a GEMM that it has no method for"
+        raise NotImplementedError(reason)  # raised directly, a text would make the method abstract for mypy
 
 
 class GemmPlan(NamedTuple):

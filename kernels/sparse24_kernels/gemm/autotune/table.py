@@ -112,7 +112,7 @@ def read(environment: Environment) -> Table:
     """What the file of an environment holds: nothing where there is none or, with a warning, where it is damaged."""
     try:
         path = environment.path()
-        data = json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "entries": []}
+        data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "entries": []}
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}")
         return {
