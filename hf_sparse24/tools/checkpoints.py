@@ -20,8 +20,14 @@ from .tables import print_table
 
 _WEIGHTS = ("*.safetensors", "*.json")
 _OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
-_OF_A_MODEL = ("config.json", "generation_config.json", "*.index.json", "trainer_state.json", "*_results.json")
-_OF_A_MODEL += ("sparse24*.json", "adapter_*.json")
+_OF_A_MODEL: tuple[str, ...] = (
+    "config.json",
+    "generation_config.json",
+    "*.index.json",
+    "trainer_state.json",
+    "*_results.json",
+)
+_OF_A_MODEL = (*_OF_A_MODEL, "sparse24*.json", "adapter_*.json")
 
 
 def add_commands(commands) -> None:

@@ -103,7 +103,7 @@ def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: to
 
 def sparse_problems(weight: SparseWeight, tokens: int, dtype: torch.dtype) -> dict[str, GemmProblem]:
     """The GEMMs of a layer that sparse tensor cores can run, by name; none of a stack of experts."""
-    found = {}
+    found: dict[str, GemmProblem] = {}
     for gemm in [] if weight.is_stack else weight.method.gemms:
         problem = gemm.problem(tokens, *weight.sizes, dtype)
         if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None:

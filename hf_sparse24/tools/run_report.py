@@ -172,10 +172,9 @@ def _layers(run: Run) -> Figure:
     columns = [lines[i : i + together] for i in range(0, len(lines), together)]
     rows = [Row(label, [_mean_rate(column, names, sizes) for column in columns]) for label, names in groups]
     edges = [min(run.starts[0].step, lines[0].step - 1), *(column[-1].step for column in columns)]
-    note = (
-        f"Rows: {len(measured)} layers{rule}, the first of the model at the top. A cell is the mean of {together} logs "
-    )
-    note += "and ends at the step of the last; shades follow the square root."
+    mean = f" Each cell is the mean of {together} logs." if together > 1 else ""
+    note = f"Rows: {len(measured)} layers{rule}, the first of the model at the top.{mean} A cell ends at the step "
+    note += "it was logged at; shades follow the square root."
     svg = charts.svg(charts.heat_map(rows, edges, X_LABEL, "%"), "layers")
     return Figure("layers", "Flip rate by layer", svg, note, is_wide=True)
 
