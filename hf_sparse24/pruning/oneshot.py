@@ -30,7 +30,7 @@ from .calibration import Gram, Sample, calibrate, check_batch, matrix
 
 logger = get_logger(__name__)
 
-CRITERIA = ("magnitude", "wanda", "sparsegpt")
+CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,12 @@ def oneshot(
             the layers as in `patch_model`.
         criterion: the score by which N weights of every group of M inputs are kept:
 
-            * `"magnitude"`: its absolute value, so that a model that is N:M sparse already stays as it is;
+            * `"magnitude"`: its absolute value;
             * `"wanda"`: its absolute value times the norm of its input (arXiv 2306.11695);
             * `"sparsegpt"`: the output error of pruning it once the weights to its right have made up for it, as they
-              then do (arXiv 2301.00774); weights of inputs that are never active become zero.
+              then do (arXiv 2301.00774); weights of inputs that are never active become zero;
+            * `"existing"`: its absolute value, for a model that has zeros already, which are dropped first; `dropped`
+              in the report counts the non-zeros that had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights and the bias, if any, to the least-squares optimum of the layer's output
             (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
         damping: pull towards the dense weights, as a share of the mean squared input, which SparseGPT and the
@@ -144,7 +146,7 @@ def oneshot(
             which are not calibrated; an unknown `criterion`; a negative `damping`; no data, or batches of something
             else; batches with the same names that run other blocks; a model that runs parts of its blocks, or whose
             blocks leave more behind than what they return; targeted layers that no token reaches; activations with NaN
-            or inf.
+            or inf; `"existing"` for a model without zeros.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
     one damped least-squares problem for weights and bias, solved to its minimum instead of 1000 steps of Adam; every
@@ -173,7 +175,7 @@ def oneshot(
     reports: dict[str, LayerReport] = {}
     masks: dict[int, Tensor] = {}
     try:
-        _check_weights(weights)
+        _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         # A Gram matrix costs as much as running the block: only what moves weights needs it.
         kind = Gram if reconstruct or criterion == "sparsegpt" else Sample
@@ -220,7 +222,7 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, d
         raise ValueError("the model is already patched; call unpatch_model(model) first")
 
 
-def _check_weights(weights: dict[str, SparseWeight]) -> None:
+def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
     stacks = [name for name, weight in weights.items() if weight.is_stack]
     if stacks:
         names = sorted({name.rpartition(".")[2] for name in stacks})
@@ -235,6 +237,8 @@ def _check_weights(weights: dict[str, SparseWeight]) -> None:
         raise ValueError(
             f"{layer_name(meta[0])} has no weight yet (meta device, or offloaded): load the model onto a device first"
         )
+    if criterion == "existing" and all(weight.parameter.all() for weight in weights.values()):
+        raise ValueError("criterion='existing': the targeted weights have no zeros; use 'wanda', or 'magnitude'")
 
 
 def _prune_weight(
