@@ -13,7 +13,6 @@ from .methods import SparseMethod, method_class
 from .methods.context import DENSE
 from .methods.settings import SHARED, shown
 from .progress import get_logger
-from .weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
 
@@ -149,8 +148,10 @@ def sparse_run(model: nn.Module) -> SparseRun | None:
     Returns:
         The `SparseRun` that its sparse weights share; None of a model that is not patched.
     """
-    runs: Iterator[Any] = (weight.run for weight in sparse_weights(model).values())
-    return next(runs, None)
+    for module in model.modules():
+        for weight in module.__dict__.get("sparse24", {}).values():
+            return weight.run
+    return None
 
 
 def patched_config(model: nn.Module) -> Sparse24Config | None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..layers.experts import find_input_dim, stacked_parameters
 from ..layers.packed import pack_weight
+from ..patching.stacks import find_input_dim, stacked_parameters
 from ..weights.packed_weight import PackedFormat, buffer_names, packed_weight_name, packed_weights
 from .safetensors_file import DTYPES, header_hash
 

@@ -24,15 +24,11 @@ Known limit: code that takes over the block around the experts and reads their P
 the Hub do with `use_kernels=True`, computes with the dense weights.
 """
 
-import inspect
-import re
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..methods import SparseMethod
 from ..run import SparseRun
 from ..weights.sparse_weight import SparseWeight
 from .made_classes import Made, made_class
@@ -67,14 +63,11 @@ class SparseExperts(Made, SparseModule):
         return {name: _weight_property(name) for name in key}
 
     @classmethod
-    def from_dense(cls, module: nn.Module, name: str, run: SparseRun) -> nn.Module:
+    def from_dense(cls, module: nn.Module, name: str, input_dim: int, run: SparseRun) -> nn.Module:
         """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow.
 
-        State comes from the weight as it is; on the meta device it waits for a checkpoint.
+        State comes from the weight as it is; on the meta device it waits for a checkpoint. `input_dim` is -1 or -2.
         """
-        input_dim = find_input_dim(module, name)
-        if input_dim is None:
-            raise ValueError(f"{type(module).__name__}.{name}: unknown which of its dimensions is the input dimension")
         SparseWeight.attach(module, name, input_dim, run)
         if not isinstance(module, SparseExperts):
             module.__dict__.update(dense_class=type(module), pruned=[])
@@ -117,71 +110,3 @@ def _weight_property(name: str) -> property:
         return _StraightThrough.apply(master, running[-1][name]) if running else master
 
     return property(read)
-
-
-def stacked_parameters(module: nn.Module) -> list[str]:
-    """Names of the module's 3-D Parameters."""
-    return [name for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3]
-
-
-def is_stacked_experts(name: str, module: nn.Module) -> bool:
-    """Whether a module, called `name`, holds weights of several experts as 3-D Parameters."""
-    named_so = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
-    return named_so and bool(stacked_parameters(module))
-
-
-def unsupported_method(method: SparseMethod) -> str | None:
-    """Why a method cannot make stacked experts sparse, which have no layers of their own; None where it can."""
-    gemms = method.gemms
-    if gemms.output.estimator != "none":
-        return "stacked experts: activations cannot be pruned"
-    if any(gemm.precision != "native" for gemm in gemms):
-        return "stacked experts: FP8 cannot be simulated"
-    if gemms.grad_input.weight != gemms.output.weight:
-        return f"stacked experts: method {method.name!r} multiplies by another weight in the backward pass"
-    if type(method).adapt_output is not SparseMethod.adapt_output:
-        return f"stacked experts: method {method.name!r} adds to what a layer returns"
-    return None
-
-
-def gradient_note(method: SparseMethod) -> str | None:
-    """How the gradients of stacked experts differ from those of the method's layers; None where they do not."""
-    pruned = [gemm.estimator for gemm in method.gemms[1:] if gemm.estimator != "none"]
-    return f"exact gradients, no {pruned[0]}" if pruned else None
-
-
-def find_input_dim(module: nn.Module, name: str) -> int | None:
-    """Which dimension of a 3-D Parameter is the input dimension, -1 or -2; None where that is not known.
-
-    Transformers' `use_experts_implementation` says so in the attribute `is_transposed`. Other classes say it in their
-    forward, by what multiplies by the Parameter.
-    """
-    transposed = getattr(module, "is_transposed", None)
-    if isinstance(transposed, bool):
-        return -2 if transposed else -1
-    cls: type = module.__dict__.get("dense_class", type(module))
-    return _input_dim_by_source(cls, name)
-
-
-@cache
-def _input_dim_by_source(cls: type, name: str) -> int | None:
-    """`linear(x, W[e])` contracts the last dimension; `bmm(x, W)`, `matmul(x, W[e])` and `x @ W[e]` the one before, or
-    the last of `W.transpose(1, 2)`."""
-    try:
-        source = inspect.getsource(cls.forward)  # type: ignore[attr-defined]  # every module has one
-    except (OSError, TypeError):
-        return None
-    weight = rf"self\.{re.escape(name)}\b(?:\[\w+\])?"
-    transpose = r"(?P<transposed>\.transpose\((?:1, 2|2, 1|-1, -2|-2, -1)\)|\.mT)?"
-    argument = r"(?:[^(),]|\((?:[^()]|\([^()]*\))*\))+"
-    uses = re.finditer(
-        rf"(?P<function>\w+)\({argument},\s*{weight}{transpose}\s*[,)]|@\s*{weight}{transpose.replace('P<', 'P<at_')}",
-        source,
-    )
-    dims = set()
-    for use in uses:
-        if use["function"] == "linear":
-            dims.add(-2 if use["transposed"] else -1)
-        elif use["function"] in ("bmm", "matmul", "mm", None):
-            dims.add(-1 if use["transposed"] or use["at_transposed"] else -2)
-    return dims.pop() if len(dims) == 1 else None

@@ -8,12 +8,12 @@ multi-modal one, cannot know of the whole. So `adopt` runs whenever the whole pa
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..run import SparseRun, sparse_run
+from ..run import SparseRun
 from ..weights.place import layer_name
 from ..weights.sparse_weight import sparse_weights
 
@@ -32,10 +32,10 @@ def adopt(model: nn.Module) -> SparseRun | None:
     Raises:
         ValueError: parts have different configs: one controller cannot run them, one file not describe them.
     """
-    run = sparse_run(model)
-    if run is None:
-        return None
     weights = sparse_weights(model)
+    if not weights:
+        return None
+    run = cast(SparseRun, next(iter(weights.values())).run)
     for name, weight in weights.items():
         if weight.run is not run and not _is_unused_copy(weight.run, run):
             raise ValueError(

@@ -76,33 +76,29 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
             "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
         )
-    run = sparse_run(model)
-    if run is None:
-        run, candidates = _make_sparse(model, config or Sparse24Config())
-    elif config is None or config == run.config:
-        candidates = find_candidates(model, run)
-    else:
+    current = sparse_run(model)
+    if current is None:
+        _check_patchable(model)
+    elif config is not None and config != current.config:
         raise ValueError(
-            f"the model is already patched with another config ({run.config.difference(config)}); call "
+            f"the model is already patched with another config ({current.config.difference(config)}); call "
             f"unpatch_model(model) first"
         )
+    run = current or SparseRun(config or Sparse24Config())
+    candidates = find_candidates(model, run)
+    if current is None:
+        _make_sparse(model, run, candidates)
     adopt(model)
     return make_report(model, run.config, candidates)
 
 
-def _make_sparse(model: nn.Module, config: Sparse24Config) -> tuple[SparseRun, list[Candidate]]:
-    """The run of a model that has become sparse, all of it or nothing, and what was found in it."""
-    _reject_wrapped(model)
-    _reject_quantized(model)
-    _reject_lazy(model)
-    check_unmerged(model)
-    run = SparseRun(config)
-    candidates = find_candidates(model, run)
+def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) -> None:
+    """Make what is not skipped sparse: all of it, or nothing."""
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
         reasons = sorted({f"{c.name.rpartition('.')[2]}: {c.skipped}" for c in candidates}) or ["no linear layers"]
         raise ValueError(
-            f"nothing to patch: target_modules={config.target_modules!r} leaves no layer to make sparse ("
+            f"nothing to patch: target_modules={run.config.target_modules!r} leaves no layer to make sparse ("
             + "; ".join(reasons[:8])
             + ")"
         )
@@ -111,7 +107,7 @@ def _make_sparse(model: nn.Module, config: Sparse24Config) -> tuple[SparseRun, l
         for target in targets:
             check_whole(target.name, target.weight)
             if target.is_stack:
-                SparseExperts.from_dense(target.module, target.parameter, run)
+                SparseExperts.from_dense(target.module, target.parameter, target.input_dim, run)
             else:
                 layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
                 layer_class.from_dense(target.module, run)
@@ -124,7 +120,6 @@ def _make_sparse(model: nn.Module, config: Sparse24Config) -> tuple[SparseRun, l
         for owner in list(run.owners):
             name_layers(owner, run)
         raise
-    return run, candidates
 
 
 @torch.no_grad()
@@ -235,6 +230,14 @@ def set_phase(model: nn.Module, phase: str) -> None:
 def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={model!r}: must be a torch.nn.Module, such as a model of Transformers; load it first")
+
+
+def _check_patchable(model: nn.Module) -> None:
+    """Raise ValueError where a model cannot be patched as it is."""
+    _reject_wrapped(model)
+    _reject_quantized(model)
+    _reject_lazy(model)
+    check_unmerged(model)
 
 
 def _reject_wrapped(model: nn.Module) -> None:

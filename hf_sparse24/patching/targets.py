@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..adapters import bypasses_layer, is_adapter
-from ..layers.experts import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
 from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
 from ..run import SparseRun
 from ..weights.place import layer_name
+from .stacks import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
 
 # Usual names of modules, and of their classes, in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
@@ -54,6 +54,13 @@ class Candidate(NamedTuple):
     @property
     def is_stack(self) -> bool:
         return self.weight.dim() == 3
+
+    @property
+    def input_dim(self) -> int:
+        """Which of the weight's dimensions is the input dimension, -1 or -2."""
+        found = find_input_dim(self.module, self.parameter)
+        assert found is not None  # otherwise it is skipped
+        return found
 
 
 class Place(NamedTuple):

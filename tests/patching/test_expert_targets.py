@@ -10,7 +10,7 @@ from sparse_models import logits
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, oneshot, pack_model, patch_model, sparse_weights, unpatch_model
-from hf_sparse24.layers.experts import find_input_dim
+from hf_sparse24.patching.stacks import find_input_dim
 from hf_sparse24.tools import doctor
 
 
