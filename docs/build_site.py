@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_sparse24 import METHODS, describe_settings
+from hf_sparse24 import describe_settings
+from hf_sparse24.methods import METHODS
 from hf_sparse24.tools.cli import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent

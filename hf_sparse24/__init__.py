@@ -12,15 +12,14 @@ from .checkpoints.hub import push_to_hub
 from .config import Sparse24Config
 from .layers.gated import fuse_gated_mlps, unfuse_gated_mlps
 from .layers.linear import Sparse24Conv1D, Sparse24Linear
-from .layers.packed import PackedConv1D, PackedLinear
-from .methods import METHODS, SparseMethod, StepAdamW, register_method, step_param_groups
+from .methods import register_method
 from .methods.describe import describe_settings
 from .patching.packing import pack_model, unpack_model
 from .patching.report import PatchReport
 from .patching.surgery import patch_model, unpatch_model
 from .peft_hooks import register_tuners as _register_tuners
-from .pruning.oneshot import OneshotReport, oneshot
-from .run import SparseRun, sparse_run
+from .pruning.oneshot import oneshot
+from .run import sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
 from .training.distillation import DistillationConfig, distill
@@ -31,11 +30,7 @@ from .weights.sparse_weight import sparse_weights
 _register_tuners()
 
 __all__ = [
-    "METHODS",
     "DistillationConfig",
-    "OneshotReport",
-    "PackedConv1D",
-    "PackedLinear",
     "PatchReport",
     "Sparse24Callback",
     "Sparse24Config",
@@ -43,9 +38,6 @@ __all__ = [
     "Sparse24Conv1D",
     "Sparse24Linear",
     "Sparse24Trainer",
-    "SparseMethod",
-    "SparseRun",
-    "StepAdamW",
     "__version__",
     "describe_settings",
     "distill",
@@ -59,7 +51,6 @@ __all__ = [
     "register_method",
     "sparse_run",
     "sparse_weights",
-    "step_param_groups",
     "unfuse_gated_mlps",
     "unpack_model",
     "unpatch_model",

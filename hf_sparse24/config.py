@@ -158,7 +158,11 @@ class Sparse24Config(QuantizationConfigMixin):
         return dict(self._given)
 
     def record(self, **values: Any) -> None:
-        """Write fields as they are, unchecked: for the run that owns this config, and for what was read from a file."""
+        """Write fields as they are, unchecked: for the run that owns this config, and for what was read from a file.
+
+        Args:
+            values: by name of the field.
+        """
         self.__dict__.update(values)
 
     @property

@@ -14,7 +14,8 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-from hf_sparse24 import METHODS, DistillationConfig, Sparse24Config
+from hf_sparse24 import DistillationConfig, Sparse24Config
+from hf_sparse24.methods import METHODS
 
 
 class UsageError(ValueError):

@@ -24,17 +24,8 @@ import transformers
 from stdlib_text import replace_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from hf_sparse24 import (
-    METHODS,
-    Sparse24Config,
-    Sparse24Controller,
-    StepAdamW,
-    __version__,
-    export_model,
-    oneshot,
-    patch_model,
-    step_param_groups,
-)
+from hf_sparse24 import Sparse24Config, Sparse24Controller, __version__, export_model, oneshot, patch_model
+from hf_sparse24.methods import METHODS, StepAdamW, step_param_groups
 from hf_sparse24.progress import Progress, count, duration
 
 QUICKSTART = LlamaConfig(

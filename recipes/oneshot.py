@@ -19,8 +19,8 @@ from text_data import DataArguments, make_datasets
 from train import collate_causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from hf_sparse24 import OneshotReport, oneshot
-from hf_sparse24.pruning.oneshot import CRITERIA
+from hf_sparse24 import oneshot
+from hf_sparse24.pruning.oneshot import CRITERIA, OneshotReport
 
 
 @dataclass

@@ -40,7 +40,8 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils.logging import tqdm
 
-from hf_sparse24 import Sparse24Controller, export_model, patch_model, sparse_run, step_param_groups
+from hf_sparse24 import Sparse24Controller, export_model, patch_model, sparse_run
+from hf_sparse24.methods import step_param_groups
 from hf_sparse24.weights.sharding import whole
 
 

@@ -13,7 +13,8 @@ from sparse24_kernels.gemm import autotune, cusparselt
 from sparse24_kernels.gemm.problem import Algorithm
 from torch import nn
 
-from hf_sparse24 import METHODS, Sparse24Config, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
+from hf_sparse24.methods import METHODS
 from hf_sparse24.methods.settings import GRADIENT_ESTIMATORS, GemmSettings
 from hf_sparse24.tools import doctor
 from hf_sparse24.weights.sparse_weight import SparseWeight

@@ -12,7 +12,8 @@ import pytest
 import torch
 import zoo
 
-from hf_sparse24 import METHODS, Sparse24Config, __version__, describe_settings, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, __version__, describe_settings, patch_model, unpatch_model
+from hf_sparse24.methods import METHODS
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config, sparse_run
 

@@ -11,15 +11,8 @@ from method_runs import STEPS, dataset, every_method, loop, method_config, run_s
 from sparse_models import assert_same_state, logits
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import (
-    METHODS,
-    Sparse24Controller,
-    Sparse24Trainer,
-    export_model,
-    patch_model,
-    sparse_weights,
-    unpatch_model,
-)
+from hf_sparse24 import Sparse24Controller, Sparse24Trainer, export_model, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config, sparse_run
 from hf_sparse24.tools import doctor

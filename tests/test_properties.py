@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import METHODS, Sparse24Config, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.methods import METHODS
 from hf_sparse24.methods.settings import SHARED
 from hf_sparse24.metrics import is_nm_sparse
 

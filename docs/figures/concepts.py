@@ -14,8 +14,9 @@ from sparse24_kernels.masks import count_flips
 from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, bare, cells, matrix, picture
 from torch import Tensor
 
-from hf_sparse24 import Sparse24Config, SparseRun
+from hf_sparse24 import Sparse24Config
 from hf_sparse24.metrics import kept_magnitude
+from hf_sparse24.run import SparseRun
 from hf_sparse24.training.decay_search import FEASIBLE
 
 

@@ -65,7 +65,14 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
 
 
 def unfuse_gated_mlps(model: nn.Module) -> list[str]:
-    """Undo `fuse_gated_mlps` in place, and return the names of the modules that were fused, in module order."""
+    """Undo `fuse_gated_mlps`, in place.
+
+    Args:
+        model: any model.
+
+    Returns:
+        Names of the modules that were fused, in module order.
+    """
     fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
     for module in fused.values():
         module.__class__ = module.made_of[1]

@@ -33,8 +33,10 @@ class StepAdamW(torch.optim.Optimizer):
     Args:
         params: parameter groups. Those with `"masked": True` take part in AutoSwitch and in phase 2; all others are
             plain AdamW throughout. `step_param_groups` makes the groups of a patched model.
-        lr, weight_decay: as in `torch.optim.AdamW`.
-        betas, eps: as there; the masked groups must agree on them. The paper's two rules compare with eps.
+        lr: as in `torch.optim.AdamW`.
+        betas: as there; the masked groups must agree on them.
+        eps: as there; the masked groups must agree on it. The paper's two rules compare with it.
+        weight_decay: as there.
         total_steps: optimizer steps of the whole run, >= 2.
         switch_rule: `"drift"`, or the paper's `"arithmetic"` (option I) or `"geometric"` (option II); see `AutoSwitch`.
         switch_after: length of training before which AutoSwitch never switches: an int counts optimizer steps, a float

@@ -48,9 +48,7 @@ def record_origin(model: nn.Module, config: Any) -> None:
     if sparse is None or base is None:
         return
     # PEFT overwrites `auto_mapping` while it saves, and a new config with one is not told from a loaded one.
-    config.save_pretrained = functools.partial(
-        _save_pretrained, config, type(model), {"config": sparse.to_dict(), "base": base}
-    )
+    config.save_pretrained = functools.partial(_save_pretrained, config, type(model), sparse, base)
 
 
 def check_origin(model: nn.Module, config: Any) -> None:
@@ -106,18 +104,20 @@ def _config_of(model: nn.Module) -> Sparse24Config | None:
 def _recorded_base(model: Any) -> dict[str, Any] | None:
     """The record of an adapter that the model has already: PiSSA or a merge may have changed its weights since."""
     saving = (vars(config).get("save_pretrained") for config in getattr(model, "peft_config", {}).values())
-    return next((save.args[2]["base"] for save in saving if save is not None), None)
+    return next((save.args[3] for save in saving if save is not None), None)
 
 
 def _save_pretrained(
     config: Any,
     model_class: type,
-    record: dict[str, Any],
+    sparse: Sparse24Config,
+    base: dict[str, Any],
     save_directory: str,
     auto_mapping_dict: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
-    """`PeftConfig.save_pretrained`, with the record."""
+    """`PeftConfig.save_pretrained`, with the record: the base's config as it is when the adapter is saved."""
+    record = {"config": sparse.to_dict(), "base": base}
     mapping = auto_mapping_dict or {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
     type(config).save_pretrained(config, save_directory, auto_mapping_dict=mapping | {KEY: record}, **kwargs)
 

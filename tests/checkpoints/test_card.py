@@ -9,9 +9,10 @@ from huggingface_hub import EvalResult, ModelCard
 from sparse_models import patched
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_sparse24 import METHODS, Sparse24Config, charts, export_model, make_model_card
+from hf_sparse24 import Sparse24Config, charts, export_model, make_model_card
 from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
 from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
+from hf_sparse24.methods import METHODS
 from hf_sparse24.patching.surgery import set_phase
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]

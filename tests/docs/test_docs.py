@@ -13,7 +13,8 @@ from paths import ROOT
 from safetensors import safe_open
 from sparse24_kernels.gemm.backend import backend_names, unregister_backend
 
-from hf_sparse24 import METHODS, export_model, patch_model
+from hf_sparse24 import export_model, patch_model
+from hf_sparse24.methods import METHODS
 from hf_sparse24.tools.cli import make_parser
 from hf_sparse24.weights.packed_weight import PackedFormat
 

@@ -15,6 +15,8 @@ import sparse24_kernels
 import torch
 
 import hf_sparse24
+from hf_sparse24 import methods
+from hf_sparse24.methods import METHODS
 
 PACKAGES = (hf_sparse24, sparse24_kernels)
 # mkdocstrings takes this name for the module that is called like the function.
@@ -121,14 +123,14 @@ class AnyOutput(doctest.OutputChecker):
 def examples() -> list[doctest.DocTest]:
     found = []
     finder = doctest.DocTestFinder(recurse=False)
-    for package in PACKAGES:
+    for package in (*PACKAGES, methods):
         for name in package.__all__:
             value = getattr(package, name)
             if not callable(value):
                 continue
-            names = vars(sparse24_kernels) | vars(hf_sparse24) | {"torch": torch, "__name__": "example"}
-            methods = [m for key, m in vars(value).items() if not key.startswith("_")] if inspect.isclass(value) else []
-            for part in [value, *methods]:
+            names = vars(sparse24_kernels) | vars(methods) | vars(hf_sparse24) | {"torch": torch, "__name__": "example"}
+            own = [m for key, m in vars(value).items() if not key.startswith("_")] if inspect.isclass(value) else []
+            for part in [value, *own]:
                 text = getattr(part, "__doc__", None)
                 if isinstance(part, property) or not text or ">>>" not in text:
                     continue
@@ -141,11 +143,11 @@ def examples() -> list[doctest.DocTest]:
 EXAMPLES = examples()
 MAIN = {
     "DistillationConfig",
+    "methods.StepAdamW",
     "Sparse24Callback.add_to",
     "Sparse24Config",
     "Sparse24Controller",
     "Sparse24Trainer",
-    "StepAdamW",
     "describe_settings",
     "export_model",
     "fuse_gated_mlps",
@@ -170,12 +172,12 @@ def test_example(test, tmp_path, monkeypatch):
     if "from_pretrained" in test.docstring:
         pages.prepare(tmp_path)
     torch.manual_seed(0)
-    before = dict(hf_sparse24.METHODS)
+    before = dict(METHODS)
     said: list[str] = []
     runner = doctest.DocTestRunner(AnyOutput(), verbose=False, optionflags=doctest.ELLIPSIS)
     try:
         runner.run(test, out=said.append)
     finally:
-        for name in hf_sparse24.METHODS.keys() - before.keys():
-            hf_sparse24.METHODS.pop(name)
+        for name in METHODS.keys() - before.keys():
+            METHODS.pop(name)
     assert not said, "".join(said)

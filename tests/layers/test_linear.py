@@ -7,7 +7,9 @@ from sparse24_kernels.fp8 import fp8_simulate
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import METHODS, Sparse24Config, Sparse24Conv1D, Sparse24Linear, SparseRun
+from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear
+from hf_sparse24.methods import METHODS
+from hf_sparse24.run import SparseRun
 from hf_sparse24.weights.encodings import Wanted
 
 METHOD_NAMES = sorted(name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24."))

@@ -28,7 +28,6 @@ from transformers import (
 )
 
 from hf_sparse24 import (
-    PackedLinear,
     Sparse24Config,
     Sparse24Controller,
     export_model,
@@ -37,6 +36,7 @@ from hf_sparse24 import (
     sparse_weights,
     unpack_model,
 )
+from hf_sparse24.layers.packed import PackedLinear
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.weights.packed_weight import buffer_names, packed_weights

@@ -20,27 +20,23 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import (
-    METHODS,
     Sparse24Config,
     Sparse24Controller,
     Sparse24Conv1D,
     Sparse24Linear,
     Sparse24Trainer,
-    SparseMethod,
-    SparseRun,
     describe_settings,
     export_model,
     oneshot,
     patch_model,
     register_method,
     sparse_weights,
-    step_param_groups,
     unpatch_model,
 )
-from hf_sparse24.methods import MethodSettings, Values, setting
+from hf_sparse24.methods import METHODS, MethodSettings, SparseMethod, Values, setting, step_param_groups
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import patched_config
+from hf_sparse24.run import SparseRun, patched_config
 from hf_sparse24.tools import doctor
 
 # --- settings ---

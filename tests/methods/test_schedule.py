@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_sparse24 import Sparse24Config, SparseRun
+from hf_sparse24 import Sparse24Config
 from hf_sparse24.methods.schedule import Schedule
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
+from hf_sparse24.run import SparseRun
 
 
 def schedule_of(total: int, method: str = "s-ste", **settings) -> Schedule:

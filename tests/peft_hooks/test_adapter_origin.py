@@ -26,9 +26,9 @@ from hf_sparse24 import (
     oneshot,
     patch_model,
     sparse_weights,
-    step_param_groups,
     unpatch_model,
 )
+from hf_sparse24.methods import step_param_groups
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.peft_hooks.origin import _distance, sketch
 from hf_sparse24.run import patched_config, sparse_run

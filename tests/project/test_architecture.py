@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from paths import ROOT
 
-from hf_sparse24 import METHODS
+from hf_sparse24.methods import METHODS
 
 PACKAGE = ROOT / "hf_sparse24"
 BUILT_IN = [name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24.")]

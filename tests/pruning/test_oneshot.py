@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import (
-    OneshotReport,
     Sparse24Config,
     Sparse24Trainer,
     export_model,
@@ -23,7 +22,7 @@ from hf_sparse24 import (
 )
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning.layerwise import wanda_mask
-from hf_sparse24.pruning.oneshot import CRITERIA
+from hf_sparse24.pruning.oneshot import CRITERIA, OneshotReport
 from hf_sparse24.run import patched_config
 
 PRUNING = [criterion for criterion in CRITERIA if criterion != "existing"]  # what prunes a dense model

@@ -4,7 +4,8 @@ import zoo
 from method_runs import method_config
 from transformers import PreTrainedModel
 
-from hf_sparse24 import METHODS, patch_model
+from hf_sparse24 import patch_model
+from hf_sparse24.methods import METHODS
 
 EXPERTS = "model.layers.1.mlp.experts"
 OF_LAYERS = {"own"}  # multiplies by another weight in the backward pass, which only a layer can

@@ -11,7 +11,8 @@ import zoo
 from datasets import Dataset
 from torch import nn
 
-from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, Sparse24Trainer, step_param_groups
+from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer
+from hf_sparse24.methods import METHODS, step_param_groups
 from hf_sparse24.methods.settings import is_length, is_positive_length
 from hf_sparse24.run import sparse_run
 

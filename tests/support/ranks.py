@@ -22,15 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
-from hf_sparse24 import (
-    Sparse24Config,
-    Sparse24Controller,
-    patch_model,
-    sparse_run,
-    sparse_weights,
-    step_param_groups,
-    unpatch_model,
-)
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_run, sparse_weights, unpatch_model
+from hf_sparse24.methods import step_param_groups
 from hf_sparse24.weights.sharding import whole
 
 _context = multiprocessing.get_context("forkserver")

@@ -10,7 +10,8 @@ from sparse_models import model_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import METHODS, Sparse24Config, Sparse24Controller, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights
+from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import sparse_run
 from hf_sparse24.weights.encodings import Wanted

@@ -8,10 +8,10 @@ from method_runs import STEPS, every_method, loop, method_config
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, SparseRun, patch_model, sparse_run, sparse_weights
+from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import patched_config
+from hf_sparse24.run import SparseRun, patched_config
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
 EXPERTS, OUT, IN = 3, 16, 8

@@ -38,7 +38,14 @@ class GemmBackend(Protocol):
         return f"<backend {self.name!r}>"
 
     def unsupported(self, device: torch.device) -> str | None:
-        """Why no GEMM runs on a device, in words; None where some GEMMs run."""
+        """Why this backend runs nothing on a device.
+
+        Args:
+            device: where the operands are.
+
+        Returns:
+            The reason in words; None where some GEMMs run.
+        """
         return None
 
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> "GemmPlan | str":
@@ -49,28 +56,48 @@ class GemmBackend(Protocol):
             device: one that `unsupported` has nothing against.
             requested: the user chose this backend by name. Otherwise `"auto"` asks, and a backend refuses a problem
                 that dense math runs faster.
+
+        Returns:
+            The plan, or the reason.
         """
         ...
 
     def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
-        """A 2:4 matrix `[m, k]`, dense (any strides, never -0.0) or packed, as `linear` and `mm` take it.
+        """The operand that `linear` and `mm` take, of a 2:4 matrix. The default keeps it dense.
 
-        The default keeps it dense. `prune_forms` and models take backends that store one tensor. `compression` is that
-        of the plan.
+        Args:
+            matrix: `[m, k]`, dense (any strides, never -0.0) or packed.
+            compression: that of the plan.
+
+        Returns:
+            The operand. `prune_forms` and models take backends that store one tensor.
         """
         return Operand(unpack(*matrix) if isinstance(matrix, Packed) else matrix)
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: "GemmPlan") -> Tensor:
-        """`F.linear(x, weight, bias)`, the GEMM of a problem that is `transposed`: row-major, in the dtype of `x`.
+        """`F.linear(x, weight, bias)`, the GEMM of a problem that is `transposed`.
 
-        `x` has any strides, `weight` is `[m, k]` as `encode` stores it.
+        Args:
+            x: `[..., k]`, any strides.
+            weight: `[m, k]`, as `encode` stores it.
+            bias: `[m]`, or None.
+            plan: the plan that was made for it.
+
+        Returns:
+            `[..., m]`, row-major, in the dtype of `x`.
         """
         ...
 
     def mm(self, sparse: Operand, dense: Tensor, plan: "GemmPlan") -> Tensor:
-        """`sparse @ dense`, the GEMM of a problem that is not `transposed`: row-major, in the dtype of `dense`.
+        """`sparse @ dense`, the GEMM of a problem that is not `transposed`.
 
-        `dense` has any strides, `sparse` is `[m, k]` as `encode` stores it.
+        Args:
+            sparse: `[m, k]`, as `encode` stores it.
+            dense: `[k, n]`, any strides.
+            plan: the plan that was made for it.
+
+        Returns:
+            `[m, n]`, row-major, in the dtype of `dense`.
 
         Raises:
             NotImplementedError: `plan` accepted such a problem without this method.
