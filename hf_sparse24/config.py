@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Iterator
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 from packaging.version import Version
 from sparse24_kernels import Pattern
@@ -50,8 +50,7 @@ class Sparse24Config(QuantizationConfigMixin):
         settings: of the method, such as `masked_decay` and `mask_interval` of `"t-sr-ste"`; `describe_settings(method)`
             lists them with their meanings and defaults.
 
-    All values are those of JSON. Scalars of NumPy and torch are taken as the number that they hold; numbers in strings
-    are refused.
+    All values are those of JSON. Scalars of NumPy and torch are taken as numbers; numbers in strings are refused.
 
     Attributes:
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
@@ -199,35 +198,8 @@ class Sparse24Config(QuantizationConfigMixin):
 
     __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
 
-    def difference(self, other: "Sparse24Config") -> str:
-        """The fields in which another config differs, for messages.
-
-        Args:
-            other: any config.
-
-        Returns:
-            Such as `"method='ste', now 's-ste'"`; empty where they are equal.
-        """
-        ours, theirs = self._fields(), other._fields()
-        names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-        return ", ".join(f"{name}={ours.get(name)!r}, now {theirs.get(name)!r}" for name in names)
-
-    @overload
     @classmethod
-    def from_dict(
-        cls, config_dict: dict[str, Any], return_unused_kwargs: Literal[False] = False, **kwargs: Any
-    ) -> Self: ...
-
-    @overload
-    @classmethod
-    def from_dict(
-        cls, config_dict: dict[str, Any], return_unused_kwargs: bool, **kwargs: Any
-    ) -> Self | tuple[Self, dict[str, Any]]: ...
-
-    @classmethod
-    def from_dict(
-        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
-    ) -> Self | tuple[Self, dict[str, Any]]:
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Read what `to_dict` wrote, or a dict with any of the arguments.
 
         A config of a later version is read, with a warning, if this version knows all its keys.
@@ -269,6 +241,13 @@ class Sparse24Config(QuantizationConfigMixin):
             raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
         config.record(phase=phase, packed=None if packed is None else PackedFormat.from_dict(packed))
         return (config, kwargs) if return_unused_kwargs else config
+
+
+def differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
+    """The fields in which two configs differ, for messages: `"method='ste', now 's-ste'"`."""
+    one, other = dict(ours), dict(theirs)
+    names = [name for name in one | other if one.get(name) != other.get(name) and name not in ("phase", "packed")]
+    return ", ".join(f"{name}={one.get(name)!r}, now {other.get(name)!r}" for name in names)
 
 
 def _names_of(settings: type[MethodSettings]) -> list[str]:

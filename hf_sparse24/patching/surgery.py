@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import check_unmerged
-from ..config import Sparse24Config
+from ..config import Sparse24Config, differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.sparse_module import SparseModule
@@ -81,7 +81,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         _check_patchable(model)
     elif config is not None and config != current.config:
         raise ValueError(
-            f"the model is already patched with another config ({current.config.difference(config)}); call "
+            f"the model is already patched with another config ({differences(current.config, config)}); call "
             f"unpatch_model(model) first"
         )
     run = current or SparseRun(config or Sparse24Config())

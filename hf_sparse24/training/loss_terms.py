@@ -71,14 +71,11 @@ def share_of_batch(batch: Batch, labels: int) -> Tensor | float:
 
 def count_labels(batch: Batch, shifted: bool) -> int:
     """How many labels of a micro-batch are predicted; 1 where it has none that can be counted."""
-    labels = batch.get("shift_labels")
-    if labels is None:
-        labels, shifted = batch.get("labels"), shifted
-    else:
-        shifted = False
+    shifts = shifted and batch.get("shift_labels") is None
+    labels = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
     if not isinstance(labels, Tensor) or not labels.dim():
         return 1
-    return len(predicting_positions(labels, shifted))
+    return len(predicting_positions(labels, shifts))
 
 
 def predicting_positions(labels: Tensor, shifted: bool) -> Tensor:

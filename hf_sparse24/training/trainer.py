@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torch import nn, optim
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
@@ -101,7 +101,8 @@ class Sparse24Trainer(HubTrainer):
             args.ddp_broadcast_buffers = False  # masks and scales are the same on all processes
         super().__init__(model, args, *trainer_args, **kwargs)
         if teacher is not None:
-            self._distill(teacher, distillation)
+            _check_own_loss(self)
+            distill(model_of(self), teacher, distillation, self.processing_class)
         Sparse24Callback.add_to(self)
 
     @property
@@ -198,7 +199,7 @@ class Sparse24Trainer(HubTrainer):
                 eps=self.args.adam_epsilon,
             )
             if own is not None:
-                self._reject_another_optimizer(run.method.name)
+                _reject_another_optimizer(self, run.method.name)
                 self.optimizer = own
         return super().create_optimizer(model)
 
@@ -224,32 +225,6 @@ class Sparse24Trainer(HubTrainer):
     def _patch(self, model: nn.Module) -> None:
         if self.sparse24_config is not None or not packed_weights(model):  # around a packed one adapters train
             self.patch_report = patch_model(model, self.sparse24_config)
-
-    def _distill(self, teacher: nn.Module | str | PathLike, config: DistillationConfig | None) -> None:
-        if self.args.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor}: the teacher's predictions smooth the "
-                f"labels already; leave it at 0, or leave out teacher="
-            )
-        if self.compute_loss_func is not None:
-            raise ValueError("compute_loss_func and teacher= both say what the loss is; pass one of them")
-        distill(model_of(self), teacher, config, self.processing_class)
-
-    def _reject_another_optimizer(self, method: str) -> None:
-        """What asks for an optimizer must not be ignored where the method makes its own."""
-        asked = []
-        # The two that Transformers takes where nobody asks.
-        if self.args.optim not in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
-            asked.append(f"optim={OptimizerNames(self.args.optim).value!r}")
-        if self.args.optim_args:
-            asked.append(f"optim_args={self.args.optim_args!r}")
-        if self.optimizer_cls_and_kwargs is not None:
-            asked.append(f"optimizer_cls_and_kwargs={self.optimizer_cls_and_kwargs!r}")
-        if asked:
-            raise ValueError(
-                f"{', '.join(asked)}: method {method!r} makes its own optimizer, from learning_rate, adam_beta1, "
-                f"adam_beta2, adam_epsilon and weight_decay; leave the others at their defaults, or take another method"
-            )
 
     def _determine_masked_decay(self, resume_from_checkpoint: str | None) -> float:
         """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
@@ -277,3 +252,31 @@ class Sparse24Trainer(HubTrainer):
                 f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
             )
         return tuning.chosen
+
+
+def _check_own_loss(trainer: Trainer) -> None:
+    """Raise ValueError where a Trainer does not take the model's own loss, which a teacher adds to."""
+    if trainer.args.label_smoothing_factor:
+        raise ValueError(
+            f"label_smoothing_factor={trainer.args.label_smoothing_factor}: the teacher's predictions smooth the "
+            f"labels already; leave it at 0, or leave out teacher="
+        )
+    if trainer.compute_loss_func is not None:
+        raise ValueError("compute_loss_func and teacher= both say what the loss is; pass one of them")
+
+
+def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
+    """What asks for an optimizer must not be ignored where the method makes its own."""
+    asked = []
+    # The two that Transformers takes where nobody asks.
+    if trainer.args.optim not in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
+        asked.append(f"optim={OptimizerNames(trainer.args.optim).value!r}")
+    if trainer.args.optim_args:
+        asked.append(f"optim_args={trainer.args.optim_args!r}")
+    if trainer.optimizer_cls_and_kwargs is not None:
+        asked.append(f"optimizer_cls_and_kwargs={trainer.optimizer_cls_and_kwargs!r}")
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)}: method {method!r} makes its own optimizer, from learning_rate, adam_beta1, "
+            f"adam_beta2, adam_epsilon and weight_decay; leave the others at their defaults, or take another method"
+        )

@@ -5,14 +5,14 @@ A method sees matrices: those of a stack of experts one by one, each with a stat
 
 import math
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from . import sharding
 from .place import WeightPlace
-from .view import WeightMethod, WeightRun, WeightView
+from .view import WeightRun, WeightView
 
 
 class WeightState(WeightPlace):
@@ -70,7 +70,7 @@ class WeightState(WeightPlace):
             del self.module.__dict__["sparse24"]
 
     @property
-    def method(self) -> WeightMethod:
+    def method(self) -> Any:
         """The method, with its settings as they are now."""
         return self.run.method
 

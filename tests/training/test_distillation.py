@@ -12,11 +12,7 @@ from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import arguments
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-    Trainer,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Trainer
 
 from hf_sparse24 import (
     DistillationConfig,
