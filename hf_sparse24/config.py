@@ -199,7 +199,7 @@ class Sparse24Config(QuantizationConfigMixin):
     __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
         """Read what `to_dict` wrote, or a dict with any of the arguments.
 
         A config of a later version is read, with a warning, if this version knows all its keys.
@@ -240,7 +240,7 @@ class Sparse24Config(QuantizationConfigMixin):
         if phase not in method.phases:
             raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
         config.record(phase=phase, packed=None if packed is None else PackedFormat.from_dict(packed))
-        return (config, kwargs) if return_unused_kwargs else config
+        return (config, kwargs) if return_unused_kwargs else config  # type: ignore[return-value]  # for Transformers
 
 
 def differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:

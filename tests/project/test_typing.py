@@ -11,10 +11,11 @@ import pytest
 SCRIPT = """
 import torch
 from hf_sparse24 import (
-    DistillationConfig, Sparse24Callback, Sparse24Config, Sparse24Controller, Sparse24Trainer, StepAdamW,
+    DistillationConfig, Sparse24Callback, Sparse24Config, Sparse24Controller, Sparse24Trainer,
     describe_settings, export_model, fuse_gated_mlps, make_model_card, oneshot, pack_model, patch_model, push_to_hub,
-    step_param_groups, unpack_model, unpatch_model,
+    unpack_model, unpatch_model,
 )
+from hf_sparse24.methods import StepAdamW, step_param_groups
 from sparse24_kernels import (
     Pattern, linear_problem, masked_decay_, mvue, nm_mask, pack_nm,
     packed_linear, plan_gemm, prune_forms, s_ste_scale, sparse_linear, transposable_mask, unpack_nm,
