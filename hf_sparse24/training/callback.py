@@ -11,7 +11,7 @@ from transformers.training_args import TrainingArguments
 from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import packed_weights
 from . import reference
-from .controller import Sparse24Controller
+from .controller import SHARED_METRICS, Sparse24Controller
 from .distillation import Distiller, find_distiller
 from .resume import check_resumed, restore
 from .run_log import RunLog
@@ -178,10 +178,11 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             self._distiller.reset()
             self._logged_step = state.global_step
         if self.controller is not None:
-            flip_rates, of_method = self.controller.layer_flip_rates(), self.controller.method_metrics()
-            metrics |= self.controller.metrics()
+            flip_rates, measured = self.controller.layer_flip_rates(), self.controller.metrics()
+            metrics |= measured
             if self.run_log is not None:
-                self.run_log.write(state, flip_rates, of_method)
+                own = {name: value for name, value in measured.items() if name not in SHARED_METRICS}
+                self.run_log.write(state, flip_rates, own)
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
 

@@ -22,6 +22,9 @@ from .step_work import StepWork
 
 logger = get_logger(__name__)
 
+SHARED_METRICS = ("sparse_phase", "kept_magnitude", "flip_rate")
+"""The metrics of every method; all others are the method's own."""
+
 
 class Sparse24Controller(StepWork):
     """Runs a patched model's sparsity in a training loop of your own.
@@ -141,16 +144,11 @@ class Sparse24Controller(StepWork):
         """
         values = {"sparse_phase": float(not self._context().is_dense), "kept_magnitude": kept_share(self.weights)}
         rate = self._flips.rate()
-        return values | ({} if rate is None else {"flip_rate": rate}) | self.method_metrics()
-
-    @torch.no_grad()
-    def method_metrics(self) -> dict[str, float]:
-        """What the method adds to `metrics`.
-
-        Returns:
-            Numbers by name; none where the method's schedule does not apply, as below adapters.
-        """
-        return {} if self._keeps_phase else self.run.method.metrics(self._context())
+        if rate is not None:
+            values["flip_rate"] = rate
+        if self._keeps_phase:  # the method's schedule does not apply, as below adapters
+            return values
+        return values | self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:
         """`flip_rate` by layer, as last measured; a weight that layers share stands under the first of them.

@@ -43,7 +43,7 @@ class LossHook:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         if self.change is None or not model.training or not torch.is_grad_enabled():
             return None
-        named = zip(_names_of_arguments(model), args)
+        named = zip(_names_of_arguments(model), args) if args else ()
         batch = dict(named) | kwargs
         is_dict = isinstance(outputs, dict)
         loss = outputs.get("loss") if is_dict else outputs[0] if isinstance(outputs, tuple) else None
