@@ -20,7 +20,7 @@ from typing import Any
 
 from hf_sparse24 import describe_settings
 from hf_sparse24.methods import METHODS
-from hf_sparse24.tools.cli import make_parser
+from hf_sparse24_command import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -161,7 +161,7 @@ def test_verify_in_a_real_terminal(tmp_path):
     model = zoo.build("llama")
     patch_model(model)
     export_model(model, tmp_path)
-    command = [sys.executable, "-m", "hf_sparse24.tools.cli", "verify", str(tmp_path)]
+    command = [sys.executable, "-m", "hf_sparse24_command", "verify", str(tmp_path)]
     paths = os.pathsep.join([str(Path(hf_sparse24.__file__).parents[1]), str(ROOT / "kernels")])
     main_end, other_end = pty.openpty()
     termios.tcsetwinsize(other_end, (24, 80))  # tqdm shows nothing in a terminal without a size

@@ -102,7 +102,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
     with _own_layout(model):
         tensors = packed_tensors(model, weights) if format == "packed" else dense_tensors(model, weights)
         files = _files(tensors, max_shard_size)
-        _refuse_other_models(directory)
+        refuse_other_models(directory)
         if _is_sharded(model) and rank() != 0:
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
                 lazy.compute()  # gathers it together with the process that writes
@@ -223,7 +223,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return model  # type: ignore[return-value]  # patch_model gives only Transformers' models a quantization_config
 
 
-def _refuse_other_models(directory: Path) -> None:
+def refuse_other_models(directory: Path) -> None:
     """Raise ValueError where an export would replace another model than an export."""
     found = [name for name in _OTHERS if (directory / name).exists()]
     if (directory / CONFIG).exists():

@@ -1,7 +1,22 @@
-"""The class of a checkpoint's model, from its config."""
+"""The config of a checkpoint, and the class of its model."""
+
+import os
 
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+
+def read_config(checkpoint: str | os.PathLike) -> PretrainedConfig:
+    """The config of a model in a directory or on the Hub. OSError: there is none."""
+    check_name(checkpoint)
+    return AutoConfig.from_pretrained(checkpoint)
+
+
+def check_name(checkpoint: str | os.PathLike) -> None:
+    """Raise OSError for a path that is no directory: the Hub would answer with its rules for names."""
+    name = os.fspath(checkpoint)
+    if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise OSError(f"{name} is no directory")
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -29,17 +29,8 @@ LABEL = 40
 _NO_LOG = f"Not recorded: {RUN_LOG} of the run is missing, or has no such numbers. Earlier versions did not write it."
 
 
-def add_command(commands) -> None:
-    """Add `report` to the parser of `hf-sparse24`."""
-    text = "one HTML file about a run: losses, flip rates by layer, masks, metrics, schedule, speed, memory, config"
-    command = commands.add_parser("report", help=text, description=text)
-    command.add_argument("directory", metavar="RUN", help="the output_dir of a Trainer")
-    command.add_argument("--dense", metavar="CONTROL_RUN", help="that of a dense run, to compare with")
-    command.add_argument("--output", metavar="FILE.html", help="where to (default RUN/report.html)")
-    command.set_defaults(run=_report)
-
-
-def _report(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace) -> int:
+    """Write the report of a run, and print where it is."""
     print(f"report  {write_report(options.directory, options.dense, options.output)}")
     return 0
 

@@ -12,8 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 
-PARALLEL = ("ddp", "fsdp2")
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -22,7 +20,7 @@ class Setting:
     Attributes:
         gpus: processes, one per GPU.
         tokens: of one optimizer step in a GPU, in one micro-batch.
-        parallel: one of `PARALLEL`.
+        parallel: `"ddp"` or `"fsdp2"`.
         dtype: of GEMMs, activations, and what FSDP2 gathers.
         checkpointing: whether layers run again in the backward pass.
     """

@@ -15,8 +15,8 @@ from sparse24_kernels.gemm.backend import backend_names, unregister_backend
 
 from hf_sparse24 import export_model, patch_model
 from hf_sparse24.methods import METHODS
-from hf_sparse24.tools.cli import make_parser
 from hf_sparse24.weights.packed_weight import PackedFormat
+from hf_sparse24_command import make_parser
 
 README = (ROOT / "README.md").read_text()
 FORMAT = "docs/packed_format.md"

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
+import hf_sparse24_command
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config
-from hf_sparse24.tools import cli
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -84,7 +84,7 @@ from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 sys.argv[1:] = ["doctor", "model", "--tokens", "64", "--method", "own"]
 try:
-    runpy.run_module("hf_sparse24.tools.cli", run_name="__main__")
+    runpy.run_module("hf_sparse24_command", run_name="__main__")
 except SystemExit as ended:
     assert ended.code == 2
 try:
@@ -117,7 +117,7 @@ def test_a_fresh_process_needs_the_registration(tmp_path):
 
 def test_the_command_line_knows_it(tmp_path, capsys):
     zoo.build("llama", architectures=["LlamaForCausalLM"]).config.save_pretrained(tmp_path)
-    assert cli.main(["doctor", str(tmp_path), "--tokens", "64", "--method", "own"]) == 0
+    assert hf_sparse24_command.main(["doctor", str(tmp_path), "--tokens", "64", "--method", "own"]) == 0
     assert "64 x 32" in capsys.readouterr().out
 
 
@@ -125,7 +125,7 @@ def test_the_command_line_imports_it(tmp_path):
     """Without the import it is refused, as a fresh process has shown above."""
     zoo.build("llama", architectures=["LlamaForCausalLM"]).config.save_pretrained(tmp_path / "model")
     (tmp_path / "mine.py").write_text("import own_method\n")
-    command = [sys.executable, "-m", "hf_sparse24.tools.cli", "doctor", "model", "--tokens", "64", "--method", "own"]
+    command = [sys.executable, "-m", "hf_sparse24_command", "doctor", "model", "--tokens", "64", "--method", "own"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     command += ["--import", "mine"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)

@@ -30,7 +30,7 @@ import sparse24_kernels as kernels
 from transformers import AutoModelForCausalLM, TrainingArguments
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model
 from hf_sparse24.checkpoints.losses import plot_losses
-from hf_sparse24.tools import cli
+import hf_sparse24_command as cli
 
 torch.set_num_threads(1)
 data = [{{key: value[0] for key, value in zoo.batch().items()}}] * 8

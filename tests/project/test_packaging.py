@@ -44,7 +44,7 @@ def built(tmp_path_factory) -> Path:
     source = directory / "source"  # a copy: building leaves files behind, and a wheel picks stale ones up
     for name in ("hf_sparse24", "kernels", "tests", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("hf_sparse24_command.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     sdist = "from setuptools.build_meta import build_sdist; build_sdist('..')"
     subprocess.run([sys.executable, "-c", sdist], cwd=source, check=True, capture_output=True)
@@ -55,18 +55,19 @@ def built(tmp_path_factory) -> Path:
 
 
 def modules() -> set[str]:
-    """The files of our two packages, as they are named in a wheel."""
-    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_sparse24").rglob("*.py")}
+    """The files of our two packages and of the command, as they are named in a wheel."""
+    ours = {"hf_sparse24_command.py"}
+    ours |= {str(path.relative_to(ROOT)) for path in (ROOT / "hf_sparse24").rglob("*.py")}
     return ours | {
         str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels/sparse24_kernels").rglob("*.py")
     }
 
 
 def test_wheel(built):
-    """Exactly our two packages, every module of them, and no tests."""
+    """Exactly our two packages and the command, every module of them, and no tests."""
     (wheel,) = built.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    assert {name.split("/")[0] for name in names} == {"hf_sparse24", "sparse24_kernels"}
+    assert {name.split("/")[0] for name in names} == {"hf_sparse24", "hf_sparse24_command.py", "sparse24_kernels"}
     assert {name for name in names if name.endswith(".py")} == modules()
     assert {"hf_sparse24/py.typed", "hf_sparse24/tools/page.css", "sparse24_kernels/py.typed"} <= set(names)
 

@@ -16,7 +16,7 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_sparse24 import sparse_weights
-from hf_sparse24.tools.cli import main
+from hf_sparse24_command import main
 
 SIZES = {key: value for key, value in zoo.CAUSAL["llama"].items() if not key.endswith("token_id")}
 

@@ -26,7 +26,7 @@ from transformers import utils
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model, sparse_weights
 from hf_sparse24.checkpoints.export import FORMATS
-from hf_sparse24.tools.cli import main as hf_sparse24
+from hf_sparse24_command import main as hf_sparse24
 
 ARCHITECTURES = [
     "gpt2",

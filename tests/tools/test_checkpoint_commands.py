@@ -9,10 +9,10 @@ import zoo
 from checkpoints import patched
 from safetensors.torch import load_file, save_file
 from sparse_models import logits
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
-from hf_sparse24.tools.cli import main
+from hf_sparse24_command import main
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -110,6 +110,16 @@ def test_what_cannot_be_read(command, trained, tmp_path, capsys):
         (tmp_path / "odd" / "sparse24.json").write_text(text)
         assert main([command, str(tmp_path / "odd")]) == 2
         assert "sparse24.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["a model in the way", "no training checkpoint"])
+def test_an_export_is_refused_before_anything_is_loaded(case, trained, tmp_path, capsys, monkeypatch):
+    zoo.build("llama").save_pretrained(tmp_path / "dense")
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    source, target = (trained, "dense") if case == "a model in the way" else (tmp_path / "dense", "out")
+    assert main(["export", str(source), str(tmp_path / target)]) == 2
+    said = capsys.readouterr().err
+    assert ("another model that is no export" if target == "dense" else "is no training checkpoint") in said
 
 
 def test_what_lies_beside_a_training_checkpoint_from_before(tmp_path, capsys):

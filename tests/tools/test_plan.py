@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
-from hf_sparse24.tools.cli import main
 from hf_sparse24.tools.plan import activations, plan_step
 from hf_sparse24.tools.pruning_costs import break_even
 from hf_sparse24.tools.sizes import Setting
+from hf_sparse24_command import main
 
 T_SR_STE = {"method": "t-sr-ste", "mask_interval": 1, "target_modules": "all-linear", "dense_tail": 0}
 S_STE = {"method": "s-ste"}
@@ -215,7 +215,7 @@ def directory(tmp_path):
 
 
 def test_command(directory, capsys):
-    arguments = ["plan", directory, "--gpus", "8", "--tokens-per-gpu", "4096", "--method", "t-sr-ste"]
+    arguments = ["plan", directory, "--gpus", "8", "--tokens", "4096", "--method", "t-sr-ste"]
     assert main(arguments) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for part in (
@@ -238,7 +238,7 @@ def test_command(directory, capsys):
 def test_groups_that_fsdp2_cuts_are_refused(tmp_path, capsys):
     """GPT-2 stores inputs in the first dimension: 36 of them are 9 groups, which 2 processes cannot share."""
     zoo.build("gpt2", n_embd=36, n_inner=76).config.save_pretrained(tmp_path)
-    arguments = ["plan", str(tmp_path), "--gpus", "2", "--tokens-per-gpu", "64", "--parallel"]
+    arguments = ["plan", str(tmp_path), "--gpus", "2", "--tokens", "64", "--parallel"]
     assert main([*arguments, "fsdp2"]) == 2
     assert "splits groups of 4 of transformer.h.0.mlp.c_fc.weight" in capsys.readouterr().err
     assert main([*arguments, "ddp"]) == 0
@@ -247,9 +247,9 @@ def test_groups_that_fsdp2_cuts_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     "wrong",
     [
-        ["--tokens-per-gpu", "64"],
-        ["--gpus", "0", "--tokens-per-gpu", "64"],
-        ["--gpus", "2", "--tokens-per-gpu", "64", "--parallel", "tp"],
+        ["--tokens", "0"],
+        ["--gpus", "0", "--tokens", "64"],
+        ["--gpus", "2", "--tokens", "64", "--parallel", "tp"],
     ],
 )
 def test_wrong_arguments(directory, wrong):

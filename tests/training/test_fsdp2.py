@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model, sparse_weights
-from hf_sparse24.tools.cli import main
 from hf_sparse24.weights.sharding import whole
+from hf_sparse24_command import main
 
 ODD = {"n_embd": 36, "n_inner": 76}  # half of the inputs is no multiple of 4
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import export_model
-from hf_sparse24.tools.cli import main
+from hf_sparse24_command import main
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "own"])

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig
 
-from ..checkpoints.export import FORMATS, export_model
+from ..checkpoints.export import export_model, refuse_other_models
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
 from ..patching.report import group_name, shown_count
 from ..progress import Progress, count, duration
 from ..weights.packed_weight import buffer_names
-from ..weights.sparse_weight import sparse_weights
-from .models import model_class
+from .models import check_name, model_class, read_config
 from .tables import print_table
 
 _WEIGHTS = ("*.safetensors", "*.json")
@@ -30,30 +28,18 @@ _OF_A_MODEL: tuple[str, ...] = (
 _OF_A_MODEL = (*_OF_A_MODEL, "sparse24*.json", "adapter_*.json")
 
 
-def add_commands(commands) -> None:
-    """Add the three commands to the parser of `hf-sparse24`."""
-    for name, run, text in (
-        ("export", _export, "save what a training checkpoint computes with, for others to use, and its tokenizer"),
-        ("inspect", _inspect, "which weights of a checkpoint are sparse, and how large it is"),
-        ("verify", _verify, "read a checkpoint, and prove that what is said to be sparse is; exit status 1 if not"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory, or a name on the Hub")
-        command.set_defaults(run=run)
-    command = commands.choices["export"]
-    command.add_argument("directory", metavar="DIRECTORY", help="where to; a model that it holds is replaced")
-    command.add_argument("--format", choices=FORMATS, default="dense", help="dense (default): any engine reads it")
-    command.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default 5GB)")
-
-
-def _export(options: argparse.Namespace) -> int:
+def export(options: argparse.Namespace) -> int:
+    """Export a training checkpoint, with its tokenizer."""
+    refuse_other_models(Path(options.directory))  # before anything is downloaded or loaded
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
-    model = model_class(AutoConfig.from_pretrained(source)).from_pretrained(source)
-    if not sparse_weights(model):
+    config = read_config(source)
+    own = getattr(config, "quantization_config", None) or {}
+    if own.get("quant_method") != "sparse24" or "packed" in own:
         raise ValueError(
             f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported. Of a packed "
             f"export, unpack_model(model).save_pretrained(directory) makes ordinary weights"
         )
+    model = model_class(config).from_pretrained(source)
     try:
         export_model(model, options.directory, options.format, options.max_shard_size)
     except RuntimeError as error:  # another process is exporting there
@@ -63,10 +49,11 @@ def _export(options: argparse.Namespace) -> int:
             copy = Path(options.directory) / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy2(path, copy)
-    return _inspect(argparse.Namespace(checkpoint=options.directory))
+    return inspect(argparse.Namespace(checkpoint=options.directory))
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def inspect(options: argparse.Namespace) -> int:
+    """Print which weights of a checkpoint are sparse, and how large it is."""
     directory = _local(options.checkpoint)
     tensors = Tensors(directory)
     listing = read_listing(directory)
@@ -90,7 +77,8 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
+def verify_checkpoint(options: argparse.Namespace) -> int:
+    """Read a checkpoint, and print whether what is said to be sparse is; the exit status is 1 where it is not."""
     directory = _local(options.checkpoint)
     tensors = Tensors(directory)
     listing = read_listing(directory)
@@ -123,10 +111,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _local(checkpoint: str, patterns: Sequence[str] = _WEIGHTS) -> Path:
     """The directory of a checkpoint; downloaded, where it is a name on the Hub."""
+    check_name(checkpoint)
     if os.path.isdir(checkpoint):
         return Path(checkpoint)
-    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1:
-        raise OSError(f"{checkpoint} is no directory")
     try:
         return Path(snapshot_download(checkpoint, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # of the Hub: no such name, no network

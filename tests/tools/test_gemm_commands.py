@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from hf_sparse24 import Sparse24Config, __version__, patch_model
 from hf_sparse24.tools import doctor
-from hf_sparse24.tools.cli import main
+from hf_sparse24_command import main
 
 
 @pytest.fixture
@@ -168,14 +168,14 @@ def test_tune_stopped(directory, capsys, monkeypatch, stand_in):  # noqa: F811
 
     monkeypatch.setattr(autotune, "tune", tune, raising=False)
     assert main(["tune", directory]) == 130
-    assert "what was measured is kept" in capsys.readouterr().err
+    assert "measurements so far are kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["tune", "{}"], "nothing to tune here: cuSPARSELt needs a CUDA device, not cpu"),
-        (["doctor", "/no/such/model"], "hf-sparse24: "),
+        (["doctor", "/no/such/model"], "hf-sparse24: /no/such/model is no directory\n"),
         (["doctor", "{}", "--target-modules", "mpl"], "no linear layer's name ends in ['mpl']"),
         (["doctor", "{}/vit"], "Transformers has no language model for ViTConfig with architectures=None"),
         (["doctor", "{}", "--method", "best"], "method='best': must be one of"),

@@ -1,0 +1,95 @@
+"""`hf-sparse24 doctor | tune | plan`: the GEMMs of a model, whose weights are not loaded."""
+
+import argparse
+from functools import partial
+
+import torch
+from sparse24_kernels.gemm import autotune, cusparselt
+from transformers import PreTrainedModel
+
+from ..config import Sparse24Config
+from ..patching.surgery import patch_model
+from ..progress import Progress, count
+from . import doctor as checks
+from .models import model_class, read_config
+from .plan import plan_training
+from .plan_text import print_plan
+from .pruning_costs import FLOPS_PER_BYTE
+from .sizes import Setting
+from .tables import print_table
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what runs here and why, and whether it is right; the exit status is 1 where it is not."""
+    model = _patched(options) if options.model else None  # a wrong argument is told before the self-test runs
+    print_table(checks.versions())
+    failed = False
+    for device in checks.devices():
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        print(f"\n{device}: {name}")
+        print_table(checks.choices(device))
+        results = list(checks.self_test(device))
+        print()
+        print_table(results)
+        failed |= any(result.startswith("FAILED") for _, result in results)
+    if model is not None:
+        header = ["layers", "out x in", "output", "grad_input", "grad_weight", "gain"]
+        rows = checks.gains(model, options.tokens, _DTYPES[options.dtype], checks.devices()[0])
+        print(f"\n{options.model}, {options.tokens} tokens, {options.dtype}: forward + backward of the patched layers")
+        print_table([header, *rows])
+    return int(failed)
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Measure the sparse GEMMs of a model on this GPU."""
+    device = checks.devices()[0]
+    reason = cusparselt.unsupported_device(device)
+    if reason:
+        raise ValueError(f"nothing to tune here: {reason}")
+    found = checks.problems(_patched(options), options.tokens, _DTYPES[options.dtype])
+    print(f"{count(len(found), 'GEMM')}; Ctrl-C keeps what is done", flush=True)
+    with Progress("tuning", len(found), "GEMM", partial(print, flush=True)) as progress:
+        verdicts = autotune.tune(
+            found, device, on_progress=lambda step: progress.update(step.number - progress.done, str(step))
+        )
+        progress.update(len(found) - progress.done, "")
+    rows = [["m x n x k", "runs", "dense us", "sparse us"]]
+    for problem, verdict in verdicts.items():
+        times = [f"{us:.1f}" if us else "-" for us in (verdict.dense_us, verdict.sparse_us)]
+        rows.append([f"{problem.m} x {problem.n} x {problem.k}", f"{verdict.backend}: {verdict.reason}", *times])
+    print_table(rows)
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print what a step of training holds and moves."""
+    model = _patched(options)
+    dtype, memory = _DTYPES[options.dtype], options.memory * 1e9
+    setting = Setting(options.gpus, options.tokens, dtype=dtype, checkpointing=options.gradient_checkpointing)
+    found = plan_training(model, setting, options.parallel, memory)
+    print_plan(options.model, model, found, memory, options.flops_per_byte or FLOPS_PER_BYTE)
+    return 0
+
+
+def _patched(options: argparse.Namespace) -> PreTrainedModel:
+    """The model's architecture without weights, patched as it would be trained."""
+    config = read_config(options.model)
+    own = getattr(config, "quantization_config", None) or Sparse24Config()
+    own = own if isinstance(own, dict) else own.to_dict()
+    if own.get("quant_method", "sparse24") != "sparse24":
+        raise ValueError(
+            f"{options.model} is quantized with {own['quant_method']}: 2:4 training starts from plain weights"
+        )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    sparse = Sparse24Config.from_dict(own)
+    if options.method and options.method != sparse.method:
+        sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
+    if options.target_modules:
+        sparse = sparse.replace(target_modules=options.target_modules)
+    with torch.device("meta"):
+        model = model_class(config)._from_config(config)
+    patch_model(model, sparse)
+    return model

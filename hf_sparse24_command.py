@@ -1,0 +1,123 @@
+"""The command `hf-sparse24`: its arguments, and where each of its commands is.
+
+It lies outside the package, whose import takes seconds (torch, Transformers): so `--help` and a wrong argument are
+answered at once, and Ctrl-C ends a command without a traceback even while it imports. The commands themselves are in
+`hf_sparse24/tools`.
+"""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+_MODEL = "a name on the Hub or a directory with a config.json; no weights are loaded"
+_CHECKPOINT = "a directory, or a name on the Hub"
+_STOPPED = "hf-sparse24: stopped; measurements so far are kept, and an export has replaced nothing"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit status is 0 where all is well, 1 where a check failed, 2 for a wrong argument."""
+    try:
+        options = make_parser().parse_args(arguments)
+        if options.modules:  # may lie here, where a console script does not look; behind all that is installed
+            sys.path.append(os.getcwd())
+        module, function = options.run.split(":")
+        with _ending_at_once():
+            for own in options.modules:
+                importlib.import_module(own)
+            commands = importlib.import_module(f"hf_sparse24.tools.{module}")
+        return getattr(commands, function)(options)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"hf-sparse24: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(_STOPPED, file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process without an exception, which torch, while it is imported, answers by an abort."""
+
+    def stop(*_: object) -> None:
+        os.write(2, f"{_STOPPED}\n".encode())
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command and all its subcommands."""
+    parser = argparse.ArgumentParser(prog="hf-sparse24", description="2:4 sparse training for Transformers")
+    parser.add_argument("--version", action="version", version=f"hf-sparse24 {version('hf_sparse24')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: str, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    text = "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"
+    doctor = command("doctor", "gemm_commands:doctor", text)
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
+    text = "measure every sparse GEMM that training MODEL asks for, and remember what wins"
+    tune = command("tune", "gemm_commands:tune", text)
+    tune.add_argument("model", metavar="MODEL", help=_MODEL)
+    text = "what a step of MODEL would hold and move on GPUs, and when sparse GEMMs pay for pruning"
+    plan = command("plan", "gemm_commands:plan", text)
+    plan.add_argument("model", metavar="MODEL", help=_MODEL)
+    for each in (doctor, tune, plan):
+        each.add_argument("--method", help="such as s-ste; without it the model's own, or the default")
+        each.add_argument("--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp")
+        each.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of the GEMMs (default bf16)")
+        each.add_argument("--tokens", type=positive_number, default=8192, help="per step and GPU (default 8192)")
+    plan.add_argument("--gpus", type=positive_number, default=1, help="one process each (default 1)")
+    plan.add_argument("--parallel", choices=("ddp", "fsdp2"), help="without it ddp if that fits in memory, else fsdp2")
+    plan.add_argument("--memory", type=positive_number, default=80, metavar="GB", help="of a GPU (default 80)")
+    plan.add_argument("--gradient-checkpointing", action="store_true", help="layers run again in the backward pass")
+    text = "what the GPU computes while it moves a byte (default: an H100 SXM's data sheet)"
+    plan.add_argument("--flops-per-byte", type=positive_number, metavar="N", help=text)
+
+    text = "one HTML file about a run: losses, flip rates by layer, masks, metrics, schedule, speed, memory, config"
+    report = command("report", "run_report:report", text)
+    report.add_argument("directory", metavar="RUN", help="the output_dir of a Trainer")
+    report.add_argument("--dense", metavar="CONTROL_RUN", help="that of a dense run, to compare with")
+    report.add_argument("--output", metavar="FILE.html", help="where to (default RUN/report.html)")
+
+    text = "save what a training checkpoint computes with, for others to use, and its tokenizer"
+    export = command("export", "checkpoint_commands:export", text)
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
+    export.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
+    formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
+    export.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default 5GB)")
+    text = "which weights of a checkpoint are sparse, and how large it is"
+    inspect = command("inspect", "checkpoint_commands:inspect", text)
+    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
+    text = "read a checkpoint, and prove that what is said to be sparse is; exit status 1 if not"
+    verify = command("verify", "checkpoint_commands:verify_checkpoint", text)
+    verify.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
+
+    own = "a Python module that registers a method of your own; may be repeated"
+    for each in commands.choices.values():
+        each.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=own)
+    return parser
+
+
+def positive_number(text: str) -> int:
+    """The whole number above 0 that `text` says."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
