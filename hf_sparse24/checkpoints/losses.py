@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ _NOT_METRICS = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_
 
 
 def by_step(log_history: Logs) -> History:
-    """The numbers that were logged with a loss or an evaluation."""
+    """The numbers that were logged with a loss or an evaluation. TypeError: a step is no integer."""
     history: History = {}
     for entry in log_history:
         numbers = {key: value for key, value in entry.items() if isinstance(value, int | float)}
         if any(key == "loss" or key.startswith("eval_") for key in numbers):
-            history.setdefault(entry["step"], {}).update(numbers)
+            history.setdefault(index(entry["step"]), {}).update(numbers)
     return dict(sorted(history.items()))
 
 

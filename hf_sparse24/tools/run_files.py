@@ -9,6 +9,7 @@ import math
 import os
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -99,7 +100,7 @@ def read_run(directory: str | os.PathLike) -> Run:
         path = max(paths, key=lambda path: states[path]["global_step"])
         logs = states[path]["log_history"]
         history = by_step(logs)
-        steps = max([int(states[path]["global_step"]), 1, *history])
+        steps = max([index(states[path]["global_step"]), 1, *history])
         speeds = [entry["train_samples_per_second"] for entry in logs if "train_samples_per_second" in entry]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{root} has a {STATE} that is damaged: no Trainer wrote it so ({error!r})") from error

@@ -18,10 +18,10 @@ from transformers import Trainer
 from hf_sparse24 import Sparse24Config, Sparse24Trainer
 from hf_sparse24.charts import Row, heat_map, shown, svg
 from hf_sparse24.tools import run_report
-from hf_sparse24.tools.cli import main
 from hf_sparse24.tools.run_files import dense_spans, read_run, thinned
 from hf_sparse24.tools.run_report import COLUMNS, ROWS, grouped, write_report
 from hf_sparse24.training.run_log import RUN_LOG, read_run_log
+from hf_sparse24_command import main
 
 STEPS = 8
 CHARTS = ["loss", "difference", "schedule", "flips", "kept", "layers", "speed", "memory"]
@@ -346,6 +346,11 @@ def test_several_evaluation_sets(tmp_path):
     assert "2:4, evaluation code" in page and "2:4, evaluation text" in page
 
 
+def with_steps(run, global_step, step):
+    state = {"global_step": global_step, "log_history": [{"loss": 1.0, "step": step}]}
+    (run / "trainer_state.json").write_text(json.dumps(state))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -366,6 +371,8 @@ def test_several_evaluation_sets(tmp_path):
             lambda run: (run / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"loss": 1}]}'),
             "trainer_state.json that is damaged: no Trainer",
         ),
+        (lambda run: with_steps(run, math.inf, 1), "trainer_state.json that is damaged: no Trainer"),
+        (lambda run: with_steps(run, 1, math.inf), "trainer_state.json that is damaged: no Trainer"),
         (lambda run: (run / "config.json").write_text("{"), "config.json is cut short or damaged"),
         (lambda run: (run / RUN_LOG).mkdir(), RUN_LOG),
         (lambda run: (run / "report.html").mkdir(), "report.html"),
