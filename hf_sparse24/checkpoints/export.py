@@ -24,7 +24,7 @@ from ..config import Sparse24Config
 from ..patching.ownership import adopt, unwrap
 from ..patching.packing import check_packable, packed_config
 from ..progress import Progress, get_logger
-from ..weights.packed_weight import PackedFormat
+from ..weights.packed_weight import PACKED_INDEX, PackedFormat
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
@@ -37,8 +37,17 @@ logger = get_logger(__name__)
 
 FORMATS = ("dense", "packed")
 
-WEIGHT_FILES = re.compile(rf"model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}")
+WEIGHT_FILES = re.compile(
+    rf"(model|packed)(-[0-9a-f]{{8}})?-\d+-of-\d+\.safetensors|(model|packed)\.safetensors(\.index\.json)?"
+    rf"|{re.escape(MANIFEST)}"
+)
 """Names of the weight files of a model, which are removed when an export replaces it."""
+
+_NO_FILE = "import hf_sparse24 before you load this model: its weights are packed"
+"""What a packed export has for `transformers_weights`, the name of a file. The quantizer puts the name there.
+
+Transformers alone raises an error with this text, in place of a model of random weights.
+"""
 
 _OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of an adapter and of a training run."""
@@ -101,7 +110,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
     adopt(model)  # where a part was patched by itself
     with _own_layout(model):
         tensors = packed_tensors(model, weights) if format == "packed" else dense_tensors(model, weights)
-        files = _files(tensors, max_shard_size)
+        files = _files(tensors, format, max_shard_size)
         refuse_other_models(directory)
         if _is_sharded(model) and rank() != 0:
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
@@ -122,12 +131,12 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(is_sharded(tensor) for tensor in model.parameters())
 
 
-def _files(tensors: list[LazyTensors], max_shard_size: int | str) -> dict[str, list[LazyTensors]]:
+def _files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> dict[str, list[LazyTensors]]:
     """The tensors by the name of their file, in the order of writing."""
     shards = split_state_dict_into_shards_factory(
         {str(i): lazy for i, lazy in enumerate(tensors)},
         get_storage_size=lambda lazy: sum(tensor.nbytes for tensor in lazy.like.values()),
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=("packed" if format == "packed" else "model") + "{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     return {file: [tensors[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
@@ -136,6 +145,10 @@ def _files(tensors: list[LazyTensors], max_shard_size: int | str) -> dict[str, l
 def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str) -> None:
     """Write a whole checkpoint into the empty folder `new`."""
     config: Sparse24Config = model.config.quantization_config
+    fingerprint = _fingerprint(model, files)
+    if len(files) > 1:
+        # Who has read the index of another export finds its files or an error, never these in their place.
+        files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
     fields: dict[str, Any] = model.config.__dict__
     hidden: dict[str, Any] = {
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
@@ -144,26 +157,28 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
         model.save_pretrained(new, state_dict={})  # all but the weights
         for path in new.glob("*.safetensors"):
             path.unlink()
-        sparse, hashes = _write_weights(model, new, files)
+        sparse, hashes = _write_weights(new, files, PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME, fingerprint)
         if format == "packed":
             names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
             packed = PackedFormat(names, {file: header_hash(new / file) for file in files})
             model.config.quantization_config = packed_config(config, packed)
             model.config.save_pretrained(new)
+            values = read_json(new / CONFIG) | {"transformers_weights": _NO_FILE}
+            (new / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     finally:
         fields.update(hidden)
     write_manifest(new, format, sparse, hashes, config.to_dict())
 
 
 def _write_weights(
-    model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]]
+    new: Path, files: dict[str, list[LazyTensors]], index_name: str, fingerprint: str
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Write the files of the weights, and their index where there are several.
 
     Returns:
         The dimension of the groups of each sparse tensor, and the sha256 of each file, by name.
     """
-    metadata = {"format": "pt", "hf_sparse24_export": _fingerprint(model)}
+    metadata = {"format": "pt", "hf_sparse24_export": fingerprint}
     sparse: dict[str, int] = {}
     hashes: dict[str, str] = {}
     weight_map: dict[str, str] = {}
@@ -176,7 +191,7 @@ def _write_weights(
             size += sum(tensor.nbytes for tensor in like.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (new / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (new / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return sparse, hashes
 
 
@@ -193,9 +208,10 @@ def _computed(group: list[LazyTensors], sparse: dict[str, int], progress: Progre
         progress.update()
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
-    """A hash of a sample of the weights, the same in all files of one export: files of two exports are told apart."""
-    digest = hashlib.sha256()
+def _fingerprint(model: PreTrainedModel, files: dict[str, list[LazyTensors]]) -> str:
+    """A hash of a sample of the weights, the settings, and what lies where: the same in all files of one export."""
+    layout = {file: [list(lazy.like) for lazy in group] for file, group in files.items()}
+    digest = hashlib.sha256(repr((model.config.quantization_config.to_dict(), layout)).encode())
     for name, tensor in model.state_dict().items():
         tensor = local(tensor)
         flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)

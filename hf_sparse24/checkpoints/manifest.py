@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..metrics import is_nm_sparse
-from ..weights.packed_weight import PackedFormat, buffer_names, wrong_packed
+from ..weights.packed_weight import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, wrong_packed
 from .replacing import CONFIG
 from .safetensors_file import DTYPES, open_safetensors
 
@@ -79,10 +79,13 @@ class Tensors:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The files that Transformers would load."""
-    index = directory / SAFE_WEIGHTS_INDEX_NAME
-    if (directory / SAFE_WEIGHTS_NAME).exists() or not index.exists():
-        return sorted(directory.glob(SAFE_WEIGHTS_NAME))
+    """The files that `from_pretrained` would load."""
+    config = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
+    is_packed = "transformers_weights" in config  # as the quantizer sees it; a packed model saved again has no such name
+    single, several = (PACKED_WEIGHTS, PACKED_INDEX) if is_packed else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    index = directory / several
+    if (directory / single).exists() or not index.exists():
+        return sorted(directory.glob(single))
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{index} must have a weight_map from tensors to files")

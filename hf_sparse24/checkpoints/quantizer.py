@@ -35,6 +35,15 @@ class Sparse24Quantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: Sparse24Config
 
+    def update_attn_implementation(self, config):
+        # What Transformers calls with the model's config before it looks for files.
+        packed = self.quantization_config.packed
+        if packed is not None and hasattr(config, "transformers_weights"):  # older exports have no such field
+            config.transformers_weights = packed.file
+        return config
+
+    update_tp_plan = update_attn_implementation  # of Transformers before 5.21
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
         for file in checkpoint_files or ():
             if str(file).endswith(".safetensors"):
@@ -90,6 +99,7 @@ class Sparse24Quantizer(HfQuantizer):
 
     def _finish_packed(self, model: PreTrainedModel) -> PreTrainedModel:
         check_packed(model)
+        model.config.__dict__.pop("transformers_weights", None)  # of these files, not of the model
         if self.quantization_config.passed is not None:
             # It has no master weights and no state to go on with: training starts anew from its sparse weights.
             unpack_model(model)

@@ -11,7 +11,8 @@ whole. One link can. In a folder of ours within the directory,
 
 Every change is one call of the file system, so a process that is killed leaves one of the two models, and the next
 export does step 5 before it begins. A directory without a model needs no links: `config.json` comes last, and nothing
-loads without it. Another process that opens some files before step 4 and some after it reads parts of both models.
+loads without it. A reader that opens some files before step 4 and some after it sees files of both models: `export.py`
+names them so that what one model's config or index names is not there in the other, where that would be a mixture.
 """
 
 import os

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from .place import WeightPlace, named_weights
 
+PACKED_WEIGHTS = "packed.safetensors"
+PACKED_INDEX = "packed.safetensors.index.json"
+
 
 @dataclass(frozen=True)
 class PackedFormat:
@@ -50,6 +53,11 @@ class PackedFormat:
         if not isinstance(files, dict) or not all(isinstance(text, str) for text in (*files, *files.values())):
             raise ValueError("packed.files must be a dict from the names of files to the sha256 of their headers")
         return cls(tuple(weights), files, version)
+
+    @property
+    def file(self) -> str:
+        """The name of the only file, or of the index of several, as `export_model` writes them."""
+        return PACKED_INDEX if len(self.files) > 1 else next(iter(self.files), PACKED_WEIGHTS)
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": self.version, "weights": list(self.weights), "files": self.files}

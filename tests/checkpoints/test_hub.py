@@ -131,8 +131,11 @@ def test_shards_that_a_push_replaces_go_and_other_files_stay(hub):
     push_to_hub(model, REPO, format="training", max_shard_size="60KB")
     assert "model.safetensors.index.json" in hub.files(REPO)
     HfApi().upload_file(path_or_fileobj=b"mine", path_in_repo="notes.txt", repo_id=REPO)
+    for format, size in [("packed", "40KB"), ("dense", "60KB"), ("packed", "5GB")]:
+        push_to_hub(model, REPO, format=format, max_shard_size=size)
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(model))
     push_to_hub(model, REPO)
-    assert [name for name in hub.files(REPO) if "model" in name] == [WEIGHTS]
+    assert [name for name in hub.files(REPO) if ".safetensors" in name] == [WEIGHTS]
     assert hub.files(REPO)["notes.txt"] == b"mine"
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(model))
 

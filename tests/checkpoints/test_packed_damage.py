@@ -66,7 +66,7 @@ def reject(directory: Path, message: str, error: type[Exception] = ValueError) -
 
 
 def rewrite(directory: Path, change) -> None:
-    path = directory / "model.safetensors"
+    path = directory / "packed.safetensors"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
@@ -74,15 +74,15 @@ def rewrite(directory: Path, change) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.3, 0.999])
 def test_files_cut_short(share, copied):
-    path = copied("one") / "model.safetensors"
+    path = copied("one") / "packed.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     reject(path.parent, "is damaged or cut short", OSError)
 
 
 def test_a_shard_is_missing(copied):
     directory = copied("many")
-    (directory / "model-00002-of-00004.safetensors").unlink()
-    reject(directory, "model-00002-of-00004.safetensors", OSError)
+    next(directory.glob("packed-*-00002-of-00004.safetensors")).unlink()
+    reject(directory, "packed-.*-00002-of-00004.safetensors", OSError)
 
 
 def test_shards_have_changed_places(copied):
@@ -95,14 +95,12 @@ def test_shards_have_changed_places(copied):
 
 
 def test_a_shard_of_another_export(exports, copied):
-    """Same names, same sizes, other values."""
+    """Renamed, of the same sizes, with other values."""
     directory = copied("many")
-    name = next(
-        path.name
-        for path in sorted(directory.glob("*.safetensors"))
-        if path.read_bytes() != (exports / "another" / path.name).read_bytes() and VALUES in load_file(path)
-    )
-    shutil.copy(exports / "another" / name, directory / name)
+    ours, theirs = (sorted(path.glob("*.safetensors")) for path in (directory, exports / "another"))
+    assert not {path.name for path in ours} & {path.name for path in theirs}
+    number = next(i for i, path in enumerate(ours) if VALUES in load_file(path))
+    shutil.copy(theirs[number], ours[number])
     reject(directory, "not the files that were exported together with config.json")
 
 
@@ -114,17 +112,17 @@ def test_the_config_of_another_export(exports, copied):
 
 def test_a_file_too_many(copied):
     directory = copied("many")
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index = json.loads((directory / "packed.safetensors.index.json").read_text())
     save_file({"extra": torch.ones(2)}, directory / "extra.safetensors", metadata={"format": "pt"})
     index["weight_map"]["extra"] = "extra.safetensors"
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "packed.safetensors.index.json").write_text(json.dumps(index))
     reject(directory, "not the files that were exported together with config.json")
 
 
 def test_two_tensors_have_changed_places_in_the_header(copied):
     """Same dtype and shape: the file is whole, and every tensor looks right."""
     directory = copied("one")
-    path = directory / "model.safetensors"
+    path = directory / "packed.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -195,9 +193,13 @@ class Explodes:
 def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     directory = copied("one")
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
+    tensors = load_file(directory / "packed.safetensors")
+    (directory / "packed.safetensors").unlink()
     torch.save(tensors, directory / "pytorch_model.bin")
+    reject(directory, "packed.safetensors", OSError)  # what config.json names
+    config = config_of(directory)
+    del config["transformers_weights"]  # as in older exports
+    write_config(directory, config)
     reject(directory, "a packed checkpoint has safetensors files alone")
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Explodes()))
     reject(directory, "a packed checkpoint has safetensors files alone")
@@ -219,9 +221,9 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
         ("weights", ["model.layers.0.mlp.up_proj"], "packed_up_proj_values': 'missing'"),
         ("weights", ["a.b.weight"], "a.b.packed_weight_values': 'missing'"),
         ("files", None, "packed.files must be a dict"),
-        ("files", {"model.safetensors": 1}, "packed.files must be a dict"),
-        ("files", {"model.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
-        ("files", {"other.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
+        ("files", {"packed.safetensors": 1}, "packed.files must be a dict"),
+        ("files", {"packed.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
+        ("files", {"other.safetensors": "0" * 64}, "No such file.*other.safetensors"),
     ],
 )
 def test_wrong_entries_of_the_config(key, value, message, copied):
@@ -229,7 +231,7 @@ def test_wrong_entries_of_the_config(key, value, message, copied):
     config = config_of(directory)
     config["quantization_config"]["packed"][key] = value
     write_config(directory, config)
-    reject(directory, message)
+    reject(directory, message, (ValueError, OSError))
 
 
 @pytest.mark.parametrize(
@@ -282,14 +284,14 @@ def test_bytes_changed_anywhere(exports, tmp_path):
     """In the header always an error; in the values, which safetensors cannot check, a model of valid 2:4 weights."""
     expected = torch.load(exports / "logits.pt")
     draw = random.Random(0)
-    data = (exports / "one" / "model.safetensors").read_bytes()
+    data = (exports / "one" / "packed.safetensors").read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     shutil.copytree(exports / "one", tmp_path / "model")
     for trial in range(60):
         changed = bytearray(data)
         place = draw.randrange(header) if trial % 2 else draw.randrange(header, len(data))
         changed[place] ^= 1 << draw.randrange(8)
-        (tmp_path / "model" / "model.safetensors").write_bytes(changed)
+        (tmp_path / "model" / "packed.safetensors").write_bytes(changed)
         try:
             model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         except (ValueError, OSError, RuntimeError):

@@ -99,7 +99,7 @@ def test_the_reader_of_packed_checkpoints(tmp_path, monkeypatch):
     shown = json.loads("{" + pages.blocks(FORMAT, "json")[0] + "}")["quantization_config"]
     assert shown.keys() <= config.keys() and shown["packed"].keys() == config["packed"].keys()
     assert shown["packed"]["version"] == config["packed"]["version"] == PackedFormat.LATEST
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "packed.safetensors", "pt") as file:
         assert "hf_sparse24_export" in file.metadata()
 
 

@@ -76,7 +76,7 @@ def test_size_on_disk(dtype, tmp_path):
     model = patched("llama").to(dtype)
     loaded = exported(tmp_path, model)
     weights = packed_weights(loaded)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "packed.safetensors", "pt") as file:
         stored = sum(file.get_tensor(key).nbytes for name in weights for key in buffer_names(name))
     elements = sum(weight.parameter.numel() for weight in sparse_weights(model).values())
     assert stored == elements * (dtype.itemsize / 2 + 1 / 8)  # 9/16 of bf16
@@ -94,7 +94,8 @@ def test_shards(format, tmp_path):
     export_model(model, tmp_path, format, max_shard_size="20KB")
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}  # the same model, the same bytes
     export_model(model, tmp_path, format)
-    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    single = {"dense": "model.safetensors", "packed": "packed.safetensors"}
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == [single[format]]
 
 
 def test_a_packed_export_over_a_dense_one_and_back(tmp_path):

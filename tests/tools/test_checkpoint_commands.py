@@ -51,12 +51,12 @@ def test_sizes(tmp_path, capsys):
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_a_changed_file_is_found(format, tmp_path, capsys):
     export_model(patched(), tmp_path, format)
-    path = tmp_path / "model.safetensors"
+    (path,) = tmp_path.glob("*.safetensors")
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
     assert main(["verify", str(tmp_path)]) == 1
-    assert "FAILED model.safetensors: is not the file that was exported" in capsys.readouterr().out
+    assert f"FAILED {path.name}: is not the file that was exported" in capsys.readouterr().out
 
 
 def test_a_weight_that_is_not_sparse_is_found(tmp_path, capsys):

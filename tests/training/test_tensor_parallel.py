@@ -52,7 +52,7 @@ def test_checkpoints_and_exports(tmp_path):
         assert all(torch.equal(again[kind][name], tensor) for name, tensor in states[0][kind].items())
     assert main(["verify", str(tmp_path / "packed")]) == 0
     export_model(loaded, tmp_path / "one", "packed")
-    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("packed", "one"))
+    ours, theirs = (load_file(tmp_path / folder / "packed.safetensors") for folder in ("packed", "one"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     for resumed in ranks.run(2, _reload, tmp_path / "saved"):
         for name, tensor in states[0]["state"].items():
