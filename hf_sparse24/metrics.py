@@ -43,3 +43,9 @@ def is_nm_sparse(tensor: Tensor, n: int = 2, m: int = 4, dim: int = -1) -> bool:
         return False
     groups = (tensor != 0).unflatten(dim, (-1, m))
     return bool((groups.sum(dim if dim < 0 else dim + 1) <= n).all())
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """Return whether no element is NaN or inf, as a 0-d bool tensor; no copy of the tensor is made."""
+    ends = torch.stack(torch.aminmax(tensor)) if tensor.numel() else tensor
+    return ends.isfinite().all()

@@ -23,12 +23,13 @@ from ..adapters.merging import adapters_in, without_adapters
 from ..config import Sparse24Config
 from ..patching.ownership import adopt, unwrap
 from ..patching.packing import check_packable, packed_config
+from ..patching.surgery import reject_non_finite
 from ..progress import Progress, get_logger
 from ..weights.packed_weight import PACKED_INDEX, PackedFormat
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
-from .lazy_tensors import LazyTensors, dense_tensors, packed_tensors
+from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
 from .manifest import MANIFEST, read_json, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import header_hash, write_safetensors
@@ -76,9 +77,10 @@ def export_model(
 
     Raises:
         ValueError: the model is not patched (use `save_pretrained`), is sharded by FSDP1 or DeepSpeed ZeRO-3, or
-            sharded with adapters, has masks or scales that its method cannot have made, or adapters that do not merge
-            into 2:4 weights; a packed export of a model that is dense or sparse by another pattern; or the directory
-            holds a training checkpoint, an adapter or another model that is no export.
+            sharded with adapters, has NaN or inf in its weights, has masks or scales that its method cannot have made,
+            or adapters that do not merge into 2:4 weights; a packed export of a model that is dense or sparse by
+            another pattern; or the directory holds a training checkpoint, an adapter or another model that is no
+            export.
         RuntimeError: another process is exporting into the directory.
 
     Examples:
@@ -105,6 +107,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
     wrong = wrong_states(weights)
     if wrong:
         raise ValueError(f"the model is damaged, load it again: {wrong}")
+    check_finite(model)
     if format == "packed":
         check_packable(model)
     adopt(model)  # where a part was patched by itself
@@ -125,6 +128,11 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
                 _write(model, new, files, format)
         if _is_sharded(model):
             dist.barrier()  # when any process returns, the export is there
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise ValueError where a Parameter has NaN or inf: it shall not replace a model that has none."""
+    reject_non_finite(model.named_parameters(), NOT_FINITE)
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -157,7 +165,8 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
         model.save_pretrained(new, state_dict={})  # all but the weights
         for path in new.glob("*.safetensors"):
             path.unlink()
-        sparse, hashes = _write_weights(new, files, PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME, fingerprint)
+        index = PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME
+        sparse, hashes = _write_weights(new, files, index, fingerprint)
         if format == "packed":
             names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
             packed = PackedFormat(names, {file: header_hash(new / file) for file in files})

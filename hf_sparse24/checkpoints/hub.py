@@ -20,7 +20,7 @@ from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from .card import CARD, Format, check_arguments, write_model_card
-from .export import WEIGHT_FILES, export_model, unwrapped
+from .export import WEIGHT_FILES, check_finite, export_model, unwrapped
 
 
 def push_to_hub(
@@ -71,7 +71,7 @@ def push_to_hub(
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
     check_arguments(format, card)
     model = unwrapped(model)
-    reject_sharded(model)
+    check_pushable(model)
     if format == "training" and adapters_in(model):
         raise ValueError("format='training': the model has PEFT adapters, which model.push_to_hub of PEFT pushes")
     if rank() != 0:
@@ -85,14 +85,15 @@ def push_to_hub(
 MODEL_METHODS["push_to_hub"] = push_to_hub
 
 
-def reject_sharded(model: PreTrainedModel) -> None:
-    """Raise ValueError where the weights are sharded over processes: only one of them pushes."""
+def check_pushable(model: PreTrainedModel) -> None:
+    """Raise ValueError where weights are sharded over processes, of which only one pushes, or have NaN or inf."""
     for name, weight in sparse_weights(model).items():
         if is_sharded(weight.master):
             raise ValueError(
                 f"{name} is sharded, and one process pushes: call export_model(model, directory) in all of them, then "
                 f"push the directory with `hf upload`"
             )
+    check_finite(model)
 
 
 def stage_push(

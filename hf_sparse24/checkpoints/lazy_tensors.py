@@ -10,10 +10,16 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..patching.packing import is_packable, packed_form
+from ..patching.surgery import reject_non_finite
 from ..weights.packed_weight import buffer_names
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed
+
+NOT_FINITE = (
+    "nothing was exported, and no export replaced. Export an earlier checkpoint; or, where numbers are too large for "
+    "the dtype, as after .half(), load the model in bf16 or fp32 and export that"
+)
 
 
 class LazyTensors(NamedTuple):
@@ -74,6 +80,7 @@ def _packed(name: str, weight: SparseWeight) -> LazyTensors:
     def compute() -> dict[str, Tensor]:
         form = packed_form(name, weight)
         assert form is not None  # of this size
+        _reject_overflow(name, form.values)
         return dict(zip(like, form))
 
     return LazyTensors(like, compute, weight, name)
@@ -84,7 +91,17 @@ def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensor
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
     if weight is None or weight.run.is_dense:
         return LazyTensors(like, lambda: {name: whole(tensor)})
-    return LazyTensors(like, lambda: {name: weight.merged()}, weight)
+
+    def compute() -> dict[str, Tensor]:
+        _reject_overflow(name, merged := weight.merged())
+        return {name: merged}
+
+    return LazyTensors(like, compute, weight)
+
+
+def _reject_overflow(name: str, tensor: Tensor) -> None:
+    """Raise ValueError where a weight that is finite is pruned to one that is not, as by a scale above 1."""
+    reject_non_finite([(name, tensor)], NOT_FINITE)
 
 
 def _saved_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> dict[str, Tensor]:

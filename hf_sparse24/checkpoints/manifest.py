@@ -16,7 +16,7 @@ from sparse24_kernels import Packed, Pattern, unpack_nm
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..metrics import is_nm_sparse
+from ..metrics import all_finite, is_nm_sparse
 from ..weights.packed_weight import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, wrong_packed
 from .replacing import CONFIG
 from .safetensors_file import DTYPES, open_safetensors
@@ -81,7 +81,7 @@ class Tensors:
 def _weight_files(directory: Path) -> list[Path]:
     """The files that `from_pretrained` would load."""
     config = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
-    is_packed = "transformers_weights" in config  # as the quantizer sees it; a packed model saved again has no such name
+    is_packed = "transformers_weights" in config  # as in the quantizer; older ones, and those saved again, do not
     single, several = (PACKED_WEIGHTS, PACKED_INDEX) if is_packed else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     index = directory / several
     if (directory / single).exists() or not index.exists():
@@ -186,7 +186,7 @@ def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Fi
     zeros = tensor.numel() - int(tensor.count_nonzero())
     is_sparse = tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim)
     problem = None if is_sparse else f"is not {pattern} along dimension {dim}"
-    return Finding(name, tensor.numel(), zeros, problem if tensor.isfinite().all() else "has NaN or inf")
+    return Finding(name, tensor.numel(), zeros, problem if all_finite(tensor) else "has NaN or inf")
 
 
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:

@@ -16,6 +16,7 @@ from ..config import Sparse24Config, differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.sparse_module import SparseModule
+from ..metrics import all_finite
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
@@ -267,11 +268,11 @@ def _reject_lazy(model: nn.Module) -> None:
         raise ValueError(f"{lazy[0]} has no size before the first forward pass (nn.LazyLinear): run one, then patch")
 
 
-def reject_non_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where a named weight has NaN or inf."""
-    found = {name: weight for name, weight in weights if not weight.is_meta}
-    counts = [(~torch.isfinite(local(weight))).sum() for weight in found.values()]
+def reject_non_finite(weights: Iterable[tuple[str, Tensor]], advice: str = "nothing was changed") -> None:
+    """Raise ValueError where a named weight has NaN or inf; its text ends with `advice`."""
+    found = {name: weight for name, weight in weights if not weight.is_meta and weight.is_floating_point()}
+    counts = [1 - all_finite(local(weight)).int() for weight in found.values()]
     bad = [name for name, count in zip(found, total(counts, list(found.values()))) if count] if found else []
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(f"NaN or inf in the weights of {', '.join(bad[:5])}{more}; nothing was changed")
+        raise ValueError(f"NaN or inf in the weights of {', '.join(bad[:5])}{more}; {advice}")

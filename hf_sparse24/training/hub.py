@@ -16,7 +16,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
 from ..checkpoints.card import CARD, Format, write_model_card
-from ..checkpoints.hub import card_on_hub, read_card, reject_sharded, stage_push
+from ..checkpoints.hub import card_on_hub, check_pushable, read_card, stage_push
 from ..progress import get_logger
 from ..run import patched_config
 from .decay_search import model_of
@@ -78,7 +78,7 @@ class HubTrainer(Trainer):
         """
         if not self._is_patched:
             return super().push_to_hub(commit_message, blocking, token, revision, private, **card)
-        reject_sharded(self._model)
+        check_pushable(self._model)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
@@ -101,7 +101,7 @@ class HubTrainer(Trainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         step = self.state.global_step
         try:
-            reject_sharded(self._model)
+            check_pushable(self._model)
             push = self._staged(f"Training in progress, step {step}", None, None, "dense", {})
         except (OSError, ValueError) as error:
             logger.warning(f"nothing was pushed at step {step}, training goes on: {error}")

@@ -13,6 +13,7 @@ import torch
 from sparse24_kernels import Packed
 from torch import Tensor, nn
 
+from ..metrics import all_finite
 from .place import WeightPlace, named_weights
 
 PACKED_WEIGHTS = "packed.safetensors"
@@ -122,5 +123,4 @@ def wrong_packed(packed: Packed) -> str | None:
     # Within four, the lower element comes first: two of them at one place would overwrite each other.
     if not all(bool(((group & 3) < (group >> 2)).all()) for group in (indices & 15, indices >> 4)):
         return "its indices are not in ascending order"
-    ends = torch.stack(torch.aminmax(values)) if values.numel() else values
-    return None if bool(ends.isfinite().all()) else "NaN or inf in its values"
+    return None if all_finite(values) else "NaN or inf in its values"

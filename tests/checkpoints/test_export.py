@@ -185,6 +185,24 @@ def test_export_over_a_sharded_model_leaves_none_of_it(tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
+@pytest.mark.parametrize("format", ["dense", "packed"])
+@pytest.mark.parametrize(
+    ("name", "value", "dtype"), [("norm", torch.nan, None), ("up", torch.inf, None), ("up", 6e4, 16)]
+)
+def test_a_model_that_is_not_finite_replaces_no_other(name, value, dtype, format, tmp_path):
+    """As after a loss explosion; or where S-STE's scale makes finite masters overflow, which writing them shows."""
+    model = patched()
+    export_model(model, tmp_path, format)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    weight = model.model.norm.weight if name == "norm" else model.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.view(-1)[5] = value
+    model = model.half() if dtype else model
+    with pytest.raises(ValueError, match=rf"NaN or inf in the weights of model.*{name}.*; nothing was exported.*bf16"):
+        export_model(model, tmp_path, format)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_somebodys_model_is_not_written_over(size, tmp_path):
     """Such as the dense original that the sparse model began as."""

@@ -101,6 +101,16 @@ def test_the_card_of_a_training_checkpoint_says_what_to_import(hub):
     assert "import hf_sparse24\n" not in card(hub) and "training checkpoint" not in card(hub)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_that_is_not_finite_is_not_pushed(hub, format):
+    model = patched()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"NaN or inf in the weights of lm_head.weight"):
+        model.push_to_hub(REPO, format=format)
+    assert not hub.repos
+
+
 def test_a_tokenizer_tags_and_metadata_go_along(hub):
     class Tokenizer:
         def save_pretrained(self, directory):
