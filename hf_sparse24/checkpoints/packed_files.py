@@ -4,6 +4,7 @@ The format: docs/packed_format.md. Only safetensors and JSON are read, so no cod
 """
 
 import os
+from collections.abc import Set
 from typing import cast
 
 import torch
@@ -19,8 +20,12 @@ from ..weights.packed_weight import PackedFormat, buffer_names, packed_weight_na
 from .safetensors_file import DTYPES, header_hash
 
 
-def check_files(packed: PackedFormat, files: list[str]) -> None:
-    """Raise ValueError where the files are not those that were written with `config.json`, or lack what it lists."""
+def check_files(packed: PackedFormat, files: list[str]) -> set[str]:
+    """The names of the tensors in the files.
+
+    Raises:
+        ValueError: the files are not those that were written with `config.json`, or lack what it lists.
+    """
     for file in files:
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
@@ -43,6 +48,7 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
         if values not in dtypes or dtypes.get(indices) != DTYPES[torch.uint8]:
             said = {name: dtypes.get(name, "missing") for name in (values, indices)}
             raise ValueError(f"the checkpoint is damaged, copy or download it again: it has {said}")
+    return set(dtypes)
 
 
 def empty_packed(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
@@ -78,14 +84,19 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
 
 def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module | None, str]:
     """The module that has the Parameter `name` in the model with or without its head, or None; and its name there."""
-    path, _, attribute = name.rpartition(".")
-    prefix = f"{model.base_model_prefix}."
-    for candidate in (path, path.removeprefix(prefix), prefix + path):
+    attribute = name.rpartition(".")[2]
+    for candidate in _names(model, name):
         try:
-            return model.get_submodule(candidate), attribute
+            return model.get_submodule(candidate.rpartition(".")[0]), attribute
         except AttributeError:
             continue
     return None, attribute
+
+
+def _names(model: PreTrainedModel, name: str) -> tuple[str, str, str]:
+    """The name of a tensor, and what it is called in the model with or without its head."""
+    prefix = f"{model.base_model_prefix}."
+    return name, name.removeprefix(prefix), prefix + name
 
 
 def _input_dim(module: nn.Module, name: str) -> int | None:
@@ -97,13 +108,17 @@ def _input_dim(module: nn.Module, name: str) -> int | None:
     return find_input_dim(module, name) if name in stacked_parameters(module) else None
 
 
-def check_packed(model: PreTrainedModel) -> None:
+def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
     """Raise ValueError where a packed weight or its bias was not in the checkpoint, or its tensors are invalid."""
     for name, weight in packed_weights(model).items():
-        module = weight.module
+        module, path = weight.module, name.rpartition(".")[0]
         tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
-        stored = tensors.keys() - module._non_persistent_buffers_set
-        missing = sorted(key for key in stored if not was_loaded(tensors[key]))
+        missing = sorted(
+            key
+            for key in tensors.keys() - module._non_persistent_buffers_set
+            # One that was offloaded is on the meta device, and not the tensor that was read.
+            if not (was_loaded(tensors[key]) or (tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}))
+        )
         wrong = f"{missing} were not in its files" if missing else weight.wrong()
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")

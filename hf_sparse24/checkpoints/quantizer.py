@@ -5,6 +5,8 @@
 loads the dense master weights.
 """
 
+from collections.abc import Set
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
@@ -34,6 +36,7 @@ class Sparse24Quantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: Sparse24Config
+    names_in_files: Set[str] = frozenset()  # of a packed checkpoint
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
@@ -51,7 +54,7 @@ class Sparse24Quantizer(HfQuantizer):
                     pass
         if self.quantization_config.packed is not None:
             if checkpoint_files:  # not where the user passes a state_dict
-                check_files(self.quantization_config.packed, checkpoint_files)
+                self.names_in_files = check_files(self.quantization_config.packed, checkpoint_files)
             make_packed(model, self.quantization_config.packed)
             return
         self.quantization_config = _with_passed(self.quantization_config)
@@ -98,7 +101,7 @@ class Sparse24Quantizer(HfQuantizer):
         return model
 
     def _finish_packed(self, model: PreTrainedModel) -> PreTrainedModel:
-        check_packed(model)
+        check_packed(model, self.names_in_files)
         model.config.__dict__.pop("transformers_weights", None)  # of these files, not of the model
         if self.quantization_config.passed is not None:
             # It has no master weights and no state to go on with: training starts anew from its sparse weights.

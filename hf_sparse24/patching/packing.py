@@ -81,12 +81,14 @@ def unpack_model(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model is not packed, or has an adapter that is merged.
+        ValueError: the model is not packed, has an adapter that is merged, or is offloaded by its `device_map`.
     """
     weights = packed_weights(model)
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
     check_unmerged(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("parts of the model are offloaded to a disk or a CPU; load it without device_map to unpack it")
     for weight in weights.values():
         unpack_weight(weight)
     for inner in outermost(model):

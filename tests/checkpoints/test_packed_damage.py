@@ -178,11 +178,13 @@ def test_a_tensor_is_missing(name, copied):
     reject(directory, f"the checkpoint is damaged.*'{re.escape(name)}': 'missing'")
 
 
-def test_a_bias_is_missing(tmp_path):
+@pytest.mark.parametrize("device_map", [None, {"": "disk"}])
+def test_a_bias_is_missing(device_map, tmp_path):
     export_model(patched("gpt2"), tmp_path, "packed")
     without_hashes(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.pop("transformer.h.0.mlp.c_fc.bias"))
-    reject(tmp_path, r"c_fc.weight: \['bias'\] were not in its files")
+    with pytest.raises(ValueError, match=r"c_fc.weight: \['bias'\] were not in its files"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "offloaded")
 
 
 class Explodes:

@@ -1,4 +1,4 @@
-"""Who reads an export while another replaces it, without hf_sparse24, or one that an earlier version wrote."""
+"""Who reads an export while another replaces it, without hf_sparse24, one of an earlier version, or offloads it."""
 
 import json
 
@@ -9,7 +9,7 @@ from sparse_models import logits
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers import auto
 
-from hf_sparse24 import export_model
+from hf_sparse24 import export_model, unpack_model
 from hf_sparse24.layers.packed import PackedLinear
 
 ONE, MANY = "5GB", "20KB"
@@ -76,3 +76,16 @@ def test_packed_exports_of_earlier_versions_load(size, models, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(loaded.model.layers[0].mlp.up_proj, PackedLinear)
     assert torch.equal(logits(loaded), logits(models[0]))
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "opt"])
+def test_offloaded_biases_are_not_taken_for_missing(name, offload_buffers, tmp_path):
+    model = patched(name)
+    export_model(model, tmp_path, "packed")
+    options = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk", "offload_buffers": offload_buffers}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert any(parameter.is_meta for parameter in loaded.parameters())
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(ValueError, match="offloaded to a disk or a CPU; load it without device_map"):
+        unpack_model(loaded)
