@@ -1,6 +1,7 @@
 """Stacked experts, the 3-D Parameters of mixture-of-experts models: what they compute, and when they are pruned."""
 
 import copy
+import importlib
 import threading
 
 import pytest
@@ -211,13 +212,15 @@ def test_threads_that_share_a_model_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_replicas_of_data_parallel_are_refused(pack):
-    """Of experts and of layers."""
-    model = zoo.build("mixtral")
-    patch_model(model, Sparse24Config(target_modules="all-linear"))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_replicas_of_data_parallel_are_refused(name, pack, monkeypatch):
+    """Of layers and of experts, as nn.DataParallel makes them, without the GPUs that it copies tensors to."""
+    parallel = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(parallel, "_broadcast_coalesced_reshape", lambda tensors, devices, detach: [tensors] * 2)
+    model = zoo.build(name)
+    assert len(parallel.replicate(model, [0, 1])) == 2
+    patch_model(model, Sparse24Config(target_modules="mlp"))
     if pack:
         pack_model(model)
-    block = model.model.layers[0]
-    for module in (block.mlp.experts, block.self_attn.q_proj):
-        with pytest.raises(RuntimeError, match=r"nn.DataParallel runs copies .* torchrun"):
-            module._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel runs copies .* torchrun"):
+        parallel.replicate(model, [0, 1])
