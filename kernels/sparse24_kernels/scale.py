@@ -1,5 +1,7 @@
 """The scale of S-STE's soft threshold."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,14 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
 
 @torch.library.custom_op("sparse24::s_ste_scale", mutates_args=())
 def _s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
-    return implementation("prune.s_ste_scale", weight, (n, m) == (2, 4))(weight, n, m, dim, rule)
+    return implementation("prune.s_ste_scale", weight, (n, m) == (2, 4))(_near_one(weight), n, m, dim, rule)
+
+
+def _near_one(weight: Tensor) -> Tensor:
+    """The weight, times a power of two where sums of its squares might leave fp32; the scale is the same for both."""
+    largest = float(torch.stack(torch.aminmax(weight)).abs().max()) if weight.numel() else 1.0
+    exponent = math.frexp(largest)[1]  # 0 of inf and NaN
+    return weight if abs(exponent) <= 40 else weight * 2.0 ** max(-126, min(126, -exponent))
 
 
 @_s_ste_scale.register_fake

@@ -96,6 +96,14 @@ def test_s_ste_scale_matches_the_papers_values(draw, rule, beta):
     assert kernels.s_ste_scale(100 * weight, rule=rule).item() == pytest.approx(scale, rel=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["mse", "l1"])
+@pytest.mark.parametrize("exponent", [-130, -83, -41, 60, 64, 119])
+def test_s_ste_scale_of_weights_of_any_size(exponent, rule):
+    """Where squares, or sums of them, are beyond fp32 too."""
+    weight = torch.randint(-128, 129, (64, 64)).float()
+    assert torch.equal(kernels.s_ste_scale(weight * 2.0**exponent, rule=rule), kernels.s_ste_scale(weight, rule=rule))
+
+
 def test_s_ste_scale_rules():
     group = torch.tensor([4.0, -1, 3, 2])  # S = [2, 0, 1, 0]
     assert kernels.s_ste_scale(group, rule="mse").item() == pytest.approx((8 + 3) / 5)
