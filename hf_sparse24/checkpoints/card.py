@@ -5,6 +5,7 @@ the next call replaces what is between them. The author's metadata stays, and ta
 """
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +84,7 @@ def make_model_card(
     if config is None:
         raise ValueError("the model is not patched, so there is no sparsity to describe; call patch_model(model) first")
     check_arguments(format, metadata)
-    name = (model_id or type(model).__name__).rpartition("/")[2]
+    name = " ".join((model_id or type(model).__name__).rpartition("/")[2].split())
     given = {key: value for key, value in metadata.items() if value is not None}
     base_model = given.get("base_model") or _base_model(model, model_id)
     ours = last_evaluation(by_step(log_history)) if results is None else dict(results)
@@ -149,7 +150,8 @@ def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
-    load = [f"from transformers import {name}", "", f'model = {name}.from_pretrained("{model_id}"{options})']
+    source = json.dumps(model_id, ensure_ascii=False)  # as a Python string too: with quotes, backslashes, newlines
+    load = [f"from transformers import {name}", "", f"model = {name}.from_pretrained({source}{options})"]
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
     if format == "packed":
         text = [

@@ -52,10 +52,11 @@ def test_weights_of_a_dense_phase_are_called_dense():
     assert "**its weights are dense**" in text and "fixed-mask" not in text
 
 
-def test_the_code_of_a_card_runs(tmp_path):
+@pytest.mark.parametrize("folder", ["plain", "my \"best\"\nmodel\\new 'ü'"])
+def test_the_code_of_a_card_runs(folder, tmp_path):
     model = patched().eval()
-    export_model(model, tmp_path)
-    card = make_model_card(model, model_id=str(tmp_path))
+    export_model(model, tmp_path / folder)
+    card = ModelCard(str(make_model_card(model, model_id=str(tmp_path / folder))))
     ids = zoo.batch()["input_ids"]
     names: dict = {}
     exec(code(card, 0), names)
