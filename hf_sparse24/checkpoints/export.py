@@ -76,11 +76,11 @@ def export_model(
         max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file of its own.
 
     Raises:
-        ValueError: the model is not patched (use `save_pretrained`), is sharded by FSDP1 or DeepSpeed ZeRO-3, or
-            sharded with adapters, has NaN or inf in its weights, has masks or scales that its method cannot have made,
-            or adapters that do not merge into 2:4 weights; a packed export of a model that is dense or sparse by
-            another pattern; or the directory holds a training checkpoint, an adapter or another model that is no
-            export.
+        ValueError: the model is not patched (use `save_pretrained`), is none of Transformers, is sharded by FSDP1 or
+            DeepSpeed ZeRO-3, or sharded with adapters, has NaN or inf in its weights, has masks or scales that its
+            method cannot have made, or adapters that do not merge into 2:4 weights; a packed export of a model that is
+            dense or sparse by another pattern; or the directory holds a training checkpoint, an adapter or another
+            model that is no export.
         RuntimeError: another process is exporting into the directory.
 
     Examples:
@@ -233,7 +233,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     """The patched model of Transformers inside DDP, DataParallel, torch.compile or PEFT.
 
     Raises:
-        ValueError: it is not patched, or is sharded by FSDP1, or compiled in parts.
+        ValueError: it is not patched, is no model of Transformers, is sharded by FSDP1, or compiled in parts.
     """
     model = unwrap(model)
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
@@ -243,7 +243,12 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
     if not sparse_weights(model):
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
-    if getattr(getattr(model, "config", None), "quantization_config", None) is None:
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"{type(model).__name__} is no PreTrainedModel, which an export needs for its config.json: plain = "
+            f"unpatch_model(copy.deepcopy(model)), then safetensors.torch.save_model(plain, 'model.safetensors')"
+        )
+    if getattr(model.config, "quantization_config", None) is None:
         raise ValueError(f"{type(model).__name__} is no model that patch_model got: export the one that was patched")
     return model  # type: ignore[return-value]  # patch_model gives only Transformers' models a quantization_config
 

@@ -11,11 +11,11 @@ import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from checkpoints import patched
-from sparse_models import logits
+from sparse_models import Mlp, logits
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import export_model
+from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.checkpoints import replacing
 from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
 from hf_sparse24.patching.surgery import set_phase
@@ -237,6 +237,12 @@ def test_a_model_that_was_not_patched(tmp_path):
     with pytest.raises(ValueError, match="LlamaForCausalLM is no model that patch_model got"):
         del model.config.quantization_config
         export_model(model, tmp_path)
+    plain = Mlp()
+    patch_model(plain, Sparse24Config(target_modules="all-linear"))
+    with pytest.raises(
+        ValueError, match=r"Mlp is no PreTrainedModel.* unpatch_model\(copy.deepcopy\(model\)\).*save_mo"
+    ):
+        export_model(plain, tmp_path)
 
 
 def test_an_export_of_a_dense_phase_says_so(tmp_path, caplog):
