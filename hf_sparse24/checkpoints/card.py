@@ -28,7 +28,7 @@ from .losses import Control, Logs, by_step, control_metrics, last_evaluation, pl
 
 Format = Literal["dense", "packed", "training"]
 
-CARD, PLOT = "README.md", "loss.png"
+CARD, PLOT, CHECKPOINT = "README.md", "loss.png", "checkpoint"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
 
@@ -40,6 +40,7 @@ def make_model_card(
     model: PreTrainedModel,
     *,
     format: Format = "dense",
+    checkpoint: bool = False,
     model_id: str | None = None,
     tags: str | Iterable[str] | None = None,
     log_history: Logs = (),
@@ -55,6 +56,7 @@ def make_model_card(
     Args:
         model: a patched model of Transformers.
         format: what lies beside the card: an export, `"dense"` or `"packed"`, or a `"training"` checkpoint.
+        checkpoint: whether the folder `checkpoint` has the training checkpoint.
         model_id: the repository, as `from_pretrained` takes it; None for the name of the model's class.
         tags: in addition to those of this library and of `model.add_model_tags`.
         log_history: of the run, as `trainer.state.log_history` has it, for the results.
@@ -90,7 +92,7 @@ def make_model_card(
     ours = last_evaluation(by_step(log_history)) if results is None else dict(results)
     parts = [
         _summary(model, config, base_model),
-        _loading(model, config, format, model_id or name),
+        _loading(model, config, format, model_id or name, checkpoint),
         _results(ours, control_metrics(dense_control)),
         _training(config, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
@@ -146,7 +148,7 @@ def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[st
     )
 
 
-def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id: str) -> str:
+def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id: str, checkpoint: bool) -> str:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
@@ -177,6 +179,11 @@ def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id:
                 f"To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
                 f"{ONESHOT_METHOD!r}, ...)` of hf_sparse24 too, with the settings of the layers below."
             )
+    if checkpoint:
+        text += [
+            "To train on with the same method, load the training checkpoint, which has the dense master weights:",
+            _python("import hf_sparse24", *load[:-1], f'{load[-1][:-1]}, subfolder="{CHECKPOINT}")'),
+        ]
     return "\n\n".join(["## How to load it", *text])
 
 

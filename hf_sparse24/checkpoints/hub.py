@@ -19,7 +19,7 @@ from ..patching.ownership import MODEL_METHODS
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
-from .card import CARD, Format, check_arguments, write_model_card
+from .card import CARD, CHECKPOINT, Format, check_arguments, write_model_card
 from .export import WEIGHT_FILES, check_finite, export_model, unwrapped
 
 
@@ -28,6 +28,7 @@ def push_to_hub(
     repo_id: str,
     *,
     format: Format = "dense",
+    checkpoint: bool = False,
     processing_class: Any = None,
     commit_message: str | None = None,
     private: bool | None = None,
@@ -50,6 +51,8 @@ def push_to_hub(
         format: `"dense"`: ordinary weights with zeros, which load everywhere. `"packed"`: 9/16 of the bytes, read with
             hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
             only where hf_sparse24 is imported; the card says so.
+        checkpoint: beside the export, upload the training checkpoint too, to the folder `checkpoint`; to train on:
+            `from_pretrained(repo_id, subfolder="checkpoint")`.
         processing_class: a tokenizer or processor to upload with it.
         commit_message: of the commit; None for what was uploaded.
         private: whether a repository that is made here is private; None for your organisation's default.
@@ -72,12 +75,13 @@ def push_to_hub(
     check_arguments(format, card)
     model = unwrapped(model)
     check_pushable(model)
-    if format == "training" and adapters_in(model):
-        raise ValueError("format='training': the model has PEFT adapters, which model.push_to_hub of PEFT pushes")
+    if (checkpoint or format == "training") and adapters_in(model):
+        raise ValueError("a training checkpoint has no PEFT adapters, the model has: PEFT's push_to_hub pushes them")
     if rank() != 0:
         return None
     repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-    card |= {"model_id": repo_id, "tags": tags, "existing": card_on_hub(repo_id, token, revision)}
+    card |= {"checkpoint": checkpoint, "model_id": repo_id, "tags": tags}
+    card["existing"] = card_on_hub(repo_id, token, revision)
     commit = {"commit_message": commit_message, "token": token, "revision": revision, "create_pr": create_pr}
     return stage_push(model, repo_id, format, processing_class, max_shard_size, commit, **card)()
 
@@ -117,6 +121,8 @@ def stage_push(
                 plain.save_pretrained(folder, max_shard_size=max_shard_size)
             else:
                 export_model(plain, folder, format, max_shard_size)
+            if card.get("checkpoint"):
+                plain.save_pretrained(folder / CHECKPOINT, max_shard_size=max_shard_size)
             write_model_card(plain, folder, format=format, **card)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
@@ -138,7 +144,12 @@ def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
     present = HfApi().list_repo_files(repo_id, revision=commit["revision"], token=commit["token"])
-    outdated = [name for name in present if WEIGHT_FILES.fullmatch(name) and name not in files]
+    folders = {path.rpartition("/")[0] for path in files}
+    outdated = [
+        name
+        for name in present
+        if name.rpartition("/")[0] in folders and WEIGHT_FILES.fullmatch(name.rpartition("/")[2]) and name not in files
+    ]
     added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
     deleted = [CommitOperationDelete(path_in_repo=name) for name in outdated]
     return HfApi().create_commit(repo_id, [*added, *deleted], **commit)

@@ -83,6 +83,20 @@ def test_what_is_pushed_computes_the_same(hub, format):
     assert is_nm_sparse(loaded.model.layers[0].mlp.up_proj.weight) == (format != "training")
 
 
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_training_checkpoint_beside_the_export(hub, format):
+    model = patched()
+    for size in ("60KB", "5GB"):
+        model.push_to_hub(REPO, format=format, checkpoint=True, max_shard_size=size)
+    loaded, to_train = (AutoModelForCausalLM.from_pretrained(REPO, subfolder=name) for name in ("", "checkpoint"))
+    assert patched_config(loaded) is None and patched_config(to_train) is not None
+    assert torch.equal(logits(loaded), logits(model)) and torch.equal(logits(to_train), logits(model))
+    assert sum(".safetensors" in name for name in hub.files(REPO)) == 2  # no shards of the first push
+    assert f'from_pretrained("{REPO}", subfolder="checkpoint")' in card(hub)
+    model.push_to_hub(REPO, format=format)
+    assert "checkpoint/model.safetensors" in hub.files(REPO) and "subfolder" not in card(hub)
+
+
 def test_a_dense_push_is_what_export_model_writes(hub, tmp_path):
     """`test_export.py` shows that this loads where hf_sparse24 cannot be imported."""
     model = patched()
@@ -292,7 +306,7 @@ def test_wrappers_are_looked_through_and_adapters_merged(hub):
     with_adapter = peft.get_peft_model(model, config).eval()
     push_to_hub(with_adapter, REPO)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(with_adapter.merge_and_unload()))
-    with pytest.raises(ValueError, match=r"format='training': the model has PEFT adapters"):
+    with pytest.raises(ValueError, match=r"a training checkpoint has no PEFT adapters"):
         push_to_hub(peft.get_peft_model(patched(), config), "other", format="training")
     assert "ada/other" not in hub.repos
 
@@ -354,6 +368,8 @@ def test_strategy_end_pushes_the_export_when_asked(hub, tmp_path):
     assert f"| loss | {run.state.log_history[-1]['eval_loss']:.4g} | 4 |" in text
     # What it saved is the training checkpoint, as without the Hub.
     assert patched_config(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")) is not None
+    run.push_to_hub(checkpoint=True)
+    assert patched_config(AutoModelForCausalLM.from_pretrained(REPO, subfolder="checkpoint")) is not None
 
 
 def test_every_save_pushes_the_export_in_the_background(hub, tmp_path):
