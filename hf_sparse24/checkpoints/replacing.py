@@ -54,6 +54,10 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
         try:
             yield new
             _switch(root, outdated)
+        except OSError as error:
+            if error.errno and not error.filename:
+                error.filename = str(root)  # a full disk does not say which it is
+            raise
         finally:
             _settle(root)
 

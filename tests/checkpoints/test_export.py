@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,18 @@ def test_an_error_while_writing_keeps_the_old_model(tmp_path):
         (new / "config.json").write_text("half")
         raise KeyboardInterrupt
     assert read(tmp_path) == SINGLE and not (tmp_path / STAGING).exists()
+
+
+def test_a_full_disk_is_named_and_keeps_the_old_model(tmp_path):
+    export_model(patched(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))  # a file cannot grow further
+    try:
+        with pytest.raises(OSError, match=f"too large.*{tmp_path.name}"):
+            export_model(patched(intermediate_size=96), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_nothing_is_written_beside_the_directory(tmp_path):
