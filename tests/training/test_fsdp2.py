@@ -140,6 +140,30 @@ def _export(rank, world, directory, format):
     export_model(model, directory, format)
 
 
+def test_a_distributed_checkpoint_exports_in_one_process_what_the_processes_export(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    ranks.run(2, _save_and_export, tmp_path)
+    model = ranks.make("llama", settings("t-sr-ste"), "one", 4)[0]
+    state = {"model": model.state_dict()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+    model.load_state_dict(state["model"])
+    export_model(model, tmp_path / "one")
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("many", "one"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _save_and_export(rank, world, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model, optimizer, controller = ranks.make("llama", settings("t-sr-ste"), "fsdp2", 4)
+    _run(model, optimizer, controller, range(2))
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "checkpoint")
+    export_model(model, folder / "many")
+
+
 def test_every_process_refuses_to_export_over_another_model(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "adapter_config.json").write_text("{}")
