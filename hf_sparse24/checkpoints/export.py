@@ -39,16 +39,12 @@ logger = get_logger(__name__)
 FORMATS = ("dense", "packed")
 
 WEIGHT_FILES = re.compile(
-    rf"(model|packed)(-[0-9a-f]{{8}})?-\d+-of-\d+\.safetensors|(model|packed)\.safetensors(\.index\.json)?"
-    rf"|{re.escape(MANIFEST)}"
+    rf"(model|packed)((-[0-9a-f]{{8}})?-\d+-of-\d+\.safetensors|\.safetensors(\.index\.json)?)|{re.escape(MANIFEST)}"
 )
 """Names of the weight files of a model, which are removed when an export replaces it."""
 
 _NO_FILE = "import hf_sparse24 before you load this model: its weights are packed"
-"""What a packed export has for `transformers_weights`, the name of a file. The quantizer puts the name there.
-
-Transformers alone raises an error with this text, in place of a model of random weights.
-"""
+"""What a packed export has in place of a file's name, which the quantizer knows; Transformers' error shows it."""
 
 _OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of an adapter and of a training run."""
@@ -107,7 +103,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
     wrong = wrong_states(weights)
     if wrong:
         raise ValueError(f"the model is damaged, load it again: {wrong}")
-    check_finite(model)
+    reject_non_finite(model.named_parameters(), NOT_FINITE)
     if format == "packed":
         check_packable(model)
     adopt(model)  # where a part was patched by itself
@@ -128,11 +124,6 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
                 _write(model, new, files, format)
         if _is_sharded(model):
             dist.barrier()  # when any process returns, the export is there
-
-
-def check_finite(model: nn.Module) -> None:
-    """Raise ValueError where a Parameter has NaN or inf: it shall not replace a model that has none."""
-    reject_non_finite(model.named_parameters(), NOT_FINITE)
 
 
 def _is_sharded(model: nn.Module) -> bool:

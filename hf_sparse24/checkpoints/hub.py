@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 
 from ..adapters.merging import adapters_in, without_adapters
 from ..patching.ownership import MODEL_METHODS
+from ..patching.surgery import reject_non_finite
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from .card import CARD, CHECKPOINT, Format, check_arguments, write_model_card
-from .export import WEIGHT_FILES, check_finite, export_model, unwrapped
+from .export import WEIGHT_FILES, export_model, unwrapped
+from .lazy_tensors import NOT_FINITE
 
 
 def push_to_hub(
@@ -97,7 +99,7 @@ def check_pushable(model: PreTrainedModel) -> None:
                 f"{name} is sharded, and one process pushes: call export_model(model, directory) in all of them, then "
                 f"push the directory with `hf upload`"
             )
-    check_finite(model)
+    reject_non_finite(model.named_parameters(), NOT_FINITE)
 
 
 def stage_push(
@@ -144,12 +146,8 @@ def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
     present = HfApi().list_repo_files(repo_id, revision=commit["revision"], token=commit["token"])
-    folders = {path.rpartition("/")[0] for path in files}
-    outdated = [
-        name
-        for name in present
-        if name.rpartition("/")[0] in folders and WEIGHT_FILES.fullmatch(name.rpartition("/")[2]) and name not in files
-    ]
+    inside = f"{CHECKPOINT}/" if (folder / CHECKPOINT).exists() else ""
+    outdated = [name for name in present if WEIGHT_FILES.fullmatch(name.removeprefix(inside)) and name not in files]
     added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
     deleted = [CommitOperationDelete(path_in_repo=name) for name in outdated]
     return HfApi().create_commit(repo_id, [*added, *deleted], **commit)

@@ -80,7 +80,7 @@ def _packed(name: str, weight: SparseWeight) -> LazyTensors:
     def compute() -> dict[str, Tensor]:
         form = packed_form(name, weight)
         assert form is not None  # of this size
-        _reject_overflow(name, form.values)
+        reject_non_finite([(name, form.values)], NOT_FINITE)  # a scale above 1 may overflow
         return dict(zip(like, form))
 
     return LazyTensors(like, compute, weight, name)
@@ -93,15 +93,11 @@ def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensor
         return LazyTensors(like, lambda: {name: whole(tensor)})
 
     def compute() -> dict[str, Tensor]:
-        _reject_overflow(name, merged := weight.merged())
+        merged = weight.merged()
+        reject_non_finite([(name, merged)], NOT_FINITE)
         return {name: merged}
 
     return LazyTensors(like, compute, weight)
-
-
-def _reject_overflow(name: str, tensor: Tensor) -> None:
-    """Raise ValueError where a weight that is finite is pruned to one that is not, as by a scale above 1."""
-    reject_non_finite([(name, tensor)], NOT_FINITE)
 
 
 def _saved_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> dict[str, Tensor]:
