@@ -43,7 +43,7 @@ WEIGHT_FILES = re.compile(
 )
 """Names of the weight files of a model, which are removed when an export replaces it."""
 
-_NO_FILE = "import hf_sparse24 before you load this model: its weights are packed"
+_NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its weights are packed"
 """What a packed export has in place of a file's name, which the quantizer knows; Transformers' error shows it."""
 
 _OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")

@@ -45,7 +45,7 @@ class Sparse24Quantizer(HfQuantizer):
             config.transformers_weights = packed.file
         return config
 
-    update_tp_plan = update_attn_implementation  # of Transformers before 5.21
+    update_tp_plan = update_attn_implementation  # in Transformers up to 5.20
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
         for file in checkpoint_files or ():

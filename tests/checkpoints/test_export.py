@@ -216,6 +216,15 @@ def test_a_model_that_is_not_finite_replaces_no_other(name, value, dtype, format
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_weights_in_fp8_are_exported_and_checked(tmp_path):
+    model = patched()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    export_model(model, tmp_path)
+    model.lm_head.weight.view(torch.uint8)[0, 0] = 0x7F
+    with pytest.raises(ValueError, match=r"NaN or inf in the weights of lm_head.weight"):
+        export_model(model, tmp_path)
+
+
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_somebodys_model_is_not_written_over(size, tmp_path):
     """Such as the dense original that the sparse model began as."""
