@@ -21,11 +21,7 @@ from .safetensors_file import DTYPES, header_hash
 
 
 def check_files(packed: PackedFormat, files: list[str]) -> set[str]:
-    """The names of the tensors in the files.
-
-    Raises:
-        ValueError: the files are not those that were written with `config.json`, or lack what it lists.
-    """
+    """The tensors' names. ValueError: the files were not written with `config.json`, or lack what it lists."""
     for file in files:
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
@@ -113,12 +109,10 @@ def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
     for name, weight in packed_weights(model).items():
         module, path = weight.module, name.rpartition(".")[0]
         tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
-        missing = sorted(
-            key
-            for key in tensors.keys() - module._non_persistent_buffers_set
-            # One that was offloaded is on the meta device, and not the tensor that was read.
-            if not (was_loaded(tensors[key]) or (tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}))
-        )
+        stored = tensors.keys() - module._non_persistent_buffers_set
+        # An offloaded one is on the meta device, and no longer the tensor that was read.
+        kept = {key for key in stored if tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}}
+        missing = sorted(key for key in stored - kept if not was_loaded(tensors[key]))
         wrong = f"{missing} were not in its files" if missing else weight.wrong()
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
