@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback
@@ -13,7 +14,7 @@ from ..weights.packed_weight import packed_weights
 from . import reference
 from .controller import SHARED_METRICS, Sparse24Controller
 from .distillation import Distiller, find_distiller
-from .resume import check_resumed, restore
+from .resume import check_resumed, find_checkpoint, restore
 from .run_log import RunLog
 
 
@@ -22,8 +23,9 @@ class Sparse24Callback(TrainerCallback, ExportableState):
 
     `Sparse24Trainer` has it already. For another trainer, add it with `Sparse24Callback.add_to(trainer)`, which puts
     it in front of the reporting callbacks, so that TensorBoard and W&B see `flip_rate`, `kept_magnitude` and
-    `sparse_phase`; passed as `callbacks=[Sparse24Callback()]` it works too, but then only the console and
-    `trainer_state.json` show them, and the reference model of TRL's trainers stays the dense one on disk.
+    `sparse_phase`, and which knows the trainer. Passed as `callbacks=[Sparse24Callback()]` it works too, but then only
+    the console and `trainer_state.json` show them, and it raises an error where it would need the trainer: in TRL's
+    trainers that have a reference model, and where a run resumes from a checkpoint outside of its output directory.
 
     A resumed run equals an uninterrupted one: the phase follows from the step, masks and scales are buffers of the
     model, MVUE's streams follow from seed, process, step, micro-step and layer, and the last flip rate is in
@@ -35,15 +37,16 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
         run_log: where the world's first process records the run; None elsewhere, and where nothing is logged.
-        phase_is_restored: whether the trainer itself has set the phase of the checkpoint that it resumes from.
+        checkpoint: the directory that the trainer resumes from; None where it begins anew, or is not known.
         is_idle: whether the model is packed, so that its sparsity needs nothing: adapters around it train.
     """
 
     def __init__(self):
         self.controller: Sparse24Controller | None = None
         self.run_log: RunLog | None = None
-        self.phase_is_restored = False
+        self.checkpoint: str | Path | None = None
         self.is_idle = False
+        self._knows_trainer = False
         self._distiller: Distiller | None = None
         self._logged_step = 0
 
@@ -59,10 +62,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         """What the Trainer writes into `trainer_state.json`.
 
         Returns:
-            A dict of plain numbers, that of the controller under `controller`.
+            A dict of plain numbers, that of the controller under `controller`, and an `id` of the checkpoint's own.
         """
         controller = {} if self.controller is None else self.controller.state_dict()
-        return {"args": {}, "attributes": {}, "controller": controller}
+        return {"args": {}, "attributes": {}, "controller": controller, "id": uuid4().hex}
 
     @classmethod
     def add_to(cls, trainer: Trainer, match_reference: bool = True) -> "Sparse24Callback":
@@ -92,16 +95,29 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             >>> callback.controller.step
             2
         """
-        callbacks = trainer.callback_handler.callbacks
-        callback = next((present for present in callbacks if isinstance(present, cls)), None)
-        if callback is None:  # never two: the masked decay would be applied twice
-            callback = cls()
-        else:
-            callbacks.remove(callback)
-        callbacks.insert(0, callback)
+        callback = next((present for present in trainer.callback_handler.callbacks if isinstance(present, cls)), cls())
+        callback._put_first(trainer)
         if match_reference and not trainer.state.global_step:
             reference.match_reference(trainer)
+        if not callback._knows_trainer:
+            callback._knows_trainer = True
+            load = trainer._load_optimizer_and_scheduler
+
+            def load_and_tell(checkpoint: str | None) -> None:
+                """With every engine the Trainer calls it with the checkpoint's directory before `on_train_begin`."""
+                if checkpoint is not None:
+                    callback.checkpoint = checkpoint
+                    callback._put_first(trainer)
+                load(checkpoint)
+
+            trainer._load_optimizer_and_scheduler = load_and_tell  # type: ignore[method-assign]
         return callback
+
+    def _put_first(self, trainer: Trainer) -> None:
+        """In place of any other: of two, each would apply the masked decay. `restore_callback_states_from_checkpoint`
+        makes another."""
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(callback for callback in callbacks if not isinstance(callback, Sparse24Callback))]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         run = sparse_run(kwargs["model"])
@@ -117,12 +133,18 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self._logged_step = state.global_step
         if self.is_idle:
             return
-        if state.global_step and not self.phase_is_restored:
+        if not self._knows_trainer:
+            reference.check_plain_callback(args, kwargs["model"])
+        if state.global_step > state.max_steps:
+            raise ValueError(
+                f"max_steps={state.max_steps}: the checkpoint is at step {state.global_step} already; set more steps "
+                f"than that, or start a new run from its weights"
+            )
+        if state.global_step:
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
-            checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            checkpoint = self.checkpoint or find_checkpoint(args, state)
             check_resumed(kwargs["model"], checkpoint)
             restore(kwargs["model"], checkpoint)
-        self.phase_is_restored = False
         self.controller = Sparse24Controller(
             kwargs["model"],
             kwargs["optimizer"],
@@ -133,11 +155,12 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             metrics_interval=max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1,
         )
         states: Any = state.stateful_callbacks  # by the names of classes
-        saved = states.setdefault(type(self).__name__, self.state())  # a checkpoint of 0.1 has none
+        saved = states.get(type(self).__name__, {})  # a checkpoint of 0.1 has none
+        states.setdefault(type(self).__name__, self.state())
         if isinstance(saved, list):
             raise ValueError("this Trainer has two callbacks of class Sparse24Callback; it needs one")
-        flips = saved.get("controller", {}).get("flips", {})
-        self.controller.load_state_dict(self.controller.state_dict() | {"flips": flips})
+        of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
+        self.controller.load_state_dict(saved.get("controller", {}) | of_this_run)
         records = state.is_world_process_zero and args.logging_strategy != "no"
         self.run_log = RunLog(args, state, self.controller) if records else None
         if state.global_step >= state.max_steps:

@@ -162,23 +162,27 @@ class Sparse24Controller(StepWork):
         """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`.
 
         Returns:
-            `method`, `step`, `micro_step`, `seed`, and `flips`, a dict by name of the weight.
+            `method`, `step`, `micro_step`, `seed`, `flips`, a dict by name of the weight, and `uses_optimizer_state`,
+            whether the method's own optimizer has a state that must be loaded too.
         """
         flips = {name: int(count) for name, count in self._flips.counts.items()}
         numbers = {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
-        return {"method": self.run.method.name, **numbers, "flips": flips}
+        has_state = self._has_own_optimizer and bool(self.optimizer.state)
+        return {"method": self.run.method.name, **numbers, "flips": flips, "uses_optimizer_state": has_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; load the model's own `state_dict` first.
+        """Go on from `state_dict()`; load those of the model and of the optimizer first.
 
         Args:
             state: what `state_dict()` gave.
 
         Raises:
-            ValueError: not what `state_dict` gives, or of another method, another model or a longer run. Nothing is
-                changed then.
+            ValueError: not what `state_dict` gives, or of another method, another model or a longer run, or the state
+                of the method's own optimizer is not loaded. Nothing is changed then.
         """
-        state = {"flips": {}, "method": self.run.method.name} | state  # 0.1 saved none
+        # What earlier versions did not save.
+        defaults = {"flips": {}, "method": self.run.method.name, "uses_optimizer_state": self._has_own_optimizer}
+        state = defaults | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
@@ -208,6 +212,13 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
         )
     _check_ints(0, controller.total_steps, step=state["step"])
     _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
+    is_lost = controller._has_own_optimizer and not controller.optimizer.state
+    if is_lost and state["step"] and state["uses_optimizer_state"]:
+        raise ValueError(
+            f"cannot go on at step {state['step']} of {controller.total_steps}: method {method!r} trains by the state "
+            f"of its own optimizer, and that is not loaded. Load it before the controller's; a checkpoint of "
+            f"save_only_model=True has none, and can only start a new run"
+        )
     unknown = sorted(set(state["flips"]) - set(controller.weights))
     if unknown:
         raise ValueError(f"flips of {unknown[:5]}: the state is of another model, this one has no such weights")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from ..patching.packing import unpack_model
 from ..patching.surgery import set_phase, unpatch_model
@@ -68,6 +68,16 @@ def match_reference(trainer: Trainer) -> None:
             f"the reference model is {name!r} as it is on disk, which is not what the patched policy computes: it gets "
             f"the weights that the policy begins with. To keep another reference that you passed yourself, call "
             f"Sparse24Callback.add_to(trainer, match_reference=False)"
+        )
+
+
+def check_plain_callback(args: TrainingArguments, policy: nn.Module) -> None:
+    """Raise ValueError where a trainer of TRL may have a reference from disk, and `match_reference` was not called."""
+    # Of the configs of TRL (1.16), those of DPO, KTO, GRPO and RLOO, and what is made of them, have the first.
+    if hasattr(args, "sync_ref_model") and getattr(args, "beta", None) != 0 and not hasattr(policy, "peft_config"):
+        raise ValueError(
+            f"{type(args).__name__}: TRL takes the reference model from disk, dense, where a callback cannot reach it. "
+            f"Call Sparse24Callback.add_to(trainer) before train(), instead of passing callbacks=[Sparse24Callback()]"
         )
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import Sparse24Config
@@ -59,6 +60,29 @@ def last_whole_checkpoint(output_dir: str | Path) -> str:
         f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} ({'; '.join(damaged) or 'none at all'}); "
         f"start without it"
     )
+
+
+def find_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """The checkpoint that `state` was loaded from, told by its contents: the one that the arguments name, or that with
+    the step's number in the output directory.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    own = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    for path in (own, Path(str(args.resume_from_checkpoint))):
+        file = path / TRAINER_STATE_NAME
+        if file.is_file() and _contents(TrainerState.load_from_json(str(file))) == _contents(state):
+            return path
+    raise ValueError(
+        f"the run resumes at step {state.global_step}, and {own} is not what it resumes from: a callback is not told "
+        f"which checkpoint it is, and needs its config and experts. Call Sparse24Callback.add_to(trainer) before "
+        f"train(), instead of passing callbacks=[Sparse24Callback()]"
+    )
+
+
+def _contents(state: TrainerState) -> str:
+    return json.dumps([state.log_history, state.stateful_callbacks])
 
 
 def checkpoint_damage(checkpoint: str | Path) -> str | None:
@@ -125,8 +149,8 @@ def save_config(model: nn.Module, checkpoint: str | Path) -> None:
         (Path(checkpoint) / OWN_CONFIG).write_text(text, encoding="utf-8")
 
 
-def check_resumed(model: nn.Module, checkpoint: str | Path) -> None:
-    """Compare the config in a checkpoint with the model's that goes on from it; warn where settings differ.
+def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -> None:
+    """Compare the config in a checkpoint with the model's that goes on from it; `warn` where settings differ.
 
     Raises:
         ValueError: another method, pattern or choice of layers.
@@ -135,7 +159,7 @@ def check_resumed(model: nn.Module, checkpoint: str | Path) -> None:
     if config is None:
         return
     if saved is None:
-        if (Path(checkpoint) / CONFIG).is_file():
+        if warn and (Path(checkpoint) / CONFIG).is_file():
             logger.warning(f"{checkpoint} is of a model that was not patched: sparsity starts from its dense weights")
         return
     ours, theirs = config.to_dict(), saved.to_dict()
@@ -151,7 +175,7 @@ def check_resumed(model: nn.Module, checkpoint: str | Path) -> None:
             f"config of that run. To train its weights in another way, load them by from_pretrained, then call "
             f"unpatch_model(model, sparse=False) and patch_model(model, config), and start a new run"
         )
-    if differences:
+    if warn and differences:
         logger.warning(f"resuming from {checkpoint}, which was saved with {'; '.join(differences.values())}")
 
 

@@ -43,6 +43,8 @@ class StepWork:
         self._trained = {name: weight for name, weight in weights.items() if _trains(weight)}
         # Below an adapter, no schedule may change what a frozen weight computes.
         self._keeps_phase = not self._trained or _any_frozen_below_adapters(model)
+        own_optimizer = type(run.method).make_optimizer is not SparseMethod.make_optimizer
+        self._has_own_optimizer = own_optimizer and not self._keeps_phase
         if not self._keeps_phase:
             run.method.check_run(total_steps, optimizer)
         if run.controller is not None:

@@ -32,7 +32,7 @@ from .decay_search import (
 from .distillation import DistillationConfig, distill
 from .engines import check_engine
 from .hub import HubTrainer
-from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, restore, save_config, saved_config
+from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
 
 logger = get_logger(__name__)
 
@@ -103,12 +103,7 @@ class Sparse24Trainer(HubTrainer):
         if teacher is not None:
             _check_own_loss(self)
             distill(model_of(self), teacher, distillation, self.processing_class)
-        Sparse24Callback.add_to(self)
-
-    @property
-    def sparse24_callback(self) -> Sparse24Callback:
-        """The callback; `restore_callback_states_from_checkpoint` makes another one in place of the first."""
-        return Sparse24Callback.add_to(self)
+        self.sparse24_callback = Sparse24Callback.add_to(self)
 
     def call_model_init(self, trial=None) -> nn.Module:
         model = super().call_model_init(trial)
@@ -204,11 +199,9 @@ class Sparse24Trainer(HubTrainer):
         return super().create_optimizer(model)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        check_resumed(model_of(self) if model is None else model, resume_from_checkpoint)
+        # Before files of another method are loaded. The callback does the same after, with all engines.
+        check_resumed(model_of(self) if model is None else model, resume_from_checkpoint, warn=False)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # The controller then knows when a run goes on in another phase, as with more max_steps than it began with.
-        restore(model_of(self) if model is None else model, resume_from_checkpoint)
-        self.sparse24_callback.phase_is_restored = True
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         if self.args.should_save:

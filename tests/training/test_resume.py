@@ -173,3 +173,47 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
     record.write_text(json.dumps(json.loads(record.read_text()) | {"auto_mapping": None}))
     with pytest.raises(ValueError, match=r"masked_decay=.auto.: .*checkpoint-6 does not say which decay"):
         run(trains_below=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def experts(directory, seed, plain, **overrides) -> Trainer:
+    """A run of stacked experts, which a Trainer does not load by itself."""
+    model = zoo.build("qwen3_moe", seed=seed)
+    patch_model(model, Sparse24Config(method="ste"))
+    callbacks = [Sparse24Callback()] if plain else []
+    run = Trainer(
+        model, arguments(directory, learning_rate=1e-2, **overrides), train_dataset=dataset(), callbacks=callbacks
+    )
+    if not plain:
+        Sparse24Callback.add_to(run)
+    return run
+
+
+def test_a_callback_goes_on_from_the_checkpoint_that_was_named(tmp_path):
+    """And never from that of another run, with the same number in the output directory."""
+    first = experts(tmp_path / "first", 0, plain=True, **SAVING)
+    first.train()
+    experts(tmp_path / "other", 5, plain=True, **SAVING).train()
+    named = str(tmp_path / "first" / "checkpoint-2")
+    again = experts(tmp_path / "first", 9, plain=True)
+    added = experts(tmp_path / "other", 9, plain=False)
+    replaced = experts(tmp_path / "other", 9, plain=False, restore_callback_states_from_checkpoint=True)
+    in_arguments = experts(tmp_path / "other", 9, plain=True, resume_from_checkpoint=named)
+    for run in (again, added, replaced, in_arguments):
+        run.train(resume_from_checkpoint=named)
+        assert torch.equal(weights(run.model), weights(first.model))
+    for output_dir in ("other", "empty"):
+        with pytest.raises(ValueError, match=r"resumes at step 2, and .*checkpoint-2 is not what it resumes from.*add"):
+            experts(tmp_path / output_dir, 9, plain=True).train(resume_from_checkpoint=named)
+
+
+def test_a_checkpoint_without_the_state_of_the_methods_optimizer_is_refused(tmp_path):
+    """The optimizer would begin anew, dense, in the middle of a run that is sparse."""
+    config = Sparse24Config(method="step", switch_after=1, switch_by=2)
+    train(tmp_path, config=config, save_only_model=True, **SAVING)
+    with pytest.raises(ValueError, match=r"cannot go on at step 2 of 4: method 'step' trains by the state of its own"):
+        resume(tmp_path, config=config, checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_run_that_is_longer_already_is_refused(finished, run_dir):
+    with pytest.raises(ValueError, match="max_steps=3: the checkpoint is at step 4 already; set more steps"):
+        resume(run_dir, max_steps=3)
