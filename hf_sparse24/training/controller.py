@@ -112,6 +112,8 @@ class Sparse24Controller(StepWork):
         self.optimizer = followed(optimizer, run.method)
         check_optimizer(self.weights, self.optimizer)
         super().__init__(model, run, self.weights, self.optimizer, total_steps, seed, step, metrics_interval)
+        if step and self._has_own_optimizer and not self.optimizer.state:
+            logger.warning(f"step={step}: the optimizer of method {run.method.name!r} has no state; load that first")
         numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
         try:
             check_ranks_agree(self.weights, run.config.to_dict() | numbers)

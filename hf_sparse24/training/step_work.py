@@ -40,7 +40,7 @@ class StepWork:
         self.model, self.run, self.weights, self.optimizer = model, run, weights, optimizer
         self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
         self.step, self.micro_step = step, 0
-        self._trained = {name: weight for name, weight in weights.items() if _trains(weight)}
+        self._trained = {name: weight for name, weight in weights.items() if trains(weight)}
         # Below an adapter, no schedule may change what a frozen weight computes.
         self._keeps_phase = not self._trained or _any_frozen_below_adapters(model)
         own_optimizer = type(run.method).make_optimizer is not SparseMethod.make_optimizer
@@ -155,10 +155,9 @@ class StepWork:
 
     def _add_term(self, loss: Tensor, outputs: Any, batch: Batch) -> Tensor:
         """A model's own loss, and the method's term of what the model returned."""
-        term = self.run.method.loss(outputs, batch, self._context())
-        if term is None:
-            return loss
-        return loss + term * share_of_batch(batch, count_labels(batch, language_model_kind(self.model) == "causal"))
+        labels = count_labels(batch, language_model_kind(self.model) == "causal")
+        term = self.run.method.loss(outputs, batch, self._context()) if labels else None  # of none there is no mean
+        return loss if term is None else loss + term * share_of_batch(batch, labels)
 
     def _context(self) -> StepContext:
         return StepContext(self.step, self.total_steps, self.phase, self.optimizer, self.weights)
@@ -167,10 +166,11 @@ class StepWork:
         self._streams.set(self.seed + rank(), self.step, self.micro_step)
 
 
-def _trains(weight: SparseWeight) -> bool:
+def trains(weight: SparseWeight) -> bool:
+    """Whether training changes the weight, or what the method keeps beside it."""
     return any(tensor.requires_grad for tensor in (weight.master, *weight.parameters.values()))
 
 
 def _any_frozen_below_adapters(model: nn.Module) -> bool:
     adapted = (module.get_base_layer() for module in adapters_in(model))
-    return any(not _trains(weight) for layer in adapted for weight in sparse_weights(layer).values())
+    return any(not trains(weight) for layer in adapted for weight in sparse_weights(layer).values())

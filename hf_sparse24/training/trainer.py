@@ -18,6 +18,7 @@ from ..patching.surgery import patch_model
 from ..progress import get_logger
 from ..run import patched_config, sparse_run
 from ..weights.packed_weight import packed_weights
+from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
 from .decay_search import (
     CANDIDATES,
@@ -33,6 +34,7 @@ from .distillation import DistillationConfig, distill
 from .engines import check_engine
 from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
+from .step_work import trains
 
 logger = get_logger(__name__)
 
@@ -184,7 +186,8 @@ class Sparse24Trainer(HubTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
         model = model_of(self) if model is None else model
         run = sparse_run(model)
-        if self.optimizer is None and run is not None:
+        # Where nothing sparse trains, as below adapters, any optimizer will do.
+        if self.optimizer is None and run is not None and any(map(trains, sparse_weights(model).values())):
             names = set(self.get_decay_parameter_names(model))
             own = run.method.make_optimizer(
                 step_param_groups(model, self.args.weight_decay, names),

@@ -2,15 +2,24 @@
 
 import types
 
+import peft
 import pytest
 import sparse24_kernels as kernels
 import torch
 import zoo
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import arguments, dataset, train, weights
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import (
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Controller,
+    Sparse24Trainer,
+    patch_model,
+    sparse_weights,
+    unpatch_model,
+)
 from hf_sparse24.run import patched_config
 
 
@@ -63,6 +72,31 @@ def test_a_method_with_its_own_optimizer_ignores_no_other(tmp_path, overrides, p
     )
     with pytest.raises(ValueError, match=message):
         run.train()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("freezes", ["lora", "mlp"])
+def test_where_nothing_sparse_trains_a_method_needs_no_optimizer_of_its_own(tmp_path, freezes):
+    config = Sparse24Config(method="step", switch_after=1, switch_by=2)
+    model = train(tmp_path, config=config).model
+    sparse = {name: weight.master.clone() for name, weight in sparse_weights(model).items()}
+    if freezes == "lora":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up_proj"]))
+    for weight in sparse_weights(model).values():
+        weight.master.requires_grad_(False)
+    ours = Sparse24Trainer(model, arguments(tmp_path), train_dataset=dataset())
+    other = Trainer(model, arguments(tmp_path), train_dataset=dataset())
+    Sparse24Callback.add_to(other)
+    for run in (ours, other):
+        run.train()
+        assert run.state.log_history[-2]["sparse_phase"] == 1
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    controller = Sparse24Controller(model, optimizer, total_steps=1)
+    model(**zoo.batch()).loss.backward()
+    optimizer.step()
+    assert controller.metrics()["sparse_phase"] == 1
+    after = [weight.master for weight in sparse_weights(model).values()]
+    assert all(map(torch.equal, after, sparse.values()))
 
 
 def test_step_logs_what_its_switch_waits_for(tmp_path):
