@@ -127,6 +127,9 @@ class Distiller(LossHook):
         teacher: a model, or the name or directory of one (see `Teacher`).
         config: how much it counts.
         tokenizer: of the model, which tells which logits are padding; None where the vocabularies are of one size.
+
+    Attributes:
+        is_mean: whether losses are means over a micro-batch, not shares of one over the whole batch of a Trainer.
     """
 
     def __init__(
@@ -135,6 +138,8 @@ class Distiller(LossHook):
         super().__init__(self._add_teacher, is_shared=True)
         self.config, self.shifted = config, shifts_labels(model)
         self.teacher = Teacher(teacher, model, tokenizer, bool(config.hidden_weight))
+        terms = {"distillation_loss": config.weight, "hidden_state_loss": config.hidden_weight}
+        self._names = ["cross_entropy", *(name for name, weight in terms.items() if weight)]
         self.reset()
         self._handles = [self.attach(model)]
         if config.hidden_weight:
@@ -148,7 +153,7 @@ class Distiller(LossHook):
     def reset(self) -> None:
         """Begin the means anew."""
         self._sums: dict[str, Tensor] = {}
-        self._micro_batches, self._is_mean = 0, True
+        self._micro_batches, self.is_mean = 0, True
 
     def means(self, steps: int | None = None) -> dict[str, Tensor]:
         """What the losses since the last `reset` are made of.
@@ -161,7 +166,7 @@ class Distiller(LossHook):
             `cross_entropy`, `distillation_loss` and `hidden_state_loss`, as far as they count: 0-d tensors of this
             process.
         """
-        count = self._micro_batches if self._is_mean or steps is None else steps
+        count = self._micro_batches if self.is_mean or steps is None else steps
         return {name: total / max(count, 1) for name, total in self._sums.items()}
 
     def _add_teacher(self, loss: Tensor, outputs: Any, batch: Batch) -> Tensor:
@@ -172,12 +177,13 @@ class Distiller(LossHook):
         """
         logits, positions = self._predictions(outputs, batch)
         tokens = len(positions)
-        if not tokens:
-            return loss  # nothing to compare, and nothing to divide by
+        self.is_mean = batch.get("num_items_in_batch") is None
+        if not tokens:  # nothing to compare, and nothing to divide by; but the means of all processes have all names
+            self._count(dict.fromkeys(self._names, torch.zeros((), device=loss.device)))
+            return loss
         self.teacher.to(logits.device)
-        self._is_mean = batch.get("num_items_in_batch") is None
         # Sums over tokens, divided as the model divides its own loss.
-        share = 1 / tokens if self._is_mean else share_of_batch(batch, 1)
+        share = 1 / tokens if self.is_mean else share_of_batch(batch, 1)
         parts = {"cross_entropy": loss.detach().mean()}
         total = (1 - self.config.weight) * loss
         hidden, states = self.teacher.run(batch)
@@ -190,9 +196,12 @@ class Distiller(LossHook):
             square = square_head(outputs["hidden_states"], states, positions) * share
             parts["hidden_state_loss"] = square.detach()
             total = total + self.config.hidden_weight * square
-        self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}
+        self._count(parts)
         self._micro_batches += 1
         return total
+
+    def _count(self, parts: dict[str, Tensor]) -> None:
+        self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}
 
     def _predictions(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """The student's logits, and the positions where they predict a label."""

@@ -39,7 +39,7 @@ class Teacher:
         gives_states: whether hidden states are compared: the two need the same blocks then.
 
     Raises:
-        ValueError: it shares weights with the student, or has other tokens, or blocks, than it must have.
+        ValueError: it has no weights, shares some with the student, or has other tokens, or blocks, than it must have.
     """
 
     def __init__(self, teacher: Any, student: Any, tokenizer: Any, gives_states: bool):
@@ -51,6 +51,11 @@ class Teacher:
             teacher = auto.from_pretrained(teacher, dtype="auto")
         elif not (isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings")):
             raise ValueError(f"teacher={type(teacher).__name__}: must be a language model, or the name of one")
+        if any(parameter.is_meta for parameter in teacher.parameters()):
+            raise ValueError(
+                "the teacher is on the meta device, and has no weights; load it by from_pretrained, without "
+                "torch.device('meta')"
+            )
         _check_models(teacher, student, tokenizer)
         if gives_states:
             _check_blocks(teacher, student)

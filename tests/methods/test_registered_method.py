@@ -331,6 +331,9 @@ def test_its_term_of_the_outputs_is_added_while_it_trains():
     labels = int((batch["labels"][:, 1:] != -100).sum())
     part = model(**batch, num_items_in_batch=torch.tensor(4 * labels)).loss  # one of four equal micro-batches
     torch.testing.assert_close(part, (own + term) / 4)
+    none = batch | {"labels": torch.full_like(batch["labels"], -100), "num_items_in_batch": torch.tensor(0)}
+    model(**none).loss.backward()  # NaN itself, as Transformers divides 0 by 0
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).loss, own)
     torch.testing.assert_close(model.eval()(**batch).loss, own)

@@ -4,6 +4,7 @@ import math
 
 import peft
 import pytest
+import ranks
 import torch
 import zoo
 from datasets import Dataset
@@ -373,6 +374,7 @@ def classifier():
         (below_an_adapter, "the teacher shares weights with the model"),
         (classifier, "LlamaForSequenceClassification is no causal or masked language model"),
         (lambda: {"teacher": zoo.build("bert")}, "a causal and a masked language model predict different"),
+        (lambda: {"teacher": zoo.build("llama").to("meta")}, "the teacher is on the meta device, and has no weights"),
         (lambda: {"teacher": torch.nn.Linear(2, 2)}, "teacher=Linear: must be a language model"),
         (lambda: {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: the teacher's predictions smooth"),
         (lambda: {"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func and teacher= both say"),
@@ -444,11 +446,50 @@ def test_any_trainer_and_any_loop_learn_from_a_teacher_as_ours_does(tmp_path):
     torch.testing.assert_close(looped(**inputs).loss, terms["cross_entropy"] / counted(inputs, "llama"))
 
 
-def test_a_step_without_labels_leaves_finite_weights(tmp_path):
-    """Such as one row that was cut inside its prompt: there is nothing to compare, and nothing to divide by."""
-    run = trainer(tmp_path)
-    inputs = batch()
-    inputs["labels"][:] = -100
-    outputs = run.model.eval()(**batch())
-    loss = find_distiller(run.model).change(outputs.loss, outputs, inputs | {"num_items_in_batch": torch.tensor(0)})
-    assert loss.isfinite()
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_steps_without_labels_leave_finite_weights(tmp_path, accumulated):
+    """Such as rows that were cut inside their prompts: there is nothing to compare, and nothing to divide by."""
+    run = trainer(tmp_path, distillation=BOTH, max_steps=6, gradient_accumulation_steps=accumulated, learning_rate=1e-2)
+    rows = batch(48)
+    rows["labels"][torch.arange(48) // 2 % 5 < 3] = -100  # steps of none, of some, and of all micro-batches with labels
+    run.train_dataset = Dataset.from_dict({name: x.tolist() for name, x in rows.items()})
+    run._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(run.train_dataset)
+    run.train()
+    logs = [log for log in run.state.log_history if "loss" in log]
+    terms = ["cross_entropy", "distillation_loss", "hidden_state_loss"]
+    assert weights(run.model).isfinite().all()
+    assert all(math.isfinite(log[name]) for log in logs for name in terms)
+    assert [log["cross_entropy"] > 0 for log in logs] == [log["loss"] > 0 for log in logs]
+    assert {log["loss"] > 0 for log in logs} == {True, False}
+
+
+def test_a_micro_batch_without_labels_counts_for_no_mean(tmp_path):
+    """But the means have all names, since processes average them one by one."""
+    model = zoo.build("llama").train()
+    distiller = distill(model, zoo.build("llama", seed=1), BOTH)
+    empty = batch() | {"labels": torch.full_like(batch()["labels"], -100)}
+    model(**empty)
+    assert distiller.means() == {"cross_entropy": 0, "distillation_loss": 0, "hidden_state_loss": 0}
+    model(**batch())
+    means = distiller.means()
+    distiller.reset()
+    model(**batch())
+    assert means == distiller.means()
+
+
+def _logs_of_a_process(rank, world, folder):
+    run = trainer(folder, max_steps=2, per_device_train_batch_size=1)
+    rows = batch(8)
+    rows["labels"][1::2] = -100  # the second process has none
+    run.train_dataset = Dataset.from_dict({name: x.tolist() for name, x in rows.items()})
+    run._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(run.train_dataset)
+    run.train()
+    return [log for log in run.state.log_history if "loss" in log]
+
+
+def test_processes_log_the_parts_of_one_loss(tmp_path):
+    """Where one has no labels, too: a mean that it left out would be one that the other waits for."""
+    first, second = ranks.run(2, _logs_of_a_process, tmp_path)
+    for log, other in zip(first, second, strict=True):
+        assert log["cross_entropy"] == other["cross_entropy"] > 4
+        assert log["loss"] == pytest.approx(log["cross_entropy"] / 3 + log["distillation_loss"] * 2 / 3)
