@@ -116,7 +116,8 @@ class Sparse24Quantizer(HfQuantizer):
     def _lacks(self, missing: list[str]) -> str:
         return (
             f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}. It was "
-            f"loaded and saved again without `import hf_sparse24`, which drops the method's state, or damaged. Load an "
+            f"loaded and saved again without `import hf_sparse24`, which drops the method's state; or made by "
+            f"from_config of a sparse model's config, and saved without patch_model(model); or damaged. Load an "
             f"earlier checkpoint; or, to start sparse training anew from its dense weights, remove quantization_config "
             f"from its config.json and pass it: from_pretrained(path, quantization_config=Sparse24Config(...))"
         )

@@ -49,7 +49,8 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             May be on the meta device. Its own config says from then on that it is sparse, where that is one of
             Transformers.
         config: what becomes sparse, and by which method; copied, so that the caller's object stays as it is. None for
-            `Sparse24Config()`, or for the config the model already has.
+            the config the model already has, also where it is not patched by that yet, as after `from_config` of a
+            sparse model's; else for `Sparse24Config()`.
 
     Returns:
         A report of what is sparse, what is not, and why; print it. Patching again with an equal config changes nothing
@@ -85,12 +86,21 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             f"the model is already patched with another config ({differences(current.config, config)}); call "
             f"unpatch_model(model) first"
         )
-    run = current or SparseRun(config or Sparse24Config())
+    run = current or SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
     if current is None:
         _make_sparse(model, run, candidates)
     adopt(model)
     return make_report(model, run.config, candidates)
+
+
+def named_config(model: Any) -> Sparse24Config | None:
+    """What the config of a dense model says that it is sparse by, from its start; None where it says nothing."""
+    named = getattr(getattr(model, "config", None), "quantization_config", None)
+    values = named.to_dict() if isinstance(named, Sparse24Config) else named
+    if not isinstance(values, dict) or values.get("quant_method") != Sparse24Config.quant_method:
+        return None
+    return Sparse24Config.from_dict({name: x for name, x in values.items() if name not in ("phase", "packed")})
 
 
 def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) -> None:

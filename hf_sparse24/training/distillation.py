@@ -23,8 +23,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import kl_div
 
 from ..methods import Batch
+from ..patching.surgery import named_config
+from ..progress import get_logger
+from ..run import sparse_run
+from ..weights.packed_weight import packed_weights
 from .loss_terms import LossHook, predicting_positions, share_of_batch
 from .teacher import Chunks, Teacher, shifts_labels
+
+logger = get_logger(__name__)
 
 EPS = 1e-6
 """Keeps SquareHead finite where a teacher's hidden state is zero."""
@@ -265,6 +271,11 @@ def distill(
     """
     if find_distiller(model) is not None:
         raise ValueError("the model has a teacher already; call end() of what distill returned first")
+    if sparse_run(model) is None and not packed_weights(model) and named_config(model) is not None:
+        logger.warning(
+            "the model's config says that it is sparse, and the model is dense: call patch_model(model) first; saved "
+            "as it is, it could not be loaded"
+        )
     return Distiller(model, teacher, config or DistillationConfig(), tokenizer)
 
 

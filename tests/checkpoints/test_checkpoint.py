@@ -171,7 +171,8 @@ def test_a_checkpoint_that_was_saved_again_without_the_library(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     dense = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
     save_file(dense, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"saved again without `import hf_sparse24`.*remove quantization_config"):
+    causes = r"saved again without `import hf_sparse24`.*or made by from_config .*saved without patch_model"
+    with pytest.raises(ValueError, match=rf"{causes}.*remove quantization_config"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     saved = Sparse24Config.from_dict(config.pop("quantization_config"))

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config
 
 # Suffixes of the layers that each group must find, the same in every block.
@@ -346,3 +347,20 @@ def test_sparse_layers_are_not_constructed():
     for cls in (Sparse24Linear, Sparse24Conv1D):
         with pytest.raises(TypeError, match="use patch_model"):
             cls(8, 8)
+
+
+def test_a_dense_model_whose_config_says_that_it_is_sparse_is_patched_so(tmp_path):
+    """As `from_config` of a sparse model's makes it; its run begins anew, whatever phase the other was saved in."""
+    other = zoo.build("llama")
+    patch_model(other, Sparse24Config(method="t-sr-ste", target_modules=["up_proj"], mask_interval=3))
+    set_phase(other, "dense")
+    other.save_pretrained(tmp_path)
+    for config in (AutoConfig.from_pretrained(tmp_path), other.config):
+        model = AutoModelForCausalLM.from_config(config)
+        assert not sparse_weights(model)
+        patch_model(model)
+        assert patched_config(model) == patched_config(other) and patched_config(model).phase == "sparse"
+        assert patched_config(other).phase == "dense"
+    model = AutoModelForCausalLM.from_config(config)
+    patch_model(model, Sparse24Config(method="ste"))
+    assert patched_config(model).method == "ste"
