@@ -197,11 +197,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         # On every process: they average, and where weights are sharded, all of them compute.
         if self._distiller is not None:
             means = self._distiller.means(state.global_step - self._logged_step)
-            # Divided by the labels of all processes, they are shares of a mean. Tensor parallelism repeats tokens.
-            are_shares = args.average_tokens_across_devices and not self._distiller.is_mean
-            scale = 1 / (getattr(kwargs["model"], "_tp_size", None) or 1) if are_shares else 1.0
-            how = "sum" if are_shares else "mean"
-            metrics |= {name: reduce(mean, how).item() * scale for name, mean in means.items()}
+            # Shares of means are divided by the labels of all processes. Tensor parallelism repeats labels.
+            shares = args.world_size // (getattr(kwargs["model"], "_tp_size", None) or 1)
+            scale = shares if args.average_tokens_across_devices and not self._distiller.is_mean else 1
+            metrics |= {name: reduce(mean, "mean").item() * scale for name, mean in means.items()}
             self._distiller.reset()
             self._logged_step = state.global_step
         if self.controller is not None:

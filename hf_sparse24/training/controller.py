@@ -16,7 +16,7 @@ from ..patching.surgery import set_phase
 from ..progress import get_logger
 from ..weights.sparse_weight import sparse_weights
 from .mask_metrics import kept_share
-from .optimizers import check_optimizer, followed
+from .optimizers import check_optimizer, followed, warn_of_lost_updates
 from .ranks import check_ranks_agree
 from .step_work import StepWork
 
@@ -111,6 +111,7 @@ class Sparse24Controller(StepWork):
             raise ValueError("the model is not patched; call patch_model(model) first")
         self.optimizer = followed(optimizer, run.method)
         check_optimizer(self.weights, self.optimizer)
+        warn_of_lost_updates(self.weights, self.optimizer)
         super().__init__(model, run, self.weights, self.optimizer, total_steps, seed, step, metrics_interval)
         if step and self._has_own_optimizer and not self.optimizer.state:
             logger.warning(f"step={step}: the optimizer of method {run.method.name!r} has no state; load that first")

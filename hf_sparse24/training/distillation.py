@@ -23,14 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import kl_div
 
 from ..methods import Batch
-from ..patching.surgery import named_config
-from ..progress import get_logger
-from ..run import sparse_run
-from ..weights.packed_weight import packed_weights
 from .loss_terms import LossHook, predicting_positions, share_of_batch
 from .teacher import Chunks, Teacher, shifts_labels
-
-logger = get_logger(__name__)
 
 EPS = 1e-6
 """Keeps SquareHead finite where a teacher's hidden state is zero."""
@@ -144,8 +138,6 @@ class Distiller(LossHook):
         super().__init__(self._add_teacher, is_shared=True)
         self.config, self.shifted = config, shifts_labels(model)
         self.teacher = Teacher(teacher, model, tokenizer, bool(config.hidden_weight))
-        terms = {"distillation_loss": config.weight, "hidden_state_loss": config.hidden_weight}
-        self._names = ["cross_entropy", *(name for name, weight in terms.items() if weight)]
         self.reset()
         self._handles = [self.attach(model)]
         if config.hidden_weight:
@@ -184,13 +176,10 @@ class Distiller(LossHook):
         logits, positions = self._predictions(outputs, batch)
         tokens = len(positions)
         self.is_mean = batch.get("num_items_in_batch") is None
-        if not tokens:  # nothing to compare, and nothing to divide by; but the means of all processes have all names
-            self._count(dict.fromkeys(self._names, torch.zeros((), device=loss.device)))
-            return loss
         self.teacher.to(logits.device)
-        # Sums over tokens, divided as the model divides its own loss.
-        share = 1 / tokens if self.is_mean else share_of_batch(batch, 1)
-        parts = {"cross_entropy": loss.detach().mean()}
+        # Sums over tokens, divided as the model divides its own loss. Without tokens, that divides by 0 in the end.
+        share = (1 / tokens if self.is_mean else share_of_batch(batch, 1)) if tokens else 0.0
+        parts = {"cross_entropy": loss.detach().mean() if tokens else torch.zeros_like(loss.detach().mean())}
         total = (1 - self.config.weight) * loss
         hidden, states = self.teacher.run(batch)
         if self.config.weight:
@@ -202,12 +191,9 @@ class Distiller(LossHook):
             square = square_head(outputs["hidden_states"], states, positions) * share
             parts["hidden_state_loss"] = square.detach()
             total = total + self.config.hidden_weight * square
-        self._count(parts)
-        self._micro_batches += 1
-        return total
-
-    def _count(self, parts: dict[str, Tensor]) -> None:
         self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}
+        self._micro_batches += bool(tokens)
+        return total
 
     def _predictions(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """The student's logits, and the positions where they predict a label."""
@@ -271,11 +257,6 @@ def distill(
     """
     if find_distiller(model) is not None:
         raise ValueError("the model has a teacher already; call end() of what distill returned first")
-    if sparse_run(model) is None and not packed_weights(model) and named_config(model) is not None:
-        logger.warning(
-            "the model's config says that it is sparse, and the model is dense: call patch_model(model) first; saved "
-            "as it is, it could not be loaded"
-        )
     return Distiller(model, teacher, config or DistillationConfig(), tokenizer)
 
 

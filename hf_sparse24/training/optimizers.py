@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from ..methods import Piece, SparseMethod
+from ..progress import get_logger
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
 from .zero import ZeroOptimizer, is_deepspeed
+
+logger = get_logger(__name__)
 
 
 def followed(optimizer: Any, method: SparseMethod) -> Any:
@@ -37,6 +40,22 @@ def check_optimizer(weights: dict[str, SparseWeight], optimizer: Any) -> None:
                 raise ValueError(
                     f"the optimizer does not hold {trained}, which is trainable; {way}, or freeze that weight"
                 )
+
+
+def warn_of_lost_updates(weights: dict[str, SparseWeight], optimizer: Any) -> None:
+    """Warn where master weights are in bf16 or fp16 and steps of Adam, of about the learning rate, too small for them:
+    less than half the distance from an entry to the next, >= |entry| eps / 4, rounds to nothing in every step anew."""
+    names = {id(weight.master): name for name, weight in weights.items() if weight.master.requires_grad}
+    for group in () if isinstance(optimizer, ZeroOptimizer) else optimizer.param_groups:  # which has fp32 masters
+        rate = float(group.get("initial_lr", group.get("lr", 0)))  # a warm-up begins below it
+        for parameter in group["params"] if "betas" in group else ():
+            size = local(parameter.detach()).float().abs().mean() if id(parameter) in names else 0
+            if size * torch.finfo(parameter.dtype).eps / 4 > rate:
+                logger.warning(
+                    f"learning rate {rate:g} is too small for {parameter.dtype}: a step changes most entries of "
+                    f"{names[id(parameter)]} by nothing. Load the model with dtype='float32', and set bf16=True"
+                )
+                return
 
 
 def _check_all_sharded(weights: dict[str, SparseWeight], optimizer: Any) -> None:

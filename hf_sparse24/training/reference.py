@@ -72,8 +72,8 @@ def match_reference(trainer: Trainer) -> None:
 
 
 def check_plain_callback(args: TrainingArguments, policy: nn.Module) -> None:
-    """Raise ValueError where a trainer of TRL may have a reference from disk, and `match_reference` was not called."""
-    # Of the configs of TRL (1.16), those of DPO, KTO, GRPO and RLOO, and what is made of them, have the first.
+    """Raise ValueError where TRL's trainer may have a reference from disk, as those do whose arguments (in 1.16) have
+    `sync_ref_model`: a callback cannot reach it."""
     if hasattr(args, "sync_ref_model") and getattr(args, "beta", None) != 0 and not hasattr(policy, "peft_config"):
         raise ValueError(
             f"{type(args).__name__}: TRL takes the reference model from disk, dense, where a callback cannot reach it. "

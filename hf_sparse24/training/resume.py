@@ -63,12 +63,8 @@ def last_whole_checkpoint(output_dir: str | Path) -> str:
 
 
 def find_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The checkpoint that `state` was loaded from, told by its contents: the one that the arguments name, or that with
-    the step's number in the output directory.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The checkpoint that `state` was loaded from: the one in the output directory, or that which the arguments name.
+    Raises ValueError where neither has the contents of `state`."""
     own = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     for path in (own, Path(str(args.resume_from_checkpoint))):
         file = path / TRAINER_STATE_NAME

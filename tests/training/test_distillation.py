@@ -393,14 +393,6 @@ def test_what_does_not_fit_is_refused(tmp_path, make, message):
         trainer(tmp_path, **make())
 
 
-def test_a_dense_student_whose_config_says_that_it_is_sparse_costs_a_warning(caplog):
-    sparse = zoo.build("llama")
-    patch_model(sparse)
-    for student, count in ((sparse, 0), (zoo.build("llama"), 0), (type(sparse)(sparse.config), 1)):
-        distill(student, zoo.build("llama", seed=1))
-        assert caplog.text.count("config says that it is sparse, and the model is dense: call patch_model") == count
-
-
 def test_a_distillation_needs_a_teacher(tmp_path):
     with pytest.raises(ValueError, match="without a teacher"):
         Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), distillation=DistillationConfig())
