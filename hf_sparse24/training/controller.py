@@ -184,8 +184,8 @@ class Sparse24Controller(StepWork):
                 of the method's own optimizer is not loaded. Nothing is changed then.
         """
         # What earlier versions did not save.
-        defaults = {"flips": {}, "method": self.run.method.name, "uses_optimizer_state": self._has_own_optimizer}
-        state = defaults | state
+        defaults: dict[str, Any] = {"flips": {}, "method": self.run.method.name}
+        state = defaults | {"uses_optimizer_state": self._has_own_optimizer} | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
