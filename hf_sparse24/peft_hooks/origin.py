@@ -6,14 +6,21 @@ patched in memory comes from a dense checkpoint. So PEFT's `auto_mapping` of an 
 
     config   the `Sparse24Config`, with its phase: a dense base is patched by it
     base     a sketch of the weights that sparse layers computed with when the adapter was added: whether that was the
-             dense phase, the number of weights, and of at most `SAMPLE` of them the norm and `SKETCH` projections
+             dense phase, the number of weights, and of at most `SAMPLE` of them the norm and `SKETCH` projections;
+             and as `masters` a sketch of the dense weights that they were pruned from, where there are any
 
 A hash would not do: in another dtype the same base has other bits. A projection of a weight W is p^T W q, where the
 entries of p and q are -1 or 1, drawn with a fixed seed. The squared difference of two models' projections is, on
 average, the squared distance of their weights (Achlioptas 2003): 0 for the same weights, about 1e-3 of their norm after
-rounding to bf16, about the norm for other masks. Weights of dense layers are not in the sketch.
+rounding to bf16. Where a method prunes rounded weights anew, magnitudes that were nearly equal are equal, and masks
+differ: pruned weights are then 0.02 to 0.07 of their norm apart, and 0.2 or more where another method made the masks.
+Weights of dense layers are not in the sketch.
+
+LoRA with masked layers is saved with a `peft_type` that PEFT knows by `register_tuners` alone. Without this library
+PEFT would load it without its masks, and the model would compute something else; so it raises a KeyError that says so.
 """
 
+import copy
 import functools
 import json
 import math
@@ -27,6 +34,7 @@ from torch import Tensor, nn
 from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
 from ..methods import method_class
+from ..methods.context import DENSE
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..run import patched_config
 from ..weights.packed_weight import PackedWeight, packed_weights
@@ -38,17 +46,29 @@ SAMPLE = 16
 SKETCH = 16
 TOLERANCE = 0.02
 """Of the norm: rounding to bf16 moves weights by less, a hundred steps of training by more."""
+MASTERS_TOLERANCE, FLIPS_TOLERANCE = 0.005, 0.1
+"""Dense masters that are as close as the first have only been rounded; pruned anew they are as close as the second."""
+MASKED_TYPE = "LORA (import hf_sparse24, version 0.2 or later, before you load this adapter)"
+"""The `peft_type` in the files of an adapter with masked layers."""
 
 
 def record_origin(model: nn.Module, config: Any) -> None:
     """Let the `PeftConfig` of an adapter that is about to be added save which base it is for."""
     config.__dict__.pop("save_pretrained", None)  # of another model that it was used for
     sparse = _config_of(model)
-    base = None if sparse is None else _recorded_base(model) or sketch(model, sparse.phase == "dense")
+    base = None if sparse is None else _recorded_base(model) or sketch_base(model, sparse.phase == DENSE)
     if sparse is None or base is None:
         return
     # PEFT overwrites `auto_mapping` while it saves, and a new config with one is not told from a loaded one.
     config.save_pretrained = functools.partial(_save_pretrained, config, type(model), sparse, base)
+
+
+def record_masks(model: nn.Module, config: Any, adapter: str) -> None:
+    """Let the config of an adapter that has been added save that some of its layers act through a mask."""
+    has_record = "save_pretrained" in vars(config) and config.peft_type == "LORA"
+    variants = [getattr(layer, "lora_variant", {}).get(adapter) for layer in adapters_in(model)]
+    if has_record and any(getattr(variant, "is_masked", False) for variant in variants):
+        config.save_pretrained = functools.partial(config.save_pretrained, is_masked=True)
 
 
 def check_origin(model: nn.Module, config: Any) -> None:
@@ -65,9 +85,9 @@ def check_origin(model: nn.Module, config: Any) -> None:
             patch_model(model, trained_on)
         except ValueError as error:
             raise ValueError(f"the adapter is for a 2:4 base, which this model cannot be made: {error}") from error
-    found = _recorded_base(model) or sketch(model, record["base"]["dense"])
+    found = _recorded_base(model) or sketch_base(model, record["base"]["dense"])
     distance = 0.0 if found is None else _distance(record["base"], found)
-    if distance <= TOLERANCE:
+    if found is None or distance <= _tolerance(record["base"], found):
         patched = patched_config(model)
         if patched is not None and trained_on.phase in method_class(patched.method).phases and not adapters_in(model):
             set_phase(model, trained_on.phase)
@@ -114,17 +134,29 @@ def _save_pretrained(
     base: dict[str, Any],
     save_directory: str,
     auto_mapping_dict: dict[str, Any] | None = None,
+    is_masked: bool = False,
     **kwargs: Any,
 ) -> None:
     """`PeftConfig.save_pretrained`, with the record: the base's config as it is when the adapter is saved."""
     record = {"config": sparse.to_dict(), "base": base}
     mapping = auto_mapping_dict or {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
-    type(config).save_pretrained(config, save_directory, auto_mapping_dict=mapping | {KEY: record}, **kwargs)
+    saved = copy.copy(config)
+    if is_masked and sparse.phase != DENSE:
+        saved.peft_type = MASKED_TYPE
+    type(config).save_pretrained(saved, save_directory, auto_mapping_dict=mapping | {KEY: record}, **kwargs)
+
+
+def sketch_base(model: nn.Module, dense: bool) -> dict[str, Any] | None:
+    """The record's `base`; None where the weights have no values yet."""
+    base = sketch(model, dense)
+    if base is not None and not dense and sparse_weights(model):
+        base["masters"] = sketch(model, True)
+    return base
 
 
 @torch.no_grad()
 def sketch(model: nn.Module, dense: bool) -> dict[str, Any] | None:
-    """The record's `base`, of the dense master weights or of the pruned ones; None where they have no values yet."""
+    """The sketch of the dense master weights or of the pruned ones; None where they have no values yet."""
     weights = _base_weights(model)
     if any((w.packed.values if isinstance(w, PackedWeight) else w.parameter).is_meta for w in weights):
         return None
@@ -148,6 +180,13 @@ def _distance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
     if recorded["weights"] != found["weights"]:
         return math.inf
     return math.dist(recorded["sketch"], found["sketch"]) / math.sqrt(SKETCH) / max(recorded["norm"], 1e-30)
+
+
+def _tolerance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
+    """How far apart two bases may be that are the same: masks of rounded weights may differ from the recorded ones."""
+    masters = recorded.get("masters"), found.get("masters")
+    is_rounded = all(masters) and _distance(*masters) <= MASTERS_TOLERANCE
+    return FLIPS_TOLERANCE if is_rounded else TOLERANCE
 
 
 def _value(weight: SparseWeight | PackedWeight, dense: bool) -> Tensor:

@@ -17,7 +17,7 @@ from ..adapters.merging import check_mergeable
 from ..patching.ownership import adopt
 from ..weights.packed_weight import packed_weights
 from ..weights.sparse_weight import sparse_weights
-from .origin import check_origin, record_origin
+from .origin import MASKED_TYPE, check_origin, record_masks, record_origin
 
 
 class SparseAware:
@@ -32,6 +32,7 @@ class SparseAware:
         check_origin(model, config)
         record_origin(model, config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
+        record_masks(model, config, adapter_name)
         if not config.inference_mode:
             check_adapters(model)
         adopt(model)  # copies that `modules_to_save` trains
@@ -89,6 +90,9 @@ def register_tuners() -> None:
         for kind, tuner in registry.items():
             if issubclass(tuner, BaseTuner) and not issubclass(tuner, SparseAware):
                 registry[kind] = _sparse_aware(tuner)
+    # What is made of a file with this type is a plain LoraConfig, which sets its `peft_type` itself.
+    configs: Any = mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+    configs[MASKED_TYPE] = configs["LORA"]
     # The tuner that mixes others is in no registry: `get_peft_model(..., mixed=True)` takes it by its name.
     mixed: Any = mixed_model
     if not issubclass(mixed.MixedModel, SparseAware):

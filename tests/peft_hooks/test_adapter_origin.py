@@ -12,7 +12,7 @@ import pytest
 import sparse_models
 import torch
 import zoo
-from lora_models import logits
+from lora_models import logits, masks
 from paths import SUPPORT
 from torch import nn
 from training_runs import arguments, dataset
@@ -44,12 +44,6 @@ METHODS = ["s-ste", "t-sr-ste", "fixed-mask", "ste", "sr-ste", "step", "own"]
 TARGETS = lora_models.TARGETS["llama"]
 lora = partial(lora_models.lora, task_type=None)  # unless a test gives one
 load = AutoModelForCausalLM.from_pretrained
-
-
-def masks(model: nn.Module) -> list[bool]:
-    """Of every LoRA layer around an MLP layer, whether it acts through the mask."""
-    found = [m for name, m in model.named_modules() if hasattr(m, "lora_variant") and ".mlp." in name]
-    return [getattr(variant, "is_masked", False) for m in found for variant in m.lora_variant.values() or [None]]
 
 
 @pytest.fixture

@@ -37,7 +37,8 @@ VARIANTS = {"LORA": [{}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}
 # They compute with `base_layer.weight`; FROD has a weight of its own instead, LN_TUNING a copy of the layer.
 BYPASS = {"FROD", "HIRA", "HRA", "LN_TUNING", "PEANUT", "SHIRA", "SUPERTUNING"}
 EXACT_CLASS = {"GLORA"}  # refuses every subclass of nn.Linear
-CASES = [(name, extra) for name in sorted(t.value for t in CONFIGS) for extra in VARIANTS.get(name, [{}])]
+NAMES = sorted(kind.value for kind in peft.PeftType if kind in CONFIGS)
+CASES = [(name, extra) for name in NAMES for extra in VARIANTS.get(name, [{}])]
 
 
 @pytest.fixture

@@ -39,6 +39,12 @@ def around(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m.get_base_layer(), "sparse24")]
 
 
+def masks(model: nn.Module) -> list[bool]:
+    """Of every LoRA layer around an MLP layer, whether it acts through the mask."""
+    found = [m for name, m in model.named_modules() if hasattr(m, "lora_variant") and ".mlp." in name]
+    return [getattr(variant, "is_masked", False) for m in found for variant in m.lora_variant.values() or [None]]
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
