@@ -228,8 +228,6 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     """
     model = unwrap(model)
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if "FullyShardedDataParallel" in kinds:
-        raise ValueError("the model is sharded by FSDP1; use FSDP2, or load its checkpoint in one process to export it")
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
     if not sparse_weights(model):

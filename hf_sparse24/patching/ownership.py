@@ -99,7 +99,16 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DDP, DataParallel, DeepSpeed and torch.compile, whose layers have the names that `patch_model`
-    saw."""
+    saw.
+
+    Raises:
+        ValueError: FSDP1 wraps it, or a part of it.
+    """
+    if any(cls.__name__ == "FullyShardedDataParallel" for module in model.modules() for cls in type(module).__mro__):
+        raise ValueError(
+            "FSDP1 (FullyShardedDataParallel) wraps the model, and flattens its weights: wrap it by FSDP2 instead, by "
+            "fully_shard(model) or `fsdp_version: 2` in accelerate's config file"
+        )
     while True:
         kind = {cls.__name__ for cls in type(model).__mro__}
         if "OptimizedModule" in kind:

@@ -27,7 +27,7 @@ from .targets import Candidate, find_candidates
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
 _WRAPPERS = {
     "OptimizedModule": "it is already compiled; patch first, then call torch.compile",
-    "FullyShardedDataParallel": "it is already wrapped by FSDP; patch first, then wrap",
+    "FullyShardedDataParallel": "FSDP1 wraps it, and flattens weights; patch first, then shard by FSDP2 (fully_shard)",
     "FSDPModule": "it is already sharded by FSDP2 (fully_shard); patch first, then shard",
     "DistributedDataParallel": "it is already wrapped by DDP; patch first, then wrap",
     "DataParallel": "it is already wrapped by DataParallel; patch first, then wrap",

@@ -33,7 +33,8 @@ class WeightPlace:
         if stored is None:
             raise RuntimeError(
                 f"{self.name} is no Parameter of {type(self.module).__name__} any more: something has replaced it, "
-                f"such as a parametrization or PEFT's target_parameters; call unpatch_model(model) before that"
+                f"such as a parametrization or PEFT's target_parameters (call unpatch_model(model) before that), or "
+                f"FSDP1 (use FSDP2, fully_shard)"
             )
         return stored
 

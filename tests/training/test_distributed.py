@@ -10,7 +10,15 @@ import zoo
 from distributed_runs import METHODS, check_equal, settings
 from training_runs import arguments
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model, sparse_weights
+from hf_sparse24 import (
+    Sparse24Config,
+    Sparse24Controller,
+    Sparse24Trainer,
+    export_model,
+    patch_model,
+    sparse_weights,
+    unpatch_model,
+)
 from hf_sparse24.run import patched_config
 
 
@@ -67,18 +75,33 @@ def _differ_in_weights(rank, world):
     return _refusal(model)
 
 
-def test_fsdp1_is_refused_by_name():
-    for error in ranks.run(2, _fsdp1):
-        assert "flattened by FSDP1; use FSDP2 (fsdp_version: 2, or fully_shard)" in error
+@pytest.mark.parametrize("world", [1, 2])
+def test_fsdp1_is_refused_by_name(world):
+    for errors in ranks.run(world, _fsdp1):
+        assert all(re.search("FSDP1 .*(wrap it|shard) by FSDP2|FSDP1 .use FSDP2, fully_shard", e) for e in errors)
 
 
 def _fsdp1(rank, world):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = zoo.build("llama")
-    patch_model(model)
-    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    return _refusal(model)
+    errors = []
+    for use_orig_params in (False, True):
+        model, dense = zoo.build("llama"), zoo.build("llama")
+        patch_model(model)
+        wrapped, wrapped_dense = (
+            FullyShardedDataParallel(m, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+            for m in (model, dense)
+        )
+        errors.append(_refusal(wrapped))
+        for refused, argument in ((export_model, (wrapped, "nowhere")), (patch_model, (wrapped_dense,))):
+            with pytest.raises(ValueError) as error:
+                refused(*argument)
+            errors.append(str(error.value))
+        if not use_orig_params:
+            with pytest.raises(RuntimeError) as error:
+                unpatch_model(wrapped)
+            errors.append(str(error.value))
+    return errors
 
 
 def test_random_streams_differ_by_process_and_are_the_same_again():
