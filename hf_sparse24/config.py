@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
-from .module_names import check_module_names
+from .module_names import TARGET_GROUPS, check_module_names
 from .progress import get_logger
 from .version import __version__
 from .weights.packed_weight import PackedFormat
@@ -36,7 +36,8 @@ class Sparse24Config(QuantizationConfigMixin):
         target_modules: `"mlp"`, `"attention"` or `"all-linear"`; the end of a module's name, such as `"up_proj"` or
             `"mlp.up_proj"`, or a list of these; or a regular expression of Python's `re` that must match a module's
             whole name, which is what every string is taken for that could not be a name. What matches no linear layer
-            is an error. Output embeddings, heads, poolers, routers and embeddings are never touched. The three groups
+            is an error. Output embeddings, heads, poolers, routers and all else outside the repeated blocks
+            (`nn.ModuleList`) are touched only where their whole names are given, such as `"lm_head"`. The three groups
             mean the text model alone: vision and audio towers become sparse where names or an expression match them.
         exclude_modules: what to leave dense, in the same words.
         layers_to_transform: block indices (an int or a list) to restrict the change to; None for all. What no block
@@ -56,6 +57,7 @@ class Sparse24Config(QuantizationConfigMixin):
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
         phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method. Not part of a comparison.
         packed: of a packed model, which weights are packed; None of any other.
+        whole_names: whether whole names in `target_modules` reach heads and the like; in old checkpoints they do not.
         passed: the config that `from_pretrained` was given beside the checkpoint's own; None without one.
 
     Raises:
@@ -101,6 +103,7 @@ class Sparse24Config(QuantizationConfigMixin):
             phase="sparse",
             packed=None,
             passed=None,
+            whole_names=True,
             _given=given,
             _is_live=False,
         )
@@ -145,7 +148,7 @@ class Sparse24Config(QuantizationConfigMixin):
             The new config; this one stays as it is.
         """
         config = type(self)(**({name: getattr(self, name) for name in SHARED} | self._given | changes))
-        config.record(phase=self.phase)
+        config.record(phase=self.phase, whole_names=self.whole_names or "target_modules" in changes)
         return config
 
     def given_settings(self) -> dict[str, Any]:
@@ -185,6 +188,7 @@ class Sparse24Config(QuantizationConfigMixin):
             "phase": self.phase,
             "hf_sparse24_version": __version__,
             **({} if self.packed is None else {"packed": self.packed.to_dict()}),
+            **({"whole_names": True} if self.whole_names and self.target_modules not in TARGET_GROUPS else {}),
         }
 
     def _fields(self) -> dict[str, Any]:
@@ -224,6 +228,7 @@ class Sparse24Config(QuantizationConfigMixin):
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
         phase, packed = values.pop("phase", "sparse"), values.pop("packed", None)
+        whole_names = values.pop("whole_names", "hf_sparse24_version" not in config_dict)
         if values.get("backend") == "reference":  # what version 0.1 called dense math
             values["backend"] = "dense"
         method = method_class(values.get("method", DEFAULT_METHOD))
@@ -239,14 +244,18 @@ class Sparse24Config(QuantizationConfigMixin):
         config = cls(**values)
         if phase not in method.phases:
             raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
-        config.record(phase=phase, packed=None if packed is None else PackedFormat.from_dict(packed))
+        config.record(
+            phase=phase, whole_names=whole_names, packed=None if packed is None else PackedFormat.from_dict(packed)
+        )
         return (config, kwargs) if return_unused_kwargs else config  # type: ignore[return-value]  # for Transformers
 
 
 def differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
-    """The fields in which two configs differ, for messages: `"method='ste', now 's-ste'"`."""
+    """The fields in which two configs differ, for messages: `"method='ste', now 's-ste'"`. Of settings those that were
+    given, if not to another method."""
     one, other = dict(ours), dict(theirs)
-    names = [name for name in one | other if one.get(name) != other.get(name) and name not in ("phase", "packed")]
+    given = {*SHARED, *theirs.given_settings(), *(ours.given_settings() if ours.method == theirs.method else ())}
+    names = [name for name in one | other if one.get(name) != other.get(name) and name in given]
     return ", ".join(f"{name}={one.get(name)!r}, now {other.get(name)!r}" for name in names)
 
 

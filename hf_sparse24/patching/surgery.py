@@ -111,7 +111,7 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
         raise ValueError(
             f"nothing to patch: target_modules={run.config.target_modules!r} leaves no layer to make sparse ("
             + "; ".join(reasons[:8])
-            + ")"
+            + "). A list of whole names, as model.named_modules() has them, reaches every layer that can be pruned"
         )
     reject_non_finite((target.name, target.weight) for target in targets)
     try:
@@ -123,6 +123,7 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
                 layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
                 layer_class.from_dense(target.module, run)
         _reject_doubled_parameters(sparse_weights(model))
+        run.config.record(whole_names=any(target.against for target in targets))
         write_config(model, run)
         attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C

@@ -19,17 +19,11 @@ from ..methods import SparseMethod
 from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
 from ..run import SparseRun
 from ..weights.place import layer_name
+from .places import Place, find_place
 from .stacks import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
 
-# Usual names of modules, and of their classes, in an attention or a feed-forward sublayer.
-_ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
-_FEED_FORWARD = re.compile(
-    r"mlp|ffn|feed_?forward|^ff(_|$)|^fc_?\d|^lin\d|intermediate|^output$|dense_?relu|layerff|experts?$", re.IGNORECASE
-)
 # Transformers' names of the sub-configs of towers: `vision_config`, `audio_config`, `audio_encoder` and the like.
 _TOWER = re.compile(r"vision|image|video|audio|speech")
-# Layers that pick experts or tokens: a wrong pick costs more than their few weights save.
-_ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
 
 class Candidate(NamedTuple):
@@ -39,6 +33,7 @@ class Candidate(NamedTuple):
         name: of the layer; of a stack, its Parameter's name, `model.layers.0.mlp.experts.gate_up_proj`.
         parameter: the weight's name in `module`.
         note: how the method treats it differently from other layers, None if it does not.
+        against: the rule that keeps it dense unless its whole name is in `target_modules`, None without one.
     """
 
     name: str
@@ -46,6 +41,7 @@ class Candidate(NamedTuple):
     skipped: str | None
     parameter: str = "weight"
     note: str | None = None
+    against: str | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -63,25 +59,6 @@ class Candidate(NamedTuple):
         return found
 
 
-class Place(NamedTuple):
-    """The position of a linear layer or a stack of experts' weights in the model, and its names.
-
-    Attributes:
-        path: the modules from the model down to the one that has the weight, each with its own component of the name.
-        parameter: the weight's name in that module.
-        names: in this model, and in the model with or without its head (`model.layers.0...`, `layers.0...`); of a
-            stack, the names of its Parameter and of its module.
-        block: the index of its repeated block, None outside any.
-        sublayer: `"attention"`, `"mlp"` or None.
-    """
-
-    path: list[tuple[str, nn.Module]]
-    parameter: str
-    names: list[str]
-    block: int | None
-    sublayer: str | None
-
-
 def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     """Return every linear layer and stack of experts' weights of `model` once, in module order, with its verdict.
 
@@ -97,28 +74,30 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
         else:
             parameters = stacked_parameters(module) if is_stacked_experts(name, module) else []
         for parameter in parameters:
-            places[layer_name(f"{name}.{parameter}".removeprefix("."))] = _place(model, name, parameter)
+            places[layer_name(f"{name}.{parameter}".removeprefix("."))] = find_place(model, name, parameter)
     targets = _picked("target_modules", config.target_modules, places)
     excluded = _picked("exclude_modules", config.exclude_modules, places)
+    named = ModuleNames("target_modules", config.target_modules).endings if config.whole_names else []
     blocks = _chosen_blocks(config.layers_to_transform, places)
     towers = _towers(model) if config.target_modules in TARGET_GROUPS else {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
     output = get_output()
 
-    def reason(name: str, place: Place) -> str | None:
+    def rule(place: Place) -> str | None:
         module = place.path[-1][1]
         if module is output or id(module._parameters[place.parameter]) in embeddings:
             return "output embedding"
         if place.block is None:
             return "outside the repeated blocks (nn.ModuleList): a head, a pooler or an embedding projection"
-        if any(_ROUTER.search(text) for text in _names_in_block(place.path)):
-            return "router"
+        return "router" if place.is_router else None
+
+    def reason(name: str, place: Place) -> str | None:
         if name not in targets:
             return f"not in target_modules={config.target_modules!r}"
         if name in excluded:
             return f"in exclude_modules={config.exclude_modules!r}"
-        if place.block not in blocks:
+        if place.block is not None and place.block not in blocks:
             return f"block not in layers_to_transform={config.layers_to_transform!r}"
         tower = next((towers[id(around)] for _, around in place.path if id(around) in towers), None)
         if tower is not None:
@@ -127,19 +106,14 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
 
     found = []
     for name, place in places.items():
-        candidate = Candidate(name, place.path[-1][1], reason(name, place), place.parameter)
+        against = rule(place)
+        wins = any(whole in place.names for whole in named)
+        skipped = reason(name, place) if against is None or wins else against
+        candidate = Candidate(name, place.path[-1][1], skipped, place.parameter, against=against)
         if candidate.skipped is None and candidate.is_stack:
             candidate = candidate._replace(note=gradient_note(run.method))
         found.append(candidate)
     return _without_half_shared(model, found)
-
-
-def _place(model: nn.Module, name: str, parameter: str) -> Place:
-    path = _path(model, name)
-    block = _block_index(path)
-    names = dict.fromkeys([layer_name(f"{name}.{parameter}".removeprefix(".")), name])
-    aliases = [alias for own in names for alias in _aliases(model, own)]
-    return Place(path, parameter, aliases, block, None if block is None else _sublayer(path))
 
 
 def _picked(field: str, value: str | list[str] | None, places: dict[str, Place]) -> set[str]:
@@ -158,7 +132,8 @@ def _picked(field: str, value: str | list[str] | None, places: dict[str, Place])
         else:
             what = "no linear layer's whole name matches this regular expression (begin it with '.*' to match endings)"
         endings = sorted({name.rpartition(".")[2] for name in places})
-        raise ValueError(f"{field}={value!r}: {what}; the model has {endings}, such as {next(iter(places))!r}")
+        has = f"the model has {endings}, such as {next(iter(places))!r}; groups are {list(TARGET_GROUPS)}"
+        raise ValueError(f"{field}={value!r}: {what}; {has}")
     return picked
 
 
@@ -231,47 +206,9 @@ def _overlapping(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _aliases(model: nn.Module, name: str) -> list[str]:
-    prefix = getattr(model, "base_model_prefix", "")
-    if not prefix:
-        return [name]
-    return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
-
-
-def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """Return the modules from the model down to `name`, each with its own component of the name."""
-    path = [("", model)]
-    for part in name.split(".") if name else []:
-        path.append((part, getattr(path[-1][1], part)))
-    return path
-
-
-def _block_index(path: list[tuple[str, nn.Module]]) -> int | None:
-    """Return the index of a module's repeated block in the outermost ModuleList, None outside any."""
-    for (_, parent), (part, _) in pairwise(path):
-        if isinstance(parent, nn.ModuleList):
-            return int(part)
-    return None
-
-
-def _names_in_block(path: list[tuple[str, nn.Module]]) -> list[str]:
-    """Return the names of the layer and of the modules around it up to its block's ModuleList, and their classes'."""
-    blocks = next(i for i, (_, module) in enumerate(path) if isinstance(module, nn.ModuleList))
-    between = [text for part, module in path[blocks + 1 : -1] for text in (part, type(module).__name__)]
-    return [path[blocks][0], *between, path[-1][0]]
-
-
-def _sublayer(path: list[tuple[str, nn.Module]]) -> str | None:
-    """Return `"attention"`, `"mlp"` or None."""
-    names = _names_in_block(path)
-    if any(_ATTENTION.search(text) for text in names):
-        return "attention"
-    return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None
-
-
 def _cannot_be_sparse(path: list[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
     """Return why a weight cannot be sparse, None if it can."""
-    module, parent = path[-1][1], path[-2][1]
+    module, parent = path[-1][1], path[-2 if len(path) > 1 else -1][1]  # a model may be one layer
     if _is_adapter(path):
         return "an adapter"
     if isinstance(module, SparseModule) and parameter in module.sparse24:

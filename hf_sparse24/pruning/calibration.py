@@ -220,7 +220,13 @@ def _block_of(model: nn.Module, name: str) -> str:
     """Return the name of the member of the outermost `nn.ModuleList` that a module is in."""
     parts = name.split(".")
     ends = (i for i in range(1, len(parts)) if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList))
-    return ".".join(parts[: next(ends) + 1])
+    end = next(ends, None)
+    if end is None:
+        raise ValueError(
+            f"{layer_name(name)} is outside the repeated blocks (nn.ModuleList), which oneshot prunes one after the "
+            f"other: leave it out of target_modules"
+        )
+    return ".".join(parts[: end + 1])
 
 
 def _survey(

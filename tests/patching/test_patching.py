@@ -102,7 +102,7 @@ def test_tied_weights_stay_tied(name):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_heads_poolers_and_routers_are_never_touched():
+def test_heads_poolers_and_routers_are_not_touched_by_expressions():
     config = AutoConfig.for_model("bert", vocab_size=96, **zoo.MASKED["bert"])
     model = AutoModelForSequenceClassification.from_config(config)
     report = patch_model(model, Sparse24Config(target_modules=r".*"))
@@ -143,8 +143,12 @@ def test_patching_twice():
     config = Sparse24Config(method="sr-ste")
     first = patch_model(model, config)
     assert patch_model(model, config) == first and patch_model(model) == first
-    with pytest.raises(ValueError, match=r"already patched with another config \(method='sr-ste', now 'ste'"):
+    with pytest.raises(ValueError, match=r"already patched with another config \(method='sr-ste', now 'ste'\)"):
         patch_model(model, Sparse24Config(method="ste"))
+    with pytest.raises(
+        ValueError, match=r"config \(target_modules='mlp', now 'attention', masked_decay=\S+, now 0.1\)"
+    ):
+        patch_model(model, Sparse24Config(method="sr-ste", target_modules="attention", masked_decay=0.1))
     assert patched_config(model).method == "sr-ste"
     unpatch_model(model)
     patch_model(model, Sparse24Config(method="ste"))
@@ -265,7 +269,10 @@ def assert_untouched(model):
     ("config", "message"),
     [
         (Sparse24Config(target_modules=r".*\.nope"), "no linear layer's whole name matches"),
-        (Sparse24Config(target_modules=["lm_head"]), "lm_head: output embedding"),
+        (
+            Sparse24Config(target_modules=r"lm.*d"),
+            r"lm_head: output embedding.*A list of whole names.* reaches every",
+        ),
         (
             Sparse24Config(target_modules=["up_porj"]),
             r"target_modules=\['up_porj'\]: no linear layer's name ends in \['up_porj'\]; .*'up_proj'",
@@ -304,7 +311,7 @@ def test_wrapped_models():
         patch_model(torch.compile(model))
     with pytest.raises(ValueError, match="already wrapped by DataParallel"):
         patch_model(nn.DataParallel(model))
-    for wrapper, message in [("FullyShardedDataParallel", "wrapped by FSDP"), ("FSDPModule", "sharded by FSDP2")]:
+    for wrapper, message in [("FullyShardedDataParallel", "FSDP1 wraps it"), ("FSDPModule", "sharded by FSDP2")]:
         wrapped = type(wrapper, (nn.Module,), {})()
         wrapped.module = model
         with pytest.raises(ValueError, match=message):

@@ -1,15 +1,19 @@
 """Which layers `target_modules` and `exclude_modules` mean: names, expressions, towers of multi-modal models."""
 
+import copy
+import json
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
 import zoo
+from sparse_models import logits
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_sparse24 import Sparse24Config, module_names, patch_model
+from hf_sparse24 import Sparse24Config, export_model, module_names, oneshot, patch_model, sparse_weights
 
 UP = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
 
@@ -32,6 +36,7 @@ def test_a_name_means_what_a_list_of_it_means(name):
     [
         ("up_porj", r"no linear layer's name ends in \['up_porj'\]; the model has \[.*'up_proj'"),
         ("proj", r"no linear layer's name ends in \['proj'\]"),
+        ("MLP", r"no linear layer's name ends in \['MLP'\]; .*; groups are \['mlp', 'attention', 'all-linear'\]"),
         (["up_proj", "mpl"], r"no linear layer's name ends in \['mpl'\]"),
         ("(up|down)_proj", r"no linear layer's whole name matches this regular expression \(begin it with '\.\*'"),
     ],
@@ -39,6 +44,86 @@ def test_a_name_means_what_a_list_of_it_means(name):
 def test_what_matches_nothing_is_an_error(field, value, message):
     with pytest.raises(ValueError, match=rf"{field}={re.escape(repr(value))}: {message}"):
         patched(**{field: value})
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def classifier() -> nn.Module:
+    config = AutoConfig.for_model("bert", **zoo._BERT, vocab_size=zoo.VOCAB, num_labels=8)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "targets", "expected"),
+    [
+        (sequential, ["0", "2"], ("0", "2")),
+        (sequential, "2", ("2",)),
+        (lambda: nn.Linear(16, 16), "weight", ("weight",)),
+        (partial(zoo.build, "llama"), "lm_head", ("lm_head",)),
+        (partial(zoo.build, "llama"), ["up_proj", "lm_head"], (*UP, "lm_head")),
+        (classifier, ["classifier", "pooler.dense"], ("bert.pooler.dense", "classifier")),
+        (lambda: nn.ModuleList([nn.ModuleDict({"gate": nn.Linear(8, 8)})]), ["0.gate"], ("0.gate",)),
+    ],
+)
+def test_a_whole_name_wins_over_every_rule(build, targets, expected):
+    model = build()
+    assert patch_model(model, Sparse24Config(target_modules=targets)).patched == expected
+    assert patch_model(model).patched == expected
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r"[02]", r"lm_.*"])
+def test_groups_and_expressions_do_not(targets):
+    for model in (sequential(), zoo.build("llama")):
+        try:
+            patched = patch_model(model, Sparse24Config(target_modules=targets)).patched
+        except ValueError as error:
+            assert re.search("a head, a pooler|output embedding|no linear layer's whole name", str(error))
+        else:
+            assert not {"0", "2", "lm_head"} & set(patched)
+
+
+def test_a_whole_name_wins_over_no_other_field_and_no_tied_embedding():
+    names = ["lm_head", "up_proj"]
+    assert patched(target_modules=names, exclude_modules=["lm_head"]) == UP
+    assert patched(target_modules=names, layers_to_transform=1) == (UP[1], "lm_head")
+    report = patch_model(zoo.build("gpt2"), Sparse24Config(target_modules=["lm_head", "c_fc"]))
+    assert report.skipped["lm_head"] == "its weight is shared with a module that stays dense"
+
+
+@pytest.mark.parametrize("method", ["s-ste", "ste"])
+def test_a_head_that_is_sparse_is_saved_and_one_that_was_skipped_stays_dense(method, tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=method, target_modules=["up_proj", "lm_head"]))
+    model.save_pretrained(tmp_path / "new")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    assert list(sparse_weights(loaded)) == [f"{name}.weight" for name in (*UP, "lm_head")]
+    assert torch.equal(logits(loaded), logits(model))
+    export_model(model, tmp_path / "export")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "export")), logits(model))
+    # Earlier versions skipped the head, and saved the names that they were given.
+    old = zoo.build("llama")
+    patch_model(old, Sparse24Config(method=method, target_modules=["up_proj"]))
+    old.save_pretrained(tmp_path / "old")
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    config["quantization_config"]["target_modules"] = ["up_proj", "lm_head"]
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "old")
+    assert torch.equal(logits(again), logits(old))
+
+
+def test_a_config_keeps_what_its_whole_names_mean():
+    given = Sparse24Config(target_modules=["lm_head"])
+    for config in (given.replace(), Sparse24Config.from_dict(given.to_dict()), copy.deepcopy(given)):
+        assert patch_model(zoo.build("llama"), config).patched == ("lm_head",)
+
+
+def test_oneshot_refuses_a_layer_outside_the_blocks():
+    model = zoo.build("llama")
+    with pytest.raises(ValueError, match=r"lm_head is outside the repeated blocks .*leave it out of target_modules"):
+        oneshot(model, [zoo.batch()], Sparse24Config(method="fixed-mask", target_modules=["up_proj", "lm_head"]))
+    assert not sparse_weights(model)
 
 
 def test_an_excluded_group_that_the_model_lacks_is_an_error():
