@@ -74,6 +74,8 @@ def push_to_hub(
     """
     if patched_config(model) is None:
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
+    if "tokenizer" in card:
+        raise TypeError("'tokenizer' is no argument of push_to_hub: write processing_class=tokenizer")
     check_arguments(format, card)
     model = unwrapped(model)
     check_pushable(model)
