@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..run import SparseRun
 from ..weights.sparse_weight import SparseWeight
 from .made_classes import Made, made_class
-from .sparse_module import SparseModule
+from .sparse_module import SparseModule, reject_other_graphs
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -83,6 +83,7 @@ class SparseExperts(Made, SparseModule):
         run = next(iter(self.sparse24.values())).run
         if run.is_dense:
             return super().forward(*args, **kwargs)
+        reject_other_graphs()
         weights = self.sparse24.values()
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if trains and any(weight.parameter.requires_grad for weight in weights):

@@ -43,7 +43,7 @@ from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED, Gemm
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import SparseModule
+from .sparse_module import SparseModule, reject_other_graphs
 
 
 class _SparseLinearFunction(torch.autograd.Function):
@@ -162,6 +162,7 @@ class Sparse24Layer(SparseModule):
         sparse = self.sparse24["weight"]
         if sparse.run.is_dense:
             return self.dense_class.forward(self, x)
+        reject_other_graphs()
         weight, bias = sparse.parameter, sparse.bias
         dtype = weight.dtype
         if torch.is_autocast_enabled(x.device.type):

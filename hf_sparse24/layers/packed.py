@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..weights.packed_weight import PackedWeight
 from .made_classes import Made, made_class
-from .sparse_module import NO_REPLICAS
+from .sparse_module import NO_REPLICAS, reject_other_graphs
 
 
 class _PackedLinearFunction(torch.autograd.Function):
@@ -76,6 +76,11 @@ class PackedModule(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any):
         raise TypeError(f"{type(self).__name__} is made from a dense module: use pack_model")
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in self.__dict__.get("packed24", {}):
+            raise ValueError(f"{name} is packed, and cannot be replaced or quantized: call unpack_model(model) first")
+        super().register_parameter(name, param)
+
     def _replicate_for_data_parallel(self):
         raise RuntimeError(NO_REPLICAS)
 
@@ -91,6 +96,7 @@ class PackedLayer(PackedModule):
         return dense
 
     def forward(self, x: Tensor) -> Tensor:
+        reject_other_graphs()
         weight, bias = self.packed24["weight"], cast(Tensor | None, self.bias)
         values, indices = weight.packed
         if torch.is_autocast_enabled(x.device.type):
@@ -146,6 +152,7 @@ class PackedExperts(Made, PackedModule):
         return {name: _weight_property(name) for name in key}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        reject_other_graphs()
         self.unpacked.append({name: weight.dense() for name, weight in self.packed24.items()})
         try:
             return super().forward(*args, **kwargs)

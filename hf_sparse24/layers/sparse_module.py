@@ -1,5 +1,6 @@
 """SparseModule: what a module with sparse weights does besides computing: how it is saved, loaded, cast and copied."""
 
+import torch
 from torch import nn
 
 from ..weights import sharding
@@ -11,6 +12,20 @@ NO_REPLICAS = (
     "Trainer wraps a model so where one process sees several GPUs. Start one process for each GPU, by torchrun or "
     "accelerate launch, or show the process one GPU (CUDA_VISIBLE_DEVICES=0)"
 )
+
+
+@torch.compiler.assume_constant_result  # torch.export's strict mode takes the flag for False
+def _makes_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+def reject_other_graphs() -> None:
+    """Raise RuntimeError where ONNX or TorchScript records the forward; torch.compile and torch.export are at home."""
+    if torch.jit.is_tracing() or (torch.compiler.is_exporting() and _makes_onnx()):
+        raise RuntimeError(
+            "ONNX and TorchScript have no operators of 2:4 weights: convert a dense model with zeros in its weights, "
+            "from_pretrained(directory) after export_model(model, directory), or unpack_model(model) of a packed one"
+        )
 
 
 class SparseModule(nn.Module):
@@ -34,6 +49,11 @@ class SparseModule(nn.Module):
         return next(iter(self.sparse24.values())).run.phase
 
     def __setattr__(self, name, value):
+        if type(value).__module__.startswith("torchao.") and name in self.__dict__.get("sparse24", {}):
+            raise ValueError(
+                f"torchao would quantize {name}, a dense master weight, which its layer could not prune any more: call "
+                f"export_model(model, directory), and quantize what from_pretrained makes of that; the zeros stay"
+            )
         # FSDP2 gathers by `setattr`: the whole weight, a plain tensor, takes the place of a DTensor.
         before = self.__dict__.get("_parameters", {}).get(name)
         if sharding.is_sharded(before) and not sharding.is_sharded(value) and name in self.__dict__.get("sparse24", {}):

@@ -1,0 +1,149 @@
+"""What other tools do with sparse and packed layers: record a graph of them, quantize them, copy them for threads."""
+
+from functools import partial
+from pathlib import Path
+
+import expert_models
+import lora_models
+import pytest
+import sparse_models
+import torch
+import zoo
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import export_model, fuse_gated_mlps, pack_model, patch_model, sparse_run
+from hf_sparse24.metrics import is_nm_sparse
+
+# Of torch's exporters, of PEFT, and of packages that these miss.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def packed(model: nn.Module) -> nn.Module:
+    pack_model(model.eval())
+    return model
+
+
+def fused(model: nn.Module) -> nn.Module:
+    assert fuse_gated_mlps(model)
+    return model
+
+
+KINDS = {
+    "layers": partial(lora_models.patched, "llama"),
+    "conv1d": partial(lora_models.patched, "gpt2"),
+    "experts": expert_models.patched,
+    "packed layers": lambda: packed(lora_models.patched("gpt2")),
+    "packed experts": lambda: packed(expert_models.patched()),
+    "gated": lambda: fused(lora_models.patched("llama")),
+    "adapters": partial(lora_models.adapted, "llama"),
+}
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
+@pytest.mark.parametrize("tool", ["onnx", "onnx of TorchScript", "TorchScript"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_of_onnx_or_torchscript_is_refused_with_the_way_out(kind, tool, tmp_path):
+    pytest.importorskip("onnxscript")
+    model, tokens = Logits(KINDS[kind]()).eval(), zoo.batch()["input_ids"]
+    with pytest.raises(Exception, match=r"convert a dense model .* export_model\(model, directory\), or unpack_model"):
+        if tool == "TorchScript":
+            torch.jit.trace(model, tokens)
+        else:
+            torch.onnx.export(model, (tokens,), tmp_path / "model.onnx", dynamo=tool == "onnx", verbose=False)
+
+
+@pytest.mark.parametrize("kind", ["layers", "packed layers"])
+def test_torch_export_takes_them(kind):
+    model, tokens = Logits(KINDS[kind]()).eval(), zoo.batch()["input_ids"]
+    with torch.no_grad():
+        program = torch.export.export(model, (tokens,))
+        assert torch.equal(program.module()(tokens), model(tokens))
+
+
+def test_onnx_takes_a_dense_phase(tmp_path):
+    pytest.importorskip("onnxscript")
+    model = sparse_models.model_of("t-sr-ste").float()
+    sparse_run(model).set_phase("dense")
+    torch.onnx.export(model, (torch.randn(4, 32),), tmp_path / "model.onnx", dynamo=False, verbose=False)
+
+
+class Int8Tensor(Tensor):
+    """As torchao's `quantize_` puts one in the place of a weight."""
+
+
+Int8Tensor.__module__ = "torchao.quantization"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("layers", "model.layers.0.mlp.up_proj", r"torchao would quantize weight, .*: call export_model\(model, dir"),
+        ("packed layers", "transformer.h.0.mlp.c_fc", r"weight is packed, .*: call unpack_model\(model\) first"),
+    ],
+)
+def test_quantizing_their_weights_in_place_is_refused(kind, name, message):
+    model = KINDS[kind]()
+    before, layer = sparse_models.logits(model), model.get_submodule(name)
+    with pytest.raises(ValueError, match=message):
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Int8Tensor), requires_grad=False)
+    assert torch.equal(sparse_models.logits(model), before)
+
+
+def quantized_by_torchao(directory: Path) -> tuple[nn.Module, Tensor]:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
+    return model, model.model.layers[0].mlp.up_proj.weight.dequantize()
+
+
+def quantized_by_bitsandbytes(directory: Path) -> tuple[nn.Module, Tensor]:
+    from bitsandbytes.functional import dequantize_4bit
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    return model, dequantize_4bit(weight.data, weight.quant_state)
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.parametrize(
+    ("package", "load"), [("torchao", quantized_by_torchao), ("bitsandbytes", quantized_by_bitsandbytes)]
+)
+def test_a_quantized_export_keeps_its_zeros_and_is_no_base_of_masked_adapters(package, load, tmp_path):
+    pytest.importorskip(package)
+    peft = pytest.importorskip("peft")
+    model = sparse_models.patched("llama", {"hidden_size": 64})
+    export_model(model, tmp_path / "export")
+    adapted = peft.get_peft_model(model, lora_models.lora())
+    adapted.save_pretrained(tmp_path / "adapter")
+    quantized, weight = load(tmp_path / "export")
+    assert is_nm_sparse(weight)
+    with pytest.raises(ValueError, match=f"the model is quantized with {package}; load it without quantization"):
+        patch_model(quantized)
+    with pytest.raises(ValueError, match=f"the adapter is for a 2:4 base, .* is quantized with {package}; load it"):
+        peft.PeftModel.from_pretrained(quantized, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_parallel_is_refused(kind):
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel runs copies .* Start one process for each GPU"):
+        for module in KINDS[kind]().modules():
+            module._replicate_for_data_parallel()  # as nn.DataParallel does with each
+
+
+def test_copies_of_dense_gated_mlps_compute_the_same():
+    mlp = fused(zoo.build("llama")).model.layers[0].mlp
+    replica, x = mlp._replicate_for_data_parallel(), torch.randn(4, 32)
+    assert type(replica) is type(mlp) and torch.equal(replica(x), mlp(x))
