@@ -270,7 +270,8 @@ def _reject_quantized(model: nn.Module) -> None:
     if getattr(quantization, "packed", None) is not None:
         raise ValueError("the model is packed, and has no weights to train; call unpack_model(model) first")
     if method != "sparse24":
-        raise ValueError(f"the model is quantized with {method}; load it without quantization to make it 2:4 sparse")
+        name = getattr(method, "value", method)  # of an enum, or as config.json has it
+        raise ValueError(f"the model is quantized with {name}; load it without quantization to make it 2:4 sparse")
 
 
 def _reject_lazy(model: nn.Module) -> None:
