@@ -115,10 +115,12 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
                 lazy.compute()  # gathers it together with the process that writes
         else:
-            if all(weight.run.is_dense for weight in weights.values()):
+            run = next(iter(weights.values())).run
+            if not run.is_nm:
+                tail = ". A run with dense_tail=0 ends sparse" if run.is_dense else ""
                 logger.warning(
-                    f"the model is in its dense phase, as after a dense tail, and so is its export: no weight in "
-                    f"{directory} is 2:4. A run with dense_tail=0 ends sparse"
+                    f"the model is in its {run.phase!r} phase, and so is its export: the weights in {directory} are not "
+                    f"{run.method.pattern}{tail}"
                 )
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
                 _write(model, new, files, format)

@@ -273,7 +273,7 @@ def test_an_export_of_a_dense_phase_says_so(tmp_path, caplog):
     assert not caplog.records
     set_phase(model, "dense")
     export_model(model, tmp_path / "dense")
-    assert "no weight in" in caplog.text and "dense_tail=0" in caplog.text
+    assert "are not 2:4. A run" in caplog.text and "dense_tail=0" in caplog.text
 
 
 def test_wrapped_models_are_looked_through(tmp_path):

@@ -260,7 +260,7 @@ def test_what_is_not_nm_is_an_error_the_first_time(registered, hook):
         model(**zoo.batch()).loss.backward()
 
 
-def test_a_ramp_ends_in_nm(tmp_path, monkeypatch):
+def test_a_ramp_ends_in_nm(tmp_path, monkeypatch, caplog):
     """A method outside the package whose state is told the step, and whose first half is not N:M."""
     monkeypatch.setitem(METHODS, "cubic-ramp", None)  # so that the method is gone after the test
     register_method("cubic-ramp")(import_module("ramp_method").CubicRamp)
@@ -271,6 +271,9 @@ def test_a_ramp_ends_in_nm(tmp_path, monkeypatch):
     for _ in range(STEPS):
         phases.append(controller.phase)
         zeros.append(sum(int((weight.pruned() == 0).sum()) for weight in sparse_weights(model).values()))
+        if not ramps:
+            export_model(model, tmp_path / "ramp")
+            assert "in its 'ramp' phase, and so is its export: the weights in" in caplog.text
         run_steps(model, optimizer, controller, 1)
         ramps.append(controller.metrics()["ramp"])
     assert phases == ["ramp"] * (STEPS // 2) + ["sparse"] * (STEPS // 2)
@@ -278,7 +281,9 @@ def test_a_ramp_ends_in_nm(tmp_path, monkeypatch):
     assert ramps[0] == 2 / STEPS and ramps[-1] == 1
     assert all(is_nm_sparse(weight.pruned(), dim=0) for weight in sparse_weights(model).values())
     assert zeros[-1] == sum(weight.parameter.numel() // 2 for weight in sparse_weights(model).values())
-    export_model(model, tmp_path, format="packed")
+    caplog.clear()
+    export_model(model, tmp_path / "export", format="packed")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("name", ["own_method", "ramp_method", "own_backend"])
