@@ -117,10 +117,9 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         else:
             run = next(iter(weights.values())).run
             if not run.is_nm:
-                tail = ". A run with dense_tail=0 ends sparse" if run.is_dense else ""
                 logger.warning(
-                    f"the model is in its {run.phase!r} phase, and so is its export: the weights in {directory} are not "
-                    f"{run.method.pattern}{tail}"
+                    f"the model is in its {run.phase!r} phase, and so is its export: weights in {directory} are not "
+                    f"{run.method.pattern}" + (". A run with dense_tail=0 ends sparse" if run.is_dense else "")
                 )
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
                 _write(model, new, files, format)

@@ -99,11 +99,7 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DDP, DataParallel, DeepSpeed and torch.compile, whose layers have the names that `patch_model`
-    saw.
-
-    Raises:
-        ValueError: FSDP1 wraps it, or a part of it.
-    """
+    saw. ValueError: FSDP1 wraps it, or a part of it."""
     if any(cls.__name__ == "FullyShardedDataParallel" for module in model.modules() for cls in type(module).__mro__):
         raise ValueError(
             "FSDP1 (FullyShardedDataParallel) wraps the model, and flattens its weights: wrap it by FSDP2 instead, by "

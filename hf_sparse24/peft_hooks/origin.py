@@ -12,12 +12,11 @@ patched in memory comes from a dense checkpoint. So PEFT's `auto_mapping` of an 
 A hash would not do: in another dtype the same base has other bits. A projection of a weight W is p^T W q, where the
 entries of p and q are -1 or 1, drawn with a fixed seed. The squared difference of two models' projections is, on
 average, the squared distance of their weights (Achlioptas 2003): 0 for the same weights, about 1e-3 of their norm after
-rounding to bf16. Where a method prunes rounded weights anew, magnitudes that were nearly equal are equal, and masks
-differ: pruned weights are then 0.02 to 0.07 of their norm apart, and 0.2 or more where another method made the masks.
-Weights of dense layers are not in the sketch.
+rounding to bf16. Where masks are computed anew, rounding has made ties, by which they differ: up to 0.07 of the norm;
+those of another method are 0.2 or more away. Weights of dense layers are not in the sketch.
 
-LoRA with masked layers is saved with a `peft_type` that PEFT knows by `register_tuners` alone. Without this library
-PEFT would load it without its masks, and the model would compute something else; so it raises a KeyError that says so.
+LoRA with masked layers is saved with a `peft_type` that PEFT knows by `register_tuners` alone, and raises as a KeyError
+without this library: it would leave out the masks.
 """
 
 import copy
@@ -56,7 +55,7 @@ def record_origin(model: nn.Module, config: Any) -> None:
     """Let the `PeftConfig` of an adapter that is about to be added save which base it is for."""
     config.__dict__.pop("save_pretrained", None)  # of another model that it was used for
     sparse = _config_of(model)
-    base = None if sparse is None else _recorded_base(model) or sketch_base(model, sparse.phase == DENSE)
+    base = None if sparse is None else _recorded_base(model) or sketch(model, sparse.phase == DENSE)
     if sparse is None or base is None:
         return
     # PEFT overwrites `auto_mapping` while it saves, and a new config with one is not told from a loaded one.
@@ -85,7 +84,7 @@ def check_origin(model: nn.Module, config: Any) -> None:
             patch_model(model, trained_on)
         except ValueError as error:
             raise ValueError(f"the adapter is for a 2:4 base, which this model cannot be made: {error}") from error
-    found = _recorded_base(model) or sketch_base(model, record["base"]["dense"])
+    found = _recorded_base(model) or sketch(model, record["base"]["dense"])
     distance = 0.0 if found is None else _distance(record["base"], found)
     if found is None or distance <= _tolerance(record["base"], found):
         patched = patched_config(model)
@@ -146,17 +145,9 @@ def _save_pretrained(
     type(config).save_pretrained(saved, save_directory, auto_mapping_dict=mapping | {KEY: record}, **kwargs)
 
 
-def sketch_base(model: nn.Module, dense: bool) -> dict[str, Any] | None:
-    """The record's `base`; None where the weights have no values yet."""
-    base = sketch(model, dense)
-    if base is not None and not dense and sparse_weights(model):
-        base["masters"] = sketch(model, True)
-    return base
-
-
 @torch.no_grad()
 def sketch(model: nn.Module, dense: bool) -> dict[str, Any] | None:
-    """The sketch of the dense master weights or of the pruned ones; None where they have no values yet."""
+    """The record's `base`, of the dense master weights or of the pruned ones; None where they have no values yet."""
     weights = _base_weights(model)
     if any((w.packed.values if isinstance(w, PackedWeight) else w.parameter).is_meta for w in weights):
         return None
@@ -166,7 +157,8 @@ def sketch(model: nn.Module, dense: bool) -> dict[str, Any] | None:
         squares += float(matrix.norm()) ** 2
         left, right = _signs(index, len(matrix), matrix), _signs(-1 - index, matrix.shape[1], matrix)
         projections += (left * (matrix @ right)).double().sum(0).cpu()
-    return {"dense": dense, "weights": len(weights), "norm": math.sqrt(squares), "sketch": projections.tolist()}
+    found = {"dense": dense, "weights": len(weights), "norm": math.sqrt(squares), "sketch": projections.tolist()}
+    return found if dense or not sparse_weights(model) else found | {"masters": sketch(model, True)}
 
 
 def _signs(seed: int, size: int, like: Tensor) -> Tensor:
@@ -184,9 +176,8 @@ def _distance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
 
 def _tolerance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
     """How far apart two bases may be that are the same: masks of rounded weights may differ from the recorded ones."""
-    masters = recorded.get("masters"), found.get("masters")
-    is_rounded = all(masters) and _distance(*masters) <= MASTERS_TOLERANCE
-    return FLIPS_TOLERANCE if is_rounded else TOLERANCE
+    one, other = recorded.get("masters"), found.get("masters")
+    return FLIPS_TOLERANCE if one and other and _distance(one, other) <= MASTERS_TOLERANCE else TOLERANCE
 
 
 def _value(weight: SparseWeight | PackedWeight, dense: bool) -> Tensor:

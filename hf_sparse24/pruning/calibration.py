@@ -222,10 +222,7 @@ def _block_of(model: nn.Module, name: str) -> str:
     ends = (i for i in range(1, len(parts)) if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList))
     end = next(ends, None)
     if end is None:
-        raise ValueError(
-            f"{layer_name(name)} is outside the repeated blocks (nn.ModuleList), which oneshot prunes one after the "
-            f"other: leave it out of target_modules"
-        )
+        raise ValueError(f"{layer_name(name)} is in no nn.ModuleList, as oneshot needs: leave it out of target_modules")
     return ".".join(parts[: end + 1])
 
 

@@ -276,6 +276,7 @@ def test_the_sketch_is_the_one_in_earlier_files():
     recorded = [76.1251, -63.0073, -11.4489, -33.3483, 28.8911, -20.8637, -25.1216, -29.1529, 15.0914, -4.9536, 6.0127]
     recorded += [-22.3371, -29.7958, -21.0982, 17.8661, 13.3268]
     found = sketch(model, False)
+    del found["masters"]
     assert found["sketch"] == pytest.approx(recorded, abs=1e-3)
     assert found == {"dense": False, "weights": 3, "norm": pytest.approx(32.0625, abs=1e-3), "sketch": found["sketch"]}
 
