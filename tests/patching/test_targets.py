@@ -121,9 +121,7 @@ def test_a_config_keeps_what_its_whole_names_mean():
 
 def test_oneshot_refuses_a_layer_outside_the_blocks():
     model = zoo.build("llama")
-    with pytest.raises(
-        ValueError, match=r"lm_head is in no nn.ModuleList, as oneshot needs: leave it out of target_modules"
-    ):
+    with pytest.raises(ValueError, match=r"lm_head is in no nn.ModuleList, as oneshot needs: leave it out"):
         oneshot(model, [zoo.batch()], Sparse24Config(method="fixed-mask", target_modules=["up_proj", "lm_head"]))
     assert not sparse_weights(model)
 
