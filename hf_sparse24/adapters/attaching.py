@@ -1,6 +1,6 @@
 """Attaching adapters to sparse layers: PEFT's layers get masks, and merges that keep the weight 2:4."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,9 @@ from .bypass import is_adapter
 from .masked import has_mask
 from .merging import Unmerged, adapters_in, keep_merges_sparse
 
+WHEN_ATTACHED: list[Callable[[nn.Module], None]] = []
+"""What is called with a model whose adapters are attached; `peft_hooks` adds the record of their base."""
+
 
 def attach_adapters(model: nn.Module) -> None:
     """Attach every adapter of `model` around a sparse layer, unless it is attached already."""
@@ -20,6 +23,8 @@ def attach_adapters(model: nn.Module) -> None:
         if isinstance(adapter.get_base_layer(), Sparse24Layer | PackedLayer):
             for name in adapter._get_available_adapters():
                 _attach(adapter, name)
+    for finish in WHEN_ATTACHED:
+        finish(model)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from ..methods.context import DENSE
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..run import patched_config
 from ..weights.packed_weight import PackedWeight, packed_weights
+from ..weights.sharding import is_sharded
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -68,6 +69,15 @@ def record_masks(model: nn.Module, config: Any, adapter: str) -> None:
     variants = [getattr(layer, "lora_variant", {}).get(adapter) for layer in adapters_in(model)]
     if has_record and any(getattr(variant, "is_masked", False) for variant in variants):
         config.save_pretrained = functools.partial(config.save_pretrained, is_masked=True)
+
+
+def record_late(model: nn.Module) -> None:
+    """Let adapters that were there before the model was patched save the same."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        is_late = "save_pretrained" not in vars(config) and adapters_in(model)
+        if is_late and not any(map(is_sharded, model.parameters())):
+            record_origin(model, config)
+            record_masks(model, config, name)
 
 
 def check_origin(model: nn.Module, config: Any) -> None:

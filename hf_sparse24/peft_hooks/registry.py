@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from ..adapters import check_adapters
-from ..adapters.attaching import attaching
+from ..adapters.attaching import WHEN_ATTACHED, attaching
 from ..adapters.merging import check_mergeable
 from ..patching.ownership import adopt
 from ..weights.packed_weight import packed_weights
 from ..weights.sparse_weight import sparse_weights
-from .origin import MASKED_TYPE, check_origin, record_masks, record_origin
+from .origin import MASKED_TYPE, check_origin, record_late, record_masks, record_origin
 
 
 class SparseAware:
@@ -93,6 +93,7 @@ def register_tuners() -> None:
     # What is made of a file with this type is a plain LoraConfig, which sets its `peft_type` itself.
     configs: Any = mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     configs[MASKED_TYPE] = configs["LORA"]
+    WHEN_ATTACHED[:] = [record_late]
     # The tuner that mixes others is in no registry: `get_peft_model(..., mixed=True)` takes it by its name.
     mixed: Any = mixed_model
     if not issubclass(mixed.MixedModel, SparseAware):

@@ -105,6 +105,14 @@ def test_adapters_that_are_combined_have_masks_again(dense, tmp_path):
     assert torch.equal(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / "both")), logits(model))
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_adapter_that_was_there_before_the_model_was_patched_is_saved_with_its_base(wrapped, dense, tmp_path):
+    model = peft.get_peft_model(load(dense), lora())
+    patch_model(model if wrapped else model.get_base_model())
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / "adapter")), logits(model))
+
+
 def test_a_trainer_resumes_adapters_with_masks(dense, tmp_path):
     results = []
     for checkpoint in (None, str(tmp_path / "checkpoint-2")):
