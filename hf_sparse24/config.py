@@ -228,7 +228,7 @@ class Sparse24Config(QuantizationConfigMixin):
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
         phase, packed = values.pop("phase", "sparse"), values.pop("packed", None)
-        whole_names = values.pop("whole_names", "hf_sparse24_version" not in config_dict)
+        whole_names = values.pop("whole_names", "hf_sparse24_version" not in config_dict) is True
         if values.get("backend") == "reference":  # what version 0.1 called dense math
             values["backend"] = "dense"
         method = method_class(values.get("method", DEFAULT_METHOD))
