@@ -1,7 +1,6 @@
 """Where linear layers and stacks of experts stand in a model: their names, their block and their sublayer."""
 
 import re
-from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -40,13 +39,18 @@ class Place(NamedTuple):
 
 def find_place(model: nn.Module, name: str, parameter: str) -> Place:
     """Return the place of the weight `parameter` of the module `name`."""
-    path = _path(model, name)
-    block = _block_index(path)
-    texts = [] if block is None else _names_in_block(path)
-    is_router = any(_ROUTER.search(text) for text in texts)
+    path = [("", model)]
+    for part in name.split(".") if name else []:
+        path.append((part, getattr(path[-1][1], part)))
+    block, texts = None, []
+    start = next((i for i, (_, module) in enumerate(path[:-1]) if isinstance(module, nn.ModuleList)), None)
+    if start is not None:  # the names of the layer and of what is around it up to the ModuleList, and their classes'
+        block = int(path[start + 1][0])
+        between = [text for part, module in path[start + 1 : -1] for text in (part, type(module).__name__)]
+        texts = [path[start][0], *between, path[-1][0]]
     names = dict.fromkeys([layer_name(f"{name}.{parameter}".removeprefix(".")), name])
     aliases = [alias for own in names for alias in _aliases(model, own)]
-    return Place(path, parameter, aliases, block, _sublayer(texts), is_router)
+    return Place(path, parameter, aliases, block, _sublayer(texts), any(map(_ROUTER.search, texts)))
 
 
 def _aliases(model: nn.Module, name: str) -> list[str]:
@@ -54,29 +58,6 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
     if not prefix:
         return [name]
     return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
-
-
-def _path(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """Return the modules from the model down to `name`, each with its own component of the name."""
-    path = [("", model)]
-    for part in name.split(".") if name else []:
-        path.append((part, getattr(path[-1][1], part)))
-    return path
-
-
-def _block_index(path: list[tuple[str, nn.Module]]) -> int | None:
-    """Return the index of a module's repeated block in the outermost ModuleList, None outside any."""
-    for (_, parent), (part, _) in pairwise(path):
-        if isinstance(parent, nn.ModuleList):
-            return int(part)
-    return None
-
-
-def _names_in_block(path: list[tuple[str, nn.Module]]) -> list[str]:
-    """Return the names of the layer and of the modules around it up to its block's ModuleList, and their classes'."""
-    blocks = next(i for i, (_, module) in enumerate(path) if isinstance(module, nn.ModuleList))
-    between = [text for part, module in path[blocks + 1 : -1] for text in (part, type(module).__name__)]
-    return [path[blocks][0], *between, path[-1][0]]
 
 
 def _sublayer(names: list[str]) -> str | None:

@@ -110,23 +110,16 @@ def total(sums: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
     return result
 
 
-def unsupported(parameter: Tensor) -> str | None:
-    """What has split a Parameter in a way that this library cannot train; None where nothing has."""
-    if hasattr(parameter, "ds_id"):
-        return "partitioned by DeepSpeed ZeRO-3; use ZeRO-1 or ZeRO-2, or FSDP2"
-    if parameter.dim() < 2:
-        return f"of shape {tuple(parameter.shape)}, flattened by FSDP1; use FSDP2 (fsdp_version: 2, or fully_shard)"
-    placements = cast("DTensor", parameter).placements if is_sharded(parameter) else ()
-    if sum(not placement.is_replicate() for placement in placements) > 1:
-        return f"split twice, {placements}, as by FSDP2 and tensor parallelism; use one of them"
-    return None
-
-
 def check_supported(name: str, parameter: Tensor) -> None:
-    """Raise ValueError where the weight `name` is split in a way that it cannot be trained in."""
-    reason = unsupported(parameter)
-    if reason:
-        raise ValueError(f"{name} is {reason}")
+    """Raise ValueError where the weight `name` is split in a way that this library cannot train."""
+    placements = cast("DTensor", parameter).placements if is_sharded(parameter) else ()
+    if hasattr(parameter, "ds_id"):
+        raise ValueError(f"{name} is partitioned by DeepSpeed ZeRO-3; use ZeRO-1 or ZeRO-2, or FSDP2")
+    if parameter.dim() < 2:
+        shape = tuple(parameter.shape)
+        raise ValueError(f"{name} is of shape {shape}, flattened by FSDP1; use FSDP2 (fsdp_version: 2, or fully_shard)")
+    if sum(not placement.is_replicate() for placement in placements) > 1:
+        raise ValueError(f"{name} is split twice, {placements}, as by FSDP2 and tensor parallelism; use one of them")
 
 
 def check_whole(name: str, parameter: Tensor) -> None:
