@@ -37,7 +37,7 @@ from ..methods.context import DENSE
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..run import patched_config
 from ..weights.packed_weight import PackedWeight, packed_weights
-from ..weights.sharding import is_sharded
+from ..weights.sharding import whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -74,8 +74,7 @@ def record_masks(model: nn.Module, config: Any, adapter: str) -> None:
 def record_late(model: nn.Module) -> None:
     """Let adapters that were there before the model was patched save the same."""
     for name, config in getattr(model, "peft_config", {}).items():
-        is_late = "save_pretrained" not in vars(config) and adapters_in(model)
-        if is_late and not any(map(is_sharded, model.parameters())):
+        if "save_pretrained" not in vars(config) and adapters_in(model):
             record_origin(model, config)
             record_masks(model, config, name)
 
@@ -193,7 +192,7 @@ def _tolerance(recorded: dict[str, Any], found: dict[str, Any]) -> float:
 def _value(weight: SparseWeight | PackedWeight, dense: bool) -> Tensor:
     if isinstance(weight, PackedWeight):
         return weight.dense()
-    return weight.parameter if dense else weight.pruned()
+    return whole(weight.parameter) if dense else weight.pruned()
 
 
 def _base_weights(model: nn.Module) -> list[SparseWeight | PackedWeight]:
