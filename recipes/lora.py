@@ -26,10 +26,10 @@ from transformers import (
     set_seed,
 )
 
+import hf_sparse24_command
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config
-from hf_sparse24.tools import cli
 
 
 @dataclass
@@ -105,7 +105,7 @@ def merge_and_export(trainer: Trainer, format: str) -> None:
             merged.save_pretrained(directory)
         else:
             export_model(merged, directory, format)
-            if cli.main(["verify", str(directory)]):
+            if hf_sparse24_command.main(["verify", str(directory)]):
                 raise SystemExit(f"{directory}: the merged model is not what it should be, see above")
 
 

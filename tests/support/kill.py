@@ -167,7 +167,7 @@ def kill_exports(kills: int, root: Path, draw: random.Random, format: str) -> st
     assert {path.name for path in directory.iterdir()} == {
         "config.json",
         "generation_config.json",
-        "model.safetensors",
+        "packed.safetensors" if format == "packed" else "model.safetensors",
         "sparse24.json",
     }
     return (
