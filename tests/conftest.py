@@ -18,6 +18,7 @@ if not torch.cuda.is_available() or not any(argument.endswith("gpu") for argumen
 import own_method  # noqa: F401  registers itself, so that tests of every method cover it
 import pytest
 import transformers
+from accelerate.state import GradientState
 
 if find_spec("triton"):
     import triton_interpreter
@@ -47,6 +48,13 @@ def pytest_unconfigure():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_loader_is_left():
+    """A training that an error ends leaves its DataLoader to accelerate, which then steps at every micro-batch."""
+    yield
+    GradientState().dataloader_references = [None]
 
 
 @pytest.fixture(autouse=True)

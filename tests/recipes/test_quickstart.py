@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from itertools import product
 from types import SimpleNamespace
 
@@ -113,10 +113,13 @@ def test_quickstart_interrupted(tmp_path):
     while not (tmp_path / "runs/stdlib_text/manifest.json").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    for _ in range(6):  # Python ignores an interrupt within a callback of the garbage collector
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            _, errors = process.communicate(timeout=20)
+            break
     assert process.returncode == 130
-    assert "interrupted" in errors and "Traceback" not in errors
+    assert "interrupted" in errors and ("Traceback" not in errors or "Exception ignored in" in errors)
 
 
 def test_methods_page(tmp_path, capsys, monkeypatch):
