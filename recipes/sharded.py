@@ -123,11 +123,15 @@ def resume(output: Path, model, optimizer, controller, schedule) -> None:
     if not found:
         return
     newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]))
-    dcp.load({"controller": controller, "schedule": schedule}, checkpoint_id=newest)  # first: it knows its method
+    saved, method = {"controller": {"method": ""}}, controller.run.method.name
+    dcp.load(saved, checkpoint_id=newest)
+    if saved["controller"]["method"] != method:
+        raise UsageError(f"method={method!r}: {newest} is of {saved['controller']['method']!r}; go on with that one")
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=newest)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp.load({"controller": controller, "schedule": schedule}, checkpoint_id=newest)  # last: STEP's asks its optimizer
 
 
 def main(argv: list[str] | None = None) -> list[float]:

@@ -165,13 +165,14 @@ class Sparse24Controller(StepWork):
         """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`.
 
         Returns:
-            `method`, `step`, `micro_step`, `seed`, `flips`, a dict by name of the weight, and `uses_optimizer_state`,
-            whether the method's own optimizer has a state that must be loaded too.
+            `method`, `step`, `micro_step`, `seed`, and `flips`, a dict by name of the weight. Where an optimizer of the
+            method's own has no state after these steps, `uses_optimizer_state` is False.
         """
         flips = {name: int(count) for name, count in self._flips.counts.items()}
         numbers = {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
-        has_state = self._has_own_optimizer and bool(self.optimizer.state)
-        return {"method": self.run.method.name, **numbers, "flips": flips, "uses_optimizer_state": has_state}
+        is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
+        marks = {"uses_optimizer_state": False} if is_stateless else {}
+        return {"method": self.run.method.name, **numbers, "flips": flips, **marks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`; load those of the model and of the optimizer first.
@@ -183,9 +184,8 @@ class Sparse24Controller(StepWork):
             ValueError: not what `state_dict` gives, or of another method, another model or a longer run, or the state
                 of the method's own optimizer is not loaded. Nothing is changed then.
         """
-        # What earlier versions did not save.
-        defaults: dict[str, Any] = {"flips": {}, "method": self.run.method.name}
-        state = defaults | {"uses_optimizer_state": self._has_own_optimizer} | state
+        defaults: dict[str, Any] = {"flips": {}, "method": self.run.method.name}  # which 0.1 did not save
+        state = defaults | {"uses_optimizer_state": True} | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}

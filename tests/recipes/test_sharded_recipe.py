@@ -138,7 +138,7 @@ def test_going_on_with_another_method(flags, uninterrupted, tmp_path):
     (tmp_path / "checkpoint-4").symlink_to(uninterrupted / "checkpoint-4")
     process = start(flags, tmp_path, 2, "--method=s-ste", "--sparse24={}", restarts=0)
     output = process.communicate(timeout=300)[0]
-    assert process.returncode and "the state is of method 't-sr-ste', and the model is patched with 's-ste'" in output
+    assert process.returncode and "method='s-ste': " in output and "is of 't-sr-ste'; go on with that one" in output
 
 
 @pytest.mark.parametrize(
