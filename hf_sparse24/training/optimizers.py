@@ -45,11 +45,15 @@ def check_optimizer(weights: dict[str, SparseWeight], optimizer: Any) -> None:
 def warn_of_lost_updates(weights: dict[str, SparseWeight], optimizer: Any) -> None:
     """Warn where master weights are in bf16 or fp16 and steps of Adam, of about the learning rate, too small for them:
     less than half the distance from an entry to the next, >= |entry| eps / 4, rounds to nothing in every step anew."""
-    names = {id(weight.master): name for name, weight in weights.items() if weight.master.requires_grad}
-    for group in () if isinstance(optimizer, ZeroOptimizer) else optimizer.param_groups:  # which has fp32 masters
+    if isinstance(optimizer, ZeroOptimizer):  # which has fp32 masters
+        return
+    names = {id(weight.master): name for name, weight in weights.items() if weight.master.dtype.itemsize < 4}
+    for group in optimizer.param_groups:
         rate = float(group.get("initial_lr", group.get("lr", 0)))  # a warm-up begins below it
         for parameter in group["params"] if "betas" in group else ():
-            size = local(parameter.detach()).float().abs().mean() if id(parameter) in names else 0
+            if id(parameter) not in names:
+                continue
+            size = local(parameter.detach()).float().abs().mean()
             if size * torch.finfo(parameter.dtype).eps / 4 > rate:
                 logger.warning(
                     f"learning rate {rate:g} is too small for {parameter.dtype}: a step changes most entries of "
