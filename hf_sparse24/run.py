@@ -1,7 +1,5 @@
 """SparseRun: one object per patched model, with all that changes while it trains."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -111,15 +109,6 @@ class SparseRun:
         changed = self.config.replace(**settings)
         self.config.record(settings=changed.settings, _given=changed.given_settings())
         self.method = type(self.method)(changed.settings, self.method.pattern)
-
-    @contextmanager
-    def keep_encodings(self) -> Iterator[None]:
-        """Keep encodings within the block, in which nobody changes the weights."""
-        self.open_step = object()
-        try:
-            yield
-        finally:
-            self.open_step = None
 
     def expect_controller(self) -> None:
         """Say once that a model trains and nothing runs its sparsity."""

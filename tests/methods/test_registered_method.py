@@ -15,6 +15,7 @@ from method_runs import STEPS, dataset, loop, run_steps, trainer
 from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
 from own_models import give_adapters_a_value, patched
 from paths import SUPPORT
+from sparse_models import keep_encodings
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -194,7 +195,7 @@ def test_the_backward_pass_can_take_the_dense_master():
         dense = Conv1D(12, 8) if conv1d else nn.Linear(8, 12)
         layer = (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, run)
         x, grad = torch.randn(4, 8, requires_grad=True), torch.randn(4, 12)
-        with run.keep_encodings():
+        with keep_encodings(run):
             layer(x).backward(grad)
             torch.testing.assert_close(x.grad, grad @ (layer.weight.t() if conv1d else layer.weight).detach())
             with torch.no_grad():

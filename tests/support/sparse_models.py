@@ -1,6 +1,7 @@
 """Tiny sparse models of the zoo, what they compute, and whether two models hold the same tensors."""
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,3 +55,13 @@ def assert_same_state(model: nn.Module, expected: nn.Module | Mapping[str, torch
     assert one.keys() == two.keys()
     different = [name for name in one if not torch.equal(one[name], two[name])]
     assert not different
+
+
+@contextmanager
+def keep_encodings(run):
+    """Keep encodings within the block, as a controller does between two steps."""
+    run.open_step = object()
+    try:
+        yield
+    finally:
+        run.open_step = None

@@ -10,6 +10,7 @@ import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from paths import RECIPES
+from sparse_models import keep_encodings
 from step_bytes import Case
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -140,7 +141,7 @@ def test_encodings_take_what_is_planned(stand_in, method):  # noqa: F811
     model = zoo.build("llama").bfloat16()
     patch_model(model, Sparse24Config(method=method))
     plan = plan_step(model, Setting(1, 32))
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         model(**zoo.batch(rows=2, length=16)).loss.backward()
         kept = sum(zoo.kept_bytes(weight) for weight in sparse_weights(model).values())
     assert plan.memory["encodings, kept for the step"] == kept > 0

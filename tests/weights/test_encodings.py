@@ -9,7 +9,7 @@ import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparse_models import model_of
+from sparse_models import keep_encodings, model_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -47,7 +47,7 @@ def prunings(monkeypatch) -> list[SparseWeight]:
 def test_kept_across_micro_batches_and_recomputation(stand_in, prunings, backend):  # noqa: F811
     model = model_of("s-ste", backend)
     x = X.clone().requires_grad_()
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         for _ in range(3):
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).float().sum().backward()
         assert len(prunings) == 2 and kept(model) > 0  # one pass makes all forms of a weight
@@ -74,7 +74,7 @@ def test_kept_across_evaluations(stand_in, prunings, mode):  # noqa: F811
 @EVALUATIONS
 def test_training_and_evaluation_use_each_others(prunings, mode):
     model = model_of("ste", "dense")
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         with mode():
             expected = model(X)
         for _ in range(2):
@@ -89,7 +89,7 @@ def test_training_and_evaluation_use_each_others(prunings, mode):
 def test_writes_through_data_around_evaluations(stand_in, mode):  # noqa: F811
     """As averaged weights are swapped in, or adapters merged; no version counter sees them."""
     model = model_of("ste")
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         trained = model(X)
         with mode():
             before = model(X)
@@ -154,7 +154,7 @@ def test_fake_tensors_keep_none():
 def test_weights_of_inference_mode():
     with torch.inference_mode():
         model = model_of("ste", "dense")
-        with sparse_run(model).keep_encodings():
+        with keep_encodings(sparse_run(model)):
             before = model(X)
             for parameter in model.parameters():
                 parameter.mul_(2)
@@ -197,7 +197,7 @@ def changes():
 @BACKENDS
 def test_no_change_within_a_step_goes_unseen(stand_in, change, backend):  # noqa: F811
     model = model_of("s-ste", backend)
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         before = model(X)
         assert torch.equal(model(X), before) and kept(model)
         change(model)
@@ -208,7 +208,7 @@ def test_no_change_within_a_step_goes_unseen(stand_in, change, backend):  # noqa
 
 def test_reassigned_data_at_a_recycled_address(stand_in):  # noqa: F811
     model = model_of("ste")
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         for _ in range(20):
             before = model(X)
             for parameter in model.parameters():
@@ -220,7 +220,7 @@ def test_reassigned_data_at_a_recycled_address(stand_in):  # noqa: F811
 def test_another_dtype_has_encodings_of_its_own(prunings):
     model = model_of("ste", "dense").float()
     x = X.float()
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         exact = model(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert model(x).dtype == torch.bfloat16
@@ -264,7 +264,7 @@ def test_a_new_step_looks_again(stand_in, prunings):  # noqa: F811
     for scale, passes in ((1, 2), (1, 2), (2, 4)):
         for parameter in model.parameters():
             parameter.data.mul_(scale)
-        with run.keep_encodings():
+        with keep_encodings(run):
             model(X)
             model(X)
         assert len(prunings) == passes
@@ -272,7 +272,7 @@ def test_a_new_step_looks_again(stand_in, prunings):  # noqa: F811
 
 def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
     model = model_of("ste")
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         model(X)
         set_phase(model, "dense")
         assert kept(model) == 0
@@ -283,7 +283,7 @@ def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
 def test_a_copy_and_a_pickle_carry_none(stand_in):  # noqa: F811
     model = model_of("ste")
     run = sparse_run(model)
-    with run.keep_encodings():
+    with keep_encodings(run):
         model(X)
         assert kept(model) > 0
         twin = copy.deepcopy(model)

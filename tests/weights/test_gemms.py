@@ -6,7 +6,7 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
-from sparse_models import model_of
+from sparse_models import keep_encodings, model_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -83,7 +83,7 @@ def test_weights_are_compressed_once_per_optimizer_step(counting_stand_in, metho
 def test_recomputation_and_inference_reuse_them(counting_stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
     x = torch.randn(16, 32).bfloat16().requires_grad_()
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
         assert counting_stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
         with torch.no_grad():
@@ -116,7 +116,7 @@ def test_training_after_inference_mode(stand_in):  # noqa: F811
 
 def test_memory_of_a_layer_whose_gemms_are_all_sparse(stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
-    with sparse_run(model).keep_encodings():
+    with keep_encodings(sparse_run(model)):
         model(torch.randn(16, 32).bfloat16().requires_grad_())
         weight = sparse_weights(model)["layers.0.weight"]
         # W and its transpose, nothing dense
