@@ -21,18 +21,18 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..adapters.merging import adapters_in, without_adapters
 from ..config import Sparse24Config
-from ..patching.ownership import adopt, unwrap
+from ..patching.ownership import adopt, check_not_offloaded, unwrap
 from ..patching.packing import check_packable, packed_config
 from ..patching.surgery import reject_non_finite
 from ..progress import Progress, get_logger
-from ..weights.packed_weight import PACKED_INDEX, PackedFormat
+from ..weights.packed_weight import PACKED_INDEX, PackedFormat, packed_weights
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
-from .manifest import MANIFEST, read_json, sparse_dim, write_manifest
+from .manifest import MANIFEST, read_json, sparse_dim, weight_files, write_manifest
 from .replacing import CONFIG, replaced_model
-from .safetensors_file import header_hash, write_safetensors
+from .safetensors_file import header_hash, open_safetensors, write_safetensors
 
 logger = get_logger(__name__)
 
@@ -45,6 +45,9 @@ WEIGHT_FILES = re.compile(
 
 _NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its weights are packed"
 """What a packed export has in place of a file's name, which the quantizer knows; Transformers' error shows it."""
+
+MARK = "hf_sparse24_export"
+"""The key in the header of every file of an export; its value tells files of two exports apart."""
 
 _OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of an adapter and of a training run."""
@@ -179,7 +182,7 @@ def _write_weights(
     Returns:
         The dimension of the groups of each sparse tensor, and the sha256 of each file, by name.
     """
-    metadata = {"format": "pt", "hf_sparse24_export": fingerprint}
+    metadata = {"format": "pt", MARK: fingerprint}
     sparse: dict[str, int] = {}
     hashes: dict[str, str] = {}
     weight_map: dict[str, str] = {}
@@ -231,8 +234,14 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
+    if packed_weights(model):
+        raise ValueError(
+            "the model is packed: call unpack_model(model), then patch_model(model, Sparse24Config(method="
+            "'fixed-mask')), which keeps its zeros, and export that"
+        )
     if not sparse_weights(model):
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
+    check_not_offloaded(model)
     if not hasattr(model, "config"):
         raise ValueError(
             f"{type(model).__name__} is no PreTrainedModel, which an export needs for its config.json: plain = "
@@ -249,13 +258,24 @@ def refuse_other_models(directory: Path) -> None:
     if (directory / CONFIG).exists():
         saved = read_json(directory / CONFIG).get("quantization_config") or {}
         is_training = saved.get("quant_method") == "sparse24" and "packed" not in saved
-        if is_training or not (directory / MANIFEST).exists():
+        if is_training or not _is_export(directory):
             found.append(CONFIG)
     if found:
         raise ValueError(
             f"{directory} holds a training checkpoint, an adapter or another model that is no export of hf_sparse24 "
             f"({', '.join(found)}), which would be lost; export into another directory"
         )
+
+
+def _is_export(directory: Path) -> bool:
+    """Whether `export_model` wrote the weights in a directory, which `save_pretrained` may have written over."""
+    if not (directory / MANIFEST).exists():
+        return False
+    try:
+        files = [open_safetensors(path) for path in weight_files(directory)]
+    except (OSError, ValueError):  # cut short: nothing is lost that could be loaded
+        return True
+    return all(MARK in (file.metadata() or {}) for file in files)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class Tensors:
     def __init__(self, directory: Path):
         self.files: dict[str, Any] = {}
         self.names: dict[str, str] = {}
-        for path in _weight_files(directory):
+        for path in weight_files(directory):
             self.files[path.name] = open_safetensors(path)
             self.names |= dict.fromkeys(self.files[path.name].keys(), path.name)
         if not self.names:
@@ -78,7 +78,7 @@ class Tensors:
         return self.files[self.names[name]].get_tensor(name)
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """The files that `from_pretrained` would load."""
     config = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
     is_packed = "transformers_weights" in config  # as in the quantizer; older ones, and those saved again, do not
@@ -116,7 +116,14 @@ def read_listing(directory: Path) -> Listing:
                 f"{directory / CONFIG} does not list the packed weights of {MANIFEST}, so from_pretrained would not "
                 f"find them; copy or download the whole export again"
             )
-        return listing
+        loaded = {path.name for path in weight_files(directory)}
+        if not listing.files or loaded == set(listing.files):
+            return listing
+        if packed is None:
+            raise ValueError(
+                f"{directory / MANIFEST} lists {sorted(listing.files)}, and from_pretrained reads {sorted(loaded)}: "
+                f"another model was saved over the export; remove {MANIFEST}"
+            )
     if packed is not None:
         return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, method)
     raise ValueError(f"{directory} has no {MANIFEST}, which export_model writes and which lists its sparse weights")

@@ -122,3 +122,9 @@ def outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
     else:
         for child in module.children():
             yield from outermost(child)
+
+
+def check_not_offloaded(model: nn.Module) -> None:
+    """Raise ValueError where weights are on a disk, or wait on a CPU, until their layer runs (`device_map`)."""
+    if any(hasattr(module, "_hf_hook") for module in model.modules()) and any(p.is_meta for p in model.parameters()):
+        raise ValueError("parts of the model are offloaded to a disk or a CPU; load it without device_map for that")

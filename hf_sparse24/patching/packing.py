@@ -12,7 +12,7 @@ from ..layers.packed import pack_weight, unpack_weight
 from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import PackedFormat, pack_exactly, packed_weights
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from .ownership import outermost
+from .ownership import check_not_offloaded, outermost
 from .surgery import release, restore
 
 
@@ -87,8 +87,7 @@ def unpack_model(model: nn.Module) -> nn.Module:
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
     check_unmerged(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("parts of the model are offloaded to a disk or a CPU; load it without device_map to unpack it")
+    check_not_offloaded(model)
     for weight in weights.values():
         unpack_weight(weight)
     for inner in outermost(model):

@@ -20,7 +20,7 @@ from ..metrics import all_finite
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from .ownership import adopt, name_layers, write_config
+from .ownership import adopt, check_not_offloaded, name_layers, write_config
 from .report import PatchReport, make_report
 from .targets import Candidate, find_candidates
 
@@ -187,6 +187,7 @@ def release(model: nn.Module, weights: dict[str, SparseWeight], convert: Callabl
     A group has the weights of one module, and those that share a Parameter with them. Controllers end first; afterwards
     the configs of the model, and of what it is a part of, say what is left.
     """
+    check_not_offloaded(model)
     runs = {id(weight.run): cast(SparseRun, weight.run) for weight in weights.values()}
     for run in runs.values():
         if run.controller is not None:

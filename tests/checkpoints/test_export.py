@@ -16,7 +16,7 @@ from sparse_models import Mlp, logits
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model
+from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model, unpatch_model
 from hf_sparse24.checkpoints import replacing
 from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
 from hf_sparse24.patching.surgery import set_phase
@@ -322,3 +322,26 @@ def test_a_model_that_loaded_an_adapter_keeps_the_names_of_its_architecture(tmp_
     torch.testing.assert_close(logits(loaded), expected)
     with pytest.raises(ValueError, match=r"an adapter .*\(adapter_config.json\)"):
         export_model(patched(), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("convert", [export_model, pack_model, unpatch_model])
+def test_offloaded_weights_are_no_export(convert, tmp_path):
+    model = patched()
+    model.save_pretrained(tmp_path / "model")
+    options = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "off"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
+    arguments = [tmp_path / "out"] if convert is export_model else []
+    with pytest.raises(ValueError, match=r"are offloaded .*; load it without device_map"):
+        convert(loaded, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_packed_model_is_told_how_it_is_exported(tmp_path):
+    model = patched()
+    pack_model(model)
+    with pytest.raises(ValueError, match=r"the model is packed: call unpack_model\(model\), then patch"):
+        export_model(model, tmp_path)
+    expected = logits(unpack_model(model))
+    patch_model(model, Sparse24Config(method="fixed-mask"))
+    export_model(model, tmp_path, "packed")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)

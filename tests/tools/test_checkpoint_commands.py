@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model
+from hf_sparse24 import Sparse24Config, export_model, patch_model, unpack_model
 from hf_sparse24_command import main
 
 
@@ -81,6 +81,28 @@ def test_a_packed_model_that_was_saved_again(tmp_path, capsys):
     AutoModelForCausalLM.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
     assert main(["verify", str(tmp_path / "second")]) == 0
     assert "listed in config.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_what_is_saved_over_an_export_is_verified_and_not_lost(format, size, tmp_path, capsys):
+    """`save_pretrained` leaves `sparse24.json` and packed files as they are, which nobody loads then."""
+    export_model(patched(), tmp_path, format, max_shard_size=size)
+    later = AutoModelForCausalLM.from_pretrained(tmp_path)
+    if format == "packed":
+        unpack_model(later)
+    later.save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path)]) != 0
+    with pytest.raises(ValueError, match="another model that is no export"):
+        export_model(patched(), tmp_path)
+
+
+def test_a_packed_model_that_was_saved_over_its_export(tmp_path, capsys):
+    export_model(patched(), tmp_path, "packed")
+    later = AutoModelForCausalLM.from_pretrained(tmp_path)
+    later.save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "listed in config.json" in capsys.readouterr().out  # not in the list of the file that nobody loads
 
 
 def test_other_patterns(tmp_path, capsys):
