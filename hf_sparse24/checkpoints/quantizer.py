@@ -58,6 +58,8 @@ class Sparse24Quantizer(HfQuantizer):
             make_packed(model, self.quantization_config.packed)
             return
         self.quantization_config = _with_passed(self.quantization_config)
+        if self.pre_quantized:
+            self.quantization_config = _without_absent_heads(self.quantization_config, model)
         patch_model(model, self.quantization_config)
         for weight in sparse_weights(model).values():
             # Transformers' tensor parallelism then runs the layer's forward on this process's part of input and weight,
@@ -155,6 +157,15 @@ def _with_passed(saved: Sparse24Config) -> Sparse24Config:
             f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
         )
     return saved.replace(**passed.given_settings(), backend=passed.backend)
+
+
+def _without_absent_heads(saved: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
+    """The config without the names of heads that the model's class lacks, as `AutoModel` lacks `lm_head`."""
+    if not saved.whole_names or not isinstance(saved.target_modules, list):
+        return saved
+    own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    present = [name for name in saved.target_modules if name.rpartition(".")[2] in own]
+    return saved if not present or present == saved.target_modules else saved.replace(target_modules=present)
 
 
 def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:

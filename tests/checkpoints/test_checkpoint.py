@@ -12,7 +12,7 @@ from paths import SUPPORT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sparse_models import logits
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
@@ -242,3 +242,14 @@ def test_weights_that_loading_has_sharded_are_refused(pre_quantized):
     quantizer = Sparse24Quantizer(patched_config(model), pre_quantized=pre_quantized)
     with pytest.raises(ValueError, match=r"gate_proj.weight is partitioned by DeepSpeed ZeRO-3; use"):
         quantizer._process_model_after_weight_loading(model)
+
+
+def test_a_sparse_head_that_the_class_lacks(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(target_modules=["up_proj", "lm_head"]))
+    model.save_pretrained(tmp_path)
+    headless = AutoModel.from_pretrained(tmp_path)
+    assert [name.rpartition(".")[0][-7:] for name in sparse_weights(headless)] == ["up_proj", "up_proj"]
+    headless.save_pretrained(tmp_path / "headless")
+    assert len(sparse_weights(AutoModel.from_pretrained(tmp_path / "headless"))) == 2
+    assert len(sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path))) == 3
