@@ -106,6 +106,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             def load_and_tell(checkpoint: str | None) -> None:
                 """With every engine the Trainer calls it with the checkpoint's directory before `on_train_begin`."""
                 if checkpoint is not None:
+                    check_resumed(trainer.model, checkpoint, warn=False)  # before its optimizer is loaded
                     callback.checkpoint = checkpoint
                     callback._put_first(trainer)
                 load(checkpoint)

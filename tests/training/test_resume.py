@@ -206,6 +206,16 @@ def test_a_callback_goes_on_from_the_checkpoint_that_was_named(tmp_path):
             experts(tmp_path / output_dir, 9, plain=True).train(resume_from_checkpoint=named)
 
 
+def test_another_method_is_refused_before_its_optimizer_is_loaded(tmp_path):
+    train(tmp_path, config=Sparse24Config(method="step", switch_after=1, switch_by=2), **SAVING)
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="s-ste"))
+    run = Trainer(model, arguments(tmp_path), train_dataset=dataset())
+    Sparse24Callback.add_to(run)
+    with pytest.raises(ValueError, match="method='step'"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 def test_a_checkpoint_without_the_state_of_the_methods_optimizer_is_refused(tmp_path):
     """The optimizer would begin anew, dense, in the middle of a run that is sparse."""
     config = Sparse24Config(method="step", switch_after=1, switch_by=2)
