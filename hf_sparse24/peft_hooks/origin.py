@@ -45,7 +45,7 @@ KEY = "sparse24"
 SAMPLE = 16
 SKETCH = 16
 TOLERANCE = 0.02
-"""Of the norm: rounding to bf16 moves weights by less, a hundred steps of training by more."""
+"""Of the norm: rounding to bf16 moves weights by less, a hundred steps of training at usual rates by more."""
 MASTERS_TOLERANCE, FLIPS_TOLERANCE = 0.005, 0.1
 """Dense masters that are as close as the first have only been rounded; pruned anew they are as close as the second."""
 MASKED_TYPE = "LORA (import hf_sparse24, version 0.2 or later, before you load this adapter)"
@@ -63,12 +63,14 @@ def record_origin(model: nn.Module, config: Any) -> None:
     config.save_pretrained = functools.partial(_save_pretrained, config, type(model), sparse, base)
 
 
-def record_masks(model: nn.Module, config: Any, adapter: str) -> None:
-    """Let the config of an adapter that has been added save that some of its layers act through a mask."""
+def record_masks(model: nn.Module, config: Any, adapter: str) -> bool:
+    """Whether layers of an adapter that has been added act through a mask, which its config then saves."""
     has_record = "save_pretrained" in vars(config) and config.peft_type == "LORA"
     variants = [getattr(layer, "lora_variant", {}).get(adapter) for layer in adapters_in(model)]
-    if has_record and any(getattr(variant, "is_masked", False) for variant in variants):
+    is_masked = has_record and any(getattr(variant, "is_masked", False) for variant in variants)
+    if is_masked:
         config.save_pretrained = functools.partial(config.save_pretrained, is_masked=True)
+    return is_masked
 
 
 def record_late(model: nn.Module) -> None:

@@ -15,9 +15,12 @@ from ..adapters import check_adapters
 from ..adapters.attaching import WHEN_ATTACHED, attaching
 from ..adapters.merging import check_mergeable
 from ..patching.ownership import adopt
+from ..progress import get_logger
 from ..weights.packed_weight import packed_weights
 from ..weights.sparse_weight import sparse_weights
-from .origin import MASKED_TYPE, check_origin, record_late, record_masks, record_origin
+from .origin import KEY, MASKED_TYPE, check_origin, record_late, record_masks, record_origin
+
+logger = get_logger(__name__)
 
 
 class SparseAware:
@@ -29,10 +32,16 @@ class SparseAware:
         After a ValueError, where it does not fit this model's sparse weights, the model may have a part of it.
         """
         config = self.peft_config[adapter_name]
+        has_record = KEY in (config.auto_mapping or {})
         check_origin(model, config)
         record_origin(model, config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
-        record_masks(model, config, adapter_name)
+        is_masked = record_masks(model, config, adapter_name)
+        if is_masked and config.inference_mode and not has_record:  # one that was loaded
+            logger.warning(
+                f"adapter {adapter_name!r} was trained without masks, as on a dense export, and acts through masks on "
+                f"this 2:4 model, which computes something else: load it on the model that it was trained on"
+            )
         if not config.inference_mode:
             check_adapters(model)
         adopt(model)  # copies that `modules_to_save` trains

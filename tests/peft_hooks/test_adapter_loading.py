@@ -96,6 +96,16 @@ def test_adapters_without_masks_have_the_type_that_peft_gives_them(dense, tmp_pa
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
+def test_an_adapter_of_a_dense_export_is_told_that_masks_change_it(dense, tmp_path, caplog):
+    model = peft.get_peft_model(load(dense), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    peft.PeftModel.from_pretrained(load(dense), tmp_path / "adapter")
+    peft.get_peft_model(patched(dense), lora())
+    assert not caplog.text
+    peft.PeftModel.from_pretrained(patched(dense), tmp_path / "adapter")
+    assert "adapter 'default' was trained without masks" in caplog.text
+
+
 def test_adapters_that_are_combined_have_masks_again(dense, tmp_path):
     model = peft.get_peft_model(patched(dense), lora())
     model.add_adapter("second", lora())
