@@ -98,11 +98,12 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
     formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
     export.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default 5GB)")
-    text = "which weights of a checkpoint are sparse, and how large it is"
+    size = {"metavar": "SIZE", "default": "5GB", "type": lambda text: int(text) if text.isdecimal() else text}
+    export.add_argument("--max-shard-size", **size, help="of one file, in bytes or as 500MB (default 5GB)")
+    text = "which weights of an export are sparse, and how large it is"
     inspect = command("inspect", "checkpoint_commands:inspect", text)
     inspect.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
-    text = "read a checkpoint, and prove that what is said to be sparse is; exit status 1 if not"
+    text = "read an export, and prove that what is said to be sparse is; exit status 1 if not"
     verify = command("verify", "checkpoint_commands:verify_checkpoint", text)
     verify.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
 
