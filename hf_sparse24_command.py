@@ -98,8 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
     formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
     export.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
-    size = {"metavar": "SIZE", "default": "5GB", "type": lambda text: int(text) if text.isdecimal() else text}
-    export.add_argument("--max-shard-size", **size, help="of one file, in bytes or as 500MB (default 5GB)")
+    text = "of one file, in bytes or as 500MB (default 5GB)"
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=text)
     text = "which weights of an export are sparse, and how large it is"
     inspect = command("inspect", "checkpoint_commands:inspect", text)
     inspect.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
@@ -111,6 +111,10 @@ def make_parser() -> argparse.ArgumentParser:
     for each in commands.choices.values():
         each.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=own)
     return parser
+
+
+def _size(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def positive_number(text: str) -> int:

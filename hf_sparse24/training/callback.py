@@ -1,10 +1,11 @@
 """Sparse24Callback: the controller in any Trainer. The only file that knows Trainer's events."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from accelerate.utils import reduce
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
@@ -106,7 +107,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             def load_and_tell(checkpoint: str | None) -> None:
                 """With every engine the Trainer calls it with the checkpoint's directory before `on_train_begin`."""
                 if checkpoint is not None:
-                    check_resumed(trainer.model, checkpoint, warn=False)  # before its optimizer is loaded
+                    # Before the optimizer of another method is loaded.
+                    check_resumed(cast(nn.Module, trainer.model), checkpoint, warn=False)
                     callback.checkpoint = checkpoint
                     callback._put_first(trainer)
                 load(checkpoint)
