@@ -113,11 +113,14 @@ def test_quickstart_interrupted(tmp_path):
     while not (tmp_path / "runs/stdlib_text/manifest.json").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
-    for _ in range(6):  # Python ignores an interrupt within a callback of the garbage collector
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            _, errors = process.communicate(timeout=20)
-            break
+    try:
+        for _ in range(6):  # Python ignores an interrupt within a callback of the garbage collector
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=20)
+                break
+    finally:
+        process.kill()  # nothing where it has ended
     assert process.returncode == 130
     assert "interrupted" in errors and ("Traceback" not in errors or "Exception ignored in" in errors)
 
