@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..adapters.merging import adapters_in, without_adapters
 from ..config import Sparse24Config
+from ..methods import ONESHOT_METHOD
 from ..patching.ownership import adopt, check_not_offloaded, unwrap
 from ..patching.packing import check_packable, packed_config
 from ..patching.surgery import reject_non_finite
@@ -236,8 +237,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
     if packed_weights(model):
         raise ValueError(
-            "the model is packed: call unpack_model(model), then patch_model(model, Sparse24Config(method="
-            "'fixed-mask')), which keeps its zeros, and export that"
+            f"the model is packed: call unpack_model(model), then patch_model(model, Sparse24Config(method="
+            f"{ONESHOT_METHOD!r})), which keeps its zeros, and export that"
         )
     if not sparse_weights(model):
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
