@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 _MODEL = "a name on the Hub or a directory with a config.json; no weights are loaded"
-_CHECKPOINT = "a directory, or a name on the Hub"
 _STOPPED = "hf-sparse24: stopped; measurements so far are kept, and an export has replaced nothing"
 
 
@@ -70,10 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
     text = "measure every sparse GEMM that training MODEL asks for, and remember what wins"
     tune = command("tune", "gemm_commands:tune", text)
-    tune.add_argument("model", metavar="MODEL", help=_MODEL)
     text = "what a step of MODEL would hold and move on GPUs, and when sparse GEMMs pay for pruning"
     plan = command("plan", "gemm_commands:plan", text)
-    plan.add_argument("model", metavar="MODEL", help=_MODEL)
+    for each in (tune, plan):
+        each.add_argument("model", metavar="MODEL", help=_MODEL)
     for each in (doctor, tune, plan):
         each.add_argument("--method", help="such as s-ste; without it the model's own, or the default")
         each.add_argument("--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp")
@@ -94,18 +93,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     text = "save what a training checkpoint computes with, for others to use, and its tokenizer"
     export = command("export", "checkpoint_commands:export", text)
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
+    text = "which weights of an export are sparse, and how large it is"
+    inspect = command("inspect", "checkpoint_commands:inspect", text)
+    text = "read an export, and prove that what is said to be sparse is; exit status 1 if not"
+    verify = command("verify", "checkpoint_commands:verify_checkpoint", text)
+    for each in (export, inspect, verify):
+        each.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory, or a name on the Hub")
     export.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
     formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
     export.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
     text = "of one file, in bytes or as 500MB (default 5GB)"
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=text)
-    text = "which weights of an export are sparse, and how large it is"
-    inspect = command("inspect", "checkpoint_commands:inspect", text)
-    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
-    text = "read an export, and prove that what is said to be sparse is; exit status 1 if not"
-    verify = command("verify", "checkpoint_commands:verify_checkpoint", text)
-    verify.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
 
     own = "a Python module that registers a method of your own; may be repeated"
     for each in commands.choices.values():
