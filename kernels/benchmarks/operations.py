@@ -139,7 +139,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "packed.packed_linear": lambda x, values, indices, bias: kernels.packed_linear(
         x, Packed(values, indices), bias, plan=GemmPlan(PACKED, "what is measured")
     ),
-    "packed.unpack_nm": lambda values, indices: kernels.unpack_nm(Packed(values, indices)),
+    "packed.unpack_nm": lambda *packed: kernels.unpack_nm(Packed(*packed)),
 }
 """The public functions that differ in name, arguments or home from those of `reference`."""
 

@@ -26,7 +26,7 @@ from .gemm.problem import GemmProblem, linear_problem, mm_problem
 from .masks import nm_mask, pack_bits, unpack_bits
 from .matmul import compress, packed_linear, sparse_linear, sparse_mm
 from .mvue import mvue
-from .packing import pack_nm, unpack_nm
+from .packing import pack_nm, quantize_packed, unpack_nm
 from .prune import apply_mask, nm_prune, prune_forms, soft_threshold
 from .scale import s_ste_scale
 from .transposable import transposable_mask
@@ -52,6 +52,7 @@ __all__ = [
     "plan_gemm",
     "plan_packed",
     "prune_forms",
+    "quantize_packed",
     "register_backend",
     "s_ste_scale",
     "soft_threshold",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import Packed, mask_bytes
+from .formats import Packed, mask_bytes, scale_columns
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64; FP8 is rounded from fp32."""
@@ -117,18 +117,23 @@ def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
 
 
 def check_packed(name: str, packed: Packed) -> None:
-    """Raise ValueError unless `packed` has values `[..., R, K/2]` of a weight's dtype, and their indices."""
-    if not isinstance(packed, tuple) or len(packed) != 2:
+    """Raise ValueError unless `packed` has a weight's values `[..., R, K/2]`, int8 with scales, and their indices."""
+    if not isinstance(packed, Packed):
         raise ValueError(f"{name}: packed={described(packed)}: must be a Packed, values and indices")
-    values, indices = packed
-    check_is(Tensor, name, values=values, indices=indices)
-    fits = values.dtype in RESULTS and indices.dtype == torch.uint8 and values.dim() == indices.dim() >= 2
+    values, indices, scales = packed
+    check_is(Tensor, name, values=values, indices=indices, **({} if scales is None else {"scales": scales}))
+    dtypes = RESULTS if scales is None else (torch.int8,)
+    fits = values.dtype in dtypes and indices.dtype == torch.uint8 and values.dim() == indices.dim() >= 2
     if not fits or (*indices.shape[:-1], 4 * indices.shape[-1]) != tuple(values.shape):
         raise ValueError(
             f"{name} takes values [..., R, K/2] and uint8 indices [..., R, K/8], got {described(values)} and "
-            f"{described(indices)}"
+            f"{described(indices)}" + ("" if scales is None else "; values with scales are int8, without them never")
         )
-    check_device(name, values, indices)
+    if scales is not None:
+        shape = (*values.shape[:-1], scale_columns(2 * values.shape[-1]))
+        if scales.dtype not in INPUTS or tuple(scales.shape) != shape:
+            raise ValueError(f"{name}: scales are floating {shape} for these values, got {described(scales)}")
+    check_device(name, values, indices, scales)
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:

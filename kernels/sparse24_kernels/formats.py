@@ -50,19 +50,29 @@ class Pattern(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A 2:4 matrix `[R, K]`, or a stack of them, without its zeros: 9/16 of the bytes in bf16.
+    """A 2:4 matrix `[R, K]`, or a stack of them, without its zeros: 9/16 of the bytes in bf16, 5/16 with int8 values.
 
-    The format does not depend on the device, so it is the one to save. `pack_nm` makes it. Read as int16, `indices` is
-    the row-major metadata that NVIDIA's documentation of the sparse instructions uses.
+    The format does not depend on the device, so it is the one to save. `pack_nm` makes it, `quantize_packed` the one
+    with int8 values. Read as int16, `indices` is the row-major metadata that NVIDIA's documentation of the sparse
+    instructions uses.
 
     Attributes:
-        values: `[..., R, K/2]`, the two kept elements of every four, in order.
+        values: `[..., R, K/2]`, the two kept elements of every four, in order; int8 from -127 to 127 with `scales`.
         indices: uint8 `[..., R, K/8]`, their places in the four, two bits each, first element lowest. A byte holds two
             groups, the first of them in its lower four bits.
+        scales: None, or `[..., R, ceil(K/128)]` in the dtype of the matrix, finite and never negative: one for each
+            row and 128 consecutive elements, the last of which may be fewer. An element is its value times its scale,
+            rounded once to that dtype.
     """
 
     values: Tensor
     indices: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrix, which `unpack_nm` gives."""
+        return self.values.dtype if self.scales is None else self.scales.dtype
 
 
 class Compression(NamedTuple):
@@ -91,6 +101,15 @@ class Layout(NamedTuple):
 
     rows: Tensor
     units: Tensor
+
+
+SCALED = 128
+"""Elements of a row that share a scale, where values are int8."""
+
+
+def scale_columns(k: int) -> int:
+    """Scales of a row of `k` elements."""
+    return -(-k // SCALED)
 
 
 def mask_bytes(size: int) -> int:

@@ -81,7 +81,7 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
 
     Args:
         x: `[..., in]`, fp64, fp32, bf16 or fp16.
-        packed: what `pack_nm` made of a weight `[out, in]` in the dtype of `x`.
+        packed: what `pack_nm` made of a weight `[out, in]` in the dtype of `x`, and `quantize_packed` of that.
         bias: `[out]` in that dtype, or None.
         plan: of `plan_packed` or `plan_gemm`; None makes it here.
 
@@ -99,20 +99,21 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
     """
     check_floating("packed_linear", x=x)
     check_packed("packed_linear", packed)
-    values = packed.values
+    values, dtype = packed.values, packed.dtype
     check_matrix("packed_linear", values=values)
     out, inputs = len(values), 2 * values.shape[1]
     if not x.dim():
         raise ValueError("packed_linear: x must have a last dimension, got shape ()")
     check_device("packed_linear", x, values)
-    if (x.shape[-1], x.dtype) != (inputs, values.dtype):
+    if (x.shape[-1], x.dtype) != (inputs, dtype):
         raise ValueError(
-            f"packed_linear: a packed weight of {values.dtype} {out} x {inputs} does not contract with x of {x.dtype} "
+            f"packed_linear: a packed weight of {dtype} {out} x {inputs} does not contract with x of {x.dtype} "
             f"{tuple(x.shape)}"
         )
     _check_bias("packed_linear", bias, x, out)
     if plan is None:
-        plan = plan_packed(linear_problem(x.shape[:-1].numel(), out, inputs, x.dtype), x.device)
+        problem = linear_problem(x.shape[:-1].numel(), out, inputs, x.dtype)
+        plan = plan_packed(problem if packed.scales is None else problem._replace(sparse_dtype=values.dtype), x.device)
     check_is(GemmPlan, "packed_linear", plan=plan)
     return plan.backend.linear(x, compress(packed, plan), bias, plan)
 

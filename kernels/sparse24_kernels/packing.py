@@ -1,9 +1,10 @@
-"""Packed matrices: 2:4 matrices without their zeros, made and made dense again."""
+"""Packed matrices: 2:4 matrices without their zeros, made, rounded to int8, and made dense again."""
 
+import torch
 from torch import Tensor
 
-from .checks import check_floating, check_groups, check_packed
-from .formats import Packed
+from .checks import INPUTS, check_floating, check_groups, check_packed
+from .formats import SCALED, Packed, scale_columns
 from .gemm.operand import unpack
 from .prune import prune_forms
 
@@ -34,23 +35,63 @@ def pack_nm(weight: Tensor) -> Packed:
     if weight.dim() < 2:
         raise ValueError(f"pack_nm needs a matrix or a stack of matrices, got shape {tuple(weight.shape)} as weight")
     check_groups("pack_nm", weight, 8, -1)
-    values, indices = prune_forms(weight.flatten(0, -2), ["packed"])[0]
+    values, indices, _ = prune_forms(weight.flatten(0, -2), ["packed"])[0]
     above = weight.shape[:-1]
     return Packed(values.view(*above, values.shape[1]), indices.view(*above, indices.shape[1]))
+
+
+def quantize_packed(packed: Packed) -> Packed:
+    """Round the values of a packed matrix to int8, with a scale for each row and 128 consecutive elements.
+
+    A scale is the group's largest magnitude / 127, rounded to the matrix's dtype before values are divided by it.
+
+    Args:
+        packed: what `pack_nm` made of a finite fp64, fp32, bf16 or fp16 matrix. What has scales already is returned.
+
+    Returns:
+        int8 values `[..., R, K/2]`, the same indices, and scales `[..., R, ceil(K/128)]` in the dtype of the values.
+        The scale of a group of zeros is 0.
+
+    Raises:
+        ValueError: no packed matrix, FP8 values, NaN or inf.
+
+    Examples:
+        >>> packed = quantize_packed(pack_nm(torch.tensor([[1.0, 0, 0, -4.0, 0, 2.0, 0, 0]])))
+        >>> packed.values
+        tensor([[  32, -127,    0,   64]], dtype=torch.int8)
+        >>> packed.scales
+        tensor([[0.0315]])
+    """
+    check_packed("quantize_packed", packed)
+    if packed.scales is not None:
+        return packed
+    values, half = packed.values, SCALED // 2
+    if values.dtype not in INPUTS or not bool(values.isfinite().all()):
+        raise ValueError(f"quantize_packed takes finite values of one of {[str(x) for x in INPUTS]}: {values.dtype}")
+    groups = scale_columns(2 * values.shape[-1])
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    padded = torch.nn.functional.pad(wide, (0, groups * half - values.shape[-1])).unflatten(-1, (groups, half))
+    largest = padded.abs().amax(-1)
+    smallest = torch.finfo(values.dtype).smallest_normal * torch.finfo(values.dtype).eps  # subnormal: a scale is not 0
+    scales = torch.where(largest > 0, (largest / 127).clamp(min=smallest), 0).to(values.dtype)
+    steps = torch.where(scales > 0, scales, 1).to(wide.dtype)[..., None]
+    rounded = (padded / steps).round_().clamp_(-127, 127).to(torch.int8)
+    return Packed(rounded.flatten(-2)[..., : values.shape[-1]].contiguous(), packed.indices, scales)
 
 
 def unpack_nm(packed: Packed) -> Tensor:
     """The dense matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
 
     Args:
-        packed: values `[..., R, K/2]` and indices `[..., R, K/8]`; the values may be FP8, too.
+        packed: values `[..., R, K/2]` and indices `[..., R, K/8]`; the values may be FP8, too, or int8 with scales.
 
     Returns:
-        `[..., R, K]` in the dtype of the values.
+        `[..., R, K]` in the dtype of the values, or of the scales.
 
     Raises:
-        ValueError: shapes, dtypes or devices of values and indices that do not fit each other.
+        ValueError: shapes, dtypes or devices of values, indices and scales that do not fit each other.
     """
     check_packed("unpack_nm", packed)
-    values, indices = packed
-    return unpack(values.flatten(0, -2), indices.flatten(0, -2)).view(*values.shape[:-1], 2 * values.shape[-1])
+    values, indices, scales = packed
+    dense = unpack(values.flatten(0, -2), indices.flatten(0, -2), None if scales is None else scales.flatten(0, -2))
+    return dense.view(*values.shape[:-1], 2 * values.shape[-1])

@@ -47,6 +47,7 @@ CALLS = {
     "plan_gemm": {"problem": PROBLEM, "device": CPU, "backend": "auto"},
     "plan_packed": {"problem": PROBLEM, "device": CPU},
     "prune_forms": {"weight": X, "forms": ["dense"], "rule": "soft-threshold", **PATTERN, "scale": None, "dtype": None},
+    "quantize_packed": {"packed": PACKED},
     "register_backend": {"backend": NAMED, "auto": False},
     "s_ste_scale": {"weight": X, **PATTERN, "rule": "mse"},
     "soft_threshold": {"weight": X, **PATTERN, "scale": None, "dtype": None},

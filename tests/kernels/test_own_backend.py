@@ -109,7 +109,7 @@ def test_it_compiles_in_one_graph(fp32):
 
 
 def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp32, monkeypatch):
-    monkeypatch.setattr(type(fp32), "encode", lambda self, matrix, compression: Operand(*kernels.pack_nm(matrix)))
+    monkeypatch.setattr(type(fp32), "encode", lambda self, matrix, compression: Operand(*kernels.pack_nm(matrix)[:2]))
     plan, weight = kernels.plan_gemm(PROBLEM, CPU, "fp32"), torch.randn(48, 32)
     assert kernels.compress(weight, plan).indices is not None
     for call in (
@@ -123,7 +123,7 @@ def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp3
 def test_an_implementation_may_have_one_operator(monkeypatch):
     """A native `packed_linear` for CPUs, say: one module and one registration, and everything else stays."""
     module = ModuleType("native_kernels.packed")
-    module.packed_linear = lambda x, values, indices, bias: x.new_full((len(x), len(values)), 7.0)
+    module.packed_linear = lambda x, values, indices, bias, scales: x.new_full((len(x), len(values)), 7.0)
     monkeypatch.setitem(sys.modules, "native_kernels.packed", module)
 
     def unsupported(device, dtype):

@@ -39,9 +39,10 @@ def test_dense_math_on_a_packed_weight_has_the_bits_of_dense_math(dtype):
 def test_a_stack_is_packed_matrix_by_matrix():
     stack = kernels.nm_prune(torch.randn(3, 5, 16))
     packed = kernels.pack_nm(stack)
-    assert [tuple(x.shape) for x in packed] == [(3, 5, 8), (3, 5, 2)] and torch.equal(kernels.unpack_nm(packed), stack)
+    assert [tuple(x.shape) for x in packed[:2]] == [(3, 5, 8), (3, 5, 2)]
+    assert torch.equal(kernels.unpack_nm(packed), stack)
     for i, matrix in enumerate(stack):
-        for ours, theirs in zip(kernels.pack_nm(matrix), packed, strict=True):
+        for ours, theirs in zip(kernels.pack_nm(matrix)[:2], packed[:2], strict=True):
             assert torch.equal(ours, theirs[i])
     assert kernels.unpack_nm(kernels.pack_nm(stack[:0])).shape == (0, 5, 16)
     with pytest.raises(ValueError, match=r"pack_nm needs a matrix or a stack of matrices, got shape \(16,\)"):
@@ -85,7 +86,7 @@ def test_the_kernel_gives_the_same_bits_each_time_and_keeps_what_is_not_finite(h
 
 def test_operands_at_odd_addresses_and_of_odd_strides(has_kernels):
     weight, x = kernels.nm_prune(torch.randn(24, 64)).to(BF16), torch.randn(64, 5).to(BF16).t()
-    values, indices = kernels.pack_nm(weight)
+    values, indices, _ = kernels.pack_nm(weight)
     odd = Packed(*(torch.cat([part.flatten()[:1], part.flatten()])[1:].view(part.shape) for part in (values, indices)))
     columns = Packed(*(part.t().contiguous().t() for part in (values, indices)))
     for packed in (odd, columns):
@@ -104,7 +105,7 @@ def test_many_tokens_take_sparse_tensor_cores_on_a_copy_made_on_the_spot(stand_i
         result = kernels.packed_linear(x, packed, bias, plan=plan._replace(compression=compression))
         torch.testing.assert_close(result, F.linear(x, weight, bias))
         assert stand_in.compressed == by_library and len(stand_in.gemms) == 1
-        arguments = (*packed, *compression[:2])
+        arguments = (*packed[:2], *compression[:2])
         torch.library.opcheck(torch.ops.sparse24.compress_packed.default, arguments)
         ours = torch.ops.sparse24.compress_packed(*arguments)
         theirs = kernels.compress(weight, plan._replace(compression=compression)).values
@@ -129,8 +130,62 @@ def test_it_compiles_in_one_graph_for_few_tokens_and_for_many(with_kernels, requ
         torch.testing.assert_close(compiled(x, packed, bias), F.linear(x, kernels.unpack_nm(packed), bias))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 8), (3, 128), (4, 136), (2, 3, 264), (0, 16), (2, 0, 8)])
+def test_int8_values_are_the_nearest_steps_of_their_scale(shape, dtype):
+    """Against the definition, element by element: a scale of each 128, its product rounded once."""
+    weight = kernels.nm_prune(torch.randn(shape)).to(dtype)
+    weight[..., :1, 4:] = 0  # a group of zeros, where there is more than one
+    packed = kernels.pack_nm(weight)
+    values, indices, scales = int8 = kernels.quantize_packed(packed)
+    assert values.dtype == torch.int8 and indices is packed.indices and int8.dtype == scales.dtype == dtype
+    assert scales.shape == (*shape[:-1], -(-shape[-1] // 128)) and (scales >= 0).all()
+    dense = kernels.unpack_nm(int8)
+    assert dense.dtype == dtype and dense.shape == shape and not torch.signbit(dense[dense == 0]).any()
+    each = scales.double().repeat_interleave(128, -1)[..., : shape[-1]]
+    exact = torch.where(each > 0, (weight.double() / each).round().clamp(-127, 127) * each, 0)
+    assert torch.equal(dense, exact.float().to(dtype) if dtype != torch.float64 else exact)
+    groups = values.abs().float().split(64, -1)
+    assert all(((group.amax(-1) >= 126) | (group == 0).all(-1)).all() for group in groups)
+    assert kernels.quantize_packed(int8) is int8
+
+
+def test_a_scale_is_never_zero_beside_values():
+    packed = kernels.pack_nm(torch.tensor([[6e-8, 0, 0, -1.2e-7, 0, 0, 0, 0]], dtype=torch.float16))
+    assert torch.equal(kernels.unpack_nm(kernels.quantize_packed(packed)), kernels.unpack_nm(packed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
+def test_int8_values_in_a_linear_layer(dtype):
+    """Every plan computes with the matrix that `unpack_nm` gives, in the dtype of the scales, compiled too."""
+    packed = kernels.quantize_packed(kernels.pack_nm(kernels.nm_prune(torch.randn(24, 264)).to(dtype)))
+    torch.compiler.reset()  # each dtype is compiled anew
+    bias, compiled = torch.randn(24).to(dtype), torch.compile(kernels.packed_linear, fullgraph=True, backend="eager")
+    for x in (torch.randn(2, 3, 264).to(dtype), torch.randn(264).to(dtype), torch.randn(0, 264).to(dtype)):
+        expected = F.linear(x, kernels.unpack_nm(packed), bias)
+        for plan in (None, KERNEL, GemmPlan(DENSE, "requested")):
+            assert torch.equal(kernels.packed_linear(x, packed, bias, plan=plan), expected)
+        assert torch.equal(compiled(x, packed, bias), expected)
+
+
+def test_no_kernel_for_gpus_reads_int8_values(stand_in, planned_for_gpu):  # noqa: F811
+    """A plan for a GPU says so; what the GPU's package has in their place is right all the same."""
+    few = linear_problem(1, 48, 32, BF16)._replace(sparse_dtype=torch.int8)
+    assert PACKED.plan(few, torch.device("cuda"), False) == "no kernel for GPUs reads int8 values"
+    assert kernels.plan_packed(few, CPU).backend is PACKED
+    weight, x = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(3, 32).to(BF16)
+    values, indices, scales = packed = kernels.quantize_packed(kernels.pack_nm(weight))
+    dense = kernels.unpack_nm(packed)
+    assert torch.equal(gpu.packed.unpack_nm(values, indices, scales), dense)
+    assert torch.equal(gpu.packed.packed_linear(x, values, indices, None, scales), F.linear(x, dense))
+    plan = kernels.plan_packed(few._replace(n=65), CPU)
+    assert plan.is_sparse and plan.reason == "more than 64 tokens; measured"
+    many = torch.randn(80, 32).to(BF16)
+    torch.testing.assert_close(kernels.packed_linear(many, packed, plan=plan), F.linear(many, dense))
+
+
 PACKED_WEIGHT, X = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
-STACK = kernels.pack_nm(torch.randn(2, 8, 16))
+STACK, INT8 = kernels.pack_nm(torch.randn(2, 8, 16)), kernels.quantize_packed(PACKED_WEIGHT)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +206,12 @@ STACK = kernels.pack_nm(torch.randn(2, 8, 16))
             r"needs a matrix, got shape \(2, 8, 8",
         ),
         (lambda: kernels.packed_linear(X, Packed(X, X)), r"uint8 indices \[..., R, K/8\], got tensor of torch.float32"),
+        (lambda: kernels.unpack_nm(INT8._replace(values=INT8.values.short())), "values with scales are int8"),
+        (lambda: kernels.unpack_nm(INT8._replace(scales=None)), r"takes values .* got tensor of torch.int8"),
+        (lambda: kernels.unpack_nm(INT8._replace(scales=INT8.scales[1:])), r"scales are floating \(8, 1\) for these"),
+        (lambda: kernels.unpack_nm(INT8._replace(scales=INT8.scales.int())), r"got tensor of torch.int32 \(8, 1\)"),
+        (lambda: kernels.packed_linear(X.half(), INT8), "a packed weight of torch.float32 8 x 16 does not contract"),
+        (lambda: kernels.quantize_packed(kernels.pack_nm(X[:, :16] / 0)), "quantize_packed takes finite values"),
         (lambda: kernels.plan_packed(3, CPU), "plan_packed: problem=3: must be of type GemmProblem"),
     ],
 )

@@ -142,7 +142,7 @@ def test_pack_and_unpack(dtype):
     assert packed.values.shape == (6, 12) and packed.indices.shape == (6, 3)
     unpacked = kernels.unpack_nm(packed)
     assert unpacked.dtype == dtype and torch.equal(unpacked.float(), pruned.float())
-    size = sum(part.numel() * part.element_size() for part in packed)
+    size = sum(part.numel() * part.element_size() for part in packed[:2])
     share = {torch.float32: 17 / 32, torch.bfloat16: 9 / 16, torch.float8_e4m3fn: 10 / 16}[dtype]
     assert size / (weight.numel() * pruned.element_size()) == share
     if dtype != torch.float8_e4m3fn:

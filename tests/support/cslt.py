@@ -30,7 +30,7 @@ class StandIn:
         assert ((matrix.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all(), "not 2:4"
         assert not torch.signbit(matrix[matrix == 0]).any(), "-0.0 counts as a value"
         self.compressed += 1
-        values, indices = pack_nm(matrix)
+        values, indices, _ = pack_nm(matrix)
         units = torch.empty(indices.numel() // 2, dtype=torch.int16)
         units[self.positions(*matrix.shape)] = indices.view(torch.int16).flatten()
         m = len(matrix)

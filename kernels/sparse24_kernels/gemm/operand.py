@@ -14,7 +14,8 @@ class Operand(NamedTuple):
     Attributes:
         values: `[m, ...]`. Dense math: the matrix with its zeros. cuSPARSELt: all of the compressed matrix.
         indices: places of the values, where the backend stores them apart, as `Packed` does.
-        scale: fp32 scalar that FP8 values were multiplied by (`fp8_quantize`); None for other dtypes.
+        scale: fp32 scalar that FP8 values were multiplied by (`fp8_quantize`); of int8 values, the scales of `Packed`,
+            which they are to be multiplied by; None for other dtypes.
     """
 
     values: Tensor
@@ -23,11 +24,11 @@ class Operand(NamedTuple):
 
 
 @torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
-def unpack(values: Tensor, indices: Tensor) -> Tensor:
-    """The dense `[R, K]` of values `[R, K/2]` and indices `[R, K/8]`."""
-    return implementation("packed.unpack_nm", indices)(values, indices)
+def unpack(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The dense `[R, K]` of values `[R, K/2]`, indices `[R, K/8]` and, of int8 values, scales `[R, ceil(K/128)]`."""
+    return implementation("packed.unpack_nm", indices)(values, indices, scales)
 
 
 @unpack.register_fake
-def _(values: Tensor, indices: Tensor) -> Tensor:
-    return values.new_empty(values.shape[0], values.shape[1] * 2)
+def _(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
+    return (values if scales is None else scales).new_empty(values.shape[0], values.shape[1] * 2)

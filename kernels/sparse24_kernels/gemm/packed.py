@@ -15,13 +15,15 @@ other way moves four times the bytes: it is written dense, and read again. An es
 
 
 @torch.library.custom_op("sparse24::packed_linear", mutates_args=())
-def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    """`[T, K]` times a packed `[R, K]`, plus a bias `[R]` -> `[T, R]`."""
-    return implementation("packed.packed_linear", x)(x, values, indices, bias)
+def packed_linear(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
+) -> Tensor:
+    """`[T, K]` times a packed `[R, K]`, whose int8 values have scales, plus a bias `[R]` -> `[T, R]`."""
+    return implementation("packed.packed_linear", x)(x, values, indices, bias, scales)
 
 
 @packed_linear.register_fake
-def _(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     return x.new_empty(len(x), len(values))
 
 
@@ -38,10 +40,13 @@ class PackedBackend(GemmBackend):
     name = "packed"
 
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
-        if not problem.transposed or not problem.has_one_dtype:
+        is_int8 = problem.sparse_dtype == torch.int8  # its products have the dtype of its scales
+        if not problem.transposed or not (problem._replace(sparse_dtype=None) if is_int8 else problem).has_one_dtype:
             return "packed weights are multiplied in linear layers with operands of one dtype"
         if problem.k % 8:
             return f"packed matrices have multiples of 8 columns, not {problem.k}"
+        if is_int8 and device.type == "cuda":
+            return "no kernel for GPUs reads int8 values"
         reason = unsupported_device(device, problem.dtype)
         if reason is None and problem.n > FEW_TOKENS:
             reason = f"more than {FEW_TOKENS} tokens"
@@ -56,10 +61,10 @@ class PackedBackend(GemmBackend):
         return Operand(*matrix)
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
-        values, indices, _ = weight
+        values, indices, scales = weight
         assert indices is not None
         rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
-        return packed_linear(rows, values, indices, bias).view(*x.shape[:-1], len(values))
+        return packed_linear(rows, values, indices, bias, scales).view(*x.shape[:-1], len(values))
 
 
 PACKED = PackedBackend()

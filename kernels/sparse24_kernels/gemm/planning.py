@@ -91,7 +91,7 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     every call: compressed where a sparse algorithm is known to be faster, or else dense.
 
     Args:
-        problem: of `linear_problem`.
+        problem: of `linear_problem`; with `sparse_dtype=torch.int8` for int8 values.
         device: where the operands are.
 
     Returns:
@@ -105,7 +105,7 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     planned = PACKED.plan(problem, device, False)
     if isinstance(planned, GemmPlan):
         return planned
-    plan = plan_gemm(problem, device)
+    plan = plan_gemm(problem._replace(sparse_dtype=None), device)  # of a dense copy, in the dtype of the result
     return plan._replace(reason=f"{planned}; {plan.reason}")
 
 

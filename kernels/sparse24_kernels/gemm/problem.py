@@ -19,7 +19,7 @@ class GemmProblem(NamedTuple):
         dtype: of the result.
         dense_is_column_major: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
         transposed: the result is a contiguous `[n, m]`, not `[m, n]`.
-        sparse_dtype: of the sparse operand; None for `dtype`. FP8 differs, and no backend takes it yet.
+        sparse_dtype: of the sparse operand; None for `dtype`. Packed weights may be int8; FP8 no backend takes yet.
         dense_dtype: of the dense operand; None for `dtype`.
     """
 

@@ -1,6 +1,7 @@
 """The backend of Nvidia's sparse tensor cores: cuSPARSELt's GEMMs by the algorithms that autotuning found."""
 
 import operator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,8 +53,9 @@ class CusparseltBackend(GemmBackend):
         return GemmPlan(self, verdict.reason, algorithm, find_compression(m, k, problem.dtype, device))
 
     def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
-        if isinstance(matrix, Packed):
-            return Operand(compress_packed(*matrix, compression.columns, compression.layout))
+        if isinstance(matrix, Packed) and matrix.scales is None:
+            return Operand(compress_packed(matrix.values, matrix.indices, compression.columns, compression.layout))
+        matrix = cast(Tensor, unpack(*matrix) if isinstance(matrix, Packed) else matrix)
         m, k = matrix.shape
         cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
         return Operand(cusparselt.compress(matrix, compression.columns))

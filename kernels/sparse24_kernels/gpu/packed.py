@@ -33,8 +33,10 @@ SUM = 1024
 
 
 @on_its_device
-def unpack_nm(values: Tensor, indices: Tensor) -> Tensor:
+def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
     """Zeros everywhere, then the stored values where their indices say."""
+    if scales is not None:
+        values = reference.packed.scaled(values, scales)
     rows, columns = values.shape[0], values.shape[1] * 2
     # As integers: values are only moved, and a GPU that lacks FP8 can move it all the same.
     integer = reference.prune.integer_of(values)
@@ -104,8 +106,12 @@ def _load_nibbles(indices, row, left, rows, columns, GROUPS: tl.constexpr, COLS:
 
 
 @on_its_device
-def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+def packed_linear(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
+) -> Tensor:
     """One pass over the weight for every `LARGEST_BLOCK` tokens."""
+    if scales is not None:  # no plan chooses this, no kernel here reads int8 values
+        return torch.nn.functional.linear(x, unpack_nm(values, indices, scales), bias)
     (tokens, columns), rows = x.shape, len(values)
     result = x.new_empty(tokens, rows)
     if not result.numel():
