@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from .checks import check_is
+from .cpu import OPERATORS as CPU_OPERATORS
+from .cpu.library import load as load_cpu_kernels
 
 OLDEST_TRITON = (3, 6)
 """Oldest Triton that the tests compile with. It came with torch 2.11."""
@@ -40,6 +42,7 @@ class Implementation(NamedTuple):
 
     Attributes:
         name: what `choose_kernels` calls it.
+        where: what it runs on, in words, where it runs.
         package: its modules are imported on first use, so that importing this library needs none of its dependencies.
         unsupported: why it does not run on a device, for tensors of a dtype; None where it does.
         operators: "module.function" of each; None for all that `reference` has.
@@ -48,6 +51,7 @@ class Implementation(NamedTuple):
     name: str
     package: str
     unsupported: Callable[[torch.device, torch.dtype], str | None]
+    where: Callable[[torch.device], str]
     operators: frozenset[str] | None = None
 
 
@@ -100,19 +104,18 @@ def implementation(operator: str, tensor: Tensor, has_kernels: bool = True) -> C
 def _choose(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Choice]:
     """The package, with its name and the reason."""
     refusals = []
-    for name, package, unsupported, operators in IMPLEMENTATIONS:
+    for name, package, unsupported, where, operators in IMPLEMENTATIONS:
         if operators is None or operator in operators:
             reason = unsupported(device, dtype)
             if reason is None:
-                where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-                return package, Choice(name, f"{name.capitalize()} on {where}")
+                return package, Choice(name, where(device))
             refusals.append(reason)
     return REFERENCE, Choice("reference", "; ".join(refusals))
 
 
 def _triton_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
-        return f"the kernels need a CUDA device, not {device.type}"
+        return f"Triton's kernels need a CUDA device, not {device.type}"
     if dtype.is_floating_point and dtype not in KERNEL_DTYPES:  # masks and indices are bytes
         return f"the kernels take fp32, bf16 and fp16, not {dtype}"
     if not torch.cuda.is_available():
@@ -127,6 +130,27 @@ def _triton_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _cpu_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return f"the kernels in C++ need a CPU, not {device.type}"
+    if dtype.is_floating_point and dtype not in KERNEL_DTYPES:
+        return f"the kernels take fp32, bf16 and fp16, not {dtype}"
+    library = load_cpu_kernels()
+    return library if isinstance(library, str) else None
+
+
+def _cpu_where(device: torch.device) -> str:
+    library = load_cpu_kernels()
+    return library if isinstance(library, str) else f"C++ kernels, path {library.name!r}"
+
+
+def _gpu_where(device: torch.device) -> str:
+    return f"Triton on {torch.cuda.get_device_name(device)}"
+
+
 REFERENCE = f"{__package__}.reference"
-IMPLEMENTATIONS = [Implementation("triton", f"{__package__}.gpu", _triton_unsupported)]
+IMPLEMENTATIONS = [
+    Implementation("triton", f"{__package__}.gpu", _triton_unsupported, _gpu_where),
+    Implementation("cpu", f"{__package__}.cpu", _cpu_unsupported, _cpu_where, CPU_OPERATORS),
+]
 """Asked in order, before `reference`."""

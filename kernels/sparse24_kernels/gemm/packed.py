@@ -48,6 +48,8 @@ class PackedBackend(GemmBackend):
         if is_int8 and device.type == "cuda":
             return "no kernel for GPUs reads int8 values"
         reason = unsupported_device(device, problem.dtype)
+        if reason is None and device.type == "cpu":
+            return GemmPlan(self, "the weight is read packed", compression=Compression(backend=self.name))
         if reason is None and problem.n > FEW_TOKENS:
             reason = f"more than {FEW_TOKENS} tokens"
         if reason is not None:
@@ -64,7 +66,10 @@ class PackedBackend(GemmBackend):
         values, indices, scales = weight
         assert indices is not None
         rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
-        return packed_linear(rows, values, indices, bias, scales).view(*x.shape[:-1], len(values))
+        # Operators cost Python some 10 us, as long as a small layer takes: only what traces needs them.
+        is_traced = torch.compiler.is_compiling() or type(rows) is not Tensor
+        run = packed_linear if is_traced else implementation("packed.packed_linear", rows)
+        return run(rows, values, indices, bias, scales).view(*x.shape[:-1], len(values))
 
 
 PACKED = PackedBackend()

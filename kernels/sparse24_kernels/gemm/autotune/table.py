@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...cache_folder import cache_folder
 from .. import cusparselt
 from ..cusparselt import DTYPES, MULTIPLE
 from ..problem import Algorithm, GemmProblem
@@ -53,16 +54,14 @@ class Environment(NamedTuple):
     cusparselt: str
 
     def path(self) -> Path:
-        """The file of this environment, in `$SPARSE24_CACHE`, `$XDG_CACHE_HOME/sparse24` or `~/.cache/sparse24`.
+        """The file of this environment in the user's cache folder.
 
         Raises:
-            RuntimeError: it is in the home directory, and there is none.
+            RuntimeError: there is no home directory to have it.
         """
-        own, shared = os.environ.get("SPARSE24_CACHE"), os.environ.get("XDG_CACHE_HOME")
-        folder = Path(own) if own else Path(shared or "~/.cache") / "sparse24"
         readable = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(self)).strip("-")
         unique = hashlib.sha256(json.dumps(self).encode()).hexdigest()[:8]
-        return folder.expanduser() / f"{readable}-{unique}.json"
+        return cache_folder() / f"{readable}-{unique}.json"
 
 
 def current_environment(device: torch.device) -> Environment:

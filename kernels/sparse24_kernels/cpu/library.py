@@ -1,0 +1,132 @@
+"""The compiled kernels of this machine: loaded on first use, or the reason why there are none."""
+
+import ctypes
+import fcntl
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache_folder import cache_folder
+from . import build
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers of `Dtype` in native/problem.h."""
+
+SWITCH = "SPARSE24_CPU"
+"""The environment variable that chooses a path by its name, or `off`."""
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES = {
+    "sparse24_linear": [ctypes.c_int, *[_POINTER] * 6, *[_INT] * 4, _POINTER],
+    "sparse24_unpack": [ctypes.c_int, *[_POINTER] * 4, *[_INT] * 3, _POINTER],
+}
+
+
+class Library:
+    """The loaded kernels.
+
+    Attributes:
+        paths: what this CPU runs, the fastest first, by the number that the C functions take.
+        path: the number of the one that runs.
+        parallel_for: the address of torch's function that runs a task on its threads.
+    """
+
+    def __init__(self, file: Path):
+        self.functions = ctypes.CDLL(str(file))
+        for name, types in _SIGNATURES.items():
+            getattr(self.functions, name).argtypes = types
+        self.parallel_for = _torch_parallel_for()
+        self.functions.sparse24_path.restype = ctypes.c_char_p
+        self.paths: dict[str, int] = {}
+        number = 0
+        while (name := self.functions.sparse24_path(number)) is not None:
+            self.paths |= {name.decode(): number} if name else {}
+            number += 1
+        self.path = next(iter(self.paths.values()))
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Call a C function with the path before its arguments, and the thread pool behind them.
+
+        Raises:
+            MemoryError: there is none for what the call needs besides its result.
+        """
+        if getattr(self.functions, function)(self.path, *arguments, self.parallel_for):
+            raise MemoryError(f"{function}: no memory")
+
+    @property
+    def name(self) -> str:
+        """The name of the path that runs."""
+        return next(name for name, number in self.paths.items() if number == self.path)
+
+    @contextmanager
+    def using(self, path: str) -> Iterator[None]:
+        """Run another path of this CPU, in all threads, until the block ends.
+
+        Raises:
+            ValueError: this CPU does not run it.
+        """
+        before, self.path = self.path, self._number(path)
+        try:
+            yield
+        finally:
+            self.path = before
+
+    def _number(self, path: str) -> int:
+        if path not in self.paths:
+            raise ValueError(f"path={path!r}: this CPU runs {list(self.paths)}")
+        return self.paths[path]
+
+
+@cache
+def load() -> Library | str:
+    """The kernels, or in words why there are none.
+
+    They come with the wheel, or are compiled once into the cache folder, which takes some ten seconds.
+    """
+    switch = os.environ.get(SWITCH)
+    if switch == "off":
+        return f"{SWITCH}=off"
+    try:
+        library = Library(_file())
+        if switch:
+            library.path = library._number(switch)
+        return library
+    except (build.BuildError, OSError, RuntimeError, ValueError) as error:
+        return f"no kernels for this CPU: {error}"
+
+
+def _torch_parallel_for() -> int:
+    """The address of torch's thread pool. Another one, such as OpenMP's, would spin against it."""
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu{suffix}"))
+    if not hasattr(torch_cpu, "torch_parallel_for"):
+        raise RuntimeError(f"torch {torch.__version__} does not share its threads, 2.10 does: pip install -U torch")
+    address = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _file() -> Path:
+    """The file of the library, compiled if need be."""
+    fingerprint = build.fingerprint()
+    shipped = Path(__file__).parent / f"native-{fingerprint}.so"
+    if shipped.exists():
+        return shipped
+    folder = cache_folder()
+    file = folder / shipped.name
+    if not file.exists():
+        logging.getLogger(__name__).warning("compiling the kernels for this CPU, once: some ten seconds")
+        build.compiler()  # before a folder is made for nothing
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f".{shipped.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for it
+            if not file.exists():
+                build.build(file)
+    return file

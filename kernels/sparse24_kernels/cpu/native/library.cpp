@@ -1,0 +1,71 @@
+// The plain C functions that Python calls: which paths this CPU runs, and each operator by a path.
+#include "problem.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
+extern const Path path_amx, path_avx512_bf16, path_avx512, path_avx2, path_portable;
+
+static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+static bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && has_avx2();
+}
+static bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+// Linux gives a process the tiles' registers when it asks for them.
+static bool has_amx() {
+#if defined(__linux__)
+  unsigned a, b, c, d;
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  return (d >> 22 & 1) && (d >> 24 & 1) && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+#else
+  return false;
+#endif
+}
+struct Candidate { const Path* path; bool (*runs)(); };
+static const Candidate candidates[] = {
+    {&path_amx, has_amx}, {&path_avx512_bf16, has_avx512_bf16}, {&path_avx512, has_avx512}, {&path_avx2, has_avx2},
+    {&path_portable, [] { return true; }}};
+#elif defined(__aarch64__)
+extern const Path path_neon, path_portable;
+struct Candidate { const Path* path; bool (*runs)(); };
+static const Candidate candidates[] = {{&path_neon, [] { return true; }}, {&path_portable, [] { return true; }}};
+#else
+extern const Path path_portable;
+struct Candidate { const Path* path; bool (*runs)(); };
+static const Candidate candidates[] = {{&path_portable, [] { return true; }}};
+#endif
+
+constexpr int COUNT = sizeof candidates / sizeof *candidates;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// The name of a path, the fastest first; "" where this CPU does not run it, null behind the last one.
+const char* sparse24_path(int number) {
+  if (number < 0 || number >= COUNT) return nullptr;
+  return candidates[number].runs() ? candidates[number].path->name : "";
+}
+
+int sparse24_linear(int path, const void* x, const void* values, const uint8_t* indices, const void* scales,
+                    const void* bias, void* y, int64_t tokens, int64_t rows, int64_t k, int64_t dtype,
+                    ParallelFor parallel_for) {
+  const int64_t value_dtype = scales ? (int64_t)INT8 : dtype;
+  return candidates[path].path->linear({x, values, indices, scales, bias, y, tokens, rows, k, dtype, value_dtype, parallel_for});
+}
+
+int sparse24_unpack(int path, const void* values, const uint8_t* indices, const void* scales, void* y, int64_t rows,
+                    int64_t k, int64_t dtype, ParallelFor parallel_for) {
+  const int64_t value_dtype = scales ? (int64_t)INT8 : dtype;
+  return candidates[path].path->unpack({nullptr, values, indices, scales, nullptr, y, 0, rows, k, dtype, value_dtype, parallel_for});
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,104 @@
+// What the kernels of one path share: the problem, element types, and the table of functions that a path gives.
+// Everything here has internal linkage, because every path compiles it with flags of its own.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+// torch's thread pool: `torch_parallel_for` of libtorch_cpu runs task(begin, end, context) on parts of a range.
+typedef void (*Task)(int64_t begin, int64_t end, void* context);
+typedef int (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Task task, void* context);
+
+enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
+
+constexpr int64_t GROUP = 128;  // weights that share a scale, where the values are int8
+
+// y [tokens, rows] = x [tokens, k] times a packed [rows, k], plus bias. All matrices are row-major and contiguous.
+struct Linear {
+  const void* x;           // of `dtype`, as are bias, y and scales
+  const void* values;      // [rows, k / 2] of `value_dtype`: that of x, or int8
+  const uint8_t* indices;  // [rows, k / 8]
+  const void* scales;      // [rows, ceil(k / GROUP)], or null
+  const void* bias;        // [rows], or null
+  void* y;
+  int64_t tokens, rows, k, dtype, value_dtype;
+  ParallelFor parallel_for;
+};
+
+// What a path computes. Each function returns 0, or another number where it has no memory.
+struct Path {
+  const char* name;
+  int (*linear)(const Linear&);
+  int (*unpack)(const Linear&);  // y is the dense [rows, k]; x, bias and tokens are unused
+};
+
+namespace {
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+inline float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+inline uint32_t as_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+
+inline float to_float(float f) { return f; }
+inline float to_float(int8_t i) { return i; }
+inline float to_float(bf16 b) { return as_float((uint32_t)b.bits << 16); }
+inline float to_float(fp16 h) {
+  uint32_t sign = (uint32_t)(h.bits & 0x8000) << 16, rest = (uint32_t)(h.bits & 0x7fff) << 13;
+  if (rest >= 0x0f800000) return as_float(sign | rest | 0x7f800000);  // inf and NaN
+  return as_float(sign | as_bits(as_float(rest) * 0x1p112f));         // subnormal numbers too
+}
+
+// Rounds to the nearest, ties to even, as torch does. NaN stays NaN.
+inline void from_float(float f, float* to) { *to = f; }
+inline void from_float(float f, bf16* to) {
+  uint32_t bits = as_bits(f);
+  to->bits = f != f ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void from_float(float f, fp16* to) {
+  uint32_t bits = as_bits(f), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) rest = 0x7e00;        // NaN
+  else if (rest >= 0x477ff000) rest = 0x7c00;  // rounds to inf
+  else if (rest < 0x38800000) rest = as_bits(as_float(rest) + 0.5f) - as_bits(0.5f);  // a subnormal number, or zero
+  else rest = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+  to->bits = sign | rest;
+}
+
+inline int64_t groups_of(int64_t k) { return (k + GROUP - 1) / GROUP; }
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Memory for one call.
+struct Scratch {
+  explicit Scratch(int64_t bytes) : data(aligned_alloc(64, round_up(bytes + 1, 64))) {}
+  ~Scratch() { free(data); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* data;
+};
+
+// Calls f with a zero of the type of x.
+template <class F>
+inline int with_type(const Linear& p, F f) {
+  return p.dtype == FP32 ? f(float{}) : p.dtype == BF16 ? f(bf16{}) : f(fp16{});
+}
+
+// An element of x, scales or bias.
+inline float element(const Linear& p, const void* of, int64_t i) {
+  return p.dtype == FP32 ? ((const float*)of)[i]
+       : p.dtype == BF16 ? to_float(((const bf16*)of)[i]) : to_float(((const fp16*)of)[i]);
+}
+
+// What int8 values of a row are multiplied by, in the group that has `column`.
+inline float scale_of(const Linear& p, int64_t row, int64_t column) {
+  return element(p, p.scales, row * groups_of(p.k) + column / GROUP);
+}
+
+inline void write(const Linear& p, int64_t token, int64_t row, float sum) {
+  const int64_t i = token * p.rows + row;
+  if (p.bias) sum += element(p, p.bias, row);
+  if (p.dtype == FP32) ((float*)p.y)[i] = sum;
+  else if (p.dtype == BF16) from_float(sum, (bf16*)p.y + i);
+  else from_float(sum, (fp16*)p.y + i);
+}
+
+}  // namespace

@@ -1,0 +1,81 @@
+"""Linear layers with packed weights, and packed weights made dense, by the kernels for CPUs."""
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..formats import scale_columns
+from .library import DTYPES, Library, load
+
+
+def packed_linear(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
+) -> Tensor:
+    """`[T, K]` times a packed `[R, K]`, whose int8 values have scales, plus a bias `[R]` -> `[T, R]`.
+
+    Sums are fp32, in an order that neither the number of threads nor a repetition changes; native/ has it for each path.
+    Where a weight is zero, inf and NaN of x may not show. For few tokens, AVX-512 with VNNI rounds x to 8 bits for int8
+    values, with a scale for each token and 128 inputs; AMX rounds the weight to bf16 for more.
+    """
+    _check(x, values, indices, bias, scales)
+    x, values, indices = x.contiguous(), values.contiguous(), indices.contiguous()
+    bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, scales))
+    (tokens, k), rows = x.shape, len(values)
+    y = x.new_empty(tokens, rows)
+    _library().call(
+        "sparse24_linear",
+        x.data_ptr(),
+        values.data_ptr(),
+        indices.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        tokens,
+        rows,
+        k,
+        DTYPES[x.dtype],
+    )
+    return y
+
+
+def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Values `[R, K/2]` and indices `[R, K/8]`, of int8 values with scales -> dense `[R, K]` with zeros."""
+    dtype = values.dtype if scales is None else scales.dtype
+    if dtype not in DTYPES:  # fp64 and FP8, which are moved only
+        return reference.packed.unpack_nm(values, indices, scales)
+    _check(None, values, indices, None, scales)
+    values, indices = values.contiguous(), indices.contiguous()
+    scales = None if scales is None else scales.contiguous()
+    dense = (values if scales is None else scales).new_empty(len(values), 2 * values.shape[1])
+    _library().call(
+        "sparse24_unpack",
+        values.data_ptr(),
+        indices.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        dense.data_ptr(),
+        len(values),
+        dense.shape[1],
+        DTYPES[dense.dtype],
+    )
+    return dense
+
+
+def _check(x: Tensor | None, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
+    """Raise ValueError for sizes or dtypes with which the kernels would read what is not theirs."""
+    rows, half = values.shape
+    dtype = values.dtype if scales is None else scales.dtype
+    fits = half % 4 == 0 and tuple(indices.shape) == (rows, half // 4) and indices.dtype == torch.uint8
+    fits &= scales is None or (values.dtype == torch.int8 and tuple(scales.shape) == (rows, scale_columns(2 * half)))
+    fits &= x is None or (x.dim() == 2 and x.shape[1] == 2 * half and x.dtype == dtype)
+    fits &= bias is None or (tuple(bias.shape) == (rows,) and bias.dtype == dtype)
+    if not fits:
+        given = [
+            None if tensor is None else (tensor.dtype, *tensor.shape) for tensor in (x, values, indices, bias, scales)
+        ]
+        raise ValueError(f"x, values, indices, bias and scales do not fit each other: {given}")
+
+
+def _library() -> Library:
+    library = load()
+    assert isinstance(library, Library)  # dispatch asked before
+    return library
