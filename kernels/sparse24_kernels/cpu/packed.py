@@ -13,9 +13,9 @@ def packed_linear(
 ) -> Tensor:
     """`[T, K]` times a packed `[R, K]`, whose int8 values have scales, plus a bias `[R]` -> `[T, R]`.
 
-    Sums are fp32, in an order that neither the number of threads nor a repetition changes; native/ has it for each path.
-    Where a weight is zero, inf and NaN of x may not show. For few tokens, AVX-512 with VNNI rounds x to 8 bits for int8
-    values, with a scale for each token and 128 inputs; AMX rounds the weight to bf16 for more.
+    Sums are fp32. Their order is the path's (see native/), and the same in every call and for any number of threads.
+    Where a weight is zero, inf and NaN of x may not show. Few tokens and int8 values: AVX-512 with VNNI rounds x to
+    8 bits, with a scale for each token and 128 inputs. More tokens: AMX rounds the weight to bf16.
     """
     _check(x, values, indices, bias, scales)
     x, values, indices = x.contiguous(), values.contiguous(), indices.contiguous()
