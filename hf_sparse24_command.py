@@ -102,6 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
     formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
     export.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
+    text = "of a packed export: float (default), as they are; int8: rounded, with scales, 5/16 of the bytes"
+    export.add_argument("--values", choices=("float", "int8"), default="float", help=text)
     text = "of one file, in bytes or as 500MB (default 5GB)"
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=text)
 

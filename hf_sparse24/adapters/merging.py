@@ -96,8 +96,7 @@ class Unmerged:
         layer, device = self.layer, self.layer.weight.device
         if isinstance(layer, PackedLayer):
             unpack_weight(layer.packed24["weight"])
-        packed = Packed(packed.values.to(device, layer.weight.dtype), packed.indices.to(device))
-        pack_weight(layer, "weight", input_dim_of(layer), packed)
+        pack_weight(layer, "weight", input_dim_of(layer), packed.to(layer.weight.dtype, device))
 
 
 def keep_merges_sparse(adapter: Any) -> None:
@@ -114,6 +113,11 @@ def unmerged_weight(adapter: Any) -> Tensor:
 
 def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     layer, merged_before = adapter.get_base_layer(), list(adapter.merged_adapters)
+    if isinstance(layer, PackedLayer) and layer.packed24["weight"].packed.scales is not None:
+        raise ValueError(
+            "the base has int8 values, and merging would round the sum to int8: nothing was merged. Call "
+            "unpack_model(model) first, which keeps what the model computes, then merge; or keep the adapter beside it"
+        )
     before = Unmerged(layer)
     if not merged_before:
         setattr(adapter, _UNMERGED, before)

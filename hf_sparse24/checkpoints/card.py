@@ -23,6 +23,7 @@ from ..methods import ONESHOT_METHOD, method_class
 from ..patching.report import shown_count
 from ..run import patched_config
 from ..version import __version__
+from ..weights.packed_weight import format_version
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
 
@@ -40,6 +41,7 @@ def make_model_card(
     model: PreTrainedModel,
     *,
     format: Format = "dense",
+    values: str = "float",
     checkpoint: bool = False,
     model_id: str | None = None,
     tags: str | Iterable[str] | None = None,
@@ -56,6 +58,7 @@ def make_model_card(
     Args:
         model: a patched model of Transformers.
         format: what lies beside the card: an export, `"dense"` or `"packed"`, or a `"training"` checkpoint.
+        values: of a packed export, `"float"` or `"int8"`.
         checkpoint: whether the folder `checkpoint` has the training checkpoint.
         model_id: the repository, as `from_pretrained` takes it; None for the name of the model's class.
         tags: in addition to those of this library and of `model.add_model_tags`.
@@ -72,7 +75,7 @@ def make_model_card(
         The card, with this library's part between two comments; of `existing`, everything outside them stays.
 
     Raises:
-        ValueError: the model is not patched, the format is unknown, or `dense_control` has no metrics.
+        ValueError: the model is not patched, the format or `values` is unknown, or `dense_control` has no metrics.
         TypeError: an argument that neither this function nor the metadata of a card has.
 
     Examples:
@@ -85,14 +88,14 @@ def make_model_card(
     config = patched_config(model)
     if config is None:
         raise ValueError("the model is not patched, so there is no sparsity to describe; call patch_model(model) first")
-    check_arguments(format, metadata)
+    check_arguments(format, metadata, values)
     name = " ".join((model_id or type(model).__name__).rpartition("/")[2].split())
     given = {key: value for key, value in metadata.items() if value is not None}
     base_model = given.get("base_model") or _base_model(model, model_id)
     ours = last_evaluation(by_step(log_history)) if results is None else dict(results)
     parts = [
         _summary(model, config, base_model),
-        _loading(model, config, format, model_id or name, checkpoint),
+        _loading(model, config, format, values, model_id or name, checkpoint),
         _results(ours, control_metrics(dense_control)),
         _training(config, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
@@ -122,10 +125,11 @@ def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) ->
     card.save(directory / CARD)
 
 
-def check_arguments(format: str, details: Iterable[str]) -> None:
-    """Raise the error of `make_model_card` for an unknown format or argument."""
+def check_arguments(format: str, details: Iterable[str], values: str = "float") -> None:
+    """Raise the error of `make_model_card` for an unknown format or argument, or values that the format has not."""
     if format not in get_args(Format):
         raise ValueError(f"format={format!r}: must be one of {list(get_args(Format))}")
+    format_version(values, format)
     unknown = sorted({*details} - _METADATA - {*inspect.signature(make_model_card).parameters})
     if unknown:
         raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
@@ -148,7 +152,9 @@ def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[st
     )
 
 
-def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id: str, checkpoint: bool) -> str:
+def _loading(
+    model: nn.Module, config: Sparse24Config, format: Format, values: str, model_id: str, checkpoint: bool
+) -> str:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
@@ -156,8 +162,9 @@ def _loading(model: nn.Module, config: Sparse24Config, format: Format, model_id:
     load = [f"from transformers import {name}", "", f"model = {name}.from_pretrained({source}{options})"]
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
     if format == "packed":
+        stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
         text = [
-            "The sparse weights are packed: their values, and 2-bit indices. **Reading them takes hf_sparse24**:",
+            f"The sparse weights are packed: their {stored} and 2-bit indices. **Reading them takes hf_sparse24**:",
             _python("import hf_sparse24  # tells Transformers how to read packed weights", *load),
             f"Transformers by itself cannot read them. {export}",
         ]

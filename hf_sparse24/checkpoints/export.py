@@ -26,7 +26,7 @@ from ..patching.ownership import adopt, check_not_offloaded, unwrap
 from ..patching.packing import check_packable, packed_config
 from ..patching.surgery import reject_non_finite
 from ..progress import Progress, get_logger
-from ..weights.packed_weight import PACKED_INDEX, PackedFormat, packed_weights
+from ..weights.packed_weight import PACKED_INDEX, PackedFormat, format_version, packed_weights
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
@@ -56,7 +56,11 @@ _OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimiz
 
 @torch.no_grad()
 def export_model(
-    model: nn.Module, directory: str | os.PathLike, format: str = "dense", max_shard_size: int | str = "5GB"
+    model: nn.Module,
+    directory: str | os.PathLike,
+    format: str = "dense",
+    max_shard_size: int | str = "5GB",
+    values: str = "float",
 ) -> None:
     """Save the weights that `model` computes with, for others to use.
 
@@ -74,13 +78,15 @@ def export_model(
             `"packed"`, 2:4 weights without their zeros, 9/16 of their bytes in bf16, for `from_pretrained` with
             hf_sparse24 imported (docs/packed_format.md); those whose input size is no multiple of 8 keep their zeros.
         max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file of its own.
+        values: of a packed export: `"float"`, exactly those that the model computes with; `"int8"`, rounded, with a
+            scale for each row and 128 weights: 5/16 of the bytes in bf16.
 
     Raises:
         ValueError: the model is not patched (use `save_pretrained`), is none of Transformers, is sharded by FSDP1 or
             DeepSpeed ZeRO-3, or sharded with adapters, has NaN or inf in its weights, has masks or scales that its
             method cannot have made, or adapters that do not merge into 2:4 weights; a packed export of a model that is
-            dense or sparse by another pattern; or the directory holds a training checkpoint, an adapter or another
-            model that is no export.
+            dense or sparse by another pattern, int8 values of a dense export, or other `values`; or the directory holds
+            a training checkpoint, an adapter or another model that is no export.
         RuntimeError: another process is exporting into the directory.
 
     Examples:
@@ -92,6 +98,7 @@ def export_model(
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
+    format_version(values, format)
     model = unwrapped(model)
     if _is_sharded(model) and adapters_in(model):
         raise ValueError(
@@ -99,10 +106,10 @@ def export_model(
             "in one process, and export that"
         )
     with without_adapters(model) as plain:
-        _export(plain, Path(directory), format, max_shard_size)
+        _export(plain, Path(directory), format, max_shard_size, values)
 
 
-def _export(model: Any, directory: Path, format: str, max_shard_size: int | str) -> None:
+def _export(model: Any, directory: Path, format: str, max_shard_size: int | str, values: str) -> None:
     weights = sparse_weights(model)
     wrong = wrong_states(weights)
     if wrong:
@@ -112,7 +119,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
         check_packable(model)
     adopt(model)  # where a part was patched by itself
     with _own_layout(model):
-        tensors = packed_tensors(model, weights) if format == "packed" else dense_tensors(model, weights)
+        tensors = packed_tensors(model, weights, values) if format == "packed" else dense_tensors(model, weights)
         files = _files(tensors, format, max_shard_size)
         refuse_other_models(directory)
         if _is_sharded(model) and rank() != 0:
@@ -126,7 +133,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str)
                     f"{run.method.pattern}" + (". A run with dense_tail=0 ends sparse" if run.is_dense else "")
                 )
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
-                _write(model, new, files, format)
+                _write(model, new, files, format, format_version(values))
         if _is_sharded(model):
             dist.barrier()  # when any process returns, the export is there
 
@@ -146,7 +153,7 @@ def _files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -
     return {file: [tensors[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
 
 
-def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str) -> None:
+def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, version: int) -> None:
     """Write a whole checkpoint into the empty folder `new`."""
     config: Sparse24Config = model.config.quantization_config
     fingerprint = _fingerprint(model, files)
@@ -165,7 +172,7 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
         sparse, hashes = _write_weights(new, files, index, fingerprint)
         if format == "packed":
             names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
-            packed = PackedFormat(names, {file: header_hash(new / file) for file in files})
+            packed = PackedFormat(names, {file: header_hash(new / file) for file in files}, version)
             model.config.quantization_config = packed_config(config, packed)
             model.config.save_pretrained(new)
             values = read_json(new / CONFIG) | {"transformers_weights": _NO_FILE}

@@ -30,6 +30,7 @@ def push_to_hub(
     repo_id: str,
     *,
     format: Format = "dense",
+    values: str = "float",
     checkpoint: bool = False,
     processing_class: Any = None,
     commit_message: str | None = None,
@@ -53,6 +54,7 @@ def push_to_hub(
         format: `"dense"`: ordinary weights with zeros, which load everywhere. `"packed"`: 9/16 of the bytes, read with
             hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
             only where hf_sparse24 is imported; the card says so.
+        values: of a packed export: `"float"`, or rounded to `"int8"` (5/16 of the bytes); see `export_model`.
         checkpoint: beside the export, upload the training checkpoint too, to the folder `checkpoint`; to train on:
             `from_pretrained(repo_id, subfolder="checkpoint")`.
         processing_class: a tokenizer or processor to upload with it.
@@ -76,7 +78,7 @@ def push_to_hub(
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
     if "tokenizer" in card:
         raise TypeError("'tokenizer' is no argument of push_to_hub: write processing_class=tokenizer")
-    check_arguments(format, card)
+    check_arguments(format, card, values)
     model = unwrapped(model)
     check_pushable(model)
     if (checkpoint or format == "training") and adapters_in(model):
@@ -84,7 +86,7 @@ def push_to_hub(
     if rank() != 0:
         return None
     repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-    card |= {"checkpoint": checkpoint, "model_id": repo_id, "tags": tags}
+    card |= {"values": values, "checkpoint": checkpoint, "model_id": repo_id, "tags": tags}
     card["existing"] = card_on_hub(repo_id, token, revision)
     commit = {"commit_message": commit_message, "token": token, "revision": revision, "create_pr": create_pr}
     return stage_push(model, repo_id, format, processing_class, max_shard_size, commit, **card)()
@@ -124,7 +126,7 @@ def stage_push(
             if format == "training":
                 plain.save_pretrained(folder, max_shard_size=max_shard_size)
             else:
-                export_model(plain, folder, format, max_shard_size)
+                export_model(plain, folder, format, max_shard_size, card.get("values", "float"))
             if card.get("checkpoint"):
                 plain.save_pretrained(folder / CHECKPOINT, max_shard_size=max_shard_size)
             write_model_card(plain, folder, format=format, **card)

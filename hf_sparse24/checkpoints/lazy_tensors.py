@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,7 +12,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..patching.packing import is_packable, packed_form
 from ..patching.surgery import reject_non_finite
-from ..weights.packed_weight import buffer_names
+from ..weights.packed_weight import buffer_names, format_version
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed
@@ -38,10 +39,10 @@ class LazyTensors(NamedTuple):
     packed: str | None = None
 
 
-def packed_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> list[LazyTensors]:
+def packed_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight], values: str) -> list[LazyTensors]:
     """All tensors of the packed checkpoint, by the names in the model's own `state_dict`."""
     return [
-        _packed(name, weights[name])
+        _packed(name, weights[name], values)
         if name in weights and is_packable(weights[name])
         else _dense(name, tensor, weights.get(name))
         for name, tensor in _saved_tensors(model, weights).items()
@@ -71,17 +72,18 @@ def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
     return lazy._replace(compute=lambda: revert_weight_conversion(model, dict(lazy.compute())))
 
 
-def _packed(name: str, weight: SparseWeight) -> LazyTensors:
-    """The values and indices of a sparse weight."""
+def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
+    """The values and indices of a sparse weight, and the scales of int8 values."""
     parameter = weight.parameter
-    form = empty_packed((*parameter.shape[:-2], *weight.sizes), parameter.dtype)
-    like = dict(zip(buffer_names(name), form))
+    form = empty_packed((*parameter.shape[:-2], *weight.sizes), parameter.dtype, format_version(values))
+    like = {key: tensor for key, tensor in zip(buffer_names(name), form) if tensor is not None}
 
     def compute() -> dict[str, Tensor]:
-        form = packed_form(name, weight)
+        form = packed_form(name, weight, "float")
         assert form is not None  # of this size
         reject_non_finite([(name, form.values)], NOT_FINITE)  # a scale above 1 may overflow
-        return dict(zip(like, form))
+        form = kernels.quantize_packed(form) if values == "int8" else form
+        return dict(zip(like, (part for part in form if part is not None)))
 
     return LazyTensors(like, compute, weight, name)
 

@@ -10,13 +10,14 @@ from typing import cast
 import torch
 from safetensors import safe_open
 from sparse24_kernels import Packed
+from sparse24_kernels.formats import scale_columns
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..layers.packed import pack_weight
 from ..patching.stacks import find_input_dim, stacked_parameters
-from ..weights.packed_weight import PackedFormat, buffer_names, packed_weight_name, packed_weights
+from ..weights.packed_weight import VALUES, PackedFormat, buffer_names, packed_weight_name, packed_weights
 from .safetensors_file import DTYPES, header_hash
 
 
@@ -36,22 +37,28 @@ def check_files(packed: PackedFormat, files: list[str]) -> set[str]:
     for file in files:
         with safe_open(file, "pt") as opened:
             dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
-    listed = dict(buffer_names(name) for name in packed.weights)
-    found = dict(buffer_names(weight) for name in dtypes if (weight := packed_weight_name(name)))
-    for values, indices in (listed | found).items():
-        if values not in listed:
+    has_int8 = packed.version == VALUES["int8"]
+    found = {weight: None for name in dtypes if (weight := packed_weight_name(name))}
+    for weight in dict.fromkeys(packed.weights) | found:
+        values, indices, scales = buffer_names(weight)
+        said = {name: dtypes.get(name, "missing") for name in (values, indices, scales)[: 3 if has_int8 else 2]}
+        if weight not in packed.weights:
             raise ValueError(f"{values} is in the files, and config.json does not list it in packed.weights")
-        if values not in dtypes or dtypes.get(indices) != DTYPES[torch.uint8]:
-            said = {name: dtypes.get(name, "missing") for name in (values, indices)}
-            raise ValueError(f"the checkpoint is damaged, copy or download it again: it has {said}")
+        floating = (said[scales] if has_int8 else said[values]).startswith(("F", "BF"))
+        fits = said[indices] == DTYPES[torch.uint8] and floating and (scales in dtypes) == has_int8
+        if not fits or (has_int8 and said[values] != DTYPES[torch.int8]):
+            told = f"and config.json says packed.version={packed.version}"
+            raise ValueError(f"the checkpoint is damaged, copy or download it again: it has {said}, {told}")
     return set(dtypes)
 
 
-def empty_packed(shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
+def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, version: int) -> Packed:
     """The packed form, on the meta device, of a weight `[..., out, in]`."""
     *rows, inputs = shape
-    values = torch.empty(*rows, inputs // 2, dtype=dtype, device="meta")
-    return Packed(values, torch.empty(*rows, inputs // 8, dtype=torch.uint8, device="meta"))
+    has_int8 = version == VALUES["int8"]
+    values = torch.empty(*rows, inputs // 2, dtype=torch.int8 if has_int8 else dtype, device="meta")
+    scales = torch.empty(*rows, scale_columns(inputs), dtype=dtype, device="meta") if has_int8 else None
+    return Packed(values, torch.empty(*rows, inputs // 8, dtype=torch.uint8, device="meta"), scales)
 
 
 def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
@@ -70,7 +77,7 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
         *stack, out, inputs = weight.shape if input_dim == -1 else weight.transpose(-1, -2).shape
         if inputs % 8:
             raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
-        pack_weight(module, attribute, input_dim, empty_packed((*stack, out, inputs), weight.dtype))
+        pack_weight(module, attribute, input_dim, empty_packed((*stack, out, inputs), weight.dtype, packed.version))
         # Or Transformers would initialise the weight: a copy that is unpacked for that, and lost.
         module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     if not packed_weights(model):

@@ -111,7 +111,8 @@ class Sparse24Quantizer(HfQuantizer):
             patch_model(model, self.quantization_config.passed)
         else:
             # Without the hashes of the files that were read: saved again, the model has others.
-            own = PackedFormat(tuple(packed_weights(model)), {})
+            version = self.quantization_config.packed.version
+            own = PackedFormat(tuple(packed_weights(model)), {}, version)
             model.config.quantization_config = self.quantization_config = packed_config(self.quantization_config, own)
         return model
 

@@ -2,7 +2,8 @@
 
 A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
 `sparse24_kernels.Packed`), in the place of the Parameter `weight`, which is a property now: it unpacks a dense copy at
-every read. So a packed layer computes, lets gradients through to its input, and does not train.
+every read. Where values are int8, a third buffer has the scales. So a packed layer computes, lets gradients through to
+its input, and does not train.
 `hf_sparse24.patching.packing` packs and unpacks models.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..weights.packed_weight import PackedWeight
+from ..weights.packed_weight import PackedWeight, buffer_names
 from .made_classes import Made, made_class
 from .sparse_module import NO_REPLICAS, reject_other_graphs
 
@@ -24,9 +25,9 @@ class _PackedLinearFunction(torch.autograd.Function):
     """`x W^T + b` with gradients for x and b. The weight is unpacked again for the backward pass, not kept."""
 
     @staticmethod
-    def forward(ctx, x, values, indices, bias, input_dim):
-        ctx.save_for_backward(values, indices)
-        output = _packed_linear(x, Packed(values, indices), bias, input_dim)
+    def forward(ctx, x, bias, input_dim, *packed):
+        ctx.save_for_backward(*packed)
+        output = _packed_linear(x, Packed(*packed), bias, input_dim)
         # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
         return torch.ops.aten._unsafe_view(output, output.shape)
 
@@ -34,8 +35,8 @@ class _PackedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_x = grad @ kernels.unpack_nm(Packed(*ctx.saved_tensors)) if ctx.needs_input_grad[0] else None
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
-        return grad_x, None, None, grad_bias, None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_bias, *[None] * 4
 
 
 def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) -> Tensor:
@@ -46,12 +47,13 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
 
 
 def pack_weight(module: nn.Module, name: str, input_dim: int, packed: Packed) -> None:
-    """Put `packed`, values `[..., out, in / 2]` and indices `[..., out, in / 8]`, in place of the Parameter `name`."""
+    """Put `packed`, the form of a weight `[..., out, in]`, in place of the Parameter `name`."""
     module.__dict__.setdefault("dense_class", type(module))
-    module.__dict__.setdefault("packed24", {})[name] = weight = PackedWeight(module, name, input_dim)
+    module.__dict__.setdefault("packed24", {})[name] = PackedWeight(module, name, input_dim)
     del module._parameters[name]
-    for key, tensor in zip(weight.buffer_names, packed):
-        module.register_buffer(key, tensor)
+    for key, tensor in zip(buffer_names(name), packed):
+        if tensor is not None:
+            module.register_buffer(key, tensor)
     _choose_class(module)
 
 
@@ -98,25 +100,28 @@ class PackedLayer(PackedModule):
     def forward(self, x: Tensor) -> Tensor:
         reject_other_graphs()
         weight, bias = self.packed24["weight"], cast(Tensor | None, self.bias)
-        values, indices = weight.packed
+        packed = weight.packed
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, values = x.to(dtype), values.to(dtype)
+            x, packed = x.to(dtype), packed.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         if torch.is_grad_enabled():
-            return _PackedLinearFunction.apply(x, values, indices, bias, weight.input_dim)
-        return _packed_linear(x, Packed(values, indices), bias, weight.input_dim)
+            return _PackedLinearFunction.apply(x, bias, weight.input_dim, *packed)
+        return _packed_linear(x, packed, bias, weight.input_dim)
 
     def extra_repr(self) -> str:
-        values = self.packed24["weight"].packed.values
-        return f"in={2 * values.shape[1]}, out={values.shape[0]}, bias={self.bias is not None}, dtype={values.dtype}"
+        packed = self.packed24["weight"].packed
+        out, half = packed.values.shape
+        text = f"in={2 * half}, out={out}, bias={self.bias is not None}, dtype={packed.dtype}"
+        return text if packed.scales is None else f"{text}, int8 values"
 
 
 class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its weight is computed
     """`nn.Linear` with a packed 2:4 weight, for inference and under adapters. `pack_model` makes it.
 
     The weight lies in two buffers, `packed_weight_values` `[out, in / 2]` in the model's dtype and
-    `packed_weight_indices` uint8 `[out, in / 8]`. Gradients reach the input, not the weight.
+    `packed_weight_indices` uint8 `[out, in / 8]`; where values are int8, `packed_weight_scales` `[out, ceil(in / 128)]`
+    has the model's dtype. Gradients reach the input, not the weight.
 
     Attributes:
         weight: the dense `[out, in]` weight with its zeros, a fresh copy at every read; writes to it are lost.
@@ -127,8 +132,8 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its wei
 class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
     """GPT-2's `Conv1D` with a packed 2:4 weight, for inference and under adapters. `pack_model` makes it.
 
-    The two buffers are those of `PackedLinear`: `packed_weight_values` `[out, in / 2]` and `packed_weight_indices`
-    uint8 `[out, in / 8]`.
+    The buffers are those of `PackedLinear`: `packed_weight_values` `[out, in / 2]`, `packed_weight_indices` uint8
+    `[out, in / 8]`, and `packed_weight_scales` where values are int8.
 
     Attributes:
         weight: the dense `[in, out]` weight with its zeros, a fresh copy at every read; writes to it are lost.

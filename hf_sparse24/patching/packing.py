@@ -1,5 +1,6 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
+import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
 from torch import nn
@@ -10,14 +11,14 @@ from ..adapters.merging import check_unmerged
 from ..config import Sparse24Config
 from ..layers.packed import pack_weight, unpack_weight
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import PackedFormat, pack_exactly, packed_weights
+from ..weights.packed_weight import PackedFormat, format_version, pack_exactly, packed_weights
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from .ownership import check_not_offloaded, outermost
-from .surgery import release, restore
+from .surgery import reject_non_finite, release, restore
 
 
 @torch.no_grad()
-def pack_model(model: nn.Module) -> int:
+def pack_model(model: nn.Module, values: str = "float") -> int:
     """Compute with packed sparse weights from now on, and give up the dense master weights.
 
     In place. Layers become `PackedLinear` or `PackedConv1D`, experts `PackedExperts`: the model generates, trains
@@ -27,13 +28,15 @@ def pack_model(model: nn.Module) -> int:
 
     Args:
         model: a patched model in its sparse phase, in the dtype that it will compute in.
+        values: `"float"`, exactly those of the sparse weights, or `"int8"`: rounded, with a scale for each row and 128
+            weights (5/16 of the bytes in bf16).
 
     Returns:
         Bytes of memory freed.
 
     Raises:
         ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, no weight
-            that can be packed, or an adapter that is merged; or it is a part of a larger model.
+            that can be packed, NaN or inf in one, or an adapter that is merged; it is a part of a larger model; or other `values`.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -43,6 +46,7 @@ def pack_model(model: nn.Module) -> int:
         >>> type(model.transformer.h[0].mlp.c_fc).__name__
         'PackedConv1D'
     """
+    version = format_version(values)
     run = check_packable(model)
     check_unmerged(model)
     whole = next((owner for owner in run.owners if owner is not model and _contains(owner, model)), None)
@@ -50,11 +54,12 @@ def pack_model(model: nn.Module) -> int:
         raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
     before = _bytes(model)
     weights = sparse_weights(model)
+    reject_non_finite((name, weight.parameter) for name, weight in weights.items())
     names = {id(weight): name for name, weight in weights.items()}
 
     def convert(group: list[SparseWeight]) -> None:
         # All first, then written, as the weights may share a Parameter.
-        forms = {id(weight.parameter): packed_form(names[id(weight)], weight) for weight in group}
+        forms = {id(weight.parameter): packed_form(names[id(weight)], weight, values) for weight in group}
         chosen = [(weight, forms[id(weight.parameter)]) for weight in group]
         results = [weight.merged() if form is None else None for weight, form in chosen]
         for (weight, _), result in zip(chosen, results):
@@ -66,7 +71,7 @@ def pack_model(model: nn.Module) -> int:
     release(model, weights, convert)
     for inner in outermost(model):
         names_in_files = tuple(name.replace(".base_layer.", ".") for name in packed_weights(inner))  # without adapters
-        mark_packed(inner, packed_config(run.config, PackedFormat(names_in_files, {})))
+        mark_packed(inner, packed_config(run.config, PackedFormat(names_in_files, {}, version)))
     return before - _bytes(model)
 
 
@@ -122,11 +127,11 @@ def is_packable(weight: SparseWeight) -> bool:
     return weight.sizes[1] % 8 == 0
 
 
-def packed_form(name: str, weight: SparseWeight) -> Packed | None:
+def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
     """What a sparse weight computes with, packed; None where its input size is no multiple of 8.
 
     Raises:
-        ValueError: its method has not pruned it by its pattern.
+        ValueError: its method has not pruned it by its pattern, or int8 values would be of NaN or inf.
     """
     if not is_packable(weight):
         return None
@@ -134,7 +139,7 @@ def packed_form(name: str, weight: SparseWeight) -> Packed | None:
     packed = pack_exactly(weight.merged(), weight.input_dim)
     if packed is None:
         raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
-    return packed
+    return kernels.quantize_packed(packed) if values == "int8" else packed
 
 
 def packed_config(config: Sparse24Config, packed: PackedFormat) -> Sparse24Config:

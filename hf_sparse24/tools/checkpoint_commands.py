@@ -41,7 +41,7 @@ def export(options: argparse.Namespace) -> int:
         )
     model = model_class(config).from_pretrained(source)
     try:
-        export_model(model, options.directory, options.format, options.max_shard_size)
+        export_model(model, options.directory, options.format, options.max_shard_size, options.values)
     except RuntimeError as error:  # another process is exporting there
         raise OSError(str(error)) from error
     for path in (path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)):
@@ -59,17 +59,18 @@ def inspect(options: argparse.Namespace) -> int:
     listing = read_listing(directory)
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
-        names = [name] if name in tensors else buffer_names(name)
-        stored = sum(tensors.like(part).nbytes for part in names)
-        first = tensors.like(names[0])
-        elements = first.numel() * len(names)  # half of a packed weight's are values
-        _add(groups, group_name(name), 1, elements, stored, elements * first.itemsize)
+        values, indices, scales = buffer_names(name)
+        names = [name] if name in tensors else [values, indices, *({scales} & tensors.names.keys())]
+        parts = [tensors.like(part) for part in names]
+        elements = parts[0].numel() * (1 if name in tensors else 2)  # half of a packed weight's are values
+        dense = max(part.itemsize for part in parts)  # of int8 values, the size of the scales
+        _add(groups, group_name(name), 1, elements, sum(part.nbytes for part in parts), elements * dense)
     sparse = {part for name in listing.weights for part in (name, *buffer_names(name))}
     for name in tensors.names.keys() - sparse:
         like = tensors.like(name)
         _add(groups, "everything else", 1, like.numel(), like.nbytes, like.nbytes)
     groups["together"] = [sum(column) for column in zip(*groups.values())]
-    print(_heading(listing))
+    print(_heading(listing, tensors))
     rows = [["tensors", "number", "weights", "stored", "dense"]]
     for group, (n, weights, stored, dense) in groups.items():
         rows.append([group, str(n), shown_count(weights), _size(stored), _size(dense)])
@@ -87,7 +88,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         for finding in verify(directory, listing, tensors):
             found.append(finding)
             progress.update()
-    print(_heading(listing))
+    print(_heading(listing, tensors))
     groups: dict[str, list[int]] = {}
     for finding in found:
         if finding.elements:
@@ -121,11 +122,11 @@ def _local(checkpoint: str, patterns: Sequence[str] = _WEIGHTS) -> Path:
         raise OSError(f"{checkpoint!r} is no directory here, and the Hub does not give it: {reason}") from error
 
 
-def _heading(listing: Listing) -> str:
+def _heading(listing: Listing, tensors: Tensors) -> str:
+    has_int8 = any(buffer_names(name)[2] in tensors for name in listing.weights)
+    stored = f"{listing.format} with int8 values" if has_int8 else listing.format
     trained = f", trained by {listing.method}" if listing.method else ""
-    return (
-        f"{listing.format}{trained}: {len(listing.weights)} weights are {listing.pattern}, listed in {listing.source}"
-    )
+    return f"{stored}{trained}: {len(listing.weights)} weights are {listing.pattern}, listed in {listing.source}"
 
 
 def _add(groups: dict[str, list[int]], group: str, *numbers: int) -> None:

@@ -74,7 +74,8 @@ class HubTrainer(Trainer):
         Args:
             commit_message, blocking, token, revision, private: as for `Trainer.push_to_hub`.
             format: what to push: `"dense"`, `"packed"` or `"training"`, as for `push_to_hub` of a model.
-            card: what `create_model_card` takes; `checkpoint=True` pushes the training checkpoint too, as there.
+            card: what `create_model_card` takes; `checkpoint=True` pushes the training checkpoint too, and
+                `values="int8"` rounds a packed export, as there.
         """
         if not self._is_patched:
             return super().push_to_hub(commit_message, blocking, token, revision, private, **card)

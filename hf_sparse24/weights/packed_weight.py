@@ -1,7 +1,7 @@
 """Packed weights: 2:4 weights without their zeros, 9/16 of the bytes in bf16, and what files say of them.
 
 A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
-`sparse24_kernels.Packed`), in the place of the Parameter `weight`.
+`sparse24_kernels.Packed`), in the place of the Parameter `weight`; int8 values have a third, `packed_weight_scales`.
 """
 
 import re
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
+from sparse24_kernels.formats import scale_columns
 from torch import Tensor, nn
 
 from ..metrics import all_finite
@@ -18,6 +19,10 @@ from .place import WeightPlace, named_weights
 
 PACKED_WEIGHTS = "packed.safetensors"
 PACKED_INDEX = "packed.safetensors.index.json"
+
+VALUES = {"float": 1, "int8": 2}
+"""What packed values are stored as, and the version of the format that has them: the weight's own dtype, or int8 with a
+scale for each row and 128 weights."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,14 @@ class PackedFormat:
         weights: names of the packed weights, as in the dense model's `state_dict`.
         files: sha256 of each file's header by the file's name, empty where nobody wrote them down. A header has the
             name, dtype, shape and place of every tensor, and a number that all files of one export have in common.
-        version: of the format.
+        version: of the format; see `VALUES`.
     """
 
     weights: tuple[str, ...]
     files: dict[str, str]
     version: int = 1
 
-    LATEST: ClassVar[int] = 1
+    LATEST: ClassVar[int] = 2
 
     @classmethod
     def from_dict(cls, values: Any) -> "PackedFormat":
@@ -72,8 +77,8 @@ class PackedWeight(WeightPlace):
         return self.dense()
 
     @property
-    def buffer_names(self) -> tuple[str, str]:
-        return buffer_names(self.name)
+    def buffer_names(self) -> list[str]:
+        return [key for key in buffer_names(self.name) if key in self.module._buffers]
 
     @property
     def packed(self) -> Packed:
@@ -85,26 +90,41 @@ class PackedWeight(WeightPlace):
         return self.out_in(kernels.unpack_nm(self.packed))
 
     def wrong(self) -> str | None:
-        """What is wrong with the two buffers, where packing cannot have made them."""
+        """What is wrong with the buffers, where packing cannot have made them."""
         return None if self.packed.values.is_meta else wrong_packed(self.packed)
 
 
-def buffer_names(name: str) -> tuple[str, str]:
-    """What the values and the indices of a packed weight are called, in its module or, by its whole name, in a file."""
+def buffer_names(name: str) -> tuple[str, str, str]:
+    """What a packed weight's values, indices and (of int8 values) scales are called, in its module or, by its whole
+    name, in a file."""
     path, dot, name = name.rpartition(".")
     # Transformers renames or splits what begins like the weights of some architectures, so these begin differently.
-    return f"{path}{dot}packed_{name}_values", f"{path}{dot}packed_{name}_indices"
+    values, indices, scales = (f"{path}{dot}packed_{name}_{part}" for part in Packed._fields)
+    return values, indices, scales
 
 
 def packed_weight_name(buffer: str) -> str | None:
-    """The weight that a tensor in a checkpoint is the values or the indices of, by its name; None of any other."""
-    match = re.fullmatch(r"(.*\.)?packed_(.+)_(values|indices)", buffer)
+    """The weight that a tensor in a checkpoint is values, indices or scales of, by its name; None of any other."""
+    match = re.fullmatch(r"(.*\.)?packed_(.+)_(values|indices|scales)", buffer)
     return None if match is None else f"{match[1] or ''}{match[2]}"
 
 
 def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of `model` by the dense weight's name, in module order; shared modules count once."""
     return cast(dict[str, PackedWeight], named_weights(model, "packed24"))
+
+
+def format_version(values: str, format: str = "packed") -> int:
+    """The version of the packed format that stores values so.
+
+    Raises:
+        ValueError: unknown values, or int8 ones of another format.
+    """
+    if not isinstance(values, str) or values not in VALUES:
+        raise ValueError(f"values={values!r}: must be one of {list(VALUES)}")
+    if values != "float" and format != "packed":
+        raise ValueError(f"values={values!r}: with format={format!r} they keep the model's dtype; use format='packed'")
+    return VALUES[values]
 
 
 def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:
@@ -115,12 +135,21 @@ def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:
 
 
 def wrong_packed(packed: Packed) -> str | None:
-    """What is wrong with values `[..., out, in / 2]` and indices `[..., out, in / 8]` that were read from a file."""
-    values, indices = packed
+    """What is wrong with values `[..., out, in / 2]`, indices `[..., out, in / 8]` and scales that a file had."""
+    values, indices, scales = packed
     fits = (*values.shape[:-1], values.shape[-1] // 4) == tuple(indices.shape) and not values.shape[-1] % 4
-    if not (fits and values.is_floating_point() and indices.dtype == torch.uint8):
-        return f"values are {values.dtype} {tuple(values.shape)}, indices {indices.dtype} {tuple(indices.shape)}"
+    is_known = values.is_floating_point() if scales is None else values.dtype == torch.int8
+    if scales is not None:
+        columns = scale_columns(2 * values.shape[-1])
+        fits &= scales.is_floating_point() and (*values.shape[:-1], columns) == tuple(scales.shape)
+    if not (fits and is_known and indices.dtype == torch.uint8):
+        parts = [f"{what} {x.dtype} {tuple(x.shape)}" for what, x in packed._asdict().items() if x is not None]
+        return f"these do not fit each other: {', '.join(parts)}"
     # Within four, the lower element comes first: two of them at one place would overwrite each other.
     if not all(bool(((group & 3) < (group >> 2)).all()) for group in (indices & 15, indices >> 4)):
         return "its indices are not in ascending order"
-    return None if all_finite(values) else "NaN or inf in its values"
+    if scales is None:
+        return None if all_finite(values) else "NaN or inf in its values"
+    if not (all_finite(scales) and bool((scales >= 0).all())):
+        return "negative numbers, NaN or inf in its scales"
+    return "-128 in its values, which are -127 to 127" if bool((values == -128).any()) else None

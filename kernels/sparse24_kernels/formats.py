@@ -74,6 +74,12 @@ class Packed(NamedTuple):
         """The dtype of the matrix, which `unpack_nm` gives."""
         return self.values.dtype if self.scales is None else self.scales.dtype
 
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Packed":
+        """The matrix in another dtype, where int8 values stay and their scales change, and on a device."""
+        values, indices, scales = (None if part is None else part.to(device=device) for part in self)
+        assert values is not None and indices is not None
+        return Packed(values.to(dtype), indices) if scales is None else Packed(values, indices, scales.to(dtype))
+
 
 class Compression(NamedTuple):
     """How a backend stores 2:4 matrices `[m, k]` of one size. `plan_gemm` gives it; you pass it on.

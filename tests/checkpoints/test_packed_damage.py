@@ -22,7 +22,7 @@ from hf_sparse24.checkpoints.safetensors_file import header_hash
 from hf_sparse24.weights.packed_weight import PackedFormat, buffer_names
 
 NAME = "model.layers.0.mlp.up_proj.weight"
-VALUES, INDICES = buffer_names(NAME)
+VALUES, INDICES, SCALES = buffer_names(NAME)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,8 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("version", 2, r"packed.version=2: this version of hf_sparse24 reads 1 to 1"),
+        ("version", 3, r"packed.version=3: this version of hf_sparse24 reads 1 to 2"),
+        ("version", 2, r"it has .*_values': 'F32', .*_scales': 'missing'}, and config.json says packed.version=2"),
         ("version", "1", r"packed.version='1'"),
         ("version", None, r"packed.version=None"),
         ("weights", [], "packed.weights must be a non-empty list of names"),

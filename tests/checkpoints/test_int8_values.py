@@ -1,0 +1,337 @@
+"""Packed models with int8 values, version 2 of the format: exported, loaded, saved, trained around, and damaged."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import sparse24_kernels as kernels
+import torch
+import zoo
+from checkpoints import patched
+from lora_models import lora
+from lora_models import patched as lora_base
+from safetensors.torch import load_file, save_file
+from sparse_models import logits
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_sparse24 import (
+    Sparse24Config,
+    export_model,
+    make_model_card,
+    pack_model,
+    patch_model,
+    sparse_weights,
+    unpack_model,
+)
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
+from hf_sparse24_command import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+NAME = "model.layers.0.mlp.up_proj.weight"
+VALUES, INDICES, SCALES = buffer_names(NAME)
+
+
+def exported(directory, model: PreTrainedModel, **arguments) -> PreTrainedModel:
+    export_model(model, directory, "packed", values="int8", **arguments)
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", *zoo.MOE])
+def test_an_export_is_the_model_packed_in_memory(name, tmp_path):
+    """Linear layers, Conv1D and stacks of experts; loaded, saved again and copied."""
+    model = patched(name)
+    expected = {}
+    for key, weight in sparse_weights(model).items():
+        expected[key] = kernels.quantize_packed(kernels.pack_nm(weight.out_in(weight.pruned())))
+    before = logits(model)
+    export_model(model, tmp_path / "export", "packed", values="int8", max_shard_size="40KB")
+    assert torch.equal(logits(model), before)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values()) and loaded.config.quantization_config.packed.version == 2
+    assert packed_weights(loaded).keys() == expected.keys()
+    for key, weight in packed_weights(loaded).items():
+        assert all(torch.equal(*parts) for parts in zip(weight.packed, expected[key], strict=True))
+    freed = pack_model(model, values="int8")
+    assert freed > 0 and not torch.equal(logits(model), before)
+    torch.testing.assert_close(logits(model), before, atol=0.02, rtol=0)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    for other in (loaded, again, copy.deepcopy(loaded)):
+        assert torch.equal(logits(other), logits(model))
+    assert again.config.quantization_config.packed.version == 2
+
+
+def test_the_same_model_has_the_same_bytes_and_float_values_are_version_1(tmp_path):
+    model = patched()
+    for values in ("int8", "float", "int8"):
+        export_model(model, tmp_path, "packed", values=values)
+        config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["packed"]
+        assert config["version"] == {"float": 1, "int8": 2}[values]
+        stored = load_file(tmp_path / "packed.safetensors")
+        assert any(name.endswith("_scales") for name in stored) == (values == "int8")
+        found = (tmp_path / "packed.safetensors").read_bytes()
+        export_model(model, tmp_path, "packed", values=values)
+        assert found == (tmp_path / "packed.safetensors").read_bytes()
+    export_model(model, tmp_path / "default", "packed")
+    export_model(model, tmp_path / "float", "packed", values="float")
+    for path in (tmp_path / "default").iterdir():
+        assert path.read_bytes() == (tmp_path / "float" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype, tmp_path):
+    """Scales have the model's dtype, also of one that it is loaded or cast in; values stay int8."""
+    model = patched("llama").to(dtype)
+    loaded = exported(tmp_path, model)
+    assert loaded.dtype == dtype and {weight.packed.dtype for weight in packed_weights(loaded).values()} == {dtype}
+    stored = load_file(tmp_path / "packed.safetensors")
+    assert (stored[VALUES].dtype, stored[SCALES].dtype, stored[SCALES].shape) == (torch.int8, dtype, (64, 1))
+    assert sum(stored[name].nbytes for name in (VALUES, INDICES)) == 64 * 32 * 5 / 8
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    dense = dict(zip(packed_weights(wide), (weight.dense() for weight in packed_weights(wide).values())))
+    for name, weight in packed_weights(loaded).items():
+        assert torch.equal(weight.dense(), dense[name].to(dtype))  # rounded once
+    if dtype == torch.float32:
+        half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        for model in (half, copy.deepcopy(loaded).to(torch.bfloat16)):
+            parts = [packed_weights(model)[NAME].packed, packed_weights(loaded)[NAME].packed]
+            assert torch.equal(parts[0].values, parts[1].values)
+            assert torch.equal(parts[0].scales, parts[1].scales.bfloat16())
+
+
+def test_rounding_errors_are_at_most_half_a_step(tmp_path):
+    model = patched("llama", hidden_size=256, intermediate_size=136)  # a whole group and a short one
+    loaded = exported(tmp_path, model)
+    for name, weight in packed_weights(loaded).items():
+        exact, rounded = sparse_weights(model)[name].pruned(), weight.dense()
+        steps = weight.packed.scales.repeat_interleave(128, -1)[:, : exact.shape[-1]]
+        assert is_nm_sparse(rounded) and ((rounded - exact).abs() <= 0.5001 * steps).all()
+
+
+def test_what_can_be_done_with_a_loaded_model(tmp_path):
+    """It generates, compiles, computes under autocast with gradients to the input, and becomes an ordinary model."""
+    model = exported(tmp_path, patched())
+    dense = unpack_model(copy.deepcopy(model))
+    assert not packed_weights(dense) and torch.equal(logits(dense), logits(model))
+    ids = zoo.batch()["input_ids"]
+    arguments = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(ids, **arguments), dense.generate(ids, **arguments))
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(**zoo.batch()).logits
+    torch.testing.assert_close(compiled, logits(dense))
+    layers = [each.model.layers[0].mlp.down_proj for each in (model, dense)]
+    assert repr(layers[0]) == "PackedLinear(in=64, out=32, bias=False, dtype=torch.float32, int8 values)"
+    for dtype, off in ((torch.float32, 1e-6), (torch.bfloat16, 0.03)):
+        results = []
+        for layer in layers:
+            x = torch.linspace(-1, 1, 128).view(2, 64).requires_grad_()
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                output = layer(x)
+            output.float().square().sum().backward()
+            results.append((output, x.grad))
+        for ours, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs, atol=off, rtol=off)
+    patch_model(dense, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
+    assert torch.equal(logits(dense), logits(model))
+    again = exported(tmp_path / "again", dense)  # rounded again, from values that are rounded
+    torch.testing.assert_close(logits(again), logits(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("base", ["llama", "gpt2"])
+def test_adapters_train_on_it_and_are_merged_once_it_is_unpacked(base, tmp_path):
+    model = lora_base(base)
+    pack_model(model, values="int8")
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, lora(base)).train()
+    optimizer = torch.optim.SGD([x for x in adapted.parameters() if x.requires_grad], lr=0.5)
+    stored = {name: x.clone() for name, x in adapted.named_buffers()}
+    losses = []
+    for _ in range(4):
+        losses.append(adapted(**zoo.batch()).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    computed = logits(adapted.eval())
+    for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+        with pytest.raises(ValueError, match=r"the base has int8 values, and merging would round .* unpack_model"):
+            merge()
+        assert torch.equal(logits(adapted), computed)
+    assert all(torch.equal(x, stored[name]) for name, x in adapted.named_buffers())
+    adapted.save_pretrained(tmp_path)
+    reloaded = peft.PeftModel.from_pretrained(_packed(base), tmp_path).eval()
+    torch.testing.assert_close(logits(reloaded), computed)
+    unpack_model(adapted)
+    torch.testing.assert_close(logits(adapted), computed)
+    torch.testing.assert_close(logits(adapted.merge_and_unload()), computed, atol=1e-5, rtol=1e-4)
+
+
+def _packed(base: str) -> torch.nn.Module:
+    model = lora_base(base)
+    pack_model(model, values="int8")
+    return model
+
+
+def test_wrong_arguments(tmp_path):
+    model = patched()
+    for values in ("int4", None, 8, ["int8"]):
+        for call in (lambda v: export_model(model, tmp_path, "packed", values=v), lambda v: pack_model(model, v)):
+            with pytest.raises(ValueError, match=r"values=.*: must be one of \['float', 'int8'\]"):
+                call(values)
+    for call in (lambda: export_model(model, tmp_path, values="int8"), lambda: make_model_card(model, values="int8")):
+        with pytest.raises(ValueError, match="values='int8': with format='dense' they keep the model's dtype"):
+            call()
+    assert not any(tmp_path.iterdir()) and sparse_weights(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("inf")
+    for values in ("float", "int8"):
+        with pytest.raises(ValueError, match=r"NaN or inf in .*1\.mlp\.up_proj\.weight; nothing was changed"):
+            pack_model(model, values=values)
+        assert not packed_weights(model)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj.*nothing was exported"):
+        export_model(model, tmp_path, "packed", values="int8")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_command_and_the_card(tmp_path, capsys):
+    model = patched().bfloat16()
+    model.save_pretrained(tmp_path / "trained")
+    command = ["export", str(tmp_path / "trained"), str(tmp_path / "out"), "--format", "packed", "--values", "int8"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "packed with int8 values, trained by s-ste" in printed
+    row = next(line.split() for line in printed.splitlines() if "up_proj" in line)
+    assert row == ["model.layers.*.mlp.up_proj.weight", "2", "4,096", "2.82", "kB", "8.19", "kB"]  # 5/16 and 128 scales
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "verified: all" in printed and ", and 1 file as exported" in printed
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert main(["verify", str(tmp_path / "again")]) == 0
+    assert main(["export", *command[1:3], "--values", "int8"]) == 2
+    assert "use format='packed'" in capsys.readouterr().err
+    text = make_model_card(model, format="packed", values="int8").text
+    assert "their int8 values, a scale for each row and 128 weights, and 2-bit indices" in text
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory) -> Path:
+    """Three models of the same sizes: `ours`, `another`, and `float` with float values."""
+    root = tmp_path_factory.mktemp("exports")
+    model = patched()
+    export_model(model, root / "ours", "packed", values="int8")
+    export_model(model, root / "float", "packed")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    export_model(model, root / "another", "packed", values="int8")
+    return root
+
+
+@pytest.fixture
+def copied(exports, tmp_path) -> Path:
+    """A copy of `ours`, as a model that was saved again, whose files nobody has hashed."""
+    directory = Path(shutil.copytree(exports / "ours", tmp_path / "ours"))
+    edit(directory, files={})
+    return directory
+
+
+def edit(directory: Path, **changes) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["packed"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def reject(directory: Path, message: str, error: type[Exception] | tuple = ValueError) -> None:
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
+def rewrite(directory: Path, **changes) -> None:
+    path = directory / "packed.safetensors"
+    tensors = load_file(path)
+    for name, change in changes.items():
+        tensors[name] = change(tensors[name])
+    save_file({name: x for name, x in tensors.items() if x is not None}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            SCALES,
+            lambda x: x.index_fill(0, torch.tensor([3]), float("nan")),
+            "NaN or inf in its scales",
+        ),
+        (
+            SCALES,
+            lambda x: x.index_fill(0, torch.tensor([3]), float("inf")),
+            "NaN or inf in its scales",
+        ),
+        (SCALES, lambda x: -x, "negative numbers, NaN or inf in its scales"),
+        (VALUES, lambda x: x.index_fill(0, torch.tensor([3]), -128), "-128 in its values, which are -127 to 127"),
+        (INDICES, lambda x: x * 0, "its indices are not in ascending order"),
+        (SCALES, lambda x: None, "'missing'}, and config.json says packed.version=2"),
+        (VALUES, lambda x: None, "_values': 'missing'"),
+        (VALUES, lambda x: x.float(), "_values': 'F32'"),
+        (VALUES, lambda x: x.view(torch.uint8), "_values': 'U8'"),
+        (INDICES, lambda x: x.view(torch.int8), "_indices': 'I8'"),
+        (SCALES, lambda x: x.int(), "_scales': 'I32'"),
+        (SCALES, lambda x: (x * 100).to(torch.int8), "_scales': 'I8'"),
+    ],
+)
+def test_damaged_tensors(name, change, message, copied, capsys):
+    """Loading refuses what `verify` finds too."""
+    rewrite(copied, **{name: change})
+    reject(copied, message)
+    assert main(["verify", str(copied)]) == 1
+    assert NAME in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (SCALES, lambda x: x.repeat(1, 2)),
+        (SCALES, lambda x: x[:-1].clone()),
+        (SCALES, lambda x: x.flatten()),
+        (SCALES, lambda x: x.t().contiguous()),
+        (VALUES, lambda x: x[:, :-4].clone()),
+        (INDICES, lambda x: x[:, :-1].clone()),
+    ],
+)
+def test_wrong_shapes(name, change, copied, capsys):
+    rewrite(copied, **{name: change})
+    reject(copied, "size mismatch|mismatched", RuntimeError)
+    assert main(["verify", str(copied)]) == 1
+    assert "these do not fit each other: values torch.int8" in capsys.readouterr().out
+
+
+def test_scales_of_another_model(exports, copied):
+    """Of the same sizes: only hashes tell them apart, and an export has them."""
+    theirs = load_file(exports / "another" / "packed.safetensors")[SCALES]
+    directory = copied.parent / "hashed"
+    shutil.copytree(exports / "ours", directory)
+    rewrite(directory, **{SCALES: lambda x: theirs})
+    reject(directory, "not the files that were exported together with config.json")
+    shutil.copy(exports / "another" / "packed.safetensors", directory)
+    reject(directory, "not the files that were exported together with config.json")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_files_cut_short(share, copied):
+    path = copied / "packed.safetensors"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    reject(copied, "is damaged or cut short", OSError)
+
+
+def test_a_config_of_the_other_version(exports, copied):
+    edit(copied, version=1)
+    reject(copied, "_values': 'I8'.*config.json says packed.version=1")
+    directory = Path(shutil.copytree(exports / "float", copied.parent / "float"))
+    edit(directory, version=2, files={})
+    reject(directory, "_scales': 'missing'.*config.json says packed.version=2")
+    edit(directory, version=1)
+    rewrite(directory, **{VALUES: lambda x: x.to(torch.int8)})
+    reject(directory, "_values': 'I8'.*config.json says packed.version=1")
