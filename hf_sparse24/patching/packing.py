@@ -35,8 +35,9 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
         Bytes of memory freed.
 
     Raises:
-        ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, no weight
-            that can be packed, NaN or inf in one, or an adapter that is merged; it is a part of a larger model; or other `values`.
+        ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, NaN or inf,
+            no weight that can be packed, or an adapter that is merged; it is a part of a larger model; or other
+            `values`.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM

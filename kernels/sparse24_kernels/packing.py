@@ -43,7 +43,8 @@ def pack_nm(weight: Tensor) -> Packed:
 def quantize_packed(packed: Packed) -> Packed:
     """Round the values of a packed matrix to int8, with a scale for each row and 128 consecutive elements.
 
-    A scale is the group's largest magnitude / 127, rounded to the matrix's dtype before values are divided by it.
+    A scale is the group's largest magnitude / 127, rounded to the matrix's dtype before values are divided by it. What
+    `unpack_nm` makes of the result is rounded to the same values and scales again, where these are not subnormal.
 
     Args:
         packed: what `pack_nm` made of a finite fp64, fp32, bf16 or fp16 matrix. What has scales already is returned.
@@ -71,12 +72,21 @@ def quantize_packed(packed: Packed) -> Packed:
     groups = scale_columns(2 * values.shape[-1])
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     padded = torch.nn.functional.pad(wide, (0, groups * half - values.shape[-1])).unflatten(-1, (groups, half))
-    largest = padded.abs().amax(-1)
-    smallest = torch.finfo(values.dtype).smallest_normal * torch.finfo(values.dtype).eps  # subnormal: a scale is not 0
-    scales = torch.where(largest > 0, (largest / 127).clamp(min=smallest), 0).to(values.dtype)
+    scales = _scales(padded.abs().amax(-1), values.dtype)
     steps = torch.where(scales > 0, scales, 1).to(wide.dtype)[..., None]
     rounded = (padded / steps).round_().clamp_(-127, 127).to(torch.int8)
     return Packed(rounded.flatten(-2)[..., : values.shape[-1]].contiguous(), packed.indices, scales)
+
+
+def _scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in `dtype` for the largest magnitudes of groups."""
+    limits = torch.finfo(dtype)
+    scales = (largest / 127).clamp(max=limits.max / 128).to(dtype)  # 127 times a scale is finite
+    # One scale in 128 of bf16 is not found again from 127 times itself, rounded: its neighbour is.
+    scales = ((127 * scales.to(largest)).to(dtype).to(largest) / 127).to(dtype)
+    # Subnormal scales are coarse, and 0 in the end: one that is too small would cut the largest magnitudes off.
+    smallest = limits.smallest_normal * limits.eps
+    return torch.where(127.5 * scales.to(largest) < largest, scales.to(largest) + smallest, scales).to(dtype)
 
 
 def unpack_nm(packed: Packed) -> Tensor:

@@ -150,9 +150,28 @@ def test_int8_values_are_the_nearest_steps_of_their_scale(shape, dtype):
     assert kernels.quantize_packed(int8) is int8
 
 
-def test_a_scale_is_never_zero_beside_values():
-    packed = kernels.pack_nm(torch.tensor([[6e-8, 0, 0, -1.2e-7, 0, 0, 0, 0]], dtype=torch.float16))
-    assert torch.equal(kernels.unpack_nm(kernels.quantize_packed(packed)), kernels.unpack_nm(packed))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
+def test_what_is_rounded_already_is_found_again(dtype):
+    """For every mantissa that a scale of 16 bits may have."""
+    largest = torch.linspace(1, 2, 4097)[:, None] * torch.tensor([[1.0, 0.5, -0.25, 0.001, 0.3, -0.9, 0.7, 0.1]])
+    packed = kernels.quantize_packed(kernels.pack_nm(kernels.nm_prune(largest.to(dtype))))
+    assert (packed.values.abs().amax(-1) == 127).all()
+    again = kernels.quantize_packed(kernels.pack_nm(kernels.unpack_nm(packed)))
+    assert torch.equal(again.scales, packed.scales) and torch.equal(again.values, packed.values)
+
+
+def test_scales_at_the_ends_of_a_dtype():
+    """Tiny values keep a scale that is not 0 and does not cut them off; huge ones stay finite."""
+    for largest in (1.2e-7, 1e-5, 178 * 2**-24, 1e-3):
+        weight = torch.tensor([[largest / 2, 0, 0, -largest, 0, 0, 0, 0]], dtype=torch.float16)
+        int8 = kernels.quantize_packed(kernels.pack_nm(weight))
+        assert (kernels.unpack_nm(int8) - weight).abs().max() <= int8.scales * 0.5001
+    for dtype in (torch.float32, BF16, torch.float16):
+        weight = torch.tensor([[1.0, 0, 0, -1, 0, 0, 0, 0]]).to(dtype) * torch.finfo(dtype).max
+        dense = kernels.unpack_nm(kernels.quantize_packed(kernels.pack_nm(weight)))
+        assert (
+            torch.equal(dense.sign(), weight.sign()) and (dense.double() / weight.double()).nan_to_num(1).min() > 0.99
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
