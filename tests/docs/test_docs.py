@@ -12,10 +12,11 @@ import zoo
 from paths import ROOT
 from safetensors import safe_open
 from sparse24_kernels.gemm.backend import backend_names, unregister_backend
+from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import export_model, patch_model
 from hf_sparse24.methods import METHODS
-from hf_sparse24.weights.packed_weight import PackedFormat
+from hf_sparse24.weights.packed_weight import VALUES, PackedFormat
 from hf_sparse24_command import make_parser
 
 README = (ROOT / "README.md").read_text()
@@ -84,21 +85,25 @@ def test_links_of_the_repository(page):
         assert not page.startswith("docs/") or str(path).startswith("docs/"), f"{target}: not on the site"
 
 
-def test_the_reader_of_packed_checkpoints(tmp_path, monkeypatch):
+@pytest.mark.parametrize("values", ["float", "int8"])
+def test_the_reader_of_packed_checkpoints(values, tmp_path, monkeypatch):
     """What the page says is enough to write a reader."""
     code = pages.blocks(FORMAT, "python")[-1]  # after the export that it reads
     model = zoo.build("llama")
     patch_model(model)
-    export_model(model, tmp_path, "packed")
+    export_model(model, tmp_path, "packed", values=values)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code, names)
     expected = model.model.layers[0].mlp.up_proj.sparse_weight().detach().numpy()
+    if values == "int8":
+        assert abs(names["dense"] - expected).max() <= abs(expected).max() / 250
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight.numpy()
     assert (names["dense"] == expected).all() and names["dense"].any()
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     shown = json.loads("{" + pages.blocks(FORMAT, "json")[0] + "}")["quantization_config"]
     assert shown.keys() <= config.keys() and shown["packed"].keys() == config["packed"].keys()
-    assert shown["packed"]["version"] == config["packed"]["version"] == PackedFormat.LATEST
+    assert config["packed"]["version"] == VALUES[values] <= PackedFormat.LATEST
     with safe_open(tmp_path / "packed.safetensors", "pt") as file:
         assert "hf_sparse24_export" in file.metadata()
 
