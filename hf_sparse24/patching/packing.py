@@ -2,7 +2,7 @@
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Packed
+from sparse24_kernels import Packed, Pattern
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -117,10 +117,15 @@ def check_packable(model: nn.Module) -> SparseRun:
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
     if not any(is_packable(weight) for weight in sparse_weights(model).values()):
         raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
-    n, m = run.method.pattern
-    if not ((n <= 2 and m % 4 == 0) or (n, m) == (1, 2)):
-        raise ValueError(f"pattern={run.config.pattern!r}: packed weights are 2:4; export with format='dense'")
+    check_within_24(str(run.method.pattern))
     return run
+
+
+def check_within_24(pattern: str) -> None:
+    """Raise ValueError where what has a pattern need not be 2:4."""
+    n, m = Pattern.parse(pattern)
+    if not ((n <= 2 and m % 4 == 0) or (n, m) == (1, 2)):
+        raise ValueError(f"pattern={pattern!r}: packed weights are 2:4; export with format='dense'")
 
 
 def is_packable(weight: SparseWeight) -> bool:

@@ -9,6 +9,7 @@ kept, and for each batch the output of the last finished block; see `replay`.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import sparse24_kernels as kernels
 import torch
@@ -18,10 +19,12 @@ from ..config import Sparse24Config
 from ..html_tables import TableReport
 from ..methods import ONESHOT_METHOD, method_class, takes_masks
 from ..metrics import kept_magnitude
+from ..patching.packing import check_within_24, is_packable
 from ..patching.report import PatchReport, group_name
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import Progress, get_logger
 from ..run import patched_config
+from ..weights.packed_weight import format_version
 from ..weights.place import layer_name
 from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
@@ -31,6 +34,15 @@ from .calibration import Gram, Sample, calibrate, check_batch, matrix
 logger = get_logger(__name__)
 
 CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
+
+
+class _Options(NamedTuple):
+    """The arguments of `oneshot` of these names."""
+
+    criterion: str
+    reconstruct: bool
+    damping: float
+    values: str
 
 
 @dataclass(frozen=True)
@@ -67,12 +79,14 @@ class OneshotReport(TableReport):
         reconstruct: the argument of `oneshot`.
         layers: one `LayerReport` for each pruned weight, in module order.
         patch: report of `patch_model`: which layers are sparse, and why not the others.
+        values: the argument of `oneshot`.
     """
 
     criterion: str
     reconstruct: bool
     layers: tuple[LayerReport, ...]
     patch: PatchReport
+    values: str = "float"
     _columns = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
 
     def __repr__(self) -> str:
@@ -80,6 +94,7 @@ class OneshotReport(TableReport):
 
     def _title(self) -> str:
         how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
+        how += ", rounded to int8" if self.values == "int8" else ""
         return f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
@@ -105,6 +120,7 @@ def oneshot(
     criterion: str = "wanda",
     reconstruct: bool = True,
     damping: float = 0.01,
+    values: str = "float",
 ) -> OneshotReport:
     """Prune a pretrained causal or masked language model to N:M with calibration data, in place.
 
@@ -136,6 +152,10 @@ def oneshot(
         damping: pull towards the dense weights, as a share of the mean squared input, which SparseGPT and the
             reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it, with a warning, if the matrix
             is not positive definite.
+        values: `"int8"` rounds the weights to the int8 values and scales that an `export_model` with `values="int8"`
+            then stores exactly, chosen for the layer's output where the export alone rounds to nearest. Do it in the
+            dtype that is exported, and export before the weights are trained on. Layers whose input size is no multiple
+            of 8, which are not packed, are not rounded. It takes the memory of `reconstruct`.
 
     Returns:
         A `OneshotReport` with each layer's output error.
@@ -143,10 +163,10 @@ def oneshot(
     Raises:
         ValueError: what `patch_model` raises; a model that is patched already or on the meta device; a config of
             another method or with a dense start, which would choose other masks; stacked experts among its targets,
-            which are not calibrated; an unknown `criterion`; a negative `damping`; no data, or batches of something
-            else; batches with the same names that run other blocks; a model that runs parts of its blocks, or whose
-            blocks leave more behind than what they return; targeted layers that no token reaches; activations with NaN
-            or inf; `"existing"` for a model without zeros.
+            which are not calibrated; an unknown `criterion` or `values`, or int8 ones of a pattern that is not within
+            2:4; a negative `damping`; no data, or batches of something else; batches with the same names that run other
+            blocks; a model that runs parts of its blocks, or whose blocks leave more behind than what they return;
+            targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model without zeros.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
     one damped least-squares problem for weights and bias, solved to its minimum instead of 1000 steps of Adam; every
@@ -163,7 +183,8 @@ def oneshot(
         one-shot 2:4 by sparsegpt masks, weights reconstructed; ...
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
-    _check_arguments(model, config, criterion, damping)
+    options = _Options(criterion, reconstruct, damping, values)
+    _check_arguments(model, config, options)
     if isinstance(data, Mapping | Tensor):
         raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")
     batches = [check_batch(i, batch) for i, batch in enumerate(data)]
@@ -178,7 +199,7 @@ def oneshot(
         _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         # A Gram matrix costs as much as running the block: only what moves weights needs it.
-        kind = Gram if reconstruct or criterion == "sparsegpt" else Sample
+        kind = Gram if reconstruct or criterion == "sparsegpt" or values == "int8" else Sample
         total = len({id(weight.parameter) for weight in weights.values()})
         pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
         with pruning, closing(calibrate(model, weights, batches, kind)) as blocks:
@@ -187,7 +208,7 @@ def oneshot(
                 if id(weight.parameter) not in masks:  # a weight that layers share is pruned where it runs first
                     bias = None if weight.bias is None else weight.bias.to("cpu", copy=True)
                     originals[name] = (weight.parameter.to("cpu", copy=True), bias)
-                    reports[name], mask = _prune_weight(name, weight, inputs, criterion, reconstruct, damping)
+                    reports[name], mask = _prune_weight(name, weight, inputs, options)
                     masks[id(weight.parameter)] = mask
                     pruning.update(note=f"error {reports[name].error:.1%}")
                 (view,) = weight.views()
@@ -204,10 +225,16 @@ def oneshot(
     few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
     if few:
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
-    return OneshotReport(criterion, reconstruct, tuple(reports[name] for name in weights if name in reports), patch)
+    return OneshotReport(
+        criterion, reconstruct, tuple(reports[name] for name in weights if name in reports), patch, values
+    )
 
 
-def _check_arguments(model: nn.Module, config: Sparse24Config, criterion: str, damping: float) -> None:
+def _check_arguments(model: nn.Module, config: Sparse24Config, options: _Options) -> None:
+    criterion, _, damping, values = options
+    format_version(values)
+    if values == "int8":
+        check_within_24(config.pattern)
     if criterion not in CRITERIA:
         raise ValueError(f"criterion={criterion!r}: must be one of {list(CRITERIA)}")
     if not 0 <= damping < float("inf"):
@@ -242,20 +269,20 @@ def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
 
 
 def _prune_weight(
-    name: str, target: SparseWeight, inputs: Gram | Sample, criterion: str, reconstruct: bool, damping: float
+    name: str, target: SparseWeight, inputs: Gram | Sample, options: _Options
 ) -> tuple[LayerReport, Tensor]:
     """Write a layer's new weight and bias, and return its report and its mask in the layout of the stored weight."""
     (n, m), weight = target.method.pattern, matrix(target)
     dense = weight.to(inputs.squares.dtype, copy=True)
     pruned = None
-    if isinstance(inputs, Gram) and criterion == "sparsegpt":
-        pruned, mask, used = layerwise.sparsegpt(dense, inputs.matrix[:-1, :-1], n, m, damping)
-        if used != damping:
+    if isinstance(inputs, Gram) and options.criterion == "sparsegpt":
+        pruned, mask, used = layerwise.sparsegpt(dense, inputs.matrix[:-1, :-1], n, m, options.damping)
+        if used != options.damping:
             logger.warning(
-                f"{layer_name(name)}: Gram matrix not positive definite with damping={damping}; used {used:g}"
+                f"{layer_name(name)}: Gram matrix not positive definite with damping={options.damping}; used {used:g}"
             )
-        damping = used
-    elif criterion == "wanda":
+        options = options._replace(damping=used)
+    elif options.criterion == "wanda":
         mask = layerwise.wanda_mask(dense, inputs.squares, n, m)
     else:
         mask = kernels.nm_mask(dense, n, m)
@@ -263,7 +290,7 @@ def _prune_weight(
     scale = inputs.output_norm(_with_bias(dense)) or 1.0  # outputs that are all zero stay so
     masked_error = error = inputs.output_norm(_with_bias(lost)) / scale
     if isinstance(inputs, Gram):
-        change = _move_weights(target, dense, mask, pruned, inputs.matrix, damping if reconstruct else None)
+        change = _move_weights(target, dense, mask, pruned, inputs.matrix, options)
         error = inputs.output_norm(change) / scale
     else:
         weight.copy_(kernels.apply_mask(dense, mask))
@@ -274,30 +301,34 @@ def _prune_weight(
         error=error,
         kept_magnitude=kept_magnitude(dense, mask),
         dropped=int(lost.count_nonzero()),
-        damping=damping,
+        damping=options.damping,
     )
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
 
 
 def _move_weights(
-    target: SparseWeight, dense: Tensor, mask: Tensor, pruned: Tensor | None, gram: Tensor, damping: float | None
+    target: SparseWeight, dense: Tensor, mask: Tensor, pruned: Tensor | None, gram: Tensor, options: _Options
 ) -> Tensor:
     """Write a layer's pruned weights, and return their and the bias's difference to the dense ones, `[out, in + 1]`.
 
-    They are those of `pruned`, or else the dense ones under the mask; moved by least squares unless `damping` is None.
+    They are those of `pruned`, or else the dense ones under the mask; moved by least squares with `reconstruct`, and
+    rounded with int8 `values`.
     """
     weight, owned = matrix(target), target.bias
     # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
     bias = None if owned is None else owned.to(dense)
     before = _with_bias(dense, bias)
     after = _with_bias(dense * mask if pruned is None else pruned, bias)
-    if damping is not None:
+    if options.reconstruct:
         free = nn.functional.pad(mask, (0, 1), value=owned is not None)
         # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
-        penalty = layerwise.ridge(gram[:-1, :-1], damping) * (gram.diagonal() > 0).to(dense)
+        penalty = layerwise.ridge(gram[:-1, :-1], options.damping) * (gram.diagonal() > 0).to(dense)
         penalty[-1] = 0
         after = layerwise.least_squares(before, free, gram, penalty, after)
-    weight.copy_(kernels.apply_mask(after[:, :-1], mask))
+    moved = kernels.apply_mask(after[:, :-1], mask)
+    if options.values == "int8" and is_packable(target):
+        moved = layerwise.round_to_int8(moved, gram[:-1, :-1], options.damping, weight.dtype)
+    weight.copy_(moved)
     if owned is not None:
         owned.copy_(after[:, -1])
     # From the layer's own tensors, rounded to its dtype.

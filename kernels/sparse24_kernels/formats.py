@@ -75,7 +75,12 @@ class Packed(NamedTuple):
         return self.values.dtype if self.scales is None else self.scales.dtype
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Packed":
-        """The matrix in another dtype, where int8 values stay and their scales change, and on a device."""
+        """The matrix in another dtype, in which int8 values stay and their scales change.
+
+        Args:
+            dtype: a floating one.
+            device: to move it to; None where it is.
+        """
         values, indices, scales = (None if part is None else part.to(device=device) for part in self)
         assert values is not None and indices is not None
         return Packed(values.to(dtype), indices) if scales is None else Packed(values, indices, scales.to(dtype))

@@ -1,6 +1,7 @@
 """oneshot on a model of one layer, where the solution is known, then on whole models."""
 
 import pytest
+import sparse24_kernels as kernels
 import torch
 import zoo
 from datasets import Dataset
@@ -24,6 +25,7 @@ from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning.layerwise import wanda_mask
 from hf_sparse24.pruning.oneshot import CRITERIA, OneshotReport
 from hf_sparse24.run import patched_config
+from hf_sparse24.weights.packed_weight import packed_weights
 
 PRUNING = [criterion for criterion in CRITERIA if criterion != "existing"]  # what prunes a dense model
 
@@ -58,6 +60,44 @@ def test_reconstruction_of_weight_and_bias(criterion, bias):
     assert report.error < report.masked_error
     assert report.kept_magnitude == pytest.approx((weight.abs() * mask).sum().item() / weight.abs().sum().item())
     assert (report.tokens, report.dropped) == (300, 64)
+
+
+@pytest.mark.parametrize("criterion", PRUNING)
+def test_int8_values_cost_less_where_the_inputs_are_known(criterion):
+    """Than rounding to nearest does after the same pruning; the report's error is that of the rounded weight."""
+    x, layers = correlated(300, 136), [linear(8, 136, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    outputs, scale = layers[0](x), torch.linalg.norm(layers[0](x))
+    for layer, values in zip(layers, ("float", "int8")):
+        report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, values=values)
+    assert "rounded to int8" in str(report) and report.values == "int8"
+    assert report.layers[0].error == pytest.approx((torch.linalg.norm(layers[1](x) - outputs) / scale).item())
+    pruned, rounded = (layer.weight for layer in layers)
+    nearest = kernels.unpack_nm(kernels.quantize_packed(kernels.pack_nm(pruned)))
+    assert torch.equal(mask_of(layers[0]), mask_of(layers[1])) and not torch.equal(rounded, nearest)
+    assert torch.linalg.norm(x @ (rounded - pruned).T) < 0.7 * torch.linalg.norm(x @ (nearest - pruned).T)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("criterion", "reconstruct"), [("wanda", True), ("wanda", False), ("sparsegpt", False)])
+def test_an_export_stores_exactly_the_int8_values_that_oneshot_chose(name, dtype, criterion, reconstruct, tmp_path):
+    model = zoo.build(name).to(dtype).eval()
+    oneshot(model, batches(), fixed_mask(), criterion=criterion, reconstruct=reconstruct, values="int8")
+    model.save_pretrained(tmp_path / "trained")
+    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "trained")):
+        export_model(each, tmp_path / "int8", "packed", values="int8")
+        found = packed_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "int8"))
+        assert found.keys() == sparse_weights(model).keys()
+        for key, weight in sparse_weights(model).items():
+            assert torch.equal(found[key].dense(), weight.pruned())
+
+
+def test_weights_that_cannot_be_packed_are_not_rounded(tmp_path):
+    model = zoo.build("llama", intermediate_size=60).eval()  # down_proj has 60 inputs
+    oneshot(model, batches(), fixed_mask(), values="int8")
+    export_model(model, tmp_path, "packed", values="int8")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
 def test_the_bias_absorbs_the_mean_error():
