@@ -80,6 +80,9 @@ class Packed(NamedTuple):
         Args:
             dtype: a floating one.
             device: to move it to; None where it is.
+
+        Returns:
+            The packed matrix; tensors that are so already are the same ones.
         """
         values, indices, scales = (None if part is None else part.to(device=device) for part in self)
         assert values is not None and indices is not None

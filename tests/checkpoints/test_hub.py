@@ -83,6 +83,20 @@ def test_what_is_pushed_computes_the_same(hub, format):
     assert is_nm_sparse(loaded.model.layers[0].mlp.up_proj.weight) == (format != "training")
 
 
+def test_int8_values_are_pushed_by_a_model_and_by_a_trainer(hub, tmp_path):
+    model = patched()
+    export_model(model, tmp_path / "export", "packed", values="int8")
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "export"))
+    model.push_to_hub(REPO, format="packed", values="int8")
+    args = TrainingArguments(str(tmp_path / "run"), report_to="none", use_cpu=True, hub_model_id="ada/other")
+    Sparse24Trainer(model, args).push_to_hub(format="packed", values="int8")
+    for name in (REPO, "ada/other"):
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(name)), expected)
+        assert "their int8 values, a scale for each row and 128 weights" in card(hub, name)
+    with pytest.raises(ValueError, match="values='int8': with format='dense'"):
+        model.push_to_hub(REPO, values="int8")
+
+
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_a_training_checkpoint_beside_the_export(hub, format):
     model = patched()

@@ -32,7 +32,7 @@ X = torch.ones(3, 16)
         (None, [zoo.batch(), {"input_ids": [1, 2]}], {}, "batch 1 of data is {'input_ids': 'list'}: must be a dict"),
         (None, batches(1), {"criterion": "best"}, r"criterion='best': must be one of \['magnitude', 'wanda'"),
         (None, batches(1), {"values": "int4"}, r"values='int4': must be one of \['float', 'int8'\]"),
-        (None, batches(1), {"values": "int8", "config": fixed_mask(pattern="4:8")}, "pattern='4:8': packed weights are"),
+        (None, batches(1), {"values": "int8", "config": fixed_mask(pattern="4:8")}, "pattern='4:8': packed"),
         (None, batches(1), {"damping": -1}, "damping=-1: must be a finite number >= 0"),
         (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
         (None, batches(1), {"config": Sparse24Config()}, "method='s-ste': oneshot chooses masks once and for all"),
