@@ -12,6 +12,7 @@ from typing import Any, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
+from sparse24_kernels.matmul import packed_layer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
@@ -43,7 +44,7 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
     if x.device.type == "cpu" and input_dim == -2:
         # How a weight lies in memory decides in which order a CPU sums. This is how Conv1D's lies, for the same bits.
         return nn.functional.linear(x, kernels.unpack_nm(packed).t().contiguous().t(), bias)
-    return kernels.packed_linear(x, packed, bias)
+    return packed_layer(x, packed, bias)
 
 
 def pack_weight(module: nn.Module, name: str, input_dim: int, packed: Packed) -> None:

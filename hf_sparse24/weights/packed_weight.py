@@ -6,6 +6,7 @@ A packed weight is two buffers of its module, `packed_weight_values` and `packed
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import sparse24_kernels as kernels
@@ -78,11 +79,16 @@ class PackedWeight(WeightPlace):
 
     @property
     def buffer_names(self) -> list[str]:
-        return [key for key in buffer_names(self.name) if key in self.module._buffers]
+        return [key for key in self._keys if key in self.module._buffers]
 
     @property
     def packed(self) -> Packed:
-        return Packed(*(getattr(self.module, key) for key in self.buffer_names))
+        buffers = self.module._buffers
+        return Packed(*map(buffers.get, self._keys))  # type: ignore[arg-type]  # values and indices are always there
+
+    @cached_property
+    def _keys(self) -> tuple[str, str, str]:
+        return buffer_names(self.name)
 
     @torch.no_grad()
     def dense(self) -> Tensor:

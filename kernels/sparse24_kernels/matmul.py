@@ -1,5 +1,8 @@
 """GEMMs with one 2:4 operand, run as their plan says: by dense math on its zeros, or by the backend of the plan."""
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from .checks import check_device, check_floating, check_is, check_matrix, check_packed
@@ -112,10 +115,30 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
         )
     _check_bias("packed_linear", bias, x, out)
     if plan is None:
-        problem = linear_problem(x.shape[:-1].numel(), out, inputs, x.dtype)
-        plan = plan_packed(problem if packed.scales is None else problem._replace(sparse_dtype=values.dtype), x.device)
+        plan = _plan_packed(x.shape[:-1].numel(), out, inputs, x.dtype, values.dtype, x.device)
     check_is(GemmPlan, "packed_linear", plan=plan)
     return plan.backend.linear(x, compress(packed, plan), bias, plan)
+
+
+def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    """What `packed_linear` returns, for layers, which have checked their weight: Python's checks take as long as a small
+    layer. The plan for a number of tokens is kept."""
+    values = packed.values
+    if torch.compiler.is_compiling() or x.shape[-1:] != (2 * values.shape[-1],) or x.dtype != packed.dtype:
+        return packed_linear(x, packed, bias)
+    tokens = x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
+    plan = _kept_plan(tokens, values.shape[0], x.shape[-1], x.dtype, values.dtype, x.device)
+    return plan.backend.linear(x, plan.backend.encode(packed, plan.compression or Compression()), bias, plan)
+
+
+def _plan_packed(
+    tokens: int, out: int, inputs: int, dtype: torch.dtype, values: torch.dtype, device: torch.device
+) -> GemmPlan:
+    problem = linear_problem(tokens, out, inputs, dtype)
+    return plan_packed(problem._replace(sparse_dtype=values) if values == torch.int8 else problem, device)
+
+
+_kept_plan = lru_cache(maxsize=4096)(_plan_packed)
 
 
 def sparse_mm(sparse: Tensor | Operand, dense: Tensor, *, plan: GemmPlan | None = None) -> Tensor:

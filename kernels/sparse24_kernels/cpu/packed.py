@@ -64,10 +64,10 @@ def _check(x: Tensor | None, values: Tensor, indices: Tensor, bias: Tensor | Non
     """Raise ValueError for sizes or dtypes with which the kernels would read what is not theirs."""
     rows, half = values.shape
     dtype = values.dtype if scales is None else scales.dtype
-    fits = half % 4 == 0 and tuple(indices.shape) == (rows, half // 4) and indices.dtype == torch.uint8
-    fits &= scales is None or (values.dtype == torch.int8 and tuple(scales.shape) == (rows, scale_columns(2 * half)))
+    fits = half % 4 == 0 and indices.shape == (rows, half // 4) and indices.dtype == torch.uint8
+    fits &= scales is None or (values.dtype == torch.int8 and scales.shape == (rows, scale_columns(2 * half)))
     fits &= x is None or (x.dim() == 2 and x.shape[1] == 2 * half and x.dtype == dtype)
-    fits &= bias is None or (tuple(bias.shape) == (rows,) and bias.dtype == dtype)
+    fits &= bias is None or (bias.shape == (rows,) and bias.dtype == dtype)
     if not fits:
         given = [
             None if tensor is None else (tensor.dtype, *tensor.shape) for tensor in (x, values, indices, bias, scales)
