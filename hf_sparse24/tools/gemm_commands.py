@@ -4,12 +4,14 @@ import argparse
 from functools import partial
 
 import torch
+from sparse24_kernels.cpu import limits
 from sparse24_kernels.gemm import autotune, cusparselt
 from transformers import PreTrainedModel
 
 from ..config import Sparse24Config
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
+from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
 from .models import model_class, read_config
 from .plan import plan_training
@@ -18,7 +20,7 @@ from .pruning_costs import FLOPS_PER_BYTE
 from .sizes import Setting
 from .tables import print_table
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -43,8 +45,10 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Measure the sparse GEMMs of a model on this GPU."""
+    """Measure the sparse GEMMs of a model on this GPU, or its packed layers on this CPU."""
     device = checks.devices()[0]
+    if device.type == "cpu":
+        return _tune_cpu(options)
     reason = cusparselt.unsupported_device(device)
     if reason:
         raise ValueError(f"nothing to tune here: {reason}")
@@ -59,6 +63,22 @@ def tune(options: argparse.Namespace) -> int:
     for problem, verdict in verdicts.items():
         times = [f"{us:.1f}" if us else "-" for us in (verdict.dense_us, verdict.sparse_us)]
         rows.append([f"{problem.m} x {problem.n} x {problem.k}", f"{verdict.backend}: {verdict.reason}", *times])
+    print_table(rows)
+    return 0
+
+
+def _tune_cpu(options: argparse.Namespace) -> int:
+    weights = sparse_weights(_patched(options)).values()
+    sizes = list(dict.fromkeys(weight.sizes for weight in weights if not weight.is_stack and not weight.sizes[1] % 8))
+    with Progress("tuning", len(sizes), "layer", partial(print, flush=True)) as progress:
+        found = limits.tune(sizes, _DTYPES[options.dtype], lambda done: progress.update(done - progress.done, ""))
+    rows = [["out x in", "values", "packed up to", *(f"{tokens} tokens" for tokens in limits.TOKENS)]]
+    for layer, times in found.items():
+        most = limits.limit(times)
+        speedups = [f"{dense / ours:.2f}x" for _, ours, dense in times]
+        text = "any number" if most is None else f"{most} tokens"
+        rows.append([f"{layer.out} x {layer.inputs}", layer.values, text, *speedups])
+    print("packed layers beside dense math on weights that are unpacked first:")
     print_table(rows)
     return 0
 

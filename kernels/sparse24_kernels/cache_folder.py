@@ -1,7 +1,10 @@
 """The user's cache folder, where measurements and compiled kernels are kept."""
 
+import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder() -> Path:
@@ -13,3 +16,15 @@ def cache_folder() -> Path:
     own, shared = os.environ.get("SPARSE24_CACHE"), os.environ.get("XDG_CACHE_HOME")
     folder = Path(own) if own else Path(shared or "~/.cache") / "sparse24"
     return folder.expanduser()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a file completely or not at all, so that no reader sees half of it; its folder is made if absent.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+        json.dump(content, file, indent=1)
+    os.replace(file.name, path)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_device, check_floating, check_is, check_matrix, check_packed
+from .cpu import limits
 from .formats import Compression, Packed
 from .gemm.backend import DENSE, GemmPlan
 from .gemm.operand import Operand
@@ -121,8 +122,10 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
 
 
 def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """What `packed_linear` returns, for layers, which have checked their weight: Python's checks take as long as a small
-    layer. The plan for a number of tokens is kept."""
+    """What `packed_linear` returns, for layers, which have checked their weight.
+
+    Python's checks would take as long as a small layer. The plan for a number of tokens is kept, for the same reason.
+    """
     values = packed.values
     if torch.compiler.is_compiling() or x.shape[-1:] != (2 * values.shape[-1],) or x.dtype != packed.dtype:
         return packed_linear(x, packed, bias)
@@ -139,6 +142,7 @@ def _plan_packed(
 
 
 _kept_plan = lru_cache(maxsize=4096)(_plan_packed)
+limits.on_change(_kept_plan.cache_clear)
 
 
 def sparse_mm(sparse: Tensor | Operand, dense: Tensor, *, plan: GemmPlan | None = None) -> Tensor:

@@ -1,8 +1,11 @@
 """Weights that exist in packed form alone: the backend that multiplies by them as they are, for few tokens."""
 
+from operator import index
+
 import torch
 from torch import Tensor
 
+from ..cpu import limits
 from ..dispatch import choose_kernels, implementation
 from ..formats import Compression, Packed
 from .backend import GemmBackend, GemmPlan
@@ -10,8 +13,8 @@ from .operand import Operand
 from .problem import GemmProblem
 
 FEW_TOKENS = 64
-"""Tokens that a packed weight is multiplied by as it is. Reading it takes longer than multiplying until then, and any
-other way moves four times the bytes: it is written dense, and read again. An estimate for GPUs, not measured."""
+"""Tokens that a GPU multiplies a packed weight by as it is. Until then, reading it takes longer than multiplying, and
+any other way moves four times the bytes: it is written dense, and read again. An estimate, not measured."""
 
 
 @torch.library.custom_op("sparse24::packed_linear", mutates_args=())
@@ -34,6 +37,16 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     return choice.reason if choice.backend == "reference" else None
 
 
+@torch.compiler.assume_constant_result  # as above
+def _most_tokens(
+    device: torch.device, dtype: torch.dtype, values: torch.dtype, out: int, inputs: int
+) -> tuple[int | None, str]:
+    """The most tokens that a packed weight is multiplied by as it is, None for any number; and where that is from."""
+    if device.type != "cpu":
+        return FEW_TOKENS, "until then, the time is that of reading the weight"
+    return limits.most_tokens(dtype, values, out, inputs)
+
+
 class PackedBackend(GemmBackend):
     """Reads a packed weight and multiplies by it, for as few tokens as there are while text is generated."""
 
@@ -48,14 +61,14 @@ class PackedBackend(GemmBackend):
         if is_int8 and device.type == "cuda":
             return "no kernel for GPUs reads int8 values"
         reason = unsupported_device(device, problem.dtype)
-        if reason is None and device.type == "cpu":
-            return GemmPlan(self, "the weight is read packed", compression=Compression(backend=self.name))
-        if reason is None and problem.n > FEW_TOKENS:
-            reason = f"more than {FEW_TOKENS} tokens"
         if reason is not None:
             return reason
-        reason = f"at most {FEW_TOKENS} tokens: the time is that of reading the weight"
-        return GemmPlan(self, reason, compression=Compression(backend=self.name))
+        values = problem.sparse_dtype or problem.dtype
+        most, known = _most_tokens(device, problem.dtype, values, index(problem.m), index(problem.k))
+        if most is not None and problem.n > most:
+            return f"more than {most} tokens ({known})"
+        reason = "any number of tokens" if most is None else f"at most {most} tokens"
+        return GemmPlan(self, f"{reason} ({known})", compression=Compression(backend=self.name))
 
     def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
         if not isinstance(matrix, Packed):

@@ -46,15 +46,21 @@ inline void many_rows(const Linear& p, const float* x, float* sums, int64_t row,
 
 struct Many { const Linear& p; float* x; int64_t token; int failed; };
 
+// `COUNT` tokens of x from `many.token` on, as columns of [k, COUNT] in fp32; zeros for those behind the last one.
+template <class X, int COUNT>
+inline void transpose_tokens(const Many& many, int64_t begin, int64_t end) {
+  const int64_t k = many.p.k, count = many.p.tokens - many.token < COUNT ? many.p.tokens - many.token : COUNT;
+  const X* x = (const X*)many.p.x + many.token * k;
+  for (int64_t j = begin; j < end; j += 8)
+    for (int t = 0; t < COUNT; t++)
+      for (int i = 0; i < 8; i++) many.x[(j + i) * COUNT + t] = t < count ? to_float(x[t * k + j + i]) : 0.0f;
+}
+
 template <class V, int N>
 int many_chunk(Many& many) {  // N * WIDTH tokens from many.token on, or as many as there are
   auto transpose = [](int64_t begin, int64_t end, void* opaque) {
     const Many& c = *(const Many*)opaque;
-    const int64_t count = c.p.tokens - c.token < N * WIDTH ? c.p.tokens - c.token : N * WIDTH;
-    for (int64_t j = begin * 16; j < end * 16 && j < c.p.k; j += 8)
-      for (int t = 0; t < N * WIDTH; t++)
-        for (int i = 0; i < 8; i++)
-          c.x[(j + i) * N * WIDTH + t] = t < count ? element(c.p, c.p.x, (c.token + t) * c.p.k + j + i) : 0.0f;
+    with_type(c.p, [&](auto type) { return transpose_tokens<decltype(type), N * WIDTH>(c, 8 * begin, 8 * end), 0; });
   };
   auto multiply = [](int64_t begin, int64_t end, void* opaque) {
     Many& c = *(Many*)opaque;
@@ -75,7 +81,7 @@ int many_chunk(Many& many) {  // N * WIDTH tokens from many.token on, or as many
         for (int64_t r = 0; r < rows; r++) write(p, c.token + t, top + r, sums[r * N * WIDTH + t]);
     }
   };
-  int status = many.p.parallel_for(0, (many.p.k + 15) / 16, 64, transpose, &many);
+  int status = many.p.parallel_for(0, many.p.k / 8, 128, transpose, &many);
   return status ? status : many.p.parallel_for(0, many.p.rows, ROWS_PER_TASK, multiply, &many);
 }
 

@@ -6,16 +6,14 @@ that cannot be read, or has another format, counts as absent with a warning, and
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...cache_folder import cache_folder
+from ...cache_folder import cache_folder, write_json
 from .. import cusparselt
 from ..cusparselt import DTYPES, MULTIPLE
 from ..problem import Algorithm, GemmProblem
@@ -135,8 +133,4 @@ def write(environment: Environment, table: Table) -> None:
         OSError: the folder cannot be written.
     """
     entries = [[problem_record(problem), entry] for problem, entry in table.items()]
-    path = environment.path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-        json.dump({"format": FORMAT, "environment": environment, "entries": entries}, file, indent=1)
-    os.replace(file.name, path)
+    write_json(environment.path(), {"format": FORMAT, "environment": environment, "entries": entries})

@@ -1,0 +1,170 @@
+"""Up to how many tokens the kernels for packed weights are faster than dense math on a weight that is unpacked first.
+
+    most_tokens(...)    what planning asks
+    tune(...)           measures layers on this CPU, and keeps the result for later (`hf-sparse24 tune`)
+
+What is not measured here takes the limits that were measured elsewhere with the same path, `SHIPPED`.
+"""
+
+import json
+import math
+import platform
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .. import reference
+from ..cache_folder import cache_folder, write_json
+from ..formats import Packed
+from . import build
+from .library import Library, load
+from .packed import packed_linear, unpack_nm
+
+TOKENS = (16, 64, 256, 1024)
+"""How many tokens are measured. Below the first, every path reads the weight once, which dense math cannot do."""
+
+ROUNDS = 3
+"""Timings of each, in turns; their medians are compared."""
+
+
+class Layer(NamedTuple):
+    """What a limit is of: the dtypes of x and of the values, as text such as "bfloat16" and "int8", and a size."""
+
+    dtype: str
+    values: str
+    out: int
+    inputs: int
+
+
+Limits = dict[Layer, int | None]
+"""The most tokens that a kernel is faster for; None where it was for all that were measured."""
+
+SHIPPED: dict[str, dict[tuple[str, str], int | None]] = {}
+"""Of each path, by the dtypes of x and of the values: measured at 2048 x 2048 with what torch runs on such CPUs."""
+
+_measured: Limits | None = None
+_changed: list[Callable[[], None]] = []
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Have `forget` called when `tune` has changed limits, by whoever keeps what follows from them."""
+    _changed.append(forget)
+
+
+def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) -> tuple[int | None, str]:
+    """The most tokens that the kernel is faster for, None for any number; and where that is known from.
+
+    Of layers that were not measured, the limit is that of the measured layer of the nearest size.
+    """
+    global _measured
+    library = load()
+    assert isinstance(library, Library)
+    if _measured is None:
+        _measured = _read()
+    wanted = Layer(_text(dtype), _text(values), out, inputs)
+    alike = [layer for layer in _measured if layer[:2] == wanted[:2]]
+    if alike:
+        nearest = min(alike, key=lambda layer: abs(math.log(layer.out * layer.inputs / max(1, out * inputs))))
+        return _measured[nearest], f"measured here at {nearest.out} x {nearest.inputs}"
+    return SHIPPED.get(library.name, {}).get(wanted[:2], TOKENS[0]), f"measured elsewhere with path {library.name!r}"
+
+
+def tune(
+    sizes: Iterable[tuple[int, int]], dtype: torch.dtype, on_progress: Callable[[int], None] = lambda done: None
+) -> dict[Layer, list[tuple[int, float, float]]]:
+    """Measure layers, with values of `dtype` and with int8 ones, and keep their limits for this process and later ones.
+
+    Args:
+        sizes: (out, inputs) of each layer, inputs a multiple of 8.
+        dtype: of x: fp32, bf16 or fp16.
+        on_progress: called with the number of layers that are done.
+
+    Returns:
+        For each layer the measured numbers of tokens, with the kernel's and dense math's microseconds.
+
+    Raises:
+        ValueError: no kernels run on this CPU, or not on `dtype`.
+        OSError: the limits cannot be saved.
+    """
+    global _measured
+    library = load()
+    if isinstance(library, str):
+        raise ValueError(f"nothing to tune: {library}")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype={dtype}: the kernels take fp32, bf16 and fp16")
+    found: dict[Layer, list[tuple[int, float, float]]] = {}
+    for done, (out, inputs) in enumerate(sizes):
+        weight = torch.randn(out, inputs).to(dtype)
+        forms = reference.prune.prune(weight, "magnitude", 2, 4, -1, None, None, dtype, ["packed"])
+        packed = Packed(*forms)
+        int8 = Packed(
+            torch.randint_like(packed.values, -127, 128, dtype=torch.int8),
+            packed.indices,
+            torch.rand(out, -(-inputs // 128)).to(dtype),
+        )
+        for each in (packed, int8):
+            found[Layer(_text(dtype), _text(each.values.dtype), out, inputs)] = [
+                (tokens, *_times(each, tokens)) for tokens in TOKENS
+            ]
+        on_progress(done + 1)
+    _measured = (_measured or _read()) | {layer: limit(times) for layer, times in found.items()}
+    for forget in _changed:
+        forget()
+    write_json(_path(), list(_measured.items()))
+    return found
+
+
+def limit(times: Sequence[tuple[int, float, float]]) -> int | None:
+    """The most tokens up to which the kernel was not slower, of (tokens, its time, dense math's); None for all."""
+    slower = [number for number, (_, ours, dense) in enumerate(times) if ours > dense]
+    return None if not slower else 8 if slower[0] == 0 else times[slower[0] - 1][0]
+
+
+def _times(packed: Packed, tokens: int) -> tuple[float, float]:
+    """Microseconds of the kernel and of dense math."""
+    x = torch.randn(tokens, 2 * packed.values.shape[1]).to(packed.dtype)
+    values, indices, scales = packed
+    ways = (
+        lambda: packed_linear(x, values, indices, None, scales),
+        lambda: torch.nn.functional.linear(x, unpack_nm(values, indices, scales)),
+    )
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(ROUNDS + 1):
+        for way, taken in zip(ways, times):
+            start = time.perf_counter()
+            way()
+            taken += [time.perf_counter() - start] if number else []  # the first one warms up
+    ours, dense = (1e6 * statistics.median(taken) for taken in times)
+    return ours, dense
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _path() -> Path:
+    """The file of this CPU and these kernels."""
+    library = load()
+    assert isinstance(library, Library)
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        cpu = names[0] if names else cpu
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"cpu_{cpu}_{library.name}_{torch.__version__}").strip("-")
+    return cache_folder() / f"{name}-{build.fingerprint()}.json"
+
+
+def _read() -> Limits:
+    try:
+        path = _path()
+        return {Layer(*layer): most for layer, most in json.loads(path.read_text())} if path.exists() else {}
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        warnings.warn(f"the limits of packed weights on this CPU cannot be read ({error}): not tuned", stacklevel=2)
+        return {}
