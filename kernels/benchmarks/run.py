@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from sparse24_kernels import GemmProblem
 from sparse24_kernels.gemm import autotune, cusparselt
 
@@ -35,17 +34,17 @@ Row = dict[str, Any]
 class Run:
     """What the sections share: the machine, the options, the time left, and the result."""
 
-    def __init__(self, machine: Cuda, options: argparse.Namespace, command: list[str]):
+    def __init__(self, machine: Any, options: argparse.Namespace, command: list[str], file: str | None = None):
         self.machine, self.options = machine, options
         self.end = time.monotonic() + 60 * options.minutes
         now = datetime.datetime.now(datetime.UTC)
         device = re.sub(r"\W+", "_", machine.name).strip("_").lower()
         options.output.mkdir(parents=True, exist_ok=True)
-        self.path: Path = options.output / f"gpu_{device}_{now:%Y%m%d_%H%M%S}.json"
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+        self.path: Path = options.output / (file or f"gpu_{device}_{now:%Y%m%d_%H%M%S}.json")
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
         commit = timing.answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
-        versions |= {"cusparselt": str(cusparselt.version()), "commit": str(commit)}
-        self.result: Row = {"command": " ".join(["recipes/benchmarks/gpu.py", *command])}
+        versions |= {"commit": str(commit)}
+        self.result: Row = {"command": " ".join(command)}
         self.result |= {"date": now.isoformat(timespec="seconds"), "environment": machine.facts | versions}
         self.result |= {"sections": {}}
 
@@ -185,7 +184,8 @@ def main(sections: list[Section], output: Path, arguments: list[str], machine: A
         machine = Cuda()
         # A kernel that hangs takes the main thread with it, signals or not. What was measured is on disk.
         faulthandler.dump_traceback_later(60 * options.minutes + 60, exit=True)
-    run = Run(machine, options, ["DIR" if word == str(options.output) else word for word in arguments])
+    words = ["DIR" if word == str(options.output) else word for word in arguments]
+    run = Run(machine, options, ["recipes/benchmarks/gpu.py", *words])
     for i, section in enumerate(options.sections):
         start, finish = time.monotonic(), run.end
         run.end = start + (finish - start) / (len(options.sections) - i)  # what it leaves is for the next ones

@@ -8,12 +8,14 @@ during later ones, and the time contains neither Python nor launches. What a gra
 import gc
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from statistics import median
+from importlib.metadata import version
+from statistics import median, quantiles
 from typing import Any
 
 import torch
+from sparse24_kernels.gemm import cusparselt
 from sparse24_kernels.gemm.autotune.timing import capture, elapsed
 
 Call = Callable[[], object]
@@ -32,6 +34,7 @@ class Cuda:
         self.name, self.l2_bytes = properties.name, properties.L2_cache_size
         self.facts = {"device": self.name, "memory_bytes": properties.total_memory, "l2_bytes": self.l2_bytes}
         self.facts |= {"cuda": torch.version.cuda, "driver": answer(*NVIDIA_SMI, "--query-gpu=driver_version")}
+        self.facts |= {"triton": version("triton"), "cusparselt": str(cusparselt.version())}
 
     def clocks(self) -> str | None:
         """Clocks, power and temperature now; None where nvidia-smi does not tell."""
@@ -56,6 +59,13 @@ def in_turn(samplers: dict[str, Sampler], samples: int = 9) -> dict[str, dict[st
     rounds = [{name: sample() * 1e6 for name, sample in samplers.items()} for _ in range(samples)]
     times = {name: sorted(found[name] for found in rounds) for name in samplers}
     return {name: {"us": median(x), "min_us": x[0], "max_us": x[-1]} for name, x in times.items()}
+
+
+def middle(values: Iterable[float]) -> list[float]:
+    """The 10 % quantile, the median and the 90 % quantile, to four digits."""
+    found = list(values)
+    tenths = quantiles(found, n=10, method="inclusive") if len(found) > 1 else found * 9
+    return [float(f"{x:.4g}") for x in (tenths[0], median(found), tenths[8])]
 
 
 class OutOfTime(BaseException):

@@ -1,0 +1,250 @@
+"""Packed linear layers on a CPU, beside torch's `F.linear`, a dense kernel of ours (dense.cpp) and a read of memory.
+
+Every way has its own copies of the weights, a gigabyte and more, and goes round them, so that no call finds its weight
+in a cache. Ways take turns, and ratios are taken within a turn.
+"""
+
+import ctypes
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import Packed
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .run import Row, Run, Section
+from .timing import Call, answer, middle
+
+SHAPES = ((4096, 4096), (2048, 8192), (576, 1536), (14336, 4096))  # out x in
+TOKENS, THREADS = (1, 4, 16, 64, 512), (1, 2)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DENSE_TOKENS = 4
+"""Most tokens that our dense kernel is timed with: it reads weights well, and is no GEMM of many tokens."""
+
+AT_ONE = {"packed": 1.7, "packed over torch": 2.2, "packed int8": 3.0, "packed int8 over torch": 4.0}
+GOALS = {("bf16", 1): AT_ONE | {"packed, share of bandwidth": 0.8}, ("bf16", 4): {"packed": 1.5}}
+NEVER_SLOWER = {"packed": 0.97, "packed int8": 0.97}
+"""Goals by dtype and tokens, and those of the rest: times as fast as the better dense way."""
+
+
+class Cpu:
+    """This machine's CPU."""
+
+    device, name = torch.device("cpu"), "CPU"
+
+    def __init__(self) -> None:
+        text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        model = re.search(r"model name\s*: (.*)", text)
+        flags = re.search(r"flags\s*: (.*)", text)
+        wanted = r"avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+"
+        self.facts: dict[str, Any] = {
+            "cpu": model[1] if model else platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "flags": " ".join(sorted(re.findall(rf"\b(?:{wanted})\b", flags[1]))) if flags else "",
+            "compiler": (answer(compiler(), "--version") or "none").splitlines()[0],
+            "load before": [round(x, 2) for x in os.getloadavg()],
+        }
+
+    def forget(self) -> None:
+        """Nothing: memory is given back when it is freed."""
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
+@cache
+def native() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """dense.cpp, compiled for this CPU, and the function of torch that runs it on torch's threads.
+
+    Raises:
+        RuntimeError: no compiler, or a CPU without AVX512_BF16.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler(), "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-o", f"{folder}/dense.so"]
+        done = subprocess.run([*command, str(Path(__file__).with_name("dense.cpp"))], capture_output=True, text=True)
+        if done.returncode:
+            reason = re.search(r"error: (.*)", done.stderr)
+            raise RuntimeError(f"dense.cpp was not compiled: {reason[1] if reason else done.stderr}")
+        library = ctypes.CDLL(f"{folder}/dense.so")
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return library, ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
+
+
+def own_dense(x: Tensor, weight: Tensor) -> Tensor:
+    """`[T, K]` times `[R, K]`, by our dense kernel: bf16 or fp32, R a multiple of 4 and K of 64."""
+    library, run = native()
+    (tokens, k), rows = x.shape, len(weight)
+    assert x.is_contiguous() and weight.is_contiguous() and rows % 4 == 0 and k % 64 == 0 and x.dtype == weight.dtype
+    y = x.new_empty(tokens, rows)
+    function = library.linear_bf16 if x.dtype == torch.bfloat16 else library.linear_fp32
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, y))
+    function(*pointers, *map(ctypes.c_int64, (tokens, rows, k)), run)
+    return y
+
+
+def read(memory: Tensor, streams: int) -> None:
+    """Read memory, in so many places in turn."""
+    library, run = native()
+    size = memory.nbytes
+    library.read_memory(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(size), ctypes.c_int64(streams), run)
+
+
+class Turns:
+    """A way to do something, whose calls take turns: each finds its weight out of cache."""
+
+    def __init__(self, calls: list[Call], seconds: float, scale: float = 1):
+        """A sample takes about so many seconds; its time per call is multiplied by `scale`."""
+        self.calls, self.scale = cycle(calls), scale
+        for _ in range(2):  # the first is a warm-up
+            start = time.perf_counter()
+            next(self.calls)()
+            self.once = time.perf_counter() - start
+        self.count = max(1, min(len(calls), round(seconds / self.once)))
+
+    def sample(self) -> float:
+        """Seconds per call."""
+        start = time.perf_counter()
+        for _ in range(self.count):
+            next(self.calls)()
+        return (time.perf_counter() - start) / self.count * self.scale
+
+
+@dataclass(frozen=True)
+class Layer:
+    out: int
+    inputs: int
+    dtype: str
+    threads: int
+    tokens: int
+
+    def __str__(self) -> str:
+        counts = ((self.tokens, "token"), (self.threads, "thread"))
+        return ", ".join([f"{self.out}x{self.inputs} {self.dtype}", *(f"{n} {x}{'s' * (n > 1)}" for n, x in counts)])
+
+
+Weight = Tensor | Packed
+
+
+def copies(weight: Weight, least: float) -> list[Weight]:
+    """As many copies of a weight as have `least` bytes, at least 2."""
+    parts = [part for part in ((weight,) if isinstance(weight, Tensor) else weight) if part is not None]
+    found = zip(*(part.expand(max(2, -(-int(least) // size(weight))), *part.shape).clone() for part in parts))
+    return [copy[0] if isinstance(weight, Tensor) else Packed(*copy) for copy in found]
+
+
+def size(weight: Weight) -> int:
+    """Bytes of a weight."""
+    return weight.nbytes if isinstance(weight, Tensor) else sum(part.nbytes for part in weight if part is not None)
+
+
+def check(y: Tensor, x: Tensor, weight: Weight) -> None:
+    """Assert that a result is right. With int8 values x may be rounded to 8 bits, too."""
+    truth = linear(x.float(), (weight if isinstance(weight, Tensor) else kernels.unpack_nm(weight)).float())
+    error = ((y.float() - truth).norm() / truth.norm()).item()
+    rounded = isinstance(weight, Packed) and weight.scales is not None
+    allowed = 0.02 if rounded else {torch.bfloat16: 0.01, torch.float32: 1e-5}[y.dtype]
+    assert error <= allowed, f"relative error {error:.2g}, at most {allowed:.2g} is allowed"
+
+
+class Layers(Section):
+    """Quick: tiny, to see whether it runs; what it says of speed is nothing."""
+
+    name = "layers"
+    note = "Microseconds per call, weights out of cache: 10 % quantile, median and 90 % quantile of the turns."
+
+    def __init__(self, quick: bool = False):
+        self.shapes, self.bytes = (((64, 128),), 1e5) if quick else (SHAPES, 1.1e9)
+        self.seconds, self.turns, self.least_turns = (1e-4, 3, 3) if quick else (0.04, 15, 5)
+        self.budget = 3.5  # seconds of an entry, if its least turns do not take more
+        self.shared: tuple[object, dict[str, list[Weight]]] = None, {}
+
+    def entries(self) -> list[Layer]:
+        return [Layer(*s, d, t, n) for s in self.shapes for d in DTYPES for t in THREADS for n in TOKENS]
+
+    def goals(self, entry: Layer) -> dict[str, float]:
+        return NEVER_SLOWER | GOALS.get((entry.dtype, entry.tokens), {})
+
+    def weights(self, entry: Layer) -> dict[str, list[Weight]]:
+        """Copies of a 2:4 weight in each form; kept until another weight is asked for."""
+        key = (entry.out, entry.inputs, entry.dtype)
+        if self.shared[0] != key:
+            self.shared = None, {}  # gives the memory back first
+            torch.manual_seed(0)
+            dense = kernels.nm_prune(torch.randn(key[:2]).div_(entry.inputs**0.5).to(DTYPES[entry.dtype]))
+            packed = kernels.pack_nm(dense)
+            forms = {"dense": dense, "packed": packed, "packed int8": kernels.quantize_packed(packed)}
+            self.shared = key, {form: copies(weight, self.bytes) for form, weight in forms.items()}
+        return self.shared[1]
+
+    def ways(self, entry: Layer) -> Iterator[tuple[str, Callable[[], Turns]]]:
+        weights, x = self.weights(entry), torch.randn(entry.tokens, entry.inputs).to(DTYPES[entry.dtype])
+
+        def turns(form: str, function: Callable[[Any], Tensor]) -> Turns:
+            check(function(weights[form][0]), x, weights[form][0])
+            return Turns([partial(function, weight) for weight in weights[form]], self.seconds)
+
+        yield "torch", partial(turns, "dense", partial(linear, x))
+        if entry.tokens <= DENSE_TOKENS:
+            yield "dense", partial(turns, "dense", partial(own_dense, x))
+        for form in ("packed", "packed int8"):
+            yield form, partial(turns, form, partial(kernels.packed_linear, x))
+        if entry.tokens == 1:
+            yield "read", partial(self.read, weights)
+
+    def read(self, weights: dict[str, list[Weight]]) -> Turns:
+        """Reading as many bytes as a packed weight has, at the speed of reading many more at a time."""
+        (first, *_) = weights["dense"]
+        assert isinstance(first, Tensor)
+        memory = first.new_empty(0).set_(first.untyped_storage()).view(torch.uint8)  # of all copies
+        pieces = memory.unfold(0, *[min(len(memory), 1 << 26)] * 2)
+        scale = size(weights["packed"][0]) / pieces.shape[1]
+        found = [Turns([partial(read, x, n) for x in pieces], self.seconds, scale) for n in (1, 2, 4, 8, 16, 32)]
+        return min(found, key=lambda turns: min(turns.sample() for _ in range(3)))
+
+    def measure(self, run: Run, entry: Layer) -> Row:
+        before = torch.get_num_threads()
+        torch.set_num_threads(entry.threads)
+        try:
+            return self.compare(run, entry)
+        finally:
+            torch.set_num_threads(before)
+
+    def compare(self, run: Run, entry: Layer) -> Row:
+        found: dict[str, Turns] = {}
+        times: dict[str, Row] = {}
+        for way, make in self.ways(entry):
+            try:
+                found[way] = make()
+            except Exception as error:  # one that fails must not stop the others
+                times[way] = {"error": run.note(error, f"{entry}: {way}")}
+        once = sum(turns.count * turns.once for turns in found.values())
+        count = max(self.least_turns, min(self.turns, int(self.budget / once)))
+        rounds = [{way: turns.sample() * 1e6 for way, turns in found.items()} for _ in range(count)]
+        for way in found:
+            low, us, high = middle(turn[way] for turn in rounds)
+            times[way] = {"us": us, "p10_us": low, "p90_us": high}
+        best = min(("torch", "dense"), key=lambda way: times.get(way, {}).get("us", float("inf")))
+        facts: Row = {"turns": count, "best dense": best}
+        for way in found.keys() & NEVER_SLOWER.keys():
+            for name, base in (("best dense", best), ("torch", "torch")):
+                facts[f"{way} over {name}"] = middle(turn[base] / turn[way] for turn in rounds)
+            if "read" in found:
+                own, packed = (size(self.weights(entry)[form][0]) for form in (way, "packed"))
+                facts["read, GB/s"] = middle(packed / turn["read"] / 1e3 for turn in rounds)
+                facts[f"{way}, share of bandwidth"] = middle(own / packed * turn["read"] / turn[way] for turn in rounds)
+        problem = kernels.linear_problem(entry.tokens, entry.out, entry.inputs, DTYPES[entry.dtype])
+        facts["plan"] = kernels.plan_packed(problem, Cpu.device).reason
+        return {"times": {best: times[best]} | times, "facts": dict(sorted(facts.items()))}
