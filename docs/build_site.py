@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cpu_page
+
 from hf_sparse24 import describe_settings
 from hf_sparse24.methods import METHODS
 from hf_sparse24_command import make_parser
@@ -151,6 +153,7 @@ def pages() -> dict[str, str]:
     made["measured/methods.md"] = methods_page()
     made["measured/plan.md"] = (RESULTS / "plan.md").read_text()
     made["measured/costs.md"] = costs_page()
+    made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
     return made
 
 

@@ -1,0 +1,135 @@
+"""The page of what `recipes/benchmarks/cpu.py` measured, from its committed results, so that tables cannot drift."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+INTRO = """# Packed models on a CPU
+
+Decoding reads every weight for every token, so a packed weight pays where the speed of memory is the limit: it has 9/16
+of the bytes in bf16, 17/32 in fp32, and 5/16 of bf16's with int8 values. Here are layers, calls and whole models on one
+machine, beside torch's dense layers, a dense kernel written as well as the packed ones
+(`kernels/benchmarks/dense.cpp`), and llama.cpp.
+
+Ways took turns in one run, and ratios were taken within a turn. A figure is the median of the turns, with the 10 % and
+the 90 % quantile in brackets; a ratio above 1 is faster than dense. **Bold** ratios reach the goal that was set before
+anything was measured, *slanted* ones miss it, others had none."""
+
+PACKED = ("packed", "packed int8")
+Rows = dict[str, dict[str, Any]]
+
+
+def page(folder: Path) -> str:
+    """The page of the results in a folder. A section without a file says how it is measured."""
+    parts = [INTRO]
+    for name, (title, tables) in SECTIONS.items():
+        parts.append(f"## {title}")
+        path = folder / f"{name}.json"
+        if not path.exists():
+            parts.append(f"Not measured yet: `python recipes/benchmarks/cpu.py {name}`.")
+            continue
+        result = json.loads(path.read_text())
+        (section,) = result["sections"].values()
+        facts = {key: value for key, value in result["environment"].items() if key != "flags"}
+        made = ", ".join(f"{key} {value}" for key, value in facts.items())
+        parts += [section["note"], *tables(section["rows"]), f"`{result['command']}`, {result['date'][:10]}: {made}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def layers(rows: Rows) -> Iterator[str]:
+    ratios = [f"{way} over {base}" for way in PACKED for base in ("best dense", "torch")]
+    shares = [f"{way}, share of bandwidth" for way in PACKED]
+    ways = {"torch": "torch", "dense": "our dense"} | {way: way for way in PACKED}
+    groups: dict[str, list[list[str]]] = {}
+    for name, row in rows.items():
+        layer, tokens, threads = name.split(", ")
+        shape, dtype = layer.split()
+        cells = [time(row, way) for way in ways] + [ratio(row, key) for key in (*ratios, *shares)]
+        groups.setdefault(f"{dtype}, {threads}", []).append([shape, tokens.split()[0], *cells])
+    for group, lines in groups.items():
+        yield f"### {group}"
+        yield table(["layer", "tokens", *(f"{way}, us" for way in ways.values()), *ratios, *shares], lines)
+    speeds = {name: row["facts"]["read, GB/s"] for name, row in rows.items() if "read, GB/s" in row.get("facts", {})}
+    for threads in ("1 thread", "2 threads"):
+        found = [speed[1] for name, speed in speeds.items() if name.endswith(threads)]
+        if found:
+            yield f"Memory was read at {min(found):.1f} to {max(found):.1f} GB/s by {threads}, in the same turns."
+
+
+def calls(rows: Rows) -> Iterator[str]:
+    lines = [[name, way, time(row, way)] for name, row in rows.items() for way in row.get("times", {})]
+    yield table(["what", "way", "us per call"], lines)
+
+
+def generation(rows: Rows) -> Iterator[str]:
+    lines, systems = [], set()
+    for name, row in rows.items():
+        facts = row.get("facts", {})
+        for way in row.get("times", {}):
+            rate, first, peak = (facts.get(f"{way}, {key}") for key in ("tokens per s", "first token ms", "peak GB"))
+            cells = [f"{rate:.1f}" if rate else time(row, way), ratio(row, f"{way} over dense"), spread(first)]
+            lines.append([*name.split(", "), way, *cells, f"{peak:.2f}" if peak else ""])
+            systems |= {facts.get(f"{way}, system")} - {None}
+        if "error" in row:
+            lines.append([*name.split(", "), row["error"]])
+    head = ["model", "sequences", "threads", "way", "tokens/s", "over dense", "first token, ms", "peak memory, GB"]
+    yield table(head, lines)
+    yield from (f"llama.cpp by {system}." for system in sorted(systems))
+
+
+def perplexity(rows: Rows) -> Iterator[str]:
+    int8 = ("packed int8", "int8 by oneshot")
+    ways, lines = ("dense", "packed", *int8), []
+    for name, row in rows.items():
+        facts, cells = row.get("facts"), [row.get("error", "")]
+        if facts:
+            cells = [f"{facts[f'{way}, perplexity']:.3f}" for way in ways]
+            for way in int8:
+                found, error = facts[f"{way} over packed"], facts[f"{way}, standard error"]
+                mark = "**" if found <= facts["allowed"] else "*"
+                cells.append(f"{mark}{found:.4f}{mark} (± {error:.4f})")
+        lines.append([*name.rsplit(", ", 1), *cells])
+    yield table(["text", "run by", *ways, *(f"{way} over packed" for way in int8)], lines)
+
+
+def time(row: dict[str, Any], way: str) -> str:
+    """The median microseconds of a way, with its quantiles; or its error."""
+    found = row.get("times", {}).get(way, {"error": row["error"]} if "error" in row else {})
+    if "us" not in found:
+        return found.get("error", "")
+    return spread([found["p10_us"], found["us"], found["p90_us"]])
+
+
+def ratio(row: dict[str, Any], fact: str) -> str:
+    """A ratio with its quantiles, marked by whether its goal is met."""
+    found = row.get("facts", {}).get(fact)
+    goals = row.get("goals", {})
+    goal = goals.get(fact, goals.get(fact.removesuffix(" over best dense").removesuffix(" over dense")))
+    if found is None or goal is None:
+        return spread(found)
+    mark = "**" if found[1] >= goal else "*"
+    return f"{mark}{found[1]:.2f}{mark}{spread(found).removeprefix(number(found[1]))}"
+
+
+def spread(found: list[float] | None) -> str:
+    """Low, median and high, as text: the median first."""
+    return "" if found is None else f"{number(found[1])} ({number(found[0])} to {number(found[2])})"
+
+
+def number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    rows = [head, ["---"] * len(head), *(line + [""] * (len(head) - len(line)) for line in lines)]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in rows)
+
+
+SECTIONS = {
+    "layers": ("Layers", layers),
+    "calls": ("Calls", calls),
+    "generation": ("Generation", generation),
+    "perplexity": ("Perplexity of int8 values", perplexity),
+}
+"""Title and tables of each section."""
