@@ -6,6 +6,7 @@ Imports Python's standard library only, because building a wheel runs it where n
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,10 @@ from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "native"
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wno-psabi")
+
+LINK = {"linux": ("-Wl,--as-needed",)}
+"""Flags of the linker by platform: with these the library needs libc alone, none of the compiler's own libraries."""
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -56,22 +60,27 @@ def units() -> tuple[Unit, ...]:
 
 def fingerprint() -> str:
     """16 hexadecimal digits that change with the sources and with how they are compiled."""
-    digest = hashlib.sha256(repr((FLAGS, units(), sys.platform, platform.machine())).encode())
-    for source in sorted(SOURCES.iterdir()):
+    digest = hashlib.sha256(repr((FLAGS, LINK, units(), sys.platform, platform.machine())).encode())
+    for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def compiler() -> str:
-    """The C++ compiler: `$CXX`, or the first of c++, g++ and clang++.
+def compiler() -> list[str]:
+    """The C++ compiler: `$CXX`, which may have arguments, or the first of c++, g++ and clang++.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is none, or this is neither Linux nor macOS.
     """
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        if shutil.which(name):
-            return name
-    raise BuildError("no C++ compiler is installed (c++, g++ or clang++, or the one that $CXX names)")
+    if sys.platform not in ("linux", "darwin"):
+        raise BuildError(f"they compile on Linux and macOS, not on {sys.platform}")
+    own = shlex.split(os.environ.get("CXX", ""))
+    for command in [own] if own else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    if own:
+        raise BuildError(f"CXX={os.environ['CXX']!r} is not installed")
+    raise BuildError("no C++ compiler is installed: install g++ or clang++, or name one in $CXX")
 
 
 def build(to: Path, extra: tuple[str, ...] = ()) -> None:
@@ -85,9 +94,7 @@ def build(to: Path, extra: tuple[str, ...] = ()) -> None:
         BuildError: no compiler, or one that does not compile this: GCC 11 and Clang 12 are the oldest that do.
         OSError: the folder cannot be written.
     """
-    if sys.platform not in ("linux", "darwin"):
-        raise BuildError(f"the kernels compile on Linux and macOS, not on {sys.platform}")
-    command = [compiler(), *FLAGS, *extra]
+    command = [*compiler(), *FLAGS, *extra]
     to.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=to.parent, prefix=".build-") as folder,
@@ -100,7 +107,7 @@ def build(to: Path, extra: tuple[str, ...] = ()) -> None:
         ]
         list(pool.map(_run, jobs))
         library = Path(folder) / "library"
-        _run([compiler(), "-shared", *extra, "-o", str(library), *map(str, objects)])
+        _run([*compiler(), "-shared", *extra, *LINK.get(sys.platform, ()), "-o", str(library), *map(str, objects)])
         os.replace(library, to)
 
 
@@ -110,4 +117,4 @@ def _run(command: list[str]) -> None:
         errors = (
             [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
         )
-        raise BuildError(f"{command[0]} does not compile the kernels, GCC 11 or Clang 12 do: {errors[0][:300]}")
+        raise BuildError(f"{command[0]} does not compile them, GCC 11 or Clang 12 do: {errors[0][:300]}")

@@ -1,7 +1,7 @@
 """The compiled kernels of this machine: loaded on first use, or the reason why there are none."""
 
 import ctypes
-import fcntl
+import hashlib
 import logging
 import os
 import sys
@@ -98,8 +98,10 @@ def load() -> Library | str:
         if switch:
             library.path = library._number(switch)
         return library
-    except (build.BuildError, OSError, RuntimeError, ValueError) as error:
+    except (build.BuildError, ValueError) as error:
         return f"no kernels for this CPU: {error}"
+    except (OSError, RuntimeError) as error:  # of the cache folder
+        return f"no kernels for this CPU: {error}; $SPARSE24_CACHE names another folder to keep them in"
 
 
 def _torch_parallel_for() -> int:
@@ -107,7 +109,7 @@ def _torch_parallel_for() -> int:
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu{suffix}"))
     if not hasattr(torch_cpu, "torch_parallel_for"):
-        raise RuntimeError(f"torch {torch.__version__} does not share its threads, 2.10 does: pip install -U torch")
+        raise build.BuildError(f"torch {torch.__version__} does not share its threads, 2.10 does: pip install -U torch")
     address = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
     assert address is not None
     return address
@@ -115,18 +117,32 @@ def _torch_parallel_for() -> int:
 
 def _file() -> Path:
     """The file of the library, compiled if need be."""
-    fingerprint = build.fingerprint()
-    shipped = Path(__file__).parent / f"native-{fingerprint}.so"
+    name = f"native-{build.fingerprint()}"
+    shipped = Path(__file__).parent / f"{name}.so"
     if shipped.exists():
         return shipped
     folder = cache_folder()
-    file = folder / shipped.name
-    if not file.exists():
+    return _kept(folder, name) or _compiled(folder, name)
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """The library that was compiled before. One that is cut off would end the process, so its name has its digest."""
+    return next((file for file in folder.glob(f"{name}-*.so") if file.stem == f"{name}-{_digest(file)}"), None)
+
+
+def _compiled(folder: Path, name: str) -> Path:
+    build.compiler()  # before a folder is made for nothing
+    import fcntl  # not on Windows, where nothing is compiled
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f".{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for it
+        if (kept := _kept(folder, name)) is not None:
+            return kept
         logging.getLogger(__name__).warning("compiling the kernels for this CPU, once: some ten seconds")
-        build.compiler()  # before a folder is made for nothing
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f".{shipped.name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for it
-            if not file.exists():
-                build.build(file)
-    return file
+        build.build(new := folder / f".{name}.new")
+        return new.replace(folder / f"{name}-{_digest(new)}.so")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
