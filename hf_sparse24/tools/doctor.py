@@ -50,6 +50,11 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
         ("GEMMs", *choose_backend("auto", device)),
         ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed.packed_linear")),
     ]
+    for dtype, values in _PACKED:
+        problem = kernels.linear_problem(1, 2048, 2048, dtype)._replace(sparse_dtype=values)
+        plan = kernels.plan_packed(problem, device)
+        kind = str(values or dtype).removeprefix("torch.")
+        rows.append((f"  {kind} values, 1 token", plan.backend.name, plan.reason))
     if cusparselt.unsupported_device(device) is None:
         rows.append(("compressed operands", *compressor(device)))
     if device.type == "cuda" and cusparselt.is_slow_on(device):
@@ -66,6 +71,7 @@ def self_test(device: torch.device) -> Iterator[tuple[str, str]]:
             yield name, f"FAILED: {type(error).__name__}: {error}"
 
 
+_PACKED = ((torch.bfloat16, None), (torch.float16, None), (torch.float32, None), (torch.bfloat16, torch.int8))
 _X = torch.arange(64 * 64, dtype=torch.float32).mul(0.7390851).sin().view(64, 64)
 _KEY = torch.tensor(7)
 _NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
