@@ -10,14 +10,10 @@ extern const Path path_avx512_bf16;
 
 namespace {
 
-constexpr int64_t TILE = 256;         // 32-bit words in a tile: 16 rows of 64 bytes
-constexpr int64_t PASS = 4;           // blocks of 16 tokens that are multiplied at a time
-constexpr int64_t WHOLE = 64;         // tokens up to which whole rows of the weight are read, one after the other
-constexpr int64_t PANEL = 256;        // inputs that more tokens are multiplied by at a time: x of PASS blocks fits in L1
-constexpr int64_t AMX_TOKENS = 256;   // tokens at a time, and ...
-constexpr int64_t AMX_ROWS = 256;     // ... rows, whose sums stay in L2
-constexpr int64_t AHEAD = 512;        // inputs between what is prefetched and what is read
-constexpr int64_t LAG = 2;            // steps between writing a dense tile and reading it
+constexpr int64_t TILE = 256;   // 32-bit words in a tile: 16 rows of 64 bytes
+constexpr int64_t PASS = 64;    // tokens at a time, four tiles of sums: for more, the weight is read again
+constexpr int64_t AHEAD = 512;  // inputs between what is prefetched and what is read
+constexpr int64_t LAG = 2;      // steps between writing a dense tile and reading it: then it is in L1
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -99,20 +95,18 @@ struct Rows {
   const V* values[16];
   alignas(64) uint32_t kept[16][16];
 
-  Rows(const Linear& p, int64_t row, int64_t count) : p(p), row(row), count(count < 16 ? count : 16) {
+  Rows(const Linear& p, int64_t row) : p(p), row(row), count(p.rows - row < 16 ? p.rows - row : 16) {
     for (int r = 0; r < 16; r++) {
-      const int64_t at = (row + (r < this->count ? r : this->count - 1)) * p.k;
+      const int64_t at = (row + (r < count ? r : count - 1)) * p.k;
       indices[r] = p.indices + at / 8, values[r] = (const V*)p.values + at / 2;
     }
   }
-  // The inputs [j, j + 32), or to `end`, as a tile; j grows from `begin` by 32 at a time.
-  inline __attribute__((always_inline)) void expand(int64_t begin, int64_t j, int64_t end, bool whole, uint32_t* tile) {
-    const int64_t step = (j - begin) / 32 % 16;
-    if (step == 0) masks_of(indices, j, end - j, kept);
-    const __mmask16 left = end - j >= 32 ? 0xffff : (1u << (end - j) / 2) - 1;
-    // Ahead in these rows, and then in the next sixteen; or in those at once, where a panel is all that is read here.
-    const int64_t next = whole ? j + AHEAD : j + p.k;
-    const int64_t ahead = next < p.k ? next / 2 : 8 * p.k + (next - p.k) / 2;
+  // The inputs [j, j + 32), or as many as there are, as a tile; j grows by 32 at a time.
+  inline __attribute__((always_inline)) void expand(int64_t j, uint32_t* tile) {
+    const int64_t step = j / 32 % 16;
+    if (step == 0) masks_of(indices, j, p.k - j, kept);
+    const __mmask16 left = p.k - j >= 32 ? 0xffff : (1u << (p.k - j) / 2) - 1;
+    const int64_t ahead = j + AHEAD < p.k ? (j + AHEAD) / 2 : 8 * p.k + (j + AHEAD - p.k) / 2;  // then the next 16 rows
 #pragma GCC unroll 16
     for (int r = 0; r < 16; r++) {
       __m256i v;
@@ -129,29 +123,28 @@ struct Rows {
   }
 };
 
-// 16 rows times N blocks of tokens and the inputs [begin, end): adds to `sums` [N] tiles; `b` is x's tiles, of which a
-// block has `stride`. Making the weights dense and multiplying take turns tile by tile, so that they overlap; a tile is
-// read LAG steps after it is written.
+// The sums of 16 rows and N blocks of 16 tokens, N tiles; `x` has the tiles of a block after those of another. Making
+// the weights dense and multiplying take turns tile by tile, so that they overlap.
 template <class V, int N>
-inline void tile_rows(const Linear& p, int64_t row, int64_t begin, int64_t end, float* sums, const uint32_t* b) {
+inline void multiply_rows(const Linear& p, int64_t row, const uint32_t* x, float* sums) {
   alignas(64) uint32_t ring[4][TILE];
-  Rows<V> rows(p, row, p.rows - row);
-  const int64_t steps = (end - begin + 31) / 32, stride = steps * TILE;
-  _tile_loadd(0, sums, 64);
-  if (N > 1) _tile_loadd(1, sums + TILE, 64);
-  if (N > 2) _tile_loadd(2, sums + 2 * TILE, 64);
-  if (N > 3) _tile_loadd(3, sums + 3 * TILE, 64);
+  const int64_t steps = (p.k + 31) / 32, block = steps * TILE;
+  Rows<V> rows(p, row);
+  _tile_zero(0);
+  if (N > 1) _tile_zero(1);
+  if (N > 2) _tile_zero(2);
+  if (N > 3) _tile_zero(3);
   auto multiply = [&](int64_t step) __attribute__((always_inline)) {
-    const uint32_t* x = b + step * TILE;
+    const uint32_t* at = x + step * TILE;
     _tile_loadd(4, ring[step % 4], 64);
-    _tile_loadd(5, x, 64);
+    _tile_loadd(5, at, 64);
     _tile_dpbf16ps(0, 4, 5);
-    if (N > 1) { _tile_loadd(6, x + stride, 64); _tile_dpbf16ps(1, 4, 6); }
-    if (N > 2) { _tile_loadd(7, x + 2 * stride, 64); _tile_dpbf16ps(2, 4, 7); }
-    if (N > 3) { _tile_loadd(5, x + 3 * stride, 64); _tile_dpbf16ps(3, 4, 5); }
+    if (N > 1) { _tile_loadd(6, at + block, 64); _tile_dpbf16ps(1, 4, 6); }
+    if (N > 2) { _tile_loadd(7, at + 2 * block, 64); _tile_dpbf16ps(2, 4, 7); }
+    if (N > 3) { _tile_loadd(5, at + 3 * block, 64); _tile_dpbf16ps(3, 4, 5); }
   };
   for (int64_t step = 0; step < steps; step++) {
-    rows.expand(begin, begin + step * 32, end, begin == 0 && end == p.k, ring[step % 4]);
+    rows.expand(step * 32, ring[step % 4]);
     if (step >= LAG) multiply(step - LAG);
   }
   for (int64_t step = steps > LAG ? steps - LAG : 0; step < steps; step++) multiply(step);
@@ -161,64 +154,48 @@ inline void tile_rows(const Linear& p, int64_t row, int64_t begin, int64_t end, 
   if (N > 3) _tile_stored(3, sums + 3 * TILE, 64);
 }
 
-// x is [panels][blocks of 16 tokens][tiles of the panel], so that what one panel needs lies together.
-struct Amx { const Linear& p; uint32_t* x; int64_t token, blocks, panel; int failed; };
+struct Pass { const Linear& p; uint32_t* x; int64_t token, blocks; };
+
+void pair_task(int64_t begin, int64_t end, void* opaque) {
+  const Pass& c = *(const Pass*)opaque;
+  const int64_t steps = (c.p.k + 31) / 32;
+  for (int64_t block = 0; block < c.blocks; block++)
+    for (int64_t step = begin; step < end; step++)
+      pair_tiles(c.p, c.token + block * 16, step, c.x + (block * steps + step) * TILE);
+}
 
 template <class V>
-void amx_rows(int64_t begin, int64_t end, void* opaque) {
-  Amx& c = *(Amx*)opaque;
-  const Linear& p = c.p;
-  const int64_t chunk = c.panel < p.k ? AMX_ROWS : 16, stride = c.blocks * TILE;  // of the sums of 16 rows
-  Scratch memory(chunk / 16 * stride * 4);
-  float* sums = (float*)memory.data;
-  if (!sums) { c.failed = 1; return; }
+void multiply_task(int64_t begin, int64_t end, void* opaque) {
+  const Pass& c = *(const Pass*)opaque;
   const TileConfig config;
   _tile_loadconfig(&config);
-  begin *= 16, end = end * 16 < p.rows ? end * 16 : p.rows;
-  for (int64_t top = begin; top < end; top += chunk) {
-    const int64_t stop = end - top < chunk ? end : top + chunk;
-    memset(sums, 0, chunk / 16 * stride * 4);
-    for (int64_t j = 0; j < p.k; j += c.panel) {
-      const int64_t until = p.k - j < c.panel ? p.k : j + c.panel;
-      const uint32_t* b = c.x + j / 32 * c.blocks * TILE;
-      for (int64_t block = 0; block < c.blocks; block += PASS, b += PASS * ((until - j + 31) / 32) * TILE) {
-        const int64_t n = c.blocks - block;
-        auto multiply = n == 1 ? tile_rows<V, 1> : n == 2 ? tile_rows<V, 2> : n == 3 ? tile_rows<V, 3> : tile_rows<V, 4>;
-        for (int64_t row = top; row < stop; row += 16)
-          multiply(p, row, j, until, sums + (row - top) / 16 * stride + block * TILE, b);
-      }
+  alignas(64) float sums[PASS / 16 * TILE];
+  auto multiply = c.blocks == 1 ? multiply_rows<V, 1> : c.blocks == 2 ? multiply_rows<V, 2>
+                : c.blocks == 3 ? multiply_rows<V, 3> : multiply_rows<V, 4>;
+  for (int64_t row = begin * 16; row < end * 16 && row < c.p.rows; row += 16) {
+    multiply(c.p, row, c.x, sums);
+    for (int64_t block = 0; block < c.blocks; block++) {
+      const int64_t token = c.token + block * 16;
+      write_tile(c.p, sums + block * TILE, row, c.p.rows - row, token, c.p.tokens - token);
     }
-    for (int64_t row = top; row < stop; row += 16)
-      for (int64_t block = 0; block < c.blocks; block++) {
-        const int64_t token = c.token + block * 16;
-        write_tile(p, sums + (row - top) / 16 * stride + block * TILE, row, stop - row, token, p.tokens - token);
-      }
   }
   _tile_release();
 }
 
 template <class V>
 int many_tokens(const Linear& p) {
-  const int64_t all = (p.k + 31) / 32, most = p.tokens < AMX_TOKENS ? (p.tokens + 15) / 16 : AMX_TOKENS / 16;
-  Scratch x(most * all * TILE * 4);
+  const int64_t steps = (p.k + 31) / 32, most = p.tokens < PASS ? (p.tokens + 15) / 16 : PASS / 16;
+  Scratch x(most * steps * TILE * 4);
   if (!x.data) return 1;
-  Amx c{p, (uint32_t*)x.data, 0, 0, p.tokens <= WHOLE ? round_up(p.k, 32) : PANEL, 0};
-  for (; c.token < p.tokens; c.token += AMX_TOKENS) {
-    const int64_t left = p.tokens - c.token;
-    c.blocks = left < AMX_TOKENS ? (left + 15) / 16 : AMX_TOKENS / 16;
-    int status = p.parallel_for(0, all, 64, [](int64_t begin, int64_t end, void* opaque) {
-      const Amx& c = *(const Amx*)opaque;
-      const int64_t all = (c.p.k + 31) / 32, panel = c.panel / 32;
-      for (int64_t step = begin; step < end; step++) {
-        const int64_t first = step / panel * panel, steps = all - first < panel ? all - first : panel;
-        for (int64_t block = 0; block < c.blocks; block++)
-          pair_tiles(c.p, c.token + block * 16, step, c.x + (first * c.blocks + block * steps + step - first) * TILE);
-      }
-    }, &c);
-    if (!status) status = p.parallel_for(0, (p.rows + 15) / 16, 2, amx_rows<V>, &c);
-    if (status || c.failed) return 1;
+  Pass pass{p, (uint32_t*)x.data, 0, 0};
+  int status = 0;
+  for (; !status && pass.token < p.tokens; pass.token += PASS) {
+    const int64_t left = (p.tokens - pass.token + 15) / 16;
+    pass.blocks = left < most ? left : most;
+    status = p.parallel_for(0, steps, 32, pair_task, &pass);
+    if (!status) status = p.parallel_for(0, (p.rows + 15) / 16, 2, multiply_task<V>, &pass);
   }
-  return 0;
+  return status;
 }
 
 int linear(const Linear& p) {
