@@ -61,18 +61,20 @@ def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> 
 
 
 def _check(x: Tensor | None, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None) -> None:
-    """Raise ValueError for sizes or dtypes with which the kernels would read what is not theirs."""
-    rows, half = values.shape
+    """Raise ValueError for sizes, dtypes or devices with which the kernels would read what is not theirs."""
+    rows, half = values.shape if values.dim() == 2 else (0, 1)
     dtype = values.dtype if scales is None else scales.dtype
     fits = half % 4 == 0 and indices.shape == (rows, half // 4) and indices.dtype == torch.uint8
     fits &= scales is None or (values.dtype == torch.int8 and scales.shape == (rows, scale_columns(2 * half)))
-    fits &= x is None or (x.dim() == 2 and x.shape[1] == 2 * half and x.dtype == dtype)
-    fits &= bias is None or (bias.shape == (rows,) and bias.dtype == dtype)
+    fits &= values.is_cpu and indices.is_cpu and (scales is None or scales.is_cpu)
+    fits &= x is None or (x.dim() == 2 and x.shape[1] == 2 * half and x.dtype == dtype and x.is_cpu)
+    fits &= bias is None or (bias.shape == (rows,) and bias.dtype == dtype and bias.is_cpu)
     if not fits:
         given = [
-            None if tensor is None else (tensor.dtype, *tensor.shape) for tensor in (x, values, indices, bias, scales)
+            None if tensor is None else (str(tensor.device), tensor.dtype, *tensor.shape)
+            for tensor in (x, values, indices, bias, scales)
         ]
-        raise ValueError(f"x, values, indices, bias and scales do not fit each other: {given}")
+        raise ValueError(f"x, values, indices, bias and scales do not fit each other, or are not on the CPU: {given}")
 
 
 def _library() -> Library:
