@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -72,6 +73,8 @@ def native() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     Raises:
         RuntimeError: no compiler, or a CPU without AVX512_BF16.
     """
+    if shutil.which(compiler()) is None:
+        raise RuntimeError(f"dense.cpp was not compiled: there is no {compiler()}, set CXX")
     with tempfile.TemporaryDirectory() as folder:
         command = [compiler(), "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-o", f"{folder}/dense.so"]
         done = subprocess.run([*command, str(Path(__file__).with_name("dense.cpp"))], capture_output=True, text=True)
