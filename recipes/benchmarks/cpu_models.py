@@ -121,9 +121,9 @@ class Task:
 class Generation(Section):
     name = "generation"
     note = (
-        f"Microseconds of a decoding step, {NEW} new tokens after a prompt of {PROMPT}: 10 % quantile, median and 90 % "
-        f"quantile of the turns. First token: of a prompt of {LONG_PROMPT} tokens. Peak memory: of the process, after "
-        "loading, the long prompt and decoding."
+        f"Decoding: {NEW} new tokens after a prompt of {PROMPT}. First token: of a prompt of {LONG_PROMPT} tokens. "
+        "Peak memory: of the process, with what Python imports, after loading, the long prompt and decoding. "
+        "llama.cpp has the dense model, by the wheel of xllamacpp, whose instructions are named below."
     )
 
     def __init__(self, quick: bool = False, llama_cpp: bool = False, folder: Path = Path("runs/benchmark_cpu")):

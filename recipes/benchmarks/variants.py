@@ -1,6 +1,7 @@
 """Variants of a model, each in a process of its own, that answer requests in turn. It imports little."""
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -61,7 +62,10 @@ def serve(load: Callable[[], Loaded]) -> None:
 def peak_memory() -> float:
     """GB that this process has had in memory at most, what it has mapped of files included.
 
-    Not `ru_maxrss`, which a child process begins with its parent's.
+    Not `ru_maxrss` where there is another way: a child process begins with its parent's.
     """
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / 1e9
