@@ -12,6 +12,7 @@ from typing import Any, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
+from sparse24_kernels.gemm.packed import unsupported_device
 from sparse24_kernels.matmul import packed_layer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -41,8 +42,8 @@ class _PackedLinearFunction(torch.autograd.Function):
 
 
 def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) -> Tensor:
-    if x.device.type == "cpu" and input_dim == -2:
-        # How a weight lies in memory decides in which order a CPU sums. This is how Conv1D's lies, for the same bits.
+    if input_dim == -2 and x.device.type == "cpu" and unsupported_device(x.device, x.dtype):
+        # How a weight lies in memory decides in which order dense math on a CPU sums: as Conv1D's, for the same bits.
         return nn.functional.linear(x, kernels.unpack_nm(packed).t().contiguous().t(), bias)
     return packed_layer(x, packed, bias)
 
