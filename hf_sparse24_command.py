@@ -76,7 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
     for each in (doctor, tune, plan):
         each.add_argument("--method", help="such as s-ste; without it the model's own, or the default")
         each.add_argument("--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp")
-        each.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the GEMMs (default bf16)")
+        dtypes = ("bf16", "fp16", "fp32")
+        each.add_argument("--dtype", choices=dtypes, default="bf16", help="of the GEMMs (default bf16)")
         each.add_argument("--tokens", type=positive_number, default=8192, help="per step and GPU (default 8192)")
     plan.add_argument("--gpus", type=positive_number, default=1, help="one process each (default 1)")
     plan.add_argument("--parallel", choices=("ddp", "fsdp2"), help="without it ddp if that fits in memory, else fsdp2")
