@@ -6,7 +6,6 @@ A packed weight is two buffers of its module, `packed_weight_values` and `packed
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import sparse24_kernels as kernels
@@ -73,6 +72,10 @@ class PackedFormat:
 class PackedWeight(WeightPlace):
     """One packed weight; `packed_weights(model)` finds them. Its module has no Parameter: `dense` unpacks a copy."""
 
+    def __init__(self, module: nn.Module, name: str, input_dim: int):
+        super().__init__(module, name, input_dim)
+        self._keys = buffer_names(name)
+
     @property
     def parameter(self) -> Tensor:
         return self.dense()
@@ -85,10 +88,6 @@ class PackedWeight(WeightPlace):
     def packed(self) -> Packed:
         buffers = self.module._buffers
         return Packed(*map(buffers.get, self._keys))  # type: ignore[arg-type]  # values and indices are always there
-
-    @cached_property
-    def _keys(self) -> tuple[str, str, str]:
-        return buffer_names(self.name)
 
     @torch.no_grad()
     def dense(self) -> Tensor:

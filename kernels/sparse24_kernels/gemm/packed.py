@@ -79,10 +79,10 @@ class PackedBackend(GemmBackend):
         values, indices, scales = weight
         assert indices is not None
         rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
-        # Operators cost Python some 10 us, as long as a small layer takes. Only tracing needs them: torch.compile, tensors
-        # of other kinds, and make_fx, which would write down that memory is taken, and not that it is filled.
-        is_traced = torch.compiler.is_compiling() or type(rows) is not Tensor or torch._C._len_torch_dispatch_stack()
-        run = packed_linear if is_traced else implementation("packed.packed_linear", rows)
+        # Operators cost Python some 10 us, as long as a small layer takes. Only tracing needs them: torch.compile,
+        # tensors of other kinds, and make_fx, which would record that memory is taken, and not that it is filled.
+        plain = type(rows) is Tensor and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+        run = implementation("packed.packed_linear", rows) if plain else packed_linear
         return run(rows, values, indices, bias, scales).view(*x.shape[:-1], len(values))
 
 

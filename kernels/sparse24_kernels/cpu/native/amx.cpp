@@ -11,7 +11,8 @@ extern const Path path_avx512_bf16;
 namespace {
 
 constexpr int64_t TILE = 256;   // 32-bit words in a tile: 16 rows of 64 bytes
-constexpr int64_t PASS = 64;    // tokens at a time, four tiles of sums: for more, the weight is read again
+constexpr int64_t PASS = 4;     // blocks of 16 tokens at a time: for more, the weight is read again
+constexpr int64_t MOST_BLOCKS = 32;  // whose x is kept as tiles: for more, all starts again
 constexpr int64_t AHEAD = 512;  // inputs between what is prefetched and what is read
 constexpr int64_t LAG = 2;      // steps between writing a dense tile and reading it: then it is in L1
 
@@ -154,10 +155,11 @@ inline void multiply_rows(const Linear& p, int64_t row, const uint32_t* x, float
   if (N > 3) _tile_stored(3, sums + 3 * TILE, 64);
 }
 
-struct Pass { const Linear& p; uint32_t* x; int64_t token, blocks; };
+// `blocks` blocks of 16 tokens from `token` on; x has their tiles, a block's after those of the block before.
+struct Many { const Linear& p; uint32_t* x; int64_t token, blocks; };
 
 void pair_task(int64_t begin, int64_t end, void* opaque) {
-  const Pass& c = *(const Pass*)opaque;
+  const Many& c = *(const Many*)opaque;
   const int64_t steps = (c.p.k + 31) / 32;
   for (int64_t block = 0; block < c.blocks; block++)
     for (int64_t step = begin; step < end; step++)
@@ -166,17 +168,21 @@ void pair_task(int64_t begin, int64_t end, void* opaque) {
 
 template <class V>
 void multiply_task(int64_t begin, int64_t end, void* opaque) {
-  const Pass& c = *(const Pass*)opaque;
+  const Many& c = *(const Many*)opaque;
+  const int64_t steps = (c.p.k + 31) / 32, top = begin * 16, stop = end * 16 < c.p.rows ? end * 16 : c.p.rows;
   const TileConfig config;
   _tile_loadconfig(&config);
-  alignas(64) float sums[PASS / 16 * TILE];
-  auto multiply = c.blocks == 1 ? multiply_rows<V, 1> : c.blocks == 2 ? multiply_rows<V, 2>
-                : c.blocks == 3 ? multiply_rows<V, 3> : multiply_rows<V, 4>;
-  for (int64_t row = begin * 16; row < end * 16 && row < c.p.rows; row += 16) {
-    multiply(c.p, row, c.x, sums);
-    for (int64_t block = 0; block < c.blocks; block++) {
-      const int64_t token = c.token + block * 16;
-      write_tile(c.p, sums + block * TILE, row, c.p.rows - row, token, c.p.tokens - token);
+  alignas(64) float sums[PASS * TILE];
+  for (int64_t first = 0; first < c.blocks; first += PASS) {
+    const int64_t n = c.blocks - first < PASS ? c.blocks - first : PASS;
+    auto multiply = n == 1 ? multiply_rows<V, 1> : n == 2 ? multiply_rows<V, 2>
+                  : n == 3 ? multiply_rows<V, 3> : multiply_rows<V, 4>;
+    for (int64_t row = top; row < stop; row += 16) {
+      multiply(c.p, row, c.x + first * steps * TILE, sums);
+      for (int64_t block = 0; block < n; block++) {
+        const int64_t token = c.token + (first + block) * 16;
+        write_tile(c.p, sums + block * TILE, row, c.p.rows - row, token, c.p.tokens - token);
+      }
     }
   }
   _tile_release();
@@ -184,16 +190,15 @@ void multiply_task(int64_t begin, int64_t end, void* opaque) {
 
 template <class V>
 int many_tokens(const Linear& p) {
-  const int64_t steps = (p.k + 31) / 32, most = p.tokens < PASS ? (p.tokens + 15) / 16 : PASS / 16;
+  const int64_t steps = (p.k + 31) / 32, all = (p.tokens + 15) / 16, most = all < MOST_BLOCKS ? all : MOST_BLOCKS;
   Scratch x(most * steps * TILE * 4);
   if (!x.data) return 1;
-  Pass pass{p, (uint32_t*)x.data, 0, 0};
+  Many many{p, (uint32_t*)x.data, 0, 0};
   int status = 0;
-  for (; !status && pass.token < p.tokens; pass.token += PASS) {
-    const int64_t left = (p.tokens - pass.token + 15) / 16;
-    pass.blocks = left < most ? left : most;
-    status = p.parallel_for(0, steps, 32, pair_task, &pass);
-    if (!status) status = p.parallel_for(0, (p.rows + 15) / 16, 2, multiply_task<V>, &pass);
+  for (int64_t block = 0; !status && block < all; block += most) {
+    many.token = block * 16, many.blocks = all - block < most ? all - block : most;
+    status = p.parallel_for(0, steps, 32, pair_task, &many);
+    if (!status) status = p.parallel_for(0, (p.rows + 15) / 16, 2, multiply_task<V>, &many);
   }
   return status;
 }

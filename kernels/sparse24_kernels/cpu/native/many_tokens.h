@@ -11,6 +11,7 @@ constexpr int WIDTH = VECTOR_BYTES / 4;  // tokens in a vector
 typedef float Tokens __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 constexpr int64_t DEPTH = 128;        // inputs that are multiplied before the next row: 4 vectors of each fit in L1
 constexpr int64_t CHUNK_ROWS = 256;   // rows whose sums stay in L2
+constexpr int64_t MOST_TOKENS = 512;  // whose x is kept, transposed: for more, all starts again
 constexpr int64_t ROWS_AHEAD = 8;     // prefetched, because hardware does not foresee the jump to the next row
 
 // Two rows, or one, times N vectors of tokens and the inputs [begin, end). `x` is [k, N * WIDTH], `sums` a row's.
@@ -44,60 +45,76 @@ inline void many_rows(const Linear& p, const float* x, float* sums, int64_t row,
     for (int n = 0; n < N; n++) ((Tokens*)sums)[r * N + n] = total[r][n];
 }
 
-struct Many { const Linear& p; float* x; int64_t token; int failed; };
+// `count` tokens from `token` on, in parts of 4 vectors; the last part has as many vectors as it needs. x of a part is
+// [k, its vectors * WIDTH], and starts at x + k * the tokens before it.
+struct Many { const Linear& p; float* x; int64_t token, count; int failed; };
 
-// `COUNT` tokens of x from `many.token` on, as columns of [k, COUNT] in fp32; zeros for those behind the last one.
-template <class X, int COUNT>
-inline void transpose_tokens(const Many& many, int64_t begin, int64_t end) {
-  const int64_t k = many.p.k, count = many.p.tokens - many.token < COUNT ? many.p.tokens - many.token : COUNT;
-  const X* x = (const X*)many.p.x + many.token * k;
+inline int64_t vectors_of(const Many& c, int64_t part) {
+  const int64_t left = (c.count - part + WIDTH - 1) / WIDTH;
+  return left < 4 ? left : 4;
+}
+
+template <class X>
+inline void transpose_part(const Many& c, int64_t part, int64_t begin, int64_t end) {
+  const int64_t k = c.p.k, columns = vectors_of(c, part) * WIDTH;
+  const X* from = (const X*)c.p.x + (c.token + part) * k;
+  float* to = c.x + part * k;
   for (int64_t j = begin; j < end; j += 8)
-    for (int t = 0; t < COUNT; t++)
-      for (int i = 0; i < 8; i++) many.x[(j + i) * COUNT + t] = t < count ? to_float(x[t * k + j + i]) : 0.0f;
+    for (int64_t t = 0; t < columns; t++)
+      for (int i = 0; i < 8; i++) to[(j + i) * columns + t] = part + t < c.count ? to_float(from[t * k + j + i]) : 0.0f;
+}
+
+inline void transpose_task(int64_t begin, int64_t end, void* opaque) {
+  const Many& c = *(const Many*)opaque;
+  with_type(c.p, [&](auto type) {
+    for (int64_t part = 0; part < c.count; part += 4 * WIDTH) transpose_part<decltype(type)>(c, part, 8 * begin, 8 * end);
+    return 0;
+  });
 }
 
 template <class V, int N>
-int many_chunk(Many& many) {  // N * WIDTH tokens from many.token on, or as many as there are
-  auto transpose = [](int64_t begin, int64_t end, void* opaque) {
-    const Many& c = *(const Many*)opaque;
-    with_type(c.p, [&](auto type) { return transpose_tokens<decltype(type), N * WIDTH>(c, 8 * begin, 8 * end), 0; });
-  };
-  auto multiply = [](int64_t begin, int64_t end, void* opaque) {
-    Many& c = *(Many*)opaque;
-    const Linear& p = c.p;
-    Scratch memory(CHUNK_ROWS * N * WIDTH * 4);
-    float* sums = (float*)memory.data;
-    if (!sums) { c.failed = 1; return; }
-    for (int64_t top = begin; top < end; top += CHUNK_ROWS) {
-      const int64_t rows = end - top < CHUNK_ROWS ? end - top : CHUNK_ROWS;
-      memset(sums, 0, rows * N * WIDTH * 4);
-      for (int64_t j = 0; j < p.k; j += DEPTH) {
-        const int64_t stop = p.k - j < DEPTH ? p.k : j + DEPTH;
-        int64_t r = 0;
-        for (; r + 2 <= rows; r += 2) many_rows<V, 2, N>(p, c.x, sums + r * N * WIDTH, top + r, j, stop);
-        if (r < rows) many_rows<V, 1, N>(p, c.x, sums + r * N * WIDTH, top + r, j, stop);
-      }
-      for (int64_t t = 0; t < N * WIDTH && c.token + t < p.tokens; t++)
-        for (int64_t r = 0; r < rows; r++) write(p, c.token + t, top + r, sums[r * N * WIDTH + t]);
+inline void multiply_part(const Many& c, int64_t part, int64_t top, int64_t rows, float* sums) {
+  const Linear& p = c.p;
+  const float* x = c.x + part * p.k;
+  memset(sums, 0, rows * N * WIDTH * 4);
+  for (int64_t j = 0; j < p.k; j += DEPTH) {
+    const int64_t stop = p.k - j < DEPTH ? p.k : j + DEPTH;
+    int64_t r = 0;
+    for (; r + 2 <= rows; r += 2) many_rows<V, 2, N>(p, x, sums + r * N * WIDTH, top + r, j, stop);
+    if (r < rows) many_rows<V, 1, N>(p, x, sums + r * N * WIDTH, top + r, j, stop);
+  }
+  for (int64_t t = 0; t < N * WIDTH && part + t < c.count; t++)
+    for (int64_t r = 0; r < rows; r++) write(p, c.token + part + t, top + r, sums[r * N * WIDTH + t]);
+}
+
+template <class V>
+void multiply_task(int64_t begin, int64_t end, void* opaque) {
+  Many& c = *(Many*)opaque;
+  Scratch memory(CHUNK_ROWS * 4 * WIDTH * 4);
+  float* sums = (float*)memory.data;
+  if (!sums) { __atomic_store_n(&c.failed, 1, __ATOMIC_RELAXED); return; }
+  for (int64_t top = begin; top < end; top += CHUNK_ROWS) {
+    const int64_t rows = end - top < CHUNK_ROWS ? end - top : CHUNK_ROWS;
+    for (int64_t part = 0; part < c.count; part += 4 * WIDTH) {
+      const int64_t n = vectors_of(c, part);
+      auto multiply = n == 4 ? multiply_part<V, 4> : n == 3 ? multiply_part<V, 3>
+                    : n == 2 ? multiply_part<V, 2> : multiply_part<V, 1>;
+      multiply(c, part, top, rows, sums);
     }
-  };
-  int status = many.p.parallel_for(0, many.p.k / 8, 128, transpose, &many);
-  return status ? status : many.p.parallel_for(0, many.p.rows, ROWS_PER_TASK, multiply, &many);
+  }
 }
 
 template <class V>
 int many_tokens(const Linear& p) {
-  Scratch x(p.k * 4 * WIDTH * 4);
+  const int64_t most = p.tokens < MOST_TOKENS ? round_up(p.tokens, WIDTH) : MOST_TOKENS;
+  Scratch x(p.k * most * 4);
   if (!x.data) return 1;
-  Many many{p, (float*)x.data, 0, 0};
+  Many many{p, (float*)x.data, 0, 0, 0};
   int status = 0;
-  while (!status && !many.failed && many.token < p.tokens) {
-    const int64_t vectors = (p.tokens - many.token + WIDTH - 1) / WIDTH;
-    status = vectors >= 4 ? many_chunk<V, 4>(many)
-           : vectors == 3 ? many_chunk<V, 3>(many)
-           : vectors == 2 ? many_chunk<V, 2>(many)
-                          : many_chunk<V, 1>(many);
-    many.token += (vectors < 4 ? vectors : 4) * WIDTH;
+  for (; !status && !many.failed && many.token < p.tokens; many.token += MOST_TOKENS) {
+    many.count = p.tokens - many.token < MOST_TOKENS ? p.tokens - many.token : MOST_TOKENS;
+    status = p.parallel_for(0, p.k / 8, 128, transpose_task, &many);
+    if (!status) status = p.parallel_for(0, p.rows, ROWS_PER_TASK, multiply_task<V>, &many);
   }
   return status ? status : many.failed;
 }
