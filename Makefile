@@ -4,7 +4,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow coverage lower-bounds methods figures docs gpu-test gpu lint lint-check dist clean
+.PHONY: demo test test-slow coverage lower-bounds methods figures docs gpu-test gpu cpu-test lint lint-check dist wheel clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
@@ -74,6 +74,20 @@ dist: .venv/.release-installed
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/support/try_wheel.py dist/*.whl
+
+# A wheel for this platform in dist/, with the kernels for CPUs compiled, tried where no compiler is.
+wheel: .venv/.release-installed
+	rm -rf dist build/lib build/bdist*
+	SPARSE24_BUILD_KERNELS=1 $(BIN)/python -m build --wheel --outdir dist/built
+	if test "$$(uname)" = Linux; then PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair dist/built/*.whl -w dist; \
+		else mv dist/built/*.whl dist; fi
+	rm -r dist/built
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/support/try_wheel.py dist/*.whl
+
+# On another CPU: whether the kernels in C++ compute the right thing.
+cpu-test: .venv/.test-installed
+	$(BIN)/python -m pytest -q tests/kernels/cpu
 
 clean:
 	rm -rf .venv runs build dist *.egg-info

@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import lower_bounds
 import pytest
 from paths import ROOT
+from sparse24_kernels.cpu.build import SOURCES, fingerprint
 
 import hf_sparse24
 
@@ -44,7 +47,15 @@ def built(tmp_path_factory) -> Path:
     source = directory / "source"  # a copy: building leaves files behind, and a wheel picks stale ones up
     for name in ("hf_sparse24", "kernels", "tests", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("hf_sparse24_command.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in (
+        "hf_sparse24_command.py",
+        "setup.py",
+        "setup.cfg",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+    ):
         shutil.copy(ROOT / name, source)
     sdist = "from setuptools.build_meta import build_sdist; build_sdist('..')"
     subprocess.run([sys.executable, "-c", sdist], cwd=source, check=True, capture_output=True)
@@ -70,6 +81,22 @@ def test_wheel(built):
     assert {name.split("/")[0] for name in names} == {"hf_sparse24", "hf_sparse24_command.py", "sparse24_kernels"}
     assert {name for name in names if name.endswith(".py")} == modules()
     assert {"hf_sparse24/py.typed", "hf_sparse24/tools/page.css", "sparse24_kernels/py.typed"} <= set(names)
+    native = "sparse24_kernels/cpu/native"
+    assert {f"{native}/{path.name}" for path in SOURCES.iterdir()} == {name for name in names if native in name}
+
+
+def test_a_wheel_with_kernels(built, tmp_path):
+    """The library that a user's process looks for, for one platform and any Python; the compiler is a script here."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho compiled > "$2"\n')
+    compiler.chmod(0o755)
+    (archive,) = built.glob("*.tar.gz")
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, archive]
+    environment = os.environ | {"SPARSE24_BUILD_KERNELS": "1", "CXX": str(compiler)}
+    subprocess.run(wheel, check=True, capture_output=True, env=environment)
+    (path,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"hf_sparse24-[\w.]+-py3-none-(linux|macosx)_\w+", path.stem)
+    assert f"sparse24_kernels/cpu/native-{fingerprint()}.so" in zipfile.ZipFile(path).namelist()
 
 
 def test_sdist_has_the_packages_and_no_half_of_the_tests(built):

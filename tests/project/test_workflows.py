@@ -56,7 +56,8 @@ def test_publishing_asks_for_a_variable_of_the_repository():
     docs, release = (read(GITHUB / "workflows" / name)["jobs"] for name in ("docs.yml", "release.yml"))
     assert "vars.PUBLISH_DOCS == 'true'" in docs["build"]["if"] and docs["deploy"]["needs"] == "build"
     assert release["pypi"]["if"] == "vars.PUBLISH_TO_PYPI == 'true'"
-    assert release["pypi"]["needs"] == release["draft"]["needs"] == "try" and release["try"]["needs"] == "build"
+    assert release["pypi"]["needs"] == release["draft"]["needs"] == ["try", "kernels"]
+    assert release["try"]["needs"] == release["kernels"]["needs"] == "build"
 
 
 def test_python_versions_are_those_of_the_package():

@@ -61,6 +61,18 @@ print("reloaded: the same logits")
 """
 
 
+KERNELS = """
+import sys
+
+from sparse24_kernels.cpu.library import load
+
+library = load()
+assert not isinstance(library, str), library
+assert library.functions._name.startswith(sys.prefix), library.functions._name
+print("kernels:", *library.paths)
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
@@ -70,12 +82,16 @@ def main() -> None:
         binaries = Path(directory) / "venv" / "bin"
         # Nothing that points at a checkout, and no network but for pip.
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+        with_kernels = not wheel.name.endswith("-any.whl")
+        if with_kernels:
+            environment["CXX"] = "/nowhere"  # none of them is compiled here
         for command in (
             [binaries / "python", "-m", "pip", "install", "-q", "-c", CONSTRAINTS, wheel],
             [binaries / "python", "-c", TRAIN],
             [binaries / "python", "-c", RELOAD],
             [binaries / "hf-sparse24", "--version"],
             [binaries / "hf-sparse24", "verify", "packed"],
+            *([[binaries / "python", "-c", KERNELS]] if with_kernels else []),
         ):
             subprocess.run(command, cwd=directory, env=environment, check=True)
     print(f"{wheel.name}: works in a new environment")
