@@ -1,0 +1,127 @@
+"""Call the kernels for CPUs with random sizes, numbers and indices, without torch. NumPy allocates every operand to the
+byte, so that a sanitizer sees what is read or written beside one; masked instructions, which it does not watch, meet a
+page that is protected.
+
+    LD_PRELOAD=$(g++ -print-file-name=libasan.so) python tests/support/fuzz_cpu_kernels.py LIBRARY SEED CALLS
+
+Results are compared with NumPy's where indices are what packing makes; others may give any numbers.
+"""
+
+import ctypes
+import itertools
+import mmap
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+FP32, BF16, FP16 = range(3)
+TASK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+PARALLEL_FOR = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)
+PLACES = np.array([[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]])
+EIGHTS = [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100]
+TOKENS = [0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 100, 257]
+
+
+def stored(numbers, dtype):
+    """fp32 numbers as the kernels store them, rounded towards zero."""
+    if dtype == BF16:
+        return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    return numbers.astype(np.float16) if dtype == FP16 else numbers.copy()
+
+
+def read(numbers, dtype):
+    return (numbers.astype(np.uint32) << 16).view(np.float32) if dtype == BF16 else numbers.astype(np.float32)
+
+
+def before_a_protected_page(array):
+    """A copy of the array whose last byte is the last one of a page, behind which nothing may be touched."""
+    if array is None or not array.nbytes:
+        return array
+    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.ctypes.data + size), ctypes.c_size_t(mmap.PAGESIZE), 0):
+        raise OSError("mprotect")
+    copy = memory[size - array.nbytes : size].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+class Fuzzer:
+    def __init__(self, file, seed):
+        self.random = np.random.default_rng(seed)
+        self.library = ctypes.CDLL(file)
+        self.library.sparse24_path.restype = ctypes.c_char_p
+        self.paths = []
+        while (name := self.library.sparse24_path(len(self.paths))) is not None:
+            self.paths.append(name.decode())
+        assert self.library.sparse24_path(-1) is None and self.library.sparse24_path(1000) is None
+        self.pool = ThreadPoolExecutor(3)
+        self.parallel_for = PARALLEL_FOR(self.run)
+        self.threads = 1
+
+    def run(self, begin, end, grain, task, context):
+        """As torch does, but with any parts."""
+        edges = [begin, *sorted(self.random.integers(begin, end + 1, self.threads - 1)), end]
+        list(self.pool.map(lambda part: TASK(task)(*map(int, part), context), itertools.pairwise(edges)))
+        return 0
+
+    def numbers(self, shape, dtype, special):
+        numbers = self.random.standard_normal(shape, np.float32)
+        if special and numbers.size:
+            some = self.random.integers(0, numbers.size, 3)
+            numbers.reshape(-1)[some] = [np.nan, np.inf, 1e-42]
+        return stored(numbers, dtype)
+
+    def call(self):
+        random = self.random
+        tokens, rows = int(random.choice(TOKENS)), int(random.integers(0, 90))
+        k, dtype = 8 * int(random.choice(EIGHTS)), int(random.integers(3))
+        int8, special, valid = (bool(random.integers(2)) for _ in range(3))
+        self.threads = int(random.integers(1, 4))
+        places = PLACES[random.integers(0, 6, (rows, k // 4))]
+        nibbles = (places[..., 0] | places[..., 1] << 2).astype(np.uint8)
+        indices = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        if not valid:
+            indices = random.integers(0, 256, indices.shape).astype(np.uint8)
+        scales = None
+        if int8:
+            values = random.integers(-128, 128, (rows, k // 2)).astype(np.int8)
+            scales = self.numbers((rows, -(-k // 128)), dtype, special)
+        else:
+            values = self.numbers((rows, k // 2), dtype, special)
+        x = self.numbers((tokens, k), dtype, special)
+        bias = self.numbers(rows, dtype, special) if random.integers(2) else None
+        number = int(random.choice([number for number, name in enumerate(self.paths) if name]))
+        y, dense = (stored(np.zeros(shape, np.float32), dtype) for shape in ((tokens, rows), (rows, k)))
+        operands = [x, values, indices, scales, bias, y, dense]
+        if random.integers(2):
+            operands = [before_a_protected_page(operand) for operand in operands]
+        y, dense = operands[-2:]
+        pointers = [ctypes.c_void_p(None if operand is None else operand.ctypes.data) for operand in operands]
+        sizes = [ctypes.c_int64(size) for size in (tokens, rows, k, dtype)]
+        assert not self.library.sparse24_linear(number, *pointers[:6], *sizes, self.parallel_for)
+        assert not self.library.sparse24_unpack(number, *pointers[1:4], pointers[6], *sizes[1:], self.parallel_for)
+        if special or not valid or (int8 and dtype == FP16):
+            return
+        weight = np.zeros((rows, k // 4, 4))
+        factors = np.repeat(read(scales, dtype), 64, 1)[:, : k // 2] if int8 else 1
+        exact = (values if int8 else read(values, dtype)) * np.float64(factors)
+        np.put_along_axis(weight, places, exact.reshape(rows, k // 4, 2), 2)
+        weight, x, described = weight.reshape(rows, k), np.float64(read(x, dtype)), (tokens, rows, k, dtype, int8)
+        assert np.allclose(read(dense, dtype), weight, rtol=2**-8, atol=0), (self.paths[number], described)
+        wanted = x @ weight.T + (0 if bias is None else read(bias, dtype))
+        allowed = 0.02 * (np.abs(x) @ np.abs(weight).T + np.abs(wanted)) + (
+            0.02 * np.abs(x).max(initial=0)
+        ) * int8 * np.abs(weight).sum(1)
+        assert (np.abs(read(y, dtype) - wanted) <= allowed).all(), (self.paths[number], described)
+
+
+if __name__ == "__main__":
+    fuzzer = Fuzzer(sys.argv[1], int(sys.argv[2]))
+    with np.errstate(all="ignore"):
+        for _ in range(int(sys.argv[3])):
+            fuzzer.call()
+    print(f"{sys.argv[3]} calls, paths {[name for name in fuzzer.paths if name]}")
