@@ -19,6 +19,7 @@ import own_method  # noqa: F401  registers itself, so that tests of every method
 import pytest
 import transformers
 from accelerate.state import GradientState
+from sparse24_kernels import dispatch, matmul
 
 if find_spec("triton"):
     import triton_interpreter
@@ -48,6 +49,21 @@ def pytest_unconfigure():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def dense_math():
+    """Packed weights run by dense math on a CPU, with its bits: the kernels in C++ are switched off in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "IMPLEMENTATIONS", [each for each in dispatch.IMPLEMENTATIONS if each.name != "cpu"])
+        _forget_choices()
+        yield
+    _forget_choices()
+
+
+def _forget_choices():
+    dispatch._choose.cache_clear()
+    matmul._kept_plan.cache_clear()
 
 
 @pytest.fixture(autouse=True)

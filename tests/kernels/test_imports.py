@@ -15,9 +15,9 @@ PACKAGE = "sparse24_kernels"
 
 # Lower layers first. A module imports from its own layer and those before it.
 LAYERS = [
-    ["formats", "checks"],
+    ["formats", "checks", "cache_folder"],
     ["reference"],
-    ["gpu"],
+    ["cpu", "gpu"],
     ["dispatch"],
     ["gemm.problem", "gemm.operand"],
     ["gemm.backend", "gemm.cusparselt"],

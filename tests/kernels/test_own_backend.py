@@ -120,7 +120,7 @@ def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp3
             call()
 
 
-def test_an_implementation_may_have_one_operator(monkeypatch):
+def test_an_implementation_may_have_one_operator(dense_math, monkeypatch):
     """A native `packed_linear` for CPUs, say: one module and one registration, and everything else stays."""
     module = ModuleType("native_kernels.packed")
     module.packed_linear = lambda x, values, indices, bias, scales: x.new_full((len(x), len(values)), 7.0)
@@ -129,11 +129,11 @@ def test_an_implementation_may_have_one_operator(monkeypatch):
     def unsupported(device, dtype):
         return None if device.type == "cpu" else f"native kernels run on CPUs, not {device.type}"
 
-    native = dispatch.Implementation("native", "native_kernels", unsupported, frozenset({"packed.packed_linear"}))
+    native = dispatch.Implementation("native", "native_kernels", unsupported, str, frozenset({"packed.packed_linear"}))
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [*dispatch.IMPLEMENTATIONS, native])
     dispatch._choose.cache_clear()
     try:
-        assert dispatch.choose_kernels(CPU, operator="packed.packed_linear") == ("native", "Native on cpu")
+        assert dispatch.choose_kernels(CPU, operator="packed.packed_linear") == ("native", "cpu")
         assert dispatch.choose_kernels(CPU).backend == "reference"
         packed, x = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
         plan = kernels.plan_packed(kernels.linear_problem(3, 8, 16, x.dtype), CPU)
@@ -142,7 +142,7 @@ def test_an_implementation_may_have_one_operator(monkeypatch):
         meta = dispatch.choose_kernels(torch.device("meta"), operator="packed.packed_linear")
         assert meta == (
             "reference",
-            "the kernels need a CUDA device, not meta; native kernels run on CPUs, not meta",
+            "Triton's kernels need a CUDA device, not meta; native kernels run on CPUs, not meta",
         )
     finally:
         dispatch._choose.cache_clear()
