@@ -8,5 +8,14 @@
 Importing this package compiles and loads nothing.
 """
 
-OPERATORS = frozenset({"packed.packed_linear", "packed.unpack_nm"})
+OPERATORS = frozenset(
+    {
+        "masks.nm_mask",
+        "mvue.mvue",
+        "packed.packed_linear",
+        "packed.unpack_nm",
+        "prune.prune",
+        "transposable.transposable_mask",
+    }
+)
 """The operators of `reference` that have kernels here, as "module.function"."""

@@ -34,15 +34,24 @@ class Unit(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
+# The reference rounds every product. That no operation traps lets compilers make vectors of conditions.
+_EXACT = ("-ffp-contract=off", "-fno-trapping-math")
+
 UNITS = {
-    "any": (Unit("library.cpp"), Unit("isa.cpp", ("-DISA=portable",))),
+    "any": (
+        Unit("library.cpp"),
+        Unit("isa.cpp", ("-DISA=portable",)),
+        Unit("prune.cpp", ("-DISA=portable", *_EXACT)),
+    ),
     "x86_64": (
         Unit("isa.cpp", ("-DISA=avx2", "-DISA_AVX2=1", *_AVX2)),
         Unit("isa.cpp", ("-DISA=avx512", "-DISA_AVX512=1", *_AVX512)),
+        Unit("prune.cpp", ("-DISA=avx2", *_AVX2, *_EXACT)),
+        Unit("prune.cpp", ("-DISA=avx512", *_AVX512, *_EXACT)),
         Unit("avx512_bf16.cpp", _AVX512_BF16),
         Unit("amx.cpp", (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")),
     ),
-    "arm64": (Unit("isa.cpp", ("-DISA=neon", "-DISA_NEON=1")),),
+    "arm64": (Unit("isa.cpp", ("-DISA=neon", "-DISA_NEON=1")), Unit("prune.cpp", ("-DISA=neon", *_EXACT))),
 }
 """What is compiled on every machine, and what besides on some."""
 

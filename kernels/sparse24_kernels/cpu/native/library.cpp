@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #endif
 extern const Path path_amx, path_avx512_bf16, path_avx512, path_avx2, path_portable;
+extern Prune *const prune_avx512, *const prune_avx2, *const prune_portable;
 
 static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
 static bool has_avx512() {
@@ -29,18 +30,22 @@ static bool has_amx() {
   return false;
 #endif
 }
-struct Candidate { const Path* path; bool (*runs)(); };
+struct Candidate { const Path* path; Prune* const* prune; bool (*runs)(); };
 static const Candidate candidates[] = {
-    {&path_amx, has_amx}, {&path_avx512_bf16, has_avx512_bf16}, {&path_avx512, has_avx512}, {&path_avx2, has_avx2},
-    {&path_portable, [] { return true; }}};
+    {&path_amx, &prune_avx512, has_amx}, {&path_avx512_bf16, &prune_avx512, has_avx512_bf16},
+    {&path_avx512, &prune_avx512, has_avx512}, {&path_avx2, &prune_avx2, has_avx2},
+    {&path_portable, &prune_portable, [] { return true; }}};
 #elif defined(__aarch64__)
 extern const Path path_neon, path_portable;
-struct Candidate { const Path* path; bool (*runs)(); };
-static const Candidate candidates[] = {{&path_neon, [] { return true; }}, {&path_portable, [] { return true; }}};
+extern Prune *const prune_neon, *const prune_portable;
+struct Candidate { const Path* path; Prune* const* prune; bool (*runs)(); };
+static const Candidate candidates[] = {
+    {&path_neon, &prune_neon, [] { return true; }}, {&path_portable, &prune_portable, [] { return true; }}};
 #else
 extern const Path path_portable;
-struct Candidate { const Path* path; bool (*runs)(); };
-static const Candidate candidates[] = {{&path_portable, [] { return true; }}};
+extern Prune* const prune_portable;
+struct Candidate { const Path* path; Prune* const* prune; bool (*runs)(); };
+static const Candidate candidates[] = {{&path_portable, &prune_portable, [] { return true; }}};
 #endif
 
 constexpr int COUNT = sizeof candidates / sizeof *candidates;
@@ -65,6 +70,12 @@ int sparse24_unpack(int path, const void* values, const uint8_t* indices, const 
                     int64_t k, int64_t dtype, ParallelFor parallel_for) {
   const int64_t value_dtype = scales ? (int64_t)INT8 : dtype;
   return candidates[path].path->unpack({nullptr, values, indices, scales, nullptr, y, 0, rows, k, dtype, value_dtype, parallel_for});
+}
+
+int sparse24_prune(int path, int64_t rule, const void* x, const uint8_t* mask, void* y, int64_t before, int64_t size,
+                   int64_t after, int64_t dtype, int64_t result_dtype, float scale, int64_t key, ParallelFor parallel_for) {
+  const Pruning pruning{rule, x, mask, y, before, size, after, dtype, result_dtype, scale, (uint64_t)key, parallel_for};
+  return (*candidates[path].prune)(pruning);
 }
 
 }  // extern "C"

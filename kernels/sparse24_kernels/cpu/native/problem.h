@@ -32,6 +32,24 @@ struct Path {
   int (*unpack)(const Linear&);  // y is the dense [rows, k]; x, bias and tokens are unused
 };
 
+enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS };
+
+// What is made of x, [before, size, after] in groups of four along `size`; of MASK, BITS, TRANSPOSABLE and PACK_BITS
+// a matrix [before, size]. All contiguous.
+struct Pruning {
+  int64_t rule;
+  const void* x;        // of `dtype`; of PACK_BITS bytes of 0 and 1
+  const uint8_t* mask;  // of MASK bytes like x, of BITS [before, ceil(size / 8)]
+  void* y;              // of `result_dtype`; of NM_MASK and TRANSPOSABLE bytes of 0 and 1, of PACK_BITS packed bits
+  int64_t before, size, after, dtype, result_dtype;
+  float scale;   // of SOFT_THRESHOLD
+  uint64_t key;  // of MVUE
+  ParallelFor parallel_for;
+};
+
+// Returns 0, or another number where a thread failed.
+typedef int Prune(const Pruning&);
+
 namespace {
 
 struct bf16 { uint16_t bits; };
@@ -76,10 +94,16 @@ struct Scratch {
   void* data;
 };
 
+// Calls f with a zero of a type.
+template <class F>
+inline int with_dtype(int64_t dtype, F f) {
+  return dtype == FP32 ? f(float{}) : dtype == BF16 ? f(bf16{}) : f(fp16{});
+}
+
 // Calls f with a zero of the type of x.
 template <class F>
 inline int with_type(const Linear& p, F f) {
-  return p.dtype == FP32 ? f(float{}) : p.dtype == BF16 ? f(bf16{}) : f(fp16{});
+  return with_dtype(p.dtype, f);
 }
 
 // An element of x, scales or bias.

@@ -1,0 +1,72 @@
+"""Pruning by the kernels for CPUs: dense results, everything else by the reference. Also what its neighbours share."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..formats import Layout
+from .library import DTYPES, Library, load
+
+_RULES = ("magnitude", "soft-threshold", "mask", "bits", "nm-mask", "mvue", "transposable", "pack-bits")
+"""By their number in native/problem.h."""
+
+
+def prune(
+    weight: Tensor,
+    rule: str,
+    n: int,
+    m: int,
+    dim: int,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    forms: list[str],
+    layouts: dict[str, Layout] | None = None,
+) -> list[Tensor]:
+    """The pruned weight in each of `forms`; only a dense and a transposed one are the kernels'."""
+    if not {"dense", "transposed"}.issuperset(forms) or dtype not in DTYPES:
+        return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms, layouts)
+    dense = weight.new_empty(weight.shape, dtype=dtype)
+    if mask is None:
+        run(rule, weight, dense, dim, scale=1.0 if scale is None else float(scale))
+    else:
+        run("mask" if mask.dtype == torch.bool else "bits", weight, dense, mask=mask)
+    return [dense if form == "dense" else dense.t().contiguous() for form in forms]
+
+
+def run(
+    rule: str,
+    x: Tensor,
+    to: Tensor,
+    dim: int | None = None,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    key: int = 0,
+) -> None:
+    """Write into a contiguous tensor what a rule of native/prune.cpp makes of x.
+
+    Args:
+        dim: what groups run along; None for a rule that takes x as rows of its last dimension.
+        mask: of the shape of x, or its packed bits.
+    """
+    library = load()
+    assert isinstance(library, Library)  # dispatch asked before
+    x, mask = x.contiguous(), None if mask is None else mask.contiguous()
+    shape = x.shape or (1,)
+    dim = len(shape) - 1 if dim is None else dim % len(shape)
+    library.call(
+        "sparse24_prune",
+        _RULES.index(rule),
+        x.data_ptr(),
+        None if mask is None else mask.data_ptr(),
+        to.data_ptr(),
+        math.prod(shape[:dim]),
+        shape[dim],
+        math.prod(shape[dim + 1 :]),
+        DTYPES.get(x.dtype, 0),  # bools have none
+        DTYPES.get(to.dtype, 0),
+        scale,
+        key,
+    )
