@@ -53,8 +53,10 @@ def _seed():
 
 @pytest.fixture
 def dense_math():
-    """Packed weights run by dense math on a CPU, with its bits: the kernels in C++ are switched off in this process."""
+    """Packed weights run by dense math on a CPU, with its bits: kernels in C++ are switched off, here and in processes
+    that a test starts."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSE24_CPU", "off")
         patch.setattr(dispatch, "IMPLEMENTATIONS", [each for each in dispatch.IMPLEMENTATIONS if each.name != "cpu"])
         _forget_choices()
         yield

@@ -336,6 +336,7 @@ def test_offloaded_weights_are_no_export(convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("dense_math")
 def test_a_packed_model_is_told_how_it_is_exported(tmp_path):
     model = patched()
     pack_model(model)

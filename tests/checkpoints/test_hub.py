@@ -71,6 +71,7 @@ def card(hub: HubServer, repo_id: str = REPO, revision: str = "main") -> str:
     return hub.files(repo_id, revision)["README.md"].decode()
 
 
+@pytest.mark.usefixtures("dense_math")
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_pushed_computes_the_same(hub, format):
     model = patched()
@@ -97,6 +98,7 @@ def test_int8_values_are_pushed_by_a_model_and_by_a_trainer(hub, tmp_path):
         model.push_to_hub(REPO, values="int8")
 
 
+@pytest.mark.usefixtures("dense_math")
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_a_training_checkpoint_beside_the_export(hub, format):
     model = patched()
@@ -164,6 +166,7 @@ def test_the_same_push_again_makes_no_commit(hub):
     assert len(hub.repos[REPO].commits) == commits
 
 
+@pytest.mark.usefixtures("dense_math")
 def test_shards_that_a_push_replaces_go_and_other_files_stay(hub):
     model = patched()
     push_to_hub(model, REPO, format="training", max_shard_size="60KB")

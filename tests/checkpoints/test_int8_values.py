@@ -112,6 +112,7 @@ def test_rounding_errors_are_at_most_half_a_step(tmp_path):
         assert is_nm_sparse(rounded) and ((rounded - exact).abs() <= 0.5001 * steps).all()
 
 
+@pytest.mark.usefixtures("dense_math")
 def test_what_can_be_done_with_a_loaded_model(tmp_path):
     """It generates, compiles, computes under autocast with gradients to the input, and becomes an ordinary model."""
     model = exported(tmp_path, patched())

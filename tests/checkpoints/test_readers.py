@@ -13,6 +13,9 @@ from hf_sparse24 import export_model, unpack_model
 from hf_sparse24.layers.packed import PackedLinear
 
 ONE, MANY = "5GB", "20KB"
+
+pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
+
 EXPORTS = [(format, size) for format in ("dense", "packed") for size in (ONE, MANY)]
 
 

@@ -41,6 +41,8 @@ from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
 
+pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
+
 
 def exported(directory, model: PreTrainedModel, **arguments) -> PreTrainedModel:
     export_model(model, directory, "packed", **arguments)

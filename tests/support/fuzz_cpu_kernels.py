@@ -20,6 +20,16 @@ TASK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 PARALLEL_FOR = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
 )
+RULES = {
+    "magnitude": 0,
+    "soft-threshold": 1,
+    "mask": 2,
+    "bits": 3,
+    "nm-mask": 4,
+    "mvue": 5,
+    "transposable": 6,
+    "pack-bits": 7,
+}
 PLACES = np.array([[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]])
 EIGHTS = [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100]
 TOKENS = [0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 100, 257]
@@ -118,10 +128,47 @@ class Fuzzer:
         ) * int8 * np.abs(weight).sum(1)
         assert (np.abs(read(y, dtype) - wanted) <= allowed).all(), (self.paths[number], described)
 
+    def prune(self):
+        random = self.random
+        rule, dtype, result = str(random.choice(list(RULES))), int(random.integers(3)), int(random.integers(3))
+        before, size, after = (int(random.choice([0, 1, 2, 3, 5, 8])), 4 * int(random.choice(EIGHTS)), 1)
+        special = bool(random.integers(2))
+        if rule == "transposable":
+            before *= 4
+        elif rule in ("mask", "bits", "pack-bits"):
+            size = int(random.choice([0, 1, 7, 8, 65, 4095, 4096, 4097, 9001]))
+        elif random.integers(2):
+            after = int(random.integers(0, 150))
+        self.threads = int(random.integers(1, 4))
+        x = mask = random.integers(0, 2, (before, size)).astype(np.uint8)
+        bits = np.packbits(mask, axis=1, bitorder="little")
+        if rule != "pack-bits":
+            x = self.numbers((before, size, after), dtype, special)
+        if rule in ("nm-mask", "transposable", "pack-bits"):
+            y = np.full(bits.shape if rule == "pack-bits" else x.shape, 7, np.uint8)
+        else:
+            y = stored(np.zeros(x.shape, np.float32), result := dtype if rule == "mvue" else result)
+        operands = [x, {"mask": mask, "bits": bits}.get(rule), y]
+        if random.integers(2):
+            operands = [before_a_protected_page(operand) for operand in operands]
+        pointers = [ctypes.c_void_p(None if operand is None else operand.ctypes.data) for operand in operands]
+        sizes = [ctypes.c_int64(number) for number in (before, size, after, dtype, result)]
+        rest = (ctypes.c_float(0.5), ctypes.c_int64(int(random.integers(-(2**62), 2**62))), self.parallel_for)
+        number = int(random.choice([number for number, name in enumerate(self.paths) if name]))
+        assert not self.library.sparse24_prune(number, ctypes.c_int64(RULES[rule]), *pointers, *sizes, *rest)
+        y, described = operands[-1], (self.paths[number], rule, before, size, after, dtype, result)
+        if rule == "pack-bits":
+            assert (y == bits).all(), described
+        elif rule in ("mask", "bits") and not special:
+            assert ((read(y, result)[..., 0] != 0) <= mask).all(), described
+        elif rule in ("nm-mask", "transposable"):
+            assert (y.reshape(before, size // 4, 4, after).sum(2) == 2).all(), described
+
 
 if __name__ == "__main__":
     fuzzer = Fuzzer(sys.argv[1], int(sys.argv[2]))
     with np.errstate(all="ignore"):
         for _ in range(int(sys.argv[3])):
             fuzzer.call()
+            fuzzer.prune()
     print(f"{sys.argv[3]} calls, paths {[name for name in fuzzer.paths if name]}")

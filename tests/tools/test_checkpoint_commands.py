@@ -25,6 +25,7 @@ def trained(request, tmp_path_factory):
     return directory
 
 
+@pytest.mark.usefixtures("dense_math")
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_a_checkpoint_is_exported_inspected_and_verified(format, trained, tmp_path, capsys):
     out = tmp_path / "out"

@@ -1,0 +1,125 @@
+"""Packed models by the kernels for CPUs: what PyTorch and its users do with them, and results close to dense math."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import zoo
+from checkpoints import patched
+from peft import LoraConfig, get_peft_model
+from sparse24_kernels.cpu import limits, packed
+from sparse24_kernels.cpu.library import load
+from sparse24_kernels.matmul import _kept_plan
+from sparse_models import logits
+from torch import nn
+
+from hf_sparse24 import pack_model, sparse_weights
+
+pytestmark = pytest.mark.skipif(isinstance(load(), str), reason=str(load()))
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """The sizes of every call of a kernel, which any number of tokens takes here."""
+    monkeypatch.setattr(limits, "most_tokens", lambda *layer: (None, "for this test"))
+    sizes, run = [], packed.packed_linear
+
+    def record(x, values, *others):
+        sizes.append((len(x), *values.shape))
+        return run(x, values, *others)
+
+    monkeypatch.setattr(packed, "packed_linear", record)
+    _kept_plan.cache_clear()
+    yield sizes
+    _kept_plan.cache_clear()
+
+
+def models(name: str = "llama"):
+    """A model that is dense, with its zeros, and the same one packed."""
+    model = patched(name)
+    other = copy.deepcopy(model)
+    pack_model(other)
+    return model, other
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_logits(name, calls):
+    model, other = models(name)
+    torch.testing.assert_close(logits(other), logits(model))
+    layers = [weight for weight in sparse_weights(model).values() if not weight.is_stack]
+    assert len(calls) == len(layers), "one call for each linear layer, Conv1D too; experts are unpacked"
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+        expected = logits(model.to(dtype))
+        torch.testing.assert_close(logits(other.to(dtype)), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradients(name, calls):
+    results = []
+    for model in models(name):
+        layer = next(
+            module
+            for module in model.modules()
+            if hasattr(module, "weight")
+            and module.weight.dim() == 2
+            and not isinstance(module, nn.Embedding)
+            and module is not model.get_output_embeddings()
+        )
+        x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = layer(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    torch.testing.assert_close(results[0], results[1])
+    assert len(calls) == 1
+
+
+def test_generating_compiled_and_exported(calls):
+    model, other = models()
+    batch = zoo.batch()
+    arguments = {"max_new_tokens": 6, "do_sample": False}
+    ids = batch["input_ids"]
+    assert torch.equal(other.generate(ids, **arguments), model.generate(ids, **arguments)) and calls
+    expected = logits(other)
+    with torch.inference_mode():
+        assert torch.equal(other(**batch).logits, expected)
+    with torch.no_grad():
+        compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(**batch).logits, expected)
+        layer = other.model.layers[0].mlp
+        x = torch.randn(2, 5, 32)
+        program = torch.export.export(layer, (x,))
+        assert any("sparse24.packed_linear" in str(node.target) for node in program.graph.nodes)
+        torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def test_threads_that_share_a_model():
+    _, other = models("gpt2")
+    expected, different = logits(other), []
+
+    def work():
+        with torch.no_grad():  # of this thread
+            different.extend(not torch.equal(other(**zoo.batch()).logits, expected) for _ in range(3))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(different) == 24 and not any(different)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_on_a_packed_model(calls):
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False)
+    results = []
+    for model in models():
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, config)
+        loss = adapted(**zoo.batch()).loss
+        loss.backward()
+        results.append(
+            {name: p.grad for name, p in adapted.named_parameters() if "lora" in name} | {"loss": loss.detach()}
+        )
+    assert calls and len(results[0]) > 4
+    torch.testing.assert_close(results[0], results[1])
