@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import Layout
+from ..formats import Layout, mask_bytes
 from .library import DTYPES, Library, load
 
 _RULES = ("magnitude", "soft-threshold", "mask", "bits", "nm-mask", "mvue", "transposable", "pack-bits")
@@ -50,7 +50,14 @@ def run(
     Args:
         dim: what groups run along; None for a rule that takes x as rows of its last dimension.
         mask: of the shape of x, or its packed bits.
+
+    Raises:
+        ValueError: tensors with which the kernels would read what is not theirs; public functions refuse them first.
     """
+    masks = [(torch.bool, x.shape), (torch.uint8, (*x.shape[:-1], mask_bytes(x.shape[-1] if x.dim() else 1)))]
+    fits = mask is None or (mask.is_cpu and (mask.dtype, mask.shape) in masks)
+    if not (fits and x.is_cpu and (x.dtype == torch.bool if rule == "pack-bits" else x.dtype in DTYPES)):
+        raise ValueError(f"{rule}: {x.dtype} {tuple(x.shape)} on {x.device}, or its mask, is nothing that a CPU prunes")
     library = load()
     assert isinstance(library, Library)  # dispatch asked before
     x, mask = x.contiguous(), None if mask is None else mask.contiguous()
