@@ -47,9 +47,9 @@ def doctor(options: argparse.Namespace) -> int:
 def tune(options: argparse.Namespace) -> int:
     """Measure the sparse GEMMs of a model on this GPU, or its packed layers on this CPU."""
     device = checks.devices()[0]
-    if device.type == "cpu":
-        return _tune_cpu(options)
     reason = cusparselt.unsupported_device(device)
+    if reason and device.type == "cpu":
+        return _tune_cpu(options)
     if reason:
         raise ValueError(f"nothing to tune here: {reason}")
     found = checks.problems(_patched(options), options.tokens, _DTYPES[options.dtype])

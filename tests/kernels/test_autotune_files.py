@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from autotune_stage import CPU, HERE, PROBLEM, measured, remember, tune
+from sparse24_kernels import cache_folder
 from sparse24_kernels.gemm import autotune
 from sparse24_kernels.gemm.autotune import choose, reset
 from sparse24_kernels.gemm.autotune import table as autotune_table
@@ -89,7 +90,7 @@ def test_a_directory_in_the_files_place_and_a_folder_that_cannot_be_made(stand_i
 def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
     path = remember(PROBLEM, measured(1, 50.0))
     before = path.read_text()
-    monkeypatch.setattr(autotune_table.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(cache_folder.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         remember(PROBLEM, measured(2, 50.0))
     assert path.read_text() == before and choose(PROBLEM, CPU).algorithm == Algorithm(1)

@@ -10,6 +10,8 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels.cpu import limits
+from sparse24_kernels.cpu.library import load
 from sparse24_kernels.gemm import autotune
 from sparse24_kernels.gemm.problem import Algorithm
 from transformers import AutoConfig
@@ -29,7 +31,7 @@ def directory(tmp_path):
 def test_doctor_says_what_runs_here_and_why(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    for part in (f"torch          {version('torch')}", "CUDA of torch", "the kernels need a CUDA device, not cpu"):
+    for part in (f"torch          {version('torch')}", "CUDA of torch", "cuSPARSELt needs a CUDA device, not cpu"):
         assert part in printed
     assert printed.count(" ok\n") == len(doctor._SELF_TESTS)
 
@@ -171,10 +173,28 @@ def test_tune_stopped(directory, capsys, monkeypatch, stand_in):  # noqa: F811
     assert "measurements so far are kept" in capsys.readouterr().err
 
 
+def test_tune_measures_packed_layers_where_there_is_no_gpu(directory, capsys, monkeypatch, tmp_path):
+    if isinstance(reason := load(), str):
+        pytest.skip(reason)
+    monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(limits, "_measured", None)
+    monkeypatch.setattr(limits, "TOKENS", (16, 64))
+    monkeypatch.setattr(limits, "_times", lambda packed, tokens: (50.0, 100.0 / (1 + (tokens == 64) * 1.5)))
+    assert main(["tune", directory, "--dtype", "fp32"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["64", "x", "32", "float32", "16", "tokens", "2.00x", "0.80x"] in lines
+    assert ["32", "x", "64", "int8", "16", "tokens", "2.00x", "0.80x"] in lines
+
+
+def test_tune_without_a_gpu_and_without_kernels(directory, capsys, monkeypatch):
+    monkeypatch.setattr(limits, "load", lambda: "no kernels for this CPU: no compiler")
+    assert main(["tune", directory]) == 2
+    assert "nothing to tune: no kernels for this CPU: no compiler" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tune", "{}"], "nothing to tune here: cuSPARSELt needs a CUDA device, not cpu"),
         (["doctor", "/no/such/model"], "hf-sparse24: /no/such/model is no directory\n"),
         (["doctor", "{}", "--target-modules", "mpl"], "no linear layer's name ends in ['mpl']"),
         (["doctor", "{}/vit"], "Transformers has no language model for ViTConfig with architectures=None"),

@@ -1,0 +1,84 @@
+"""Up to how many tokens a packed weight is multiplied by as it is: where that is known from, and what tuning keeps."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels.cpu import limits
+from sparse24_kernels.cpu.library import load
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(isinstance(load(), str), reason=str(load()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))
+    monkeypatch.setattr(limits, "_measured", None)
+    yield
+    for forget in limits._changed:
+        forget()
+
+
+@pytest.fixture
+def slower_from(monkeypatch):
+    """The kernel is slower than dense math from that many tokens on."""
+
+    def measure(tokens: int):
+        monkeypatch.setattr(limits, "_times", lambda packed, count: (2.0, 3.0 if count < tokens else 1.0))
+
+    return measure
+
+
+@pytest.mark.parametrize(("first", "most"), [(16, 8), (64, 16), (1024, 256), (2048, None)])
+def test_the_limit_is_the_last_number_before_the_kernel_is_slower(first, most, slower_from):
+    slower_from(first)
+    (times, _) = limits.tune([(32, 64)], BF16).values()
+    assert limits.limit(times) == most
+    plan = kernels.plan_packed(kernels.linear_problem(300, 32, 64, BF16), CPU)
+    assert plan.backend.name == ("packed" if most is None or most >= 300 else "dense")
+    assert "(measured here at 32 x 64)" in plan.reason
+
+
+def test_the_nearest_size_decides_and_values_are_kept_apart(slower_from):
+    assert limits.most_tokens(BF16, BF16, 64, 64)[1].startswith("measured elsewhere with path")
+    slower_from(64)
+    limits.tune([(32, 64)], BF16)
+    slower_from(1024)
+    limits.tune([(320, 640)], BF16)
+    assert limits.most_tokens(BF16, BF16, 40, 64) == (16, "measured here at 32 x 64")
+    assert limits.most_tokens(BF16, torch.int8, 4096, 4096) == (256, "measured here at 320 x 640")
+    assert limits.most_tokens(torch.float32, torch.float32, 40, 64)[1].startswith("measured elsewhere")
+
+
+def test_limits_outlive_the_process_and_damage_counts_as_nothing(slower_from, monkeypatch, tmp_path):
+    slower_from(64)
+    limits.tune([(32, 64)], BF16)
+    monkeypatch.setattr(limits, "_measured", None)
+    assert limits.most_tokens(BF16, BF16, 32, 64)[0] == 16
+    (file,) = tmp_path.glob("*.json")
+    file.write_text('[["bfloat16"')
+    monkeypatch.setattr(limits, "_measured", None)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert limits.most_tokens(BF16, BF16, 32, 64)[1].startswith("measured elsewhere")
+
+
+def test_a_layer_takes_the_new_limit_at_once(slower_from, monkeypatch):
+    packed, x = kernels.pack_nm(torch.randn(32, 64)), torch.randn(20, 64)
+    asked = []
+    monkeypatch.setattr(limits, "most_tokens", lambda *a, most=limits.most_tokens: asked.append(a) or most(*a))
+    kernels.matmul.packed_layer(x, packed)
+    kernels.matmul.packed_layer(x, packed)
+    assert len(asked) <= 1
+    slower_from(16)
+    limits.tune([(32, 64)], torch.float32)
+    kernels.matmul.packed_layer(x, packed)
+    assert asked[-1] == (torch.float32, torch.float32, 32, 64)
+
+
+def test_real_times_are_positive_and_every_path_has_limits():
+    times = limits._times(kernels.pack_nm(torch.randn(16, 64)), 3)
+    assert min(times) > 0
+    assert set(limits.SHIPPED) == {"amx", "avx512_bf16", "avx512", "avx2", "neon", "portable"}
+    with pytest.raises(ValueError, match="the kernels take fp32, bf16 and fp16"):
+        limits.tune([(16, 64)], torch.float64)
