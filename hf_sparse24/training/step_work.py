@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sparse24_kernels.dispatch import choose_kernels
 from torch import Tensor, nn
 
 from ..adapters.merging import adapters_in
@@ -120,8 +121,9 @@ class StepWork:
         """The mask of what this process updates of a weight, made once in a step however often it is used."""
         if name not in self._masks:
             weight = self.weights[name]
-            # On a GPU bits: an eighth of the memory. On a CPU packing costs more than it saves.
-            self._masks[name] = weight.local_mask(packed=packed or weight.master.is_cuda)
+            # Bits are an eighth of the memory. In plain PyTorch packing costs more than it saves.
+            has_kernels = choose_kernels(weight.master.device, operator="masks.nm_mask").backend != "reference"
+            self._masks[name] = weight.local_mask(packed=packed or has_kernels)
         return self._masks[name]
 
     @torch.no_grad()

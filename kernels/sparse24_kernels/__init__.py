@@ -6,8 +6,8 @@ torch sees them. From the bottom up:
     formats.py    what masks and sparse matrices look like in memory, and their sizes
     checks.py     what the public functions check of their arguments
     reference/    the specification in plain PyTorch, on any device
-    gpu/          the same functions as Triton kernels
-    dispatch.py   which of the two runs an operator, with a reason
+    gpu/, cpu/    the same functions as Triton kernels, and many of them in C++
+    dispatch.py   which of these runs an operator, with a reason
     gemm/         GEMMs with a 2:4 operand: backends, storage, autotuning, plans
     the rest      the public functions: what they compute, arguments checked, one torch operator each
 

@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from . import reference
 from .checks import check_device, check_floating, check_is, check_mask, check_tensors, described
+from .dispatch import implementation
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -70,4 +72,8 @@ def foreach_masked_decay_(
             )
         check_mask("masked_decay_", mask, weight)
         check_device("masked_decay_", grad, weight, mask)
-    reference.decay.masked_decay_(list(grads), list(weights), list(masks), list(map(float, alphas)))
+    for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
+        decay = reference.decay.masked_decay_
+        if grad.device.type == "cpu" and not torch.compiler.is_compiling():
+            decay = implementation("decay.masked_decay_", grad)
+        decay([grad], [weight], [mask], [float(alpha)])

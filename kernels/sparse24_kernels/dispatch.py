@@ -29,7 +29,8 @@ class Choice(NamedTuple):
     """What was chosen, and the reason in words.
 
     Attributes:
-        backend: its name: `"triton"` or `"reference"` of `choose_kernels`, a GEMM backend's of `choose_backend`.
+        backend: its name: `"triton"`, `"cpu"` or `"reference"` of `choose_kernels`, a GEMM backend's of
+            `choose_backend`.
         reason: for people, such as `"the kernels need a CUDA device, not cpu"`.
     """
 
@@ -62,8 +63,8 @@ def choose_kernels(
 ) -> Choice:
     """Which implementation of an operator runs on a device, and why.
 
-    The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more. Other
-    patterns, and FP8 results, run the reference everywhere.
+    The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more, those in
+    C++ 2:4 on CPUs. Other patterns, and FP8 results, run the reference everywhere.
 
     Args:
         device: where the tensors are.
@@ -78,8 +79,8 @@ def choose_kernels(
         ValueError: an argument of another type.
 
     Examples:
-        >>> choose_kernels(torch.device("cpu")).backend
-        'reference'
+        >>> choose_kernels(torch.device("cpu"), torch.float64)
+        Choice(backend='reference', reason='...the kernels take fp32, bf16 and fp16, not torch.float64')
     """
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)

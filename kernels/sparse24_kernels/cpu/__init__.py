@@ -10,6 +10,7 @@ Importing this package compiles and loads nothing.
 
 OPERATORS = frozenset(
     {
+        "decay.masked_decay_",
         "masks.nm_mask",
         "mvue.mvue",
         "packed.packed_linear",

@@ -1,10 +1,18 @@
 """MVUE by the kernels for CPUs: the exact 2:4 estimate, dense or transposed; everything else by the reference."""
 
+import mmap
+import sys
+
+import torch
 from torch import Tensor
 
 from .. import reference
 from ..formats import Layout
 from .prune import run
+
+_REUSED = 1 << 26  # bytes of memory that is kept at most
+
+_memory: list[mmap.mmap] = []
 
 
 def mvue(
@@ -20,6 +28,22 @@ def mvue(
     """Draw the estimate of `x` that `key` determines, in one form; `dim` is not negative."""
     if (n, m, estimator) != (2, 4, "exact") or form not in ("dense", "transposed"):
         return reference.mvue.mvue(x, key, n, m, dim, estimator, form, layout)
-    estimate = x.new_empty(x.shape)
+    estimate = _empty_like(x)
     run("mvue", x, estimate, dim, key=int(key))
     return [estimate if form == "dense" else estimate.t().contiguous()]
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """An uninitialised contiguous tensor, in the memory of the last one if nobody has that anymore.
+
+    A training step draws an estimate for every layer and drops it after one GEMM. Fresh memory, page by page from the
+    operating system, takes twice the time of everything that the kernel does.
+    """
+    if not 0 < x.nbytes <= _REUSED:
+        return x.new_empty(x.shape)
+    memory = _memory.pop() if _memory else None  # so no other thread takes it
+    # A tensor, and whatever shares its storage, holds a reference.
+    if memory is None or len(memory) < x.nbytes or sys.getrefcount(memory) > 2:
+        memory = mmap.mmap(-1, x.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _memory[:] = [memory]
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel()).view(x.shape)

@@ -9,7 +9,8 @@ from .. import reference
 from ..formats import Layout, mask_bytes
 from .library import DTYPES, Library, load
 
-_RULES = ("magnitude", "soft-threshold", "mask", "bits", "nm-mask", "mvue", "transposable", "pack-bits")
+_GROUPED = ("magnitude", "soft-threshold", "nm-mask", "mvue")
+_RULES = (*_GROUPED, "mask", "bits", "decay", "decay-bits", "transposable", "pack-bits")
 """By their number in native/problem.h."""
 
 
@@ -33,7 +34,8 @@ def prune(
         run(rule, weight, dense, dim, scale=1.0 if scale is None else float(scale))
     else:
         run("mask" if mask.dtype == torch.bool else "bits", weight, dense, mask=mask)
-    return [dense if form == "dense" else dense.t().contiguous() for form in forms]
+    copied = torch.contiguous_format
+    return [dense if form == "dense" else dense.t().clone(memory_format=copied) for form in forms]
 
 
 def run(

@@ -32,22 +32,24 @@ struct Path {
   int (*unpack)(const Linear&);  // y is the dense [rows, k]; x, bias and tokens are unused
 };
 
-enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS };
+enum Rule : int64_t {
+  MAGNITUDE, SOFT_THRESHOLD, NM_MASK, MVUE,               // of x [before, size, after], groups along `size`
+  MASK, BITS, DECAY, DECAY_BITS, TRANSPOSABLE, PACK_BITS  // of x [before, size]
+};
 
-// What is made of x, [before, size, after] in groups of four along `size`; of MASK, BITS, TRANSPOSABLE and PACK_BITS
-// a matrix [before, size]. All contiguous.
+// What is made of x. All contiguous.
 struct Pruning {
   int64_t rule;
   const void* x;        // of `dtype`; of PACK_BITS bytes of 0 and 1
-  const uint8_t* mask;  // of MASK bytes like x, of BITS [before, ceil(size / 8)]
+  const uint8_t* mask;  // of MASK and DECAY bytes like x, of BITS and DECAY_BITS [before, ceil(size / 8)]
   void* y;              // of `result_dtype`; of NM_MASK and TRANSPOSABLE bytes of 0 and 1, of PACK_BITS packed bits
   int64_t before, size, after, dtype, result_dtype;
-  float scale;   // of SOFT_THRESHOLD
+  float scale;   // of SOFT_THRESHOLD, and of DECAY its strength
   uint64_t key;  // of MVUE
   ParallelFor parallel_for;
 };
 
-// Returns 0, or another number where a thread failed.
+// Returns 0, or another number where a thread failed or the path lacks the rule.
 typedef int Prune(const Pruning&);
 
 namespace {

@@ -208,17 +208,34 @@ inline uint64_t bools_of(uint8_t bits) {
   return (((bits * 0x0101010101010101u) & 0x8040201008040201u) + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
 }
 
-template <class X, class Y, bool BITS>
-int masked(const Pruning& p) {
+// f(x, bytes of the mask, how many, y) of each part.
+template <class X, class Y, class F>
+int masked(const Pruning& p, bool is_packed, const F& f) {
   return by_parts(p, [&](int64_t first, int64_t count, int64_t byte) {
-    const X* x = (const X*)p.x + first;
-    Y* y = (Y*)p.y + first;
     uint64_t bools[PART / 8];
-    const uint8_t* keep = BITS ? (const uint8_t*)bools : p.mask + first;
-    if (BITS)
+    if (is_packed)
       for (int64_t i = 0; i < (count + 7) / 8; i++) bools[i] = bools_of(p.mask[byte + i]);
+    f((const X*)p.x + first, is_packed ? (const uint8_t*)bools : p.mask + first, count, (Y*)p.y + first);
+  });
+}
+
+template <class X, class Y>
+int apply_mask(const Pruning& p) {
+  return masked<X, Y>(p, p.rule == BITS, [](const X* x, const uint8_t* keep, int64_t count, Y* y) {
     for (int64_t i = 0; i < count; i++) store(to_float(x[i]) * (float)keep[i], y + i);  // so that a NaN shows
   });
+}
+
+// y += scale * (1 - mask) * x, by the fused multiply-add that torch's `add_` has, where the path has one.
+int decay(const Pruning& p) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return masked<float, float>(p, p.rule == DECAY_BITS, [&](const float* x, const uint8_t* keep, int64_t count, float* y) {
+    const float scale = p.scale;
+    for (int64_t i = 0; i < count; i++) y[i] = __builtin_fmaf(x[i] * (float)(1 - keep[i]), scale, y[i]);
+  });
+#else
+  return (void)p, 1;
+#endif
 }
 
 int pack_bits(const Pruning& p) {
@@ -292,14 +309,14 @@ int transposable(const Pruning& p) {
 
 template <class X, class Y>
 int pruned(const Pruning& p) {
-  if (p.rule == MASK) return masked<X, Y, false>(p);
-  if (p.rule == BITS) return masked<X, Y, true>(p);
+  if (p.rule == MASK || p.rule == BITS) return apply_mask<X, Y>(p);
   if (p.rule == MAGNITUDE) return grouped<false, X, Y>(p, Magnitude{});
   return grouped<false, X, Y>(p, SoftThreshold{p.scale});
 }
 
 int prune(const Pruning& p) {
   if (p.rule == PACK_BITS) return pack_bits(p);
+  if (p.rule == DECAY || p.rule == DECAY_BITS) return decay(p);
   return with_dtype(p.dtype, [&](auto x) {
     using X = decltype(x);
     if (p.rule == NM_MASK) return grouped<false, X, uint8_t>(p, NmMask{});
