@@ -1,7 +1,7 @@
-"""Correctness cases of the kernels: a function of `reference` and `gpu`, its arguments, and how equal results must be.
+"""Correctness cases of the kernels: a function, its arguments, and how equal results must be to the reference's.
 
-Both packages hold functions of the same names and arguments. The tests run every case on CPU tensors in Triton's
-interpreter. The benchmarks run them on the GPU, and again at the sizes that they time, before they report a speed.
+`reference`, `gpu` and `cpu` hold functions of the same names and arguments. The tests run every case on CPU tensors,
+those of `gpu` in Triton's interpreter. The benchmarks run them on the GPU, and again at the sizes that they time, before they report a speed.
 """
 
 import re
@@ -56,8 +56,8 @@ def sized(shapes: Iterable[Shape]) -> list[tuple[Shape, torch.dtype]]:
     return list(zip(shapes, cycle(DTYPES)))
 
 
-def check(case: Case, device: torch.device) -> None:
-    """Run a case in both packages and compare.
+def check(case: Case, device: torch.device, package: ModuleType = gpu) -> None:
+    """Run a case in a package and in the reference, and compare.
 
     Raises:
         AssertionError: the results differ, or a part of the kernel's result was never written.
@@ -71,7 +71,7 @@ def check(case: Case, device: torch.device) -> None:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        actual = run(gpu, case.function, case.arguments(device))
+        actual = run(package, case.function, case.arguments(device))
     finally:
         torch.use_deterministic_algorithms(before)
     truths = expected if case.exact else run(reference, case.function, wide())
@@ -86,7 +86,7 @@ def check(case: Case, device: torch.device) -> None:
 
 
 def run(package: ModuleType, function: str, arguments: tuple) -> list[Tensor]:
-    """What the function of one of the two packages returns, or changes in place."""
+    """What the function of a package returns, or changes in place."""
     module, name = function.split(".")
     results = getattr(getattr(package, module), name)(*arguments)
     if results is None:

@@ -1,0 +1,193 @@
+"""The kernels for CPUs that prune, bit for bit against the reference, on every path that this CPU runs."""
+
+import inspect
+
+import hypothesis.strategies as st
+import pytest
+import sparse24_kernels as kernels
+import torch
+from hypothesis import given, settings
+from kernel_cases import DTYPES, FP32, SPECIAL, assert_same_bits, check, draw
+from kernel_cases.cases import all_cases
+from sparse24_kernels import cpu, dispatch, reference
+from sparse24_kernels.cpu import decay, masks, mvue, prune, transposable
+from sparse24_kernels.cpu.library import load
+
+LIBRARY = load()
+SAME = ("amx", "avx512_bf16")  # prune as avx512 does
+PATHS = [] if isinstance(LIBRARY, str) else [path for path in LIBRARY.paths if path not in SAME]
+FILES = {file.__name__.split(".")[-1]: file for file in (decay, masks, mvue, prune, transposable)}
+CPU = torch.device("cpu")
+CASES = [case for case in all_cases() if case.function in cpu.OPERATORS and case.function.split(".")[0] in FILES]
+pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
+every_path = pytest.mark.parametrize("path", PATHS)
+
+
+def equal_to_reference(function: str, *arguments) -> None:
+    module, name = function.split(".")
+    ours = getattr(FILES[module], name)(*arguments)
+    theirs = getattr(getattr(reference, module), name)(*arguments)
+    for own, other in zip(*([found] if isinstance(found, torch.Tensor) else found for found in (ours, theirs))):
+        assert (own.shape, own.dtype) == (other.shape, other.dtype) and own.is_contiguous()
+        assert_same_bits(own, other, function)
+
+
+@every_path
+def test_kernels_equal_the_reference(path):
+    with LIBRARY.using(path):
+        for case in CASES:
+            check(case, CPU, cpu)
+
+
+@pytest.mark.parametrize("function", sorted(name for name in cpu.OPERATORS if name.split(".")[0] in FILES))
+def test_functions_have_the_signatures_of_the_reference(function):
+    module, name = function.split(".")
+    ours = getattr(FILES[module], name)
+    assert inspect.signature(ours) == inspect.signature(getattr(getattr(reference, module), name))
+    choice = dispatch.choose_kernels(CPU, operator=function)
+    assert choice.backend == "cpu" and choice.reason.startswith("C++ kernels")
+
+
+@st.composite
+def tensors(draw_, multiple: int, dims: tuple[int, ...] = (1, 2, 3)) -> tuple[torch.Tensor, int]:
+    """Any sizes around a block of 64 groups, a dimension that `multiple` divides, any values and strides."""
+    count = draw_(st.sampled_from(dims))
+    dim = draw_(st.integers(0, count - 1))
+    shape = [draw_(st.integers(0, 9) | st.sampled_from([63, 66, 130])) for _ in range(count)]
+    shape[dim] = multiple * draw_(st.integers(0, 5) | st.sampled_from([63, 65, 129]))
+    generator = torch.Generator().manual_seed(draw_(st.integers(0, 2**31)))
+    order = draw_(st.permutations(range(count)))
+    x = torch.randn([shape[i] for i in order], generator=generator) * 10.0 ** draw_(st.integers(-42, 38))
+    values = torch.tensor([*SPECIAL, 65504.0, 6e-8, -6e-5])
+    chosen = values[torch.randint(len(values), x.shape, generator=generator)]
+    share = draw_(st.sampled_from([0.0, 0.05, 1.0]))
+    x = torch.where(torch.rand(x.shape, generator=generator) < share, chosen, x)
+    x = x.to(draw_(st.sampled_from(DTYPES))).permute([order.index(i) for i in range(count)])
+    return (x.repeat_interleave(2, 0)[::2] if draw_(st.booleans()) else x), dim
+
+
+paths = st.sampled_from(PATHS or [""])
+
+
+@given(paths, tensors(4), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_masks_of_anything(path, of, packed):
+    with LIBRARY.using(path):
+        equal_to_reference("masks.nm_mask", of[0], 2, 4, of[1], packed)
+
+
+@given(paths, tensors(4), st.sampled_from(DTYPES), st.sampled_from(["magnitude", "soft-threshold"]), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_pruning_anything(path, of, dtype, rule, transposed):
+    (weight, dim), scale = of, torch.tensor(-1.7).to(dtype) if rule == "soft-threshold" else None
+    forms = ["transposed", "dense"] if transposed and weight.dim() == 2 else ["dense"]
+    with LIBRARY.using(path):
+        equal_to_reference("prune.prune", weight, rule, 2, 4, dim, None, scale, dtype, forms)
+
+
+@given(paths, tensors(1), st.sampled_from(DTYPES), st.booleans(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_masking_anything(path, of, dtype, bits, strided):
+    weight = of[0]
+    mask = draw(CPU, tuple(weight.shape), kind="ties") > 0
+    mask = mask.mT.contiguous().mT if strided and mask.dim() > 1 else mask
+    mask = reference.masks.pack_bits(mask) if bits else mask
+    with LIBRARY.using(path):
+        equal_to_reference("prune.prune", weight, "mask", 2, 4, weight.dim() - 1, mask, None, dtype, ["dense"])
+
+
+@given(paths, tensors(1), st.integers(-(2**63), 2**63 - 1), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_mvue_of_anything(path, of, key, transposed):
+    form = "transposed" if transposed and of[0].dim() == 2 else "dense"
+    with LIBRARY.using(path):
+        equal_to_reference("mvue.mvue", of[0], torch.tensor(key), 2, 4, of[1], "exact", form)
+
+
+@given(paths, tensors(4, (2,)), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_transposable_masks_of_anything(path, of, packed):
+    weight = of[0].repeat(4, 1) if of[1] else of[0].repeat(1, 4)
+    with LIBRARY.using(path):
+        equal_to_reference("transposable.transposable_mask", weight, 2, 4, "exact", packed)
+
+
+@every_path
+def test_any_number_of_threads_gives_the_same_bits(path):
+    weight, key = torch.randn(516, 392), torch.tensor(5)
+    mask = kernels.transposable_mask(weight, packed=True)
+
+    def everything() -> list[torch.Tensor]:
+        made = [kernels.mvue(weight[:511, :390], dim=dim, key=key) for dim in (0, 1)]
+        made += [kernels.nm_mask(weight, dim=dim, packed=True) for dim in (0, 1)]
+        made += [kernels.soft_threshold(weight, dim=dim) for dim in (0, 1)]
+        return [*made, kernels.apply_mask(weight, mask), kernels.transposable_mask(weight)]
+
+    before = torch.get_num_threads()
+    with LIBRARY.using(path):
+        alone = everything()
+        try:
+            for threads in (2, 3, 7):
+                torch.set_num_threads(threads)
+                for found, expected in zip(everything(), alone, strict=True):
+                    assert torch.equal(found, expected), threads
+        finally:
+            torch.set_num_threads(before)
+
+
+@given(paths, tensors(1), st.booleans(), st.booleans(), st.floats(-1e4, 1e4), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_decay_of_anything(path, of, bits, itself, alpha, kind):
+    weight = of[0] if kind == 3 else of[0].float()
+    grad = torch.randn(weight.shape) * 10.0 ** (10 * kind - 10)
+    mask = draw(CPU, tuple(weight.shape), kind="ties") > 0
+    mask = reference.masks.pack_bits(mask) if bits else mask
+    ours, theirs = ((weight.clone(), None) if itself else (grad.clone(), weight) for _ in range(2))
+    with LIBRARY.using(path):
+        decay.masked_decay_([ours[0]], [ours[0] if itself else weight], [mask], [alpha])
+    reference.decay.masked_decay_([theirs[0]], [theirs[0] if itself else weight], [mask], [alpha])
+    assert_same_bits(ours[0], theirs[0], "decay.masked_decay_")
+
+
+def test_estimates_take_the_memory_of_dropped_ones_alone():
+    x, key = torch.randn(64, 64), torch.tensor(1)
+    first = kernels.mvue(x, key=key)
+    address, view, copy = first.data_ptr(), first[3:5].t(), first.clone()
+    del first
+    second = kernels.mvue(x, key=key + 1)
+    assert second.data_ptr() != address and torch.equal(view, copy[3:5].t())
+    address = second.data_ptr()
+    del second
+    smaller = kernels.mvue(x[:32].bfloat16(), key=key)
+    assert smaller.data_ptr() == address and smaller._version == 0
+    with torch.inference_mode():
+        others = [kernels.mvue(x, key=key), kernels.mvue(x, key=key)]
+    assert len({tensor.data_ptr() for tensor in (*others, smaller)}) == 3 and torch.equal(*others)
+
+
+def test_decay_is_seen_by_autograd():
+    grad, weight, mask = torch.ones(8), torch.ones(8, requires_grad=True), torch.zeros(8, dtype=torch.bool)
+    with torch.no_grad():
+        kernels.masked_decay_(grad, weight, mask, 0.5)
+    assert grad._version == 1 and grad.tolist() == [1.5] * 8
+    kernels.masked_decay_(grad, weight, mask, 0.5)  # the reference, which autograd follows
+    grad.sum().backward()
+    assert weight.grad.tolist() == [0.5] * 8
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        kernels.masked_decay_(weight, grad.detach(), mask, 0.5)
+    strided, of = torch.zeros(4, 6).t(), torch.arange(24.0).view(6, 4)
+    kernels.masked_decay_(strided, of, torch.zeros(6, 4, dtype=torch.bool), 2.0)
+    assert torch.equal(strided, 2 * of)
+
+
+def test_what_the_kernels_do_not_take_is_the_references():
+    x, key = torch.randn(16, 24), torch.tensor(3)
+    for arguments in ((1, 2, 0, "exact", "dense"), (2, 4, 1, "approx", "dense"), (2, 4, 1, "exact", "packed")):
+        equal_to_reference("mvue.mvue", x, key, *arguments)
+    for dtype, forms in ((torch.float64, ["dense"]), (FP32, ["packed"]), (FP32, ["dense", "packed", "transposed"])):
+        equal_to_reference("prune.prune", x, "magnitude", 2, 4, 1, None, None, dtype, forms)
+    wide = x.double()
+    assert torch.equal(kernels.nm_prune(wide), wide * reference.masks.nm_mask(wide, 2, 4, 1, False))
+    assert torch.equal(kernels.nm_mask(x, 1, 4), reference.masks.nm_mask(x, 1, 4, 1, False))
+    assert kernels.nm_prune(x, dtype=torch.float8_e4m3fn).dtype == torch.float8_e4m3fn
+    assert torch.equal(kernels.apply_mask(x[0, 0], torch.tensor(True)), x[0, 0])
