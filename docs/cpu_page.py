@@ -14,7 +14,8 @@ machine, beside torch's dense layers, a dense kernel written as well as the pack
 
 Ways took turns in one run, and ratios were taken within a turn. A figure is the median of the turns, with the 10 % and
 the 90 % quantile in brackets; a ratio above 1 is faster than dense. **Bold** ratios reach the goal that was set before
-anything was measured, *slanted* ones miss it, others had none."""
+anything was measured, *slanted* ones miss it, others had none. For training steps it is the other way round: time over
+that of a dense step."""
 
 PACKED = ("packed", "packed int8")
 Rows = dict[str, dict[str, Any]]
@@ -78,6 +79,21 @@ def generation(rows: Rows) -> Iterator[str]:
     yield from (f"llama.cpp by {system}." for system in sorted(systems))
 
 
+def training(rows: Rows) -> Iterator[str]:
+    lines = []
+    for name, row in rows.items():
+        facts = row.get("facts", {})
+        for way in row.get("times", {}):
+            found, goal = facts.get(f"{way} over dense"), row.get("goals", {}).get(way)
+            mark = "" if found is None or goal is None else "**" if found[1] * goal <= 1 else "*"
+            cells = [spread(found) if not mark else f"{mark}{spread(found)}{mark}"]
+            cells.append(spread(facts.get(f"{way}, CPU time over dense")))
+            lines.append([*name.split(", "), way, time(row, way), *cells])
+        if "error" in row:
+            lines.append([*name.split(", "), row["error"]])
+    yield table(["model", "tokens", "threads", "method", "us per step", "over dense", "the same in CPU time"], lines)
+
+
 def perplexity(rows: Rows) -> Iterator[str]:
     int8 = ("packed int8", "int8 by oneshot")
     ways, lines = ("dense", "packed", *int8), []
@@ -130,6 +146,7 @@ SECTIONS = {
     "layers": ("Layers", layers),
     "calls": ("Calls", calls),
     "generation": ("Generation", generation),
+    "training": ("Training steps", training),
     "perplexity": ("Perplexity of int8 values", perplexity),
 }
 """Title and tables of each section."""

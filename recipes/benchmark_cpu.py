@@ -49,8 +49,9 @@ def random_ids(config, *shape: int) -> torch.Tensor:
     return torch.randint(3, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def training_step(config, batch: tuple[int, int], method: str) -> Callable[[], object]:
-    model = build(config).train()
+def training_step(model: PreTrainedModel, batch: tuple[int, int], method: str) -> Callable[[], object]:
+    """A step of a model's training, which it is patched for unless the method is "dense"."""
+    model.train()
     if method != "dense":
         patch_model(model, Sparse24Config(method=method))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -58,7 +59,7 @@ def training_step(config, batch: tuple[int, int], method: str) -> Callable[[], o
         optimizer = StepAdamW(step_param_groups(model), lr=1e-4, total_steps=100_000, switch_after=1, switch_by=1)
     if method != "dense":
         Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=10)
-    ids = random_ids(config, *batch)
+    ids = random_ids(model.config, *batch)
 
     def step() -> None:
         model(ids, labels=ids).loss.backward()
@@ -71,7 +72,7 @@ def training_step(config, batch: tuple[int, int], method: str) -> Callable[[], o
 def measure_training(rounds: int) -> list[dict]:
     rows = []
     for name, (config, batch) in TRAINING.items():
-        runs = {method: training_step(config, batch, method) for method in ("dense", *sorted(METHODS))}
+        runs = {method: training_step(build(config), batch, method) for method in ("dense", *sorted(METHODS))}
         times = take_turns(runs, rounds)
         columns = {"model": name, "tokens": batch[0] * batch[1]}
         rows += [columns | {"method": method} | summary(times[method], times["dense"]) for method in runs]

@@ -1,4 +1,5 @@
-"""Packed models on a CPU beside dense ones: layers, calls, generation, perplexity. All of them, or those named:
+"""Packed models and training on a CPU, beside dense ones. All sections (layers, calls, generation, training,
+perplexity), or those named:
 
     python recipes/benchmarks/cpu.py SECTION ... [--quick] [--llama-cpp] [--minutes N] [--only TEXT] [--list]
 
@@ -27,12 +28,13 @@ import transformers
 from benchmarks import cpu
 from benchmarks.run import Run
 
-from recipes.benchmarks import cpu_models, perplexity
+from recipes.benchmarks import cpu_models, cpu_training, perplexity
 
 SECTIONS: dict[str, tuple[float, Callable[[Any], Any]]] = {
     "layers": (8, lambda options: cpu.Layers(options.quick)),
     "calls": (2, lambda options: cpu_models.Calls(options.quick)),
     "generation": (60, lambda options: cpu_models.Generation(options.quick, options.llama_cpp, options.folder)),
+    "training": (20, lambda options: cpu_training.Training(options.quick)),
     "perplexity": (20, lambda options: perplexity.Perplexity(options.quick, options.texts, options.folder)),
 }
 """Minutes and maker of each."""
