@@ -24,7 +24,7 @@ def masked_decay_(grads: list[Tensor], weights: list[Tensor], masks: list[Tensor
 def _has_kernel(grad: Tensor, weight: Tensor, alpha: float) -> bool:
     """Whether the kernel may write into `grad` what PyTorch would, which autograd and tracing do not see."""
     plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in (grad, weight))
-    if not plain or not grad.is_contiguous() or grad.is_inference():
+    if not plain or grad.shape != weight.shape or not grad.is_contiguous() or grad.is_inference():
         return False
     if torch.is_grad_enabled() and (grad.requires_grad or weight.requires_grad):
         return False

@@ -9,8 +9,8 @@ from .. import reference
 from ..formats import Layout, mask_bytes
 from .library import DTYPES, Library, load
 
-_GROUPED = ("magnitude", "soft-threshold", "nm-mask", "mvue")
-_RULES = (*_GROUPED, "mask", "bits", "decay", "decay-bits", "transposable", "pack-bits")
+_PRUNING = ("magnitude", "soft-threshold", "mask", "bits")
+_RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "decay-bits")
 """By their number in native/problem.h."""
 
 

@@ -32,12 +32,10 @@ struct Path {
   int (*unpack)(const Linear&);  // y is the dense [rows, k]; x, bias and tokens are unused
 };
 
-enum Rule : int64_t {
-  MAGNITUDE, SOFT_THRESHOLD, NM_MASK, MVUE,               // of x [before, size, after], groups along `size`
-  MASK, BITS, DECAY, DECAY_BITS, TRANSPOSABLE, PACK_BITS  // of x [before, size]
-};
+enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS, DECAY, DECAY_BITS };
 
-// What is made of x. All contiguous.
+// What is made of x, [before, size, after] in groups of four along `size`, or where a rule has no groups along another
+// dimension a matrix [before, size]. All contiguous.
 struct Pruning {
   int64_t rule;
   const void* x;        // of `dtype`; of PACK_BITS bytes of 0 and 1
