@@ -45,8 +45,15 @@ class Layer(NamedTuple):
 Limits = dict[Layer, int | None]
 """The most tokens that a kernel is faster for; None where it was for all that were measured."""
 
-SHIPPED: dict[str, dict[tuple[str, str], int | None]] = {}
-"""Of each path, by the dtypes of x and of the values: measured at 2048 x 2048 with what torch runs on such CPUs."""
+SHIPPED: dict[str, dict[tuple[str, str], int | None]] = {
+    "amx": {("float32", "int8"): 256},
+    "avx512_bf16": {("float32", "int8"): 256},
+    "avx512": {("float32", "int8"): 256},
+    "avx2": {},
+    "portable": {("float32", "int8"): 256},
+}
+"""What is limited of each path that was measured, by the dtypes of x and of the values. Measured at 2048 x 2048 with
+two threads, beside what torch runs on CPUs of that kind."""
 
 _measured: Limits | None = None
 _changed: list[Callable[[], None]] = []
@@ -72,7 +79,9 @@ def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) 
     if alike:
         nearest = min(alike, key=lambda layer: abs(math.log(layer.out * layer.inputs / max(1, out * inputs))))
         return _measured[nearest], f"measured here at {nearest.out} x {nearest.inputs}"
-    return SHIPPED.get(library.name, {}).get(wanted[:2], TOKENS[0]), f"measured elsewhere with path {library.name!r}"
+    if library.name not in SHIPPED:
+        return TOKENS[0], f"path {library.name!r} was not measured: run `hf-sparse24 tune`"
+    return SHIPPED[library.name].get(wanted[:2]), f"measured elsewhere with path {library.name!r}"
 
 
 def tune(

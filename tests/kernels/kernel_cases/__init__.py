@@ -1,7 +1,8 @@
 """Correctness cases of the kernels: a function, its arguments, and how equal results must be to the reference's.
 
 `reference`, `gpu` and `cpu` hold functions of the same names and arguments. The tests run every case on CPU tensors,
-those of `gpu` in Triton's interpreter. The benchmarks run them on the GPU, and again at the sizes that they time, before they report a speed.
+those of `gpu` in Triton's interpreter. The benchmarks run them on the GPU, and again at the sizes that they time,
+before they report a speed.
 """
 
 import re
