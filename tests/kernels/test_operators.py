@@ -64,7 +64,7 @@ def test_compiles_in_one_graph():
         assert torch.equal(grad, expected_grad)
 
 
-def test_the_choice_of_kernels_has_a_reason(monkeypatch):
+def test_the_choice_of_kernels_has_a_reason(dense_math, monkeypatch):
     _choose.cache_clear()
     reason = "Triton's kernels need a CUDA device, not cpu; the kernels take fp32, bf16 and fp16, not torch.float64"
     assert choose_kernels(torch.device("cpu"), torch.float64) == ("reference", reason)

@@ -47,7 +47,7 @@ def test_doctor_fails_where_an_operation_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(kernels, "nm_mask", lambda *_, **__: 1 / 0)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "soft_threshold     FAILED: differs from the CPU by 1" in printed
+    assert "soft_threshold     FAILED: differs from fp64 by 1" in printed
     assert "nm_mask            FAILED: ZeroDivisionError" in printed
     assert "mvue               ok" in printed  # the others go on
 
@@ -148,7 +148,12 @@ def test_version(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"hf-sparse24 {__version__}\n"
 
 
-def test_tune(directory, capsys, monkeypatch, stand_in):  # noqa: F811
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(doctor, "devices", lambda: [torch.device("cuda", 0)])
+
+
+def test_tune(directory, capsys, monkeypatch, stand_in, on_gpu):  # noqa: F811
     asked = []
 
     def tune(problems, device, on_progress):
@@ -164,13 +169,18 @@ def test_tune(directory, capsys, monkeypatch, stand_in):  # noqa: F811
     assert "64 x 64 x 32" in printed and "cusparselt: measured" in printed and "1.2" in printed
 
 
-def test_tune_stopped(directory, capsys, monkeypatch, stand_in):  # noqa: F811
+def test_tune_stopped(directory, capsys, monkeypatch, stand_in, on_gpu):  # noqa: F811
     def tune(problems, device, on_progress):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(autotune, "tune", tune, raising=False)
     assert main(["tune", directory]) == 130
     assert "measurements so far are kept" in capsys.readouterr().err
+
+
+def test_tune_on_a_gpu_without_cusparselt(directory, capsys, on_gpu):
+    assert main(["tune", directory]) == 2
+    assert "nothing to tune here: " in capsys.readouterr().err
 
 
 def test_tune_measures_packed_layers_where_there_is_no_gpu(directory, capsys, monkeypatch, tmp_path):
