@@ -22,6 +22,7 @@ from typing import Any
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
+from sparse24_kernels.matmul import packed_layer
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -203,7 +204,7 @@ class Layers(Section):
         if entry.tokens <= DENSE_TOKENS:
             yield "dense", partial(turns, "dense", partial(own_dense, x))
         for form in ("packed", "packed int8"):
-            yield form, partial(turns, form, partial(kernels.packed_linear, x))
+            yield form, partial(turns, form, partial(packed_layer, x))
         if entry.tokens == 1:
             yield "read", partial(self.read, weights)
 

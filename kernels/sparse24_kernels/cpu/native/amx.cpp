@@ -204,7 +204,8 @@ int many_tokens(const Linear& p) {
 }
 
 int linear(const Linear& p) {
-  if (p.dtype != BF16 || p.tokens <= 4) return path_avx512_bf16.linear(p);
+  const int64_t few = p.value_dtype == INT8 ? 4 : 2;  // for more, reading x again for every row takes longer
+  if (p.dtype != BF16 || p.tokens <= few) return path_avx512_bf16.linear(p);
   return p.value_dtype == INT8 ? many_tokens<int8_t>(p) : many_tokens<bf16>(p);
 }
 
