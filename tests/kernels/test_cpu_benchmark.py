@@ -55,7 +55,7 @@ def test_every_layer_has_its_ways_ratios_and_goals(native, tmp_path):
 
 def test_a_way_that_is_missing_or_wrong_leaves_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "own_dense", lambda x, weight: linear(x, weight) * 1.1)
-    monkeypatch.setattr(kernels, "packed_linear", lambda x, packed: 1 / 0 if packed.scales is None else x)
+    monkeypatch.setattr(cpu, "packed_layer", lambda x, packed: 1 / 0 if packed.scales is None else x)
     _, rows = run_layers(tmp_path, only="bf16, 4 tokens, 1 thread")
     (row,) = (row for row in rows.values() if "times" in row)
     assert "relative error 0.1" in row["times"]["dense"]["error"] and "ZeroDiv" in row["times"]["packed"]["error"]

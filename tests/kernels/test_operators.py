@@ -66,8 +66,7 @@ def test_compiles_in_one_graph():
 
 def test_the_choice_of_kernels_has_a_reason(dense_math, monkeypatch):
     _choose.cache_clear()
-    reason = "Triton's kernels need a CUDA device, not cpu; the kernels take fp32, bf16 and fp16, not torch.float64"
-    assert choose_kernels(torch.device("cpu"), torch.float64) == ("reference", reason)
+    assert choose_kernels(torch.device("cpu")) == ("reference", "Triton's kernels need a CUDA device, not cpu")
     cuda = torch.device("cuda", 0)
     capability = (9, 0)
     assert choose_kernels(cuda) == ("reference", "this build of torch, or this machine, has no CUDA")
