@@ -20,6 +20,7 @@ import pytest
 import transformers
 from accelerate.state import GradientState
 from sparse24_kernels import dispatch, matmul
+from sparse24_kernels.cpu import build
 
 if find_spec("triton"):
     import triton_interpreter
@@ -49,6 +50,15 @@ def pytest_unconfigure():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def compiler():
+    """A C++ compiler, which torch's inductor needs on a CPU."""
+    try:
+        return build.compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_workloads():
     assert len({w.name for w in found if operations.COMPILED.match(w.name)}) == 14
 
 
-def test_baselines_run(tiny):
+def test_baselines_run(tiny, compiler):
     for workload in tiny:
         for name, make in operations.baselines(workload):
             if "tile" not in name and "cuSPARSELt" not in name:  # a CPU has neither

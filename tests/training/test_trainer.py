@@ -156,7 +156,7 @@ def test_torch_compile(tmp_path, method):
     torch.testing.assert_close(weights(compiled.model), weights(eager.model), atol=2e-5, rtol=1e-4)
 
 
-def test_inductor_compiles_a_layer_in_one_graph():
+def test_inductor_compiles_a_layer_in_one_graph(compiler):
     model = zoo.build("llama")
     patch_model(model)
     mlp = model.model.layers[0].mlp

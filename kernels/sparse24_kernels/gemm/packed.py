@@ -42,7 +42,7 @@ def _most_tokens(
     device: torch.device, dtype: torch.dtype, values: torch.dtype, out: int, inputs: int
 ) -> tuple[int | None, str]:
     """The most tokens that a packed weight is multiplied by as it is, None for any number; and where that is from."""
-    if device.type != "cpu":
+    if choose_kernels(device, dtype, operator="packed.packed_linear").backend != "cpu":
         return FEW_TOKENS, "until then, the time is that of reading the weight"
     return limits.most_tokens(dtype, values, out, inputs)
 
