@@ -119,13 +119,14 @@ def check_export(trainer: Trainer, directory: Path) -> tuple[float, float]:
 
 
 def check_packed(trainer: Trainer, directory: Path) -> None:
-    """Export to `directory` in packed form, and check that it computes the same, bit for bit."""
+    """Export to `directory` in packed form, and check that it computes the same but for the order of its sums."""
     export_model(trainer.model, directory, "packed")
     trainer.processing_class.save_pretrained(directory)
     packed = AutoModelForCausalLM.from_pretrained(directory).eval()
     input_ids = torch.tensor(trainer.eval_dataset[:2]["input_ids"])
-    if not torch.equal(_logits(packed, input_ids), _logits(trainer.model, input_ids)):
-        raise SystemExit(f"packed check FAILED: the logits of {directory} differ")
+    difference = (_logits(packed, input_ids) - _logits(trainer.model, input_ids)).abs().max().item()
+    if difference > 1e-3:  # as above: kernels for packed weights sum in an order of their own
+        raise SystemExit(f"packed check FAILED: the logits of {directory} differ by up to {difference:.3g}")
 
 
 def size(directory: Path) -> str:
