@@ -105,6 +105,13 @@ def load() -> Library | str:
         return f"no kernels for this CPU: {error}; $SPARSE24_CACHE names another folder to keep them in"
 
 
+def loaded() -> Library:
+    """The kernels, for whom dispatch has chosen them."""
+    library = load()
+    assert isinstance(library, Library)
+    return library
+
+
 def _torch_parallel_for() -> int:
     """The address of torch's thread pool. Another one, such as OpenMP's, would spin against it."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"

@@ -21,9 +21,9 @@ import torch
 
 from .. import reference
 from ..cache_folder import cache_folder, write_json
-from ..formats import Packed
+from ..formats import Packed, scale_columns
 from . import build
-from .library import Library, load
+from .library import DTYPES, load, loaded
 from .packed import packed_linear, unpack_nm
 
 TOKENS = (16, 64, 256, 1024)
@@ -70,8 +70,7 @@ def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) 
     Of layers that were not measured, the limit is that of the measured layer of the nearest size.
     """
     global _measured
-    library = load()
-    assert isinstance(library, Library)
+    path = loaded().name
     if _measured is None:
         _measured = _read()
     wanted = Layer(_text(dtype), _text(values), out, inputs)
@@ -79,9 +78,9 @@ def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) 
     if alike:
         nearest = min(alike, key=lambda layer: abs(math.log(layer.out * layer.inputs / max(1, out * inputs))))
         return _measured[nearest], f"measured here at {nearest.out} x {nearest.inputs}"
-    if library.name not in SHIPPED:
-        return TOKENS[0], f"path {library.name!r} was not measured: run `hf-sparse24 tune`"
-    return SHIPPED[library.name].get(wanted[:2]), f"measured elsewhere with path {library.name!r}"
+    if path not in SHIPPED:
+        return TOKENS[0], f"path {path!r} was not measured: run `hf-sparse24 tune`"
+    return SHIPPED[path].get(wanted[:2]), f"measured elsewhere with path {path!r}"
 
 
 def tune(
@@ -102,10 +101,9 @@ def tune(
         OSError: the limits cannot be saved.
     """
     global _measured
-    library = load()
-    if isinstance(library, str):
-        raise ValueError(f"nothing to tune: {library}")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if isinstance(reason := load(), str):
+        raise ValueError(f"nothing to tune: {reason}")
+    if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: the kernels take fp32, bf16 and fp16")
     found: dict[Layer, list[tuple[int, float, float]]] = {}
     for done, (out, inputs) in enumerate(sizes):
@@ -115,7 +113,7 @@ def tune(
         int8 = Packed(
             torch.randint_like(packed.values, -127, 128, dtype=torch.int8),
             packed.indices,
-            torch.rand(out, -(-inputs // 128)).to(dtype),
+            torch.rand(out, scale_columns(inputs)).to(dtype),
         )
         for each in (packed, int8):
             found[Layer(_text(dtype), _text(each.values.dtype), out, inputs)] = [
@@ -159,14 +157,12 @@ def _text(dtype: torch.dtype) -> str:
 
 def _path() -> Path:
     """The file of this CPU and these kernels."""
-    library = load()
-    assert isinstance(library, Library)
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
         cpu = names[0] if names else cpu
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"cpu_{cpu}_{library.name}_{torch.__version__}").strip("-")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"cpu_{cpu}_{loaded().name}_{torch.__version__}").strip("-")
     return cache_folder() / f"{name}-{build.fingerprint()}.json"
 
 

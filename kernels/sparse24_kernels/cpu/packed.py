@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import scale_columns
-from .library import DTYPES, Library, load
+from .library import DTYPES, loaded
 
 
 def packed_linear(
@@ -22,7 +22,7 @@ def packed_linear(
     bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, scales))
     (tokens, k), rows = x.shape, len(values)
     y = x.new_empty(tokens, rows)
-    _library().call(
+    loaded().call(
         "sparse24_linear",
         x.data_ptr(),
         values.data_ptr(),
@@ -47,7 +47,7 @@ def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> 
     values, indices = values.contiguous(), indices.contiguous()
     scales = None if scales is None else scales.contiguous()
     dense = (values if scales is None else scales).new_empty(len(values), 2 * values.shape[1])
-    _library().call(
+    loaded().call(
         "sparse24_unpack",
         values.data_ptr(),
         indices.data_ptr(),
@@ -75,9 +75,3 @@ def _check(x: Tensor | None, values: Tensor, indices: Tensor, bias: Tensor | Non
             for tensor in (x, values, indices, bias, scales)
         ]
         raise ValueError(f"x, values, indices, bias and scales do not fit each other, or are not on the CPU: {given}")
-
-
-def _library() -> Library:
-    library = load()
-    assert isinstance(library, Library)  # dispatch asked before
-    return library

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Layout, mask_bytes
-from .library import DTYPES, Library, load
+from .library import DTYPES, loaded
 
 _PRUNING = ("magnitude", "soft-threshold", "mask", "bits")
 _RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "decay-bits")
@@ -60,12 +60,10 @@ def run(
     fits = mask is None or (mask.is_cpu and (mask.dtype, mask.shape) in masks)
     if not (fits and x.is_cpu and (x.dtype == torch.bool if rule == "pack-bits" else x.dtype in DTYPES)):
         raise ValueError(f"{rule}: {x.dtype} {tuple(x.shape)} on {x.device}, or its mask, is nothing that a CPU prunes")
-    library = load()
-    assert isinstance(library, Library)  # dispatch asked before
     x, mask = x.contiguous(), None if mask is None else mask.contiguous()
     shape = x.shape or (1,)
     dim = len(shape) - 1 if dim is None else dim % len(shape)
-    library.call(
+    loaded().call(
         "sparse24_prune",
         _RULES.index(rule),
         x.data_ptr(),
