@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from ..progress import Progress
 from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
 from . import layerwise
-from .replay import Batch, Course, Effect, Replay
+from .blockwise import BlockSample
+from .replay import Batch, Call, Course, Effect, Replay, tensors
 
 
 class Gram:
@@ -104,7 +105,8 @@ class _LastInput:
                 rows = rows[mask.flatten().to(rows.device, torch.bool)]
             rows = rows.to(statistics.squares)
             self.x, self.version, self.dtype = x, x._version, rows.dtype
-            self.tokens, self.summary = len(rows), statistics.summary(rows)
+            with torch.autocast(rows.device.type, enabled=False):
+                self.tokens, self.summary = len(rows), statistics.summary(rows)
         statistics.add(self.summary)
         statistics.tokens += self.tokens
 
@@ -143,10 +145,28 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> Batch:
     return {name: value for name, value in inputs.items() if name != "labels"}
 
 
+class CalibratedBlock(NamedTuple):
+    """A block of the model, while it and those behind it are dense.
+
+    Attributes:
+        name: as in `Replay.blocks`.
+        statistics: of the inputs of its weights, by the weight's name.
+        samples: its calls, with what it gives in the dense model; empty unless asked for.
+    """
+
+    name: str
+    statistics: dict[str, Gram | Sample]
+    samples: list[BlockSample]
+
+
 def calibrate(
-    model: nn.Module, weights: dict[str, SparseWeight], batches: list[Batch], kind: type[Gram | Sample]
-) -> Generator[dict[str, Gram | Sample], None, None]:
-    """Yield statistics of the inputs of `weights`, block by block in the order that blocks run, by the weight's name.
+    model: nn.Module,
+    weights: dict[str, SparseWeight],
+    batches: list[Batch],
+    kind: type[Gram | Sample],
+    with_samples: bool = False,
+) -> Generator[CalibratedBlock, None, None]:
+    """Yield the blocks that have `weights`, in the order that they run.
 
     The caller may change a block's weights until it asks for the next block, whose inputs then come from the changed
     one. The model is in eval mode until the iterator ends or is closed. Call it under `torch.no_grad`.
@@ -157,10 +177,13 @@ def calibrate(
         batches: keyword arguments, see `check_batch`. All with the same names must run the same blocks in the same
             order, which a first pass over one of them finds.
         kind: of statistics.
+        with_samples: whether blocks come with samples. That runs every block a third time for each batch, and takes
+            memory for three outputs of a block for every batch.
 
     Raises:
         ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run;
-            the model cannot be run block by block, see `Replay.study` and `_survey`.
+            the model cannot be run block by block, see `Replay.study` and `_survey`; or, with samples, it runs other
+            blocks between two calls of one block.
     """
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():
@@ -168,9 +191,13 @@ def calibrate(
     unpruned = set(weights)
     found: dict[str, Gram | Sample] = {}
     effects: list[list[Effect]] = [[] for _ in batches]
+    dense_effects: list[list[Effect]] = [[] for _ in batches]
     total = len(batches) * len(blocks)
+    is_measuring = False
 
     def before_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not is_measuring:
+            return
         if name in unpruned:
             replay.final = False
         if name in found:
@@ -185,17 +212,45 @@ def calibrate(
                 hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
             for block in order:
                 found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items()}
-                for batch, kept in zip(batches, effects):
+                samples: list[BlockSample] = []
+                for batch, kept, dense in zip(batches, effects, dense_effects):
                     course = courses[frozenset(batch)]
                     if block in course.ends:
+                        calls: list[tuple[Call, Effect]] = []
                         last_input = _LastInput(batch.get("attention_mask"))
-                        replay.run(batch, course, kept, course.ends[block])
+                        is_measuring = True
+                        replay.run(batch, course, kept, course.ends[block], calls)
+                        is_measuring = False
+                        if with_samples:
+                            targets: list[tuple[Call, Effect]] = []
+                            replay.run(batch, course, dense, course.ends[block], targets)
+                            samples += _samples(replay, block, calls, targets, batch)
                     progress.update()
                 _check(found)
                 for statistics in found.values():
                     statistics.finish()
-                yield found
+                yield CalibratedBlock(block, found, samples)
                 unpruned -= found.keys()
+
+
+def _samples(
+    replay: Replay,
+    block: str,
+    calls: list[tuple[Call, Effect]],
+    targets: list[tuple[Call, Effect]],
+    batch: Batch,
+) -> list[BlockSample]:
+    """The calls of a block in the pruned model, each with the output of the same call in the dense one."""
+    ours = [call for call, _ in calls if replay.blocks[call.block] == block]
+    outputs = [tensors(effect.output)[0] for call, effect in targets if replay.blocks[call.block] == block]
+    if len(ours) != len(outputs):
+        raise ValueError(
+            f"reconstruct='block' cannot train {block}, between two calls of which the model runs other blocks: take "
+            f"reconstruct='layer'"
+        )
+    mask = batch.get("attention_mask")
+    counts = [mask.bool() if mask is not None and mask.shape == x.shape[:-1] else None for x in outputs]
+    return [BlockSample(call, output, count) for call, output, count in zip(ours, outputs, counts)]
 
 
 @contextmanager

@@ -29,20 +29,40 @@ from ..weights.place import layer_name
 from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from . import layerwise
-from .calibration import Gram, Sample, calibrate, check_batch, matrix
+from .blockwise import reconstruct_block
+from .calibration import CalibratedBlock, Gram, Sample, calibrate, check_batch, matrix
 
 logger = get_logger(__name__)
 
 CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
+RECONSTRUCTIONS = ("block", "layer", None)
 
 
 class _Options(NamedTuple):
     """The arguments of `oneshot` of these names."""
 
     criterion: str
-    reconstruct: bool
+    reconstruct: str | None
+    passes: int
+    learning_rate: float
     damping: float
     values: str
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What block reconstruction did for one block.
+
+    Attributes:
+        name: of the block.
+        pruned_error: root of the mean over tokens of the squared error of the block's output relative to the square of
+            the dense model's, after pruning. It holds the errors of all blocks before it.
+        error: the same after the reconstruction.
+    """
+
+    name: str
+    pruned_error: float
+    error: float
 
 
 @dataclass(frozen=True)
@@ -54,8 +74,8 @@ class LayerReport:
         tokens: number of inputs it was calibrated on, without padding.
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
             error of the mask alone.
-        error: the same for the layer's new weight and bias. With `reconstruct=False` and a criterion other than
-            "sparsegpt", both errors are measured on 128 of the inputs.
+        error: the same for the layer's new weight and bias, before block reconstruction. Without reconstruction and
+            with a criterion other than "sparsegpt", both errors are measured on 128 of the inputs.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
         damping: the argument of `oneshot`, or the higher value that SparseGPT needed.
@@ -80,20 +100,23 @@ class OneshotReport(TableReport):
         layers: one `LayerReport` for each pruned weight, in module order.
         patch: report of `patch_model`: which layers are sparse, and why not the others.
         values: the argument of `oneshot`.
+        blocks: one `BlockReport` for each block that was reconstructed, in the order that they run.
     """
 
     criterion: str
-    reconstruct: bool
+    reconstruct: str | None
     layers: tuple[LayerReport, ...]
     patch: PatchReport
     values: str = "float"
+    blocks: tuple[BlockReport, ...] = ()
     _columns = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
 
     def __repr__(self) -> str:
         return f"<OneshotReport: {self._title()}; {len(self.layers)} layers>"
 
     def _title(self) -> str:
-        how = f"{self.criterion} masks" + (", weights reconstructed" if self.reconstruct else "")
+        how = f"{self.criterion} masks"
+        how += f", weights reconstructed by {self.reconstruct}" if self.reconstruct else ""
         how += ", rounded to int8" if self.values == "int8" else ""
         return f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs"
 
@@ -117,8 +140,10 @@ def oneshot(
     data: Iterable[Mapping[str, Tensor] | Tensor],
     config: Sparse24Config | None = None,
     *,
-    criterion: str = "wanda",
-    reconstruct: bool = True,
+    criterion: str = "sparsegpt",
+    reconstruct: str | None = "block",
+    passes: int = 8,
+    learning_rate: float = 0.005,
     damping: float = 0.01,
     values: str = "float",
 ) -> OneshotReport:
@@ -183,7 +208,7 @@ def oneshot(
         one-shot 2:4 by sparsegpt masks, weights reconstructed; ...
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
-    options = _Options(criterion, reconstruct, damping, values)
+    options = _Options(criterion, reconstruct, passes, learning_rate, damping, values)
     _check_arguments(model, config, options)
     if isinstance(data, Mapping | Tensor):
         raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")
@@ -192,51 +217,73 @@ def oneshot(
         raise ValueError("data has no batches (a generator that was read before is empty)")
     patch = patch_model(model, config)
     weights = sparse_weights(model)
-    originals: dict[str, tuple[Tensor, Tensor | None]] = {}
+    originals: dict[nn.Parameter, Tensor] = {}
     reports: dict[str, LayerReport] = {}
-    masks: dict[int, Tensor] = {}
+    blocks: list[BlockReport] = []
+    masks: dict[nn.Parameter, Tensor] = {}
     try:
         _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
-        # A Gram matrix costs as much as running the block: only what moves weights needs it.
-        kind = Gram if reconstruct or criterion == "sparsegpt" or values == "int8" else Sample
+        # A Gram matrix costs as much as running the block: only what moves weights by it needs it.
+        kind = Gram if reconstruct == "layer" or criterion == "sparsegpt" or values == "int8" else Sample
+        is_block = reconstruct == "block"
         total = len({id(weight.parameter) for weight in weights.values()})
         pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
-        with pruning, closing(calibrate(model, weights, batches, kind)) as blocks:
-            for name, inputs in ((name, inputs) for block in blocks for name, inputs in block.items()):
-                weight = weights[name]
-                if id(weight.parameter) not in masks:  # a weight that layers share is pruned where it runs first
-                    bias = None if weight.bias is None else weight.bias.to("cpu", copy=True)
-                    originals[name] = (weight.parameter.to("cpu", copy=True), bias)
-                    reports[name], mask = _prune_weight(name, weight, inputs, options)
-                    masks[id(weight.parameter)] = mask
-                    pruning.update(note=f"error {reports[name].error:.1%}")
-                (view,) = weight.views()
-                weight.set_state(weight.method.adopt_mask(view, masks[id(weight.parameter)]))
+        with pruning, closing(calibrate(model, weights, batches, kind, is_block)) as calibrated:
+            for block in calibrated:
+                # A weight that layers share is pruned where it runs first.
+                new = [name for name in block.statistics if weights[name].parameter not in masks]
+                module = model.get_submodule(block.name)
+                originals |= {p: p.to("cpu", copy=True) for p in module.parameters() if p not in originals}
+                for name in new:
+                    weight = weights[name]
+                    if weight.parameter not in masks:
+                        with torch.autocast(weight.parameter.device.type, enabled=False):
+                            found = _prune_weight(name, weight, block.statistics[name], options)
+                        reports[name], masks[weight.parameter] = found
+                        pruning.update(note=f"error {reports[name].error:.1%}")
+                if is_block:
+                    owned = {weights[name].parameter: masks[weights[name].parameter] for name in new}
+                    errors = reconstruct_block(
+                        module, owned, block.samples, passes, learning_rate, lambda: pruning.update(0)
+                    )
+                    if values == "int8":
+                        for name in new:
+                            _round(weights[name], block.statistics[name].matrix, damping)
+                    blocks.append(BlockReport(block.name, *errors))
+                    pruning.update(0, f"error of the block {errors[1]:.1%}")
+                for name, inputs in block.statistics.items():
+                    weight = weights[name]
+                    (view,) = weight.views()
+                    weight.set_state(weight.method.adopt_mask(view, masks[weight.parameter]))
         set_phase(model, "sparse")
     except BaseException:
-        for name, (original, bias) in originals.items():
-            weights[name].parameter.copy_(original)
-            owned = weights[name].bias
-            if owned is not None and bias is not None:
-                owned.copy_(bias)
+        for parameter, original in originals.items():
+            parameter.copy_(original)
         unpatch_model(model, sparse=False)
         raise
     few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
     if few:
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
-    return OneshotReport(
-        criterion, reconstruct, tuple(reports[name] for name in weights if name in reports), patch, values
-    )
+    layers = tuple(reports[name] for name in weights if name in reports)
+    return OneshotReport(criterion, reconstruct, layers, patch, values, tuple(blocks))
 
 
 def _check_arguments(model: nn.Module, config: Sparse24Config, options: _Options) -> None:
-    criterion, _, damping, values = options
+    criterion, damping, values = options.criterion, options.damping, options.values
     format_version(values)
     if values == "int8":
         check_within_24(config.pattern)
     if criterion not in CRITERIA:
         raise ValueError(f"criterion={criterion!r}: must be one of {list(CRITERIA)}")
+    if options.reconstruct not in RECONSTRUCTIONS:
+        raise ValueError(f"reconstruct={options.reconstruct!r}: must be one of {list(RECONSTRUCTIONS)}")
+    if options.passes < 1:
+        raise ValueError(f"passes={options.passes!r}: must be at least 1; reconstruct=None trains nothing")
+    if not 0 < options.learning_rate < 1:
+        raise ValueError(
+            f"learning_rate={options.learning_rate!r}: must be between 0 and 1, as a share of the weights' size"
+        )
     if not 0 <= damping < float("inf"):
         raise ValueError(f"damping={damping!r}: must be a finite number >= 0")
     if not takes_masks(method_class(config.method)):
@@ -311,28 +358,37 @@ def _move_weights(
 ) -> Tensor:
     """Write a layer's pruned weights, and return their and the bias's difference to the dense ones, `[out, in + 1]`.
 
-    They are those of `pruned`, or else the dense ones under the mask; moved by least squares with `reconstruct`, and
-    rounded with int8 `values`.
+    They are those of `pruned`, or else the dense ones under the mask; moved by least squares to reconstruct layers, and
+    rounded with int8 `values`, if no block is reconstructed afterwards.
     """
     weight, owned = matrix(target), target.bias
     # From here on [W, b]. A layer without bias has zeros there that the mask keeps zero.
     bias = None if owned is None else owned.to(dense)
     before = _with_bias(dense, bias)
     after = _with_bias(dense * mask if pruned is None else pruned, bias)
-    if options.reconstruct:
+    if options.reconstruct == "layer":
         free = nn.functional.pad(mask, (0, 1), value=owned is not None)
         # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
         penalty = layerwise.ridge(gram[:-1, :-1], options.damping) * (gram.diagonal() > 0).to(dense)
         penalty[-1] = 0
         after = layerwise.least_squares(before, free, gram, penalty, after)
     moved = kernels.apply_mask(after[:, :-1], mask)
-    if options.values == "int8" and is_packable(target):
-        moved = layerwise.round_to_int8(moved, gram[:-1, :-1], options.damping, weight.dtype)
     weight.copy_(moved)
+    if options.values == "int8" and options.reconstruct != "block":
+        _round(target, gram, options.damping)
     if owned is not None:
         owned.copy_(after[:, -1])
     # From the layer's own tensors, rounded to its dtype.
     return before - _with_bias(weight.to(dense), None if owned is None else owned.to(dense))
+
+
+def _round(target: SparseWeight, gram: Tensor, damping: float) -> None:
+    """Round a pruned weight to int8 values, if it can be packed."""
+    weight = matrix(target)
+    if is_packable(target):
+        values = weight.to(gram.dtype, copy=True)
+        with torch.autocast(weight.device.type, enabled=False):
+            weight.copy_(layerwise.round_to_int8(values, gram[:-1, :-1], damping, weight.dtype))
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None = None) -> Tensor:

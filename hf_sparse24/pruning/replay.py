@@ -51,7 +51,7 @@ class Call:
 
     def gets_nan(self) -> bool:
         """Return whether a tensor among the arguments has NaN."""
-        given = _tensors([self._arguments, [dict(values) for values in self._dicts]])
+        given = tensors([self._arguments, [dict(values) for values in self._dicts]])
         return any(bool(tensor.isnan().any()) for tensor in given)
 
 
@@ -95,10 +95,18 @@ class Replay:
     def __exit__(self, *error: Any) -> None:
         self._intercepted.__exit__(*error)
 
-    def run(self, batch: Batch, course: Course, effects: list[Effect], stop: int | None) -> Effect | None:
+    def run(
+        self,
+        batch: Batch,
+        course: Course,
+        effects: list[Effect],
+        stop: int | None,
+        computed: list[tuple[Call, Effect]] | None = None,
+    ) -> Effect | None:
         """Run one pass up to the call with number `stop` and return its effect; or to the end, for None.
 
-        The batch's first calls are replayed from `effects`. Effects of the following calls are added if final.
+        The batch's first calls are replayed from `effects`. Effects of the following calls are added if final. The
+        calls that are computed, and their effects, are added to `computed`.
 
         Raises:
             ValueError: the model calls other blocks than in `course`.
@@ -114,6 +122,8 @@ class Replay:
             if number < len(effects):
                 return call.replay(_copy(effects[number]))
             effect = call.compute()
+            if computed is not None:
+                computed.append((call, effect))
             if self.final:
                 effects.append(_copy(effect))
                 for i, last in enumerate(course.last_use[: number + 1]):
@@ -147,7 +157,7 @@ class Replay:
         for number, expected in enumerate(effects):
             try:
                 found = self.run(batch, course, replayed, number)
-                torch.testing.assert_close(_tensors(found), _tensors(expected), equal_nan=True)
+                torch.testing.assert_close(tensors(found), tensors(expected), equal_nan=True)
             except Exception as error:  # whatever it is, the pass without replay has succeeded
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
                 raise ValueError(
@@ -239,7 +249,8 @@ def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) ->
                 block.__dict__["forward"] = forward
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested tuples, lists, dicts and outputs of Transformers, in their order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

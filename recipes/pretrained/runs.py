@@ -1,0 +1,324 @@
+"""SmolLM2-135M made 2:4 in every way, for several numbers of training tokens: one JSON per run in `results/pretrained/`.
+
+    make evidence                                            # the material, all runs that are missing, then the page
+    python recipes/pretrained/runs.py --only dense fixed-mask --tokens 30000
+    python recipes/pretrained/runs.py --recompute            # one cell again, beside what is committed (CI)
+
+A run that has its JSON is not repeated, so the work can be cut into pieces, and several processes can share it. Seed 0
+finds each variant's learning rate at the smallest number of tokens: it goes up or down `RATES` from the two in the
+middle until the best has a worse one on either side. Larger budgets and other seeds take the best.
+"""
+
+import argparse
+import json
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from evaluation import evaluate, read_documents, samples
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
+
+import hf_sparse24_command
+from hf_sparse24 import Sparse24Config, Sparse24Trainer, __version__, export_model, oneshot, patch_model
+from hf_sparse24.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from running import run as run_script
+from stdlib_text import replace_file
+
+RECIPES = Path(__file__).resolve().parents[1]
+RESULTS = RECIPES / "results" / "pretrained"
+MATERIAL = Path("runs/pretrained")
+CORPORA = ("validation", "chat_validation", "unseen_wikipedia", "unseen_documentation")
+DOCUMENTS = 24
+"""Of each corpus, all of the same length."""
+
+TOKENS = (30_000, 100_000, 300_000)
+RATES = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+START = RATES[2:4]
+BLOCK, BATCH = 256, 2
+"""Tokens of a training sequence, and sequences of a step."""
+
+CALIBRATION = 48
+"""Sequences of 512 tokens: 24,576 tokens."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to a model that is 2:4 in every linear layer.
+
+    Attributes:
+        method: as in `Sparse24Config`; None trains a dense model, the control.
+        pruned: whether it starts from the model that `oneshot` pruned, and not from the dense one.
+        teacher: whether it learns the dense model's predictions.
+        lora: whether an adapter is trained, and merged under the mask.
+        settings: of the method.
+    """
+
+    method: str | None
+    pruned: bool = True
+    teacher: bool = False
+    lora: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+NO_TAIL = {"dense_tail": 0}  # a tail would leave the model dense
+VARIANTS = {
+    "dense": Variant(None, pruned=False),
+    "fixed-mask": Variant("fixed-mask"),
+    "fixed-mask, teacher": Variant("fixed-mask", teacher=True),
+    "lora": Variant("fixed-mask", lora=True),
+    "lora, teacher": Variant("fixed-mask", teacher=True, lora=True),
+    "sr-ste, teacher": Variant("sr-ste", teacher=True),
+    "s-ste, teacher": Variant("s-ste", teacher=True),
+    "s-ste from dense": Variant("s-ste", pruned=False),
+    "s-ste from dense, teacher": Variant("s-ste", pruned=False, teacher=True),
+    "sr-ste from dense": Variant("sr-ste", pruned=False),
+    "sr-ste from dense, teacher": Variant("sr-ste", pruned=False, teacher=True),
+    "t-sr-ste from dense": Variant("t-sr-ste", pruned=False, settings=NO_TAIL),
+    "t-sr-ste from dense, teacher": Variant("t-sr-ste", pruned=False, teacher=True, settings=NO_TAIL),
+}
+
+
+@dataclass
+class Material:
+    """The model, its tokenizer and the texts, read once."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.source = self.folder / "SmolLM2-135M"
+        self.tokenizer = AutoTokenizer.from_pretrained(self.source)
+        self.dense = self.load(self.source).requires_grad_(False)
+        self.documents = {
+            name: read_documents(self.text(name), self.tokenizer, DOCUMENTS)
+            for name in CORPORA
+            if self.text(name).exists()
+        }
+
+    def load(self, source: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+    def text(self, name: str) -> Path:
+        return self.folder / "text" / f"{name}.jsonl"
+
+    def blocks(self, name: str, length: int, most: int) -> list[list[int]]:
+        """The first blocks of a text, its documents joined by the end-of-text token."""
+        tokens: list[int] = []
+        with self.text(name).open() as lines:
+            for line in lines:
+                tokens += [*self.tokenizer(json.loads(line)["text"])["input_ids"], self.tokenizer.eos_token_id]
+                if len(tokens) >= length * most:
+                    break
+        if len(tokens) < length * most:
+            raise ValueError(f"{self.text(name)} has {len(tokens):,} tokens, and {length * most:,} are needed")
+        return [tokens[start : start + length] for start in range(0, length * most, length)]
+
+    def pruned(self, **options: Any) -> Path:
+        """The folder of the model that `oneshot` prunes; made unless it is there, and what that cost is beside it.
+
+        Args:
+            options: of `oneshot`, where they differ from its defaults.
+        """
+        name = "-".join(["oneshot", *(f"{key}={value}" for key, value in options.items())])
+        path = self.folder / name
+        if not (path / "cost.json").exists():
+            model = self.load(self.source)
+            batches = torch.tensor(self.blocks("calibration", 512, CALIBRATION)).split(2)
+            start = Cost()
+            with torch.autocast("cpu", torch.bfloat16):
+                report = oneshot(model, batches, Sparse24Config(method="fixed-mask", target_modules="all-linear"), **options)
+            print(report, flush=True)
+            export_model(model, path)
+            replace_file(path / "cost.json", json.dumps(start.spent()))
+        return path
+
+    def evaluate(self, model: Any) -> dict[str, Any]:
+        found = {
+            name: evaluate(model, self.dense, documents, self.tokenizer) for name, documents in self.documents.items()
+        }
+        return {"corpora": found, "samples": samples(model, self.tokenizer)}
+
+
+class Cost:
+    """What the process spends from here on."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.monotonic(), time.process_time()
+        if sys.platform == "linux":
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+
+    def spent(self) -> dict[str, float]:
+        spent = {"wall_s": time.monotonic() - self.wall, "cpu_s": time.process_time() - self.cpu}
+        if sys.platform == "linux":
+            kib = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]
+            spent["peak_gb"] = int(kib) * 1024 / 1e9
+        return {name: round(value, 2) for name, value in spent.items()}
+
+
+def train(material: Material, variant: Variant, tokens: int, rate: float, seed: int, output: str) -> Trainer:
+    """A trainer that has trained."""
+    set_seed(seed)
+    steps = tokens // (BLOCK * BATCH)
+    blocks = material.blocks("train", BLOCK, steps * BATCH)
+    order = torch.randperm(len(blocks)).tolist()
+    model = material.load(material.pruned() if variant.pruned else material.source)
+    arguments = TrainingArguments(
+        output,
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, steps // 10),
+        weight_decay=0.0,
+        bf16=True,
+        use_cpu=True,
+        seed=seed,
+        logging_steps=max(1, steps // 50),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    shared = {"args": arguments, "train_dataset": [{"input_ids": blocks[i], "labels": blocks[i]} for i in order]}
+    if variant.method is None:
+        trainer = Trainer(model, **shared)
+    else:
+        config = Sparse24Config(method=variant.method, target_modules="all-linear", **variant.settings)
+        patch_model(model, config)
+        if variant.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+        trainer = Sparse24Trainer(model, **shared, teacher=material.dense if variant.teacher else None)
+    trainer.train()
+    return trainer
+
+
+def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> dict[str, Any]:
+    """What the JSON of a run holds."""
+    variant = VARIANTS[name]
+    with tempfile.TemporaryDirectory() as output:
+        start = Cost()
+        trainer = train(material, variant, tokens, rate, seed, output)
+        spent = start.spent()
+        model = trainer.model.merge_and_unload() if variant.lora else trainer.model
+        verified = None
+        if variant.method is not None:
+            export_model(model, output + "/export")
+            verified = hf_sparse24_command.main(["verify", output + "/export"]) == 0
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return {
+        "variant": name,
+        "tokens": tokens,
+        "learning_rate": rate,
+        "seed": seed,
+        "verified": verified,
+        "cost": spent,
+        "steps": [log["step"] for log in logs],
+        "loss": [round(log["loss"], 4) for log in logs],
+        "flip_rate": [log.get("flip_rate") for log in logs],
+        **material.evaluate(model),
+        **versions(),
+    }
+
+
+def start_point(material: Material, name: str) -> dict[str, Any]:
+    """The JSON of a model that nothing has trained: the dense one, or the pruned one."""
+    path = material.source if name == "dense" else material.pruned()
+    cost = {} if name == "dense" else json.loads((path / "cost.json").read_text())
+    found = {"variant": name, "tokens": 0, "learning_rate": 0.0, "seed": 0, "verified": None, "cost": cost}
+    return found | material.evaluate(material.load(path)) | versions()
+
+
+def versions() -> dict[str, Any]:
+    return {
+        "versions": {
+            "hf_sparse24": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "device": f"cpu, {torch.get_num_threads()} thread(s), bf16 autocast",
+    }
+
+
+def read_runs(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def validation_loss(run: dict[str, Any]) -> float:
+    """Nats per token on `validation`."""
+    found = run["corpora"]["validation"]
+    return sum(found["nats"]) / sum(found["tokens"])
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    """The learning rate of the lowest loss; one that diverged to NaN is the worst."""
+    return min(losses, key=lambda rate: (losses[rate] != losses[rate], losses[rate]))
+
+
+def next_rate(losses: dict[float, float]) -> float | None:
+    """The learning rate that the search tries next; None once the best is inside."""
+    for rate in START:
+        if rate not in losses:
+            return rate
+    best = RATES.index(best_rate(losses))
+    return next((rate for rate in RATES[max(best - 1, 0) : best + 2] if rate not in losses), None)
+
+
+def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[str, Any]]) -> Iterator[tuple]:
+    """Tokens, learning rate and seed of the runs that a variant lacks and that can start now."""
+    mine = [run for run in found if run["variant"] == name]
+    losses = {
+        run["learning_rate"]: validation_loss(run) for run in mine if (run["tokens"], run["seed"]) == (TOKENS[0], 0)
+    }
+    rate = next_rate(losses)
+    if rate is not None:
+        yield TOKENS[0], rate, 0
+        return
+    done = {(run["tokens"], run["learning_rate"], run["seed"]) for run in mine}
+    wanted = [(tokens, best_rate(losses), seed) for tokens in budgets for seed in seeds]
+    yield from (run for run in wanted if run not in done)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="only these variants")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[TOKENS[0]], choices=TOKENS, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="default: %(default)s")
+    parser.add_argument("--material", type=Path, default=MATERIAL, help="what material.py made; default: %(default)s")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the runs' JSON")
+    args = parser.parse_args(argv)
+    args.results.mkdir(parents=True, exist_ok=True)
+    material = Material(args.material)
+
+    def save(result: dict[str, Any]) -> None:
+        name = "{variant}-{tokens}-lr{learning_rate:g}-seed{seed}".format(**result).replace(", ", "-").replace(" ", "-")
+        replace_file(args.results / f"{name}.json", json.dumps(result) + "\n")
+        print(f"{name}: {validation_loss(result):.4f}, {result['cost']}", flush=True)
+
+    with Progress("runs", None, "run", partial(print, flush=True)) as progress:
+        pruned = {VARIANTS[name].pruned for name in args.only}
+        for name in ["dense"] * (False in pruned) + ["oneshot"] * (True in pruned):
+            if not any(run["variant"] == name and run["tokens"] == 0 for run in read_runs(args.results)):
+                save(start_point(material, name))
+        while True:
+            found = read_runs(args.results)
+            waiting = [(name, *rest) for name in args.only for rest in missing(name, args.tokens, args.seeds, found)]
+            if not waiting:
+                break
+            save(run(material, *min(waiting, key=lambda run: (run[1], run[3]))))
+            progress.update()
+
+
+if __name__ == "__main__":
+    run_script(main)
