@@ -5,10 +5,7 @@ Wikipedia, whose first part also calibrates the pruning, and news, which nothing
 kernels that generate text, which may round activations, too; a whole block at a time runs those of prompts.
 """
 
-import bz2
-import html
 import math
-import re
 import statistics
 import time
 from importlib.util import find_spec
@@ -22,9 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from hf_sparse24.methods import ONESHOT_METHOD
 
+from ..pretrained.texts import DUMP, articles
 from .cpu_models import FORMATS, SMOLLM2, build, smollm2
 
-WIKIPEDIA = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 NEWS = "lee_background.cor"
 WAYS = {way: ("float", settings) for way, settings in FORMATS.items()}
 WAYS["int8 by oneshot"] = ("int8", FORMATS["packed int8"])
@@ -45,18 +42,7 @@ def gensim_texts() -> dict[str, str]:
     if found is None:
         raise RuntimeError("the texts come from a package: pip install --no-deps gensim, or name files with --texts")
     folder = Path(found.submodule_search_locations[0]) / "test" / "test_data"
-    articles = re.findall(r"<text[^>]*>(.*?)</text>", bz2.decompress((folder / WIKIPEDIA).read_bytes()).decode(), re.S)
-    wikipedia = "\n\n".join(plain(text) for text in articles if not text.startswith("#REDIRECT"))
-    return {"Wikipedia": wikipedia, "news": (folder / NEWS).read_text()}
-
-
-def plain(article: str) -> str:
-    """The text of an article without most of its markup."""
-    text = re.sub(r"<!--.*?-->|<ref[^>]*/>|<ref.*?</ref>|</?\w[^>]*>", "", html.unescape(article), flags=re.S)
-    for _ in range(6):  # from the innermost out
-        text = re.sub(r"\{\{[^{}]*\}\}|\{\|[^{}]*\|\}|\[\[(?:File|Image|Category):[^][]*\]\]", "", text)
-        text = re.sub(r"\[\[(?:[^][|]*\|)?([^][|]*)\]\]", r"\1", text)
-    return re.sub(r"\n{3,}", "\n\n", re.sub(r"'{2,}|^[*#:;|!=].*$", "", text, flags=re.M)).strip()
+    return {"Wikipedia": "\n\n".join(articles((folder / DUMP).read_bytes())), "news": (folder / NEWS).read_text()}
 
 
 def encode(text: str, quick: bool) -> Tensor:

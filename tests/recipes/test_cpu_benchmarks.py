@@ -92,12 +92,6 @@ def test_losses_do_not_depend_on_the_tokens_at_a_time():
     assert perplexity.losses(model, ids, 7) == pytest.approx(perplexity.losses(model, ids, 100), rel=1e-5)
 
 
-def test_text_of_an_article():
-    source = "'''A''' is {{a|{{b}}}}[[c|d]]&lt;ref>x&lt;/ref>.\n== Title ==\n{| table\n|}\n[[Category:E]]\n* item\n"
-    source += "End [[f]]."
-    assert perplexity.plain(source) == "A is d.\n\nEnd f."
-
-
 def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("recipes.benchmarks.llama_cpp.find_spec", lambda name: None)
     monkeypatch.setattr("recipes.benchmarks.perplexity.find_spec", lambda name: None)
