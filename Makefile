@@ -4,7 +4,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow coverage lower-bounds methods figures docs gpu-test gpu cpu-test lint lint-check dist wheel clean
+.PHONY: demo test test-slow coverage lower-bounds methods evidence figures docs gpu-test gpu cpu-test lint lint-check dist wheel clean
 
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
@@ -31,6 +31,10 @@ lower-bounds: .venv/.test-installed
 # (from nothing some 50, each several minutes of one core), then the page.
 methods: .venv/.recipes-installed
 	$(BIN)/python recipes/methods.py
+
+# The evidence page on a real pretrained model: what it needs, downloaded and made in runs/pretrained.
+evidence: .venv/.recipes-installed
+	$(BIN)/python recipes/pretrained/material.py
 
 # Every picture of the README and the site, from committed results.
 figures: .venv/.docs-installed

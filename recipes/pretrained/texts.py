@@ -82,7 +82,7 @@ PROSE = {
     "novel": Source("guidellm", "public domain", novel),
 }
 UNSEEN = {
-    "wikipedia": Source("gensim", "CC BY-SA 3.0 (Wikipedia)", wikipedia),
+    "wikipedia": Source("gensim", "CC BY-SA (Wikipedia)", wikipedia),
     "documentation": Source("cmake", "BSD-3-Clause (CMake's manual)", documentation),
 }
 
