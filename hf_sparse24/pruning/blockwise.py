@@ -130,8 +130,8 @@ def _trainable(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def _autocast(device: str, dtype: torch.dtype) -> Any:
-    """The caller's autocast, or else that of half-precision weights; its cache would keep the weights of one step."""
+    """The caller's autocast, or else that of half-precision weights, without a cache: weights change at every step."""
     if torch.is_autocast_enabled(device):
-        return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
+        return nullcontext()
     is_half = dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(device, dtype, cache_enabled=False) if is_half else nullcontext()

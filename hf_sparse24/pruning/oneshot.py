@@ -7,7 +7,7 @@ kept, and for each batch the output of the last finished block; see `replay`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -229,7 +229,7 @@ def oneshot(
         is_block = reconstruct == "block"
         total = len({id(weight.parameter) for weight in weights.values()})
         pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
-        with pruning, closing(calibrate(model, weights, batches, kind, is_block)) as calibrated:
+        with pruning, _fresh_autocast(), closing(calibrate(model, weights, batches, kind, is_block)) as calibrated:
             for block in calibrated:
                 # A weight that layers share is pruned where it runs first.
                 new = [name for name in block.statistics if weights[name].parameter not in masks]
@@ -267,6 +267,18 @@ def oneshot(
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
     layers = tuple(reports[name] for name in weights if name in reports)
     return OneshotReport(criterion, reconstruct, layers, patch, values, tuple(blocks))
+
+
+@contextmanager
+def _fresh_autocast() -> Iterator[None]:
+    """Let autocast cast weights anew at every use: its cache would keep those from before the pruning."""
+    caching = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
 
 
 def _check_arguments(model: nn.Module, config: Sparse24Config, options: _Options) -> None:

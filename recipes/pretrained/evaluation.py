@@ -4,6 +4,8 @@ The sums of each document are kept, so that ranges over documents can be taken a
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 
 LENGTH = 512
-"""Tokens of a document; shorter documents are left out, longer ones are cut."""
+"""Tokens of a document; longer ones are cut, shorter ones joined."""
 
 BATCH = 4
 
@@ -26,51 +28,66 @@ PROMPTS = (
 
 
 def read_documents(path: Path, tokenizer: Any, most: int) -> Tensor:
-    """The first `LENGTH` tokens of the first documents that have as many: `[at most most, LENGTH]`.
+    """The first `LENGTH` tokens of each document, of several where one is shorter: `[at most most, LENGTH]`.
 
     Raises:
-        ValueError: no document is long enough.
+        ValueError: the text is shorter than that.
     """
     rows: list[list[int]] = []
+    row: list[int] = []
     with path.open() as lines:
         for line in lines:
-            tokens = tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"]
-            rows += [tokens[:LENGTH]] * (len(tokens) >= LENGTH)
+            row += [*tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            if len(row) >= LENGTH:
+                rows.append(row[:LENGTH])
+                row = []
             if len(rows) == most:
                 break
     if not rows:
-        raise ValueError(f"{path}: no document has {LENGTH} tokens")
+        raise ValueError(f"{path}: has less than {LENGTH} tokens")
     return torch.tensor(rows)
 
 
-def evaluate(model: nn.Module, dense: nn.Module, documents: Tensor, tokenizer: Any) -> dict[str, list[float]]:
-    """Sums over each document's predictions, in lists by document.
+class Evaluation:
+    """The documents of one corpus, and what the dense model predicts there, which is computed once.
 
-    Keys: `nats`, cross entropy; `bytes` of the predicted text; `kl`, of the model's from the dense model's
-    predictions; `agreement`, how often the two predict the same token; `tokens` predicted.
+    Args:
+        documents: `[documents, LENGTH]`.
+        dense: a causal language model with a linear output embedding.
     """
-    found: dict[str, list[float]] = {name: [] for name in ("nats", "bytes", "kl", "agreement", "tokens")}
-    for batch in documents.split(BATCH):
-        ours, theirs = _logits(model, batch), _logits(dense, batch)
-        for row, own, other in zip(batch, ours, theirs):
-            found["nats"].append(cross_entropy(own, row[1:], reduction="sum").item())
-            found["bytes"].append(len(tokenizer.decode(row[1:]).encode()))
-            found["kl"].append(
-                kl_div(own.log_softmax(-1), other.log_softmax(-1), reduction="sum", log_target=True).item()
-            )
-            found["agreement"].append((own.argmax(-1) == other.argmax(-1)).sum().item())
-            found["tokens"].append(len(row) - 1)
-    return {name: [round(value, 3) for value in values] for name, values in found.items()}
+
+    def __init__(self, documents: Tensor, dense: Any, tokenizer: Any):
+        self.documents, self.head = documents, dense.get_output_embeddings()
+        self.bytes = [len(tokenizer.decode(row[1:]).encode()) for row in documents]
+        with _inference():
+            self.states = [dense.model(input_ids=batch).last_hidden_state for batch in documents.split(BATCH)]
+
+    def run(self, model: nn.Module) -> dict[str, list[float]]:
+        """Sums over each document's predictions, in lists by document.
+
+        Keys: `nats`, cross entropy; `bytes` of the predicted text; `kl`, of the model's from the dense model's
+        predictions; `agreement`, how often the two predict the same token; `tokens` predicted.
+        """
+        found: dict[str, list[float]] = {"bytes": self.bytes, "nats": [], "kl": [], "agreement": [], "tokens": []}
+        mode = model.training
+        model.eval()
+        for batch, states in zip(self.documents.split(BATCH), self.states):
+            with _inference():
+                ours, theirs = model(input_ids=batch).logits, self.head(states)
+            for row, own, other in zip(batch, ours[:, :-1].float(), theirs[:, :-1].float()):
+                found["nats"].append(cross_entropy(own, row[1:], reduction="sum").item())
+                kl = kl_div(own.log_softmax(-1), other.log_softmax(-1), reduction="sum", log_target=True)
+                found["kl"].append(kl.item())
+                found["agreement"].append((own.argmax(-1) == other.argmax(-1)).sum().item())
+                found["tokens"].append(len(row) - 1)
+        model.train(mode)
+        return {name: [round(value, 3) for value in values] for name, values in found.items()}
 
 
-@torch.no_grad()
-def _logits(model: nn.Module, batch: Tensor) -> Tensor:
-    """fp32 logits `[batch, LENGTH - 1, vocabulary]` that predict the tokens from the second on."""
-    mode = model.training
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model.eval()(input_ids=batch).logits
-    model.train(mode)
-    return logits[:, :-1].float()
+@contextmanager
+def _inference() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        yield
 
 
 @torch.no_grad()

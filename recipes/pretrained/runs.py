@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from evaluation import evaluate, read_documents, samples
+from evaluation import Evaluation, read_documents, samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 import hf_sparse24_command
@@ -36,10 +36,10 @@ from running import run as run_script
 from stdlib_text import replace_file
 
 RECIPES = Path(__file__).resolve().parents[1]
-RESULTS = RECIPES / "results" / "pretrained"
+RESULTS = RECIPES / "results" / "pretrained" / "runs"
 MATERIAL = Path("runs/pretrained")
-CORPORA = ("validation", "chat_validation", "unseen_wikipedia", "unseen_documentation")
-DOCUMENTS = 24
+CORPORA = ("validation", "validation_chat", "unseen_wikipedia", "unseen_documentation")
+DOCUMENTS = 16
 """Of each corpus, all of the same length."""
 
 TOKENS = (30_000, 100_000, 300_000)
@@ -89,6 +89,16 @@ VARIANTS = {
 }
 
 
+RATE_OF = {
+    "fixed-mask": "fixed-mask, teacher",
+    "lora": "lora, teacher",
+    "s-ste from dense, teacher": "s-ste from dense",
+    "sr-ste from dense, teacher": "sr-ste from dense",
+    "t-sr-ste from dense, teacher": "t-sr-ste from dense",
+}
+"""Variants that take the learning rate of another instead of a search of their own."""
+
+
 @dataclass
 class Material:
     """The model, its tokenizer and the texts, read once."""
@@ -99,10 +109,9 @@ class Material:
         self.source = self.folder / "SmolLM2-135M"
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
         self.dense = self.load(self.source).requires_grad_(False)
-        self.documents = {
-            name: read_documents(self.text(name), self.tokenizer, DOCUMENTS)
+        self.corpora = {
+            name: Evaluation(read_documents(self.text(name), self.tokenizer, DOCUMENTS), self.dense, self.tokenizer)
             for name in CORPORA
-            if self.text(name).exists()
         }
 
     def load(self, source: Path) -> Any:
@@ -136,17 +145,17 @@ class Material:
             batches = torch.tensor(self.blocks("calibration", 512, CALIBRATION)).split(2)
             start = Cost()
             with torch.autocast("cpu", torch.bfloat16):
-                report = oneshot(model, batches, Sparse24Config(method="fixed-mask", target_modules="all-linear"), **options)
+                report = oneshot(
+                    model, batches, Sparse24Config(method="fixed-mask", target_modules="all-linear"), **options
+                )
             print(report, flush=True)
             export_model(model, path)
             replace_file(path / "cost.json", json.dumps(start.spent()))
         return path
 
-    def evaluate(self, model: Any) -> dict[str, Any]:
-        found = {
-            name: evaluate(model, self.dense, documents, self.tokenizer) for name, documents in self.documents.items()
-        }
-        return {"corpora": found, "samples": samples(model, self.tokenizer)}
+    def evaluate(self, model: Any, with_samples: bool = True) -> dict[str, Any]:
+        found = {name: corpus.run(model) for name, corpus in self.corpora.items()}
+        return {"corpora": found} | ({"samples": samples(model, self.tokenizer)} if with_samples else {})
 
 
 class Cost:
@@ -226,7 +235,7 @@ def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> d
         "steps": [log["step"] for log in logs],
         "loss": [round(log["loss"], 4) for log in logs],
         "flip_rate": [log.get("flip_rate") for log in logs],
-        **material.evaluate(model),
+        **material.evaluate(model, tokens > TOKENS[0]),
         **versions(),
     }
 
@@ -277,23 +286,27 @@ def next_rate(losses: dict[float, float]) -> float | None:
 
 def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[str, Any]]) -> Iterator[tuple]:
     """Tokens, learning rate and seed of the runs that a variant lacks and that can start now."""
-    mine = [run for run in found if run["variant"] == name]
+    source = RATE_OF.get(name, name)
     losses = {
-        run["learning_rate"]: validation_loss(run) for run in mine if (run["tokens"], run["seed"]) == (TOKENS[0], 0)
+        run["learning_rate"]: validation_loss(run)
+        for run in found
+        if (run["variant"], run["tokens"], run["seed"]) == (source, TOKENS[0], 0)
     }
     rate = next_rate(losses)
-    if rate is not None:
+    if rate is None:
+        done = {(run["tokens"], run["learning_rate"], run["seed"]) for run in found if run["variant"] == name}
+        wanted = [(tokens, best_rate(losses), seed) for tokens in budgets for seed in seeds]
+        yield from (run for run in wanted if run not in done)
+    elif source == name:
         yield TOKENS[0], rate, 0
-        return
-    done = {(run["tokens"], run["learning_rate"], run["seed"]) for run in mine}
-    wanted = [(tokens, best_rate(losses), seed) for tokens in budgets for seed in seeds]
-    yield from (run for run in wanted if run not in done)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="only these variants")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[TOKENS[0]], choices=TOKENS, help="default: %(default)s")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[TOKENS[0]], choices=TOKENS, help="default: %(default)s"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="default: %(default)s")
     parser.add_argument("--material", type=Path, default=MATERIAL, help="what material.py made; default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the runs' JSON")

