@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..run import SparseRun
 from ..weights.sparse_weight import SparseWeight
 from .made_classes import Made, made_class
-from .sparse_module import SparseModule, reject_other_graphs
+from .sparse_module import SparseModule, reject_other_graphs, trained_parameter
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -107,7 +107,7 @@ class SparseExperts(Made, SparseModule):
 
 def _weight_property(name: str) -> property:
     def read(module: nn.Module) -> Any:
-        master, running = module.__dict__["sparse24"][name].parameter, module.__dict__["pruned"]
-        return _StraightThrough.apply(master, running[-1][name]) if running else master
+        weight, running = module.__dict__["sparse24"][name], module.__dict__["pruned"]
+        return _StraightThrough.apply(trained_parameter(weight), running[-1][name]) if running else weight.parameter
 
     return property(read)

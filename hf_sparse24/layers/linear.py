@@ -25,7 +25,7 @@ A config can ask for more: dZ pruned in the grad_input GEMM, X pruned in the out
 for is data, `gemms.Gemms`; this file runs it.
 
 `weight`, the Parameter, always stays the dense master: the optimizer updates all of it, and its gradient is that of
-the pruned weight, passed straight through.
+the pruned weight, passed straight through. Only where the method says `keeps_zeros` does the mask stop it too.
 """
 
 from functools import partial
@@ -43,7 +43,7 @@ from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED, Gemm
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import SparseModule, reject_other_graphs
+from .sparse_module import SparseModule, reject_other_graphs, trained_parameter
 
 
 class _SparseLinearFunction(torch.autograd.Function):
@@ -163,7 +163,7 @@ class Sparse24Layer(SparseModule):
         if sparse.run.is_dense:
             return self.dense_class.forward(self, x)
         reject_other_graphs()
-        weight, bias = sparse.parameter, sparse.bias
+        weight, bias = trained_parameter(sparse), sparse.bias
         dtype = weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             # Pruned from the master's precision, multiplied in autocast's: a mask never depends on rounding.

@@ -1,7 +1,11 @@
 """SparseModule: what a module with sparse weights does besides computing: how it is saved, loaded, cast and copied."""
 
+from typing import cast
+
+import sparse24_kernels as kernels
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..weights import sharding
 from ..weights.sparse_weight import SparseWeight
@@ -26,6 +30,29 @@ def reject_other_graphs() -> None:
             "ONNX and TorchScript have no operators of 2:4 weights: convert a dense model with zeros in its weights, "
             "from_pretrained(directory) after export_model(model, directory), or unpack_model(model) of a packed one"
         )
+
+
+def trained_parameter(weight: SparseWeight) -> Tensor:
+    """The Parameter, for a forward pass that trains it: where the method keeps zeros, what its mask drops gets none of
+    the gradient."""
+    parameter = weight.parameter
+    if not (weight.method.keeps_zeros and parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter
+    return cast(Tensor, _KeptGradient.apply(parameter, weight.mask(packed=True)))
+
+
+class _KeptGradient(torch.autograd.Function):
+    """A weight as it is, with the gradient of `mask * weight`."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return kernels.apply_mask(grad, *ctx.saved_tensors), None
 
 
 class SparseModule(nn.Module):

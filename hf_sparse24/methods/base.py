@@ -69,6 +69,10 @@ class SparseMethod:
     flips_at_refresh: ClassVar[bool] = False
     """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
 
+    keeps_zeros: ClassVar[bool] = False
+    """Whether what the mask drops stays zero while the model trains: its gradient is that of `mask * weight`, and each
+    optimizer step leaves it at zero. Otherwise the gradient goes straight through to the dense master."""
+
     def __init__(self, settings: Any, pattern: Pattern):
         self.settings, self.pattern = settings, pattern
         names = [f.name for f in dataclasses.fields(GemmSettings)]

@@ -2,11 +2,13 @@
 
 Method card
     Forward          Z = X (M * W)^T with one mask M
-    Backward         dX = dZ (M * W),  dW = dZ^T X (pruned weights move too, but are never seen again)
+    Backward         dX = dZ (M * W),  dW = M * (dZ^T X): what M drops has no part in clipping, and no moments
     Mask             N largest magnitudes of every M when the model is patched, or what `oneshot` chose
+    Dropped weights  zero from the first optimizer step on, whatever the optimizer does, also in what is saved; before,
+                     or frozen, they are what they were (`oneshot` has made them zero)
     Hyper-parameters none
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks
-    Deviations       ASP also masks gradients and optimizer; here pruned weights just never reach a GEMM
+    Deviations       ASP masks the optimizer's moments; here they are those of masked gradients, and weights are masked
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
@@ -48,6 +50,8 @@ class KeptMaskMethod(SparseMethod):
 
 @register_method("fixed-mask")
 class FixedMask(KeptMaskMethod):
+    keeps_zeros = True
+
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from ..adapters.merging import adapters_in
 from ..methods import Batch, SparseMethod, StepContext
 from ..patching.surgery import set_phase
 from ..run import SparseRun
-from ..weights.sharding import rank
+from ..weights.sharding import local, rank
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from .loss_terms import LossHook, count_labels, language_model_kind, share_of_batch
 from .mask_metrics import Flips
@@ -136,6 +137,8 @@ class StepWork:
         if not has_new_state and self.run.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self._flips.finish()  # of a step and of the refresh after it
+        if self.run.method.keeps_zeros and not self.run.is_dense:
+            self._zero_dropped()
         self._set_streams()
         self.run.open_step = object() if self.step < self.total_steps else None
 
@@ -154,6 +157,13 @@ class StepWork:
             self._flips.start({name: weight.local_mask(packed=True) for name, weight in self._trained.items()})
         for weight in self._trained.values():
             weight.init_state()
+
+    def _zero_dropped(self) -> None:
+        """Set what the masks drop to zero: moments of a dense start and optimizers such as Muon move it without a
+        gradient, and a patched dense model begins with its own weights."""
+        weights = list(first_of_each(self._trained).values())
+        values, masks = [local(w.master) for w in weights], [w.local_mask(packed=True) for w in weights]
+        foreach_masked_decay_(values, values, masks, [-1.0] * len(weights))  # w - w
 
     def _add_term(self, loss: Tensor, outputs: Any, batch: Batch) -> Tensor:
         """A model's own loss, and the method's term of what the model returned."""

@@ -59,10 +59,17 @@ def input_weight(layer) -> torch.Tensor:
     return operand
 
 
+def weight_gradient(layer, gradient: torch.Tensor) -> torch.Tensor:
+    """What the master of a layer gets of dZ^T X `[out, in]`: all of it, or what the mask keeps."""
+    weight, gradient = layer.sparse24["weight"], gradient.t() if layer.input_dim == -2 else gradient
+    return gradient * weight.mask() if weight.method.keeps_zeros else gradient
+
+
 @pytest.mark.parametrize("conv1d", [False, True])
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_gradient_rule(method, conv1d):
-    """dX uses the sparse weight's values, dW is dZ^T X passed straight through, dBias the plain sum."""
+    """dX uses the sparse weight's values, dW is dZ^T X, passed straight through unless the method keeps zeros, dBias
+    the plain sum."""
     layer = make_layer(method, conv1d, weight_grad="dense")
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(2, 5, 12, dtype=torch.float64)
@@ -71,8 +78,7 @@ def test_gradient_rule(method, conv1d):
     torch.testing.assert_close(out, x @ sparse.t() + layer.bias)
     out.backward(grad)
     torch.testing.assert_close(x.grad, grad @ input_weight(layer))
-    expected = torch.einsum("bto,bti->oi", grad, x)
-    torch.testing.assert_close(layer.weight.grad, expected.t() if conv1d else expected)
+    torch.testing.assert_close(layer.weight.grad, weight_gradient(layer, torch.einsum("bto,bti->oi", grad, x)))
     torch.testing.assert_close(layer.bias.grad, grad.sum((0, 1)))
 
 
@@ -86,9 +92,24 @@ def test_mvue_prunes_the_gradient_along_tokens(method, conv1d):
     layer(x).backward(grad)
     pruned = kernels.mvue(grad, dim=0, key=torch.tensor(5))
     assert ((pruned[:8].reshape(2, 4, 12) != 0).sum(1) == 2).all()
-    expected = pruned.t() @ x
-    torch.testing.assert_close(layer.weight.grad, expected.t() if conv1d else expected)
+    torch.testing.assert_close(layer.weight.grad, weight_gradient(layer, pruned.t() @ x))
     torch.testing.assert_close(layer.bias.grad, grad.sum(0))  # the bias sees the whole gradient
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_a_fixed_mask_has_the_gradient_of_mask_times_weight(conv1d):
+    layer = make_layer("fixed-mask", conv1d)
+    x = torch.randn(5, 8, dtype=torch.float64)
+    plain = layer.weight.detach().clone().requires_grad_()
+    masked = plain * layer.sparse24["weight"].mask()
+    (x @ (masked if conv1d else masked.t())).square().sum().backward()
+    (layer(x) - layer.bias).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, plain.grad)
+    with torch.no_grad():  # where a kept weight is zero, it still trains
+        layer.weight.zero_()
+    layer.weight.grad = None
+    layer(x).sum().backward()
+    assert layer.weight.grad[layer.sparse24["weight"].mask()].all()
 
 
 @pytest.mark.parametrize(("kind", "n", "m", "estimator"), GRADIENTS)
@@ -135,7 +156,7 @@ def test_fp8_rounds_the_operands_of_every_gemm(method, weight_grad):
     out.backward(grad)
     pruned = kernels.mvue(grad, dim=0, key=torch.tensor(5)) if weight_grad == "mvue" else grad
     torch.testing.assert_close(x.grad, e5m2(grad) @ e5m2(input_weight(layer)))
-    torch.testing.assert_close(layer.weight.grad, e5m2(pruned).t() @ e5m2(x))
+    torch.testing.assert_close(layer.weight.grad, weight_gradient(layer, e5m2(pruned).t() @ e5m2(x)))
     torch.testing.assert_close(layer.bias.grad, grad.sum(0))
 
 

@@ -51,6 +51,31 @@ def test_masked_decay_is_added_once_to_the_gradient(method):
         torch.testing.assert_close(added, expected.detach())
 
 
+@pytest.mark.parametrize("dense_start", [0, 2])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_a_fixed_mask_keeps_zeros(name, dense_start):
+    """After moments of dense steps too, and under an optimizer that moves what has no gradient."""
+    model, optimizer = patched("fixed-mask", name, dense_start=dense_start)
+    optimizer.register_step_post_hook(lambda *_: [p.data.add_(1e-3) for p in model.parameters()])
+    controller = Sparse24Controller(model, optimizer, total_steps=5)
+    weights = sparse_weights(model)
+    assert weights and all(weight.parameter[~weight.mask()].all() for weight in weights.values())  # a dense model
+    for step in range(5):
+        model(**zoo.batch(step)).loss.backward()
+        if step >= dense_start:
+            for weight in weights.values():
+                assert weight.parameter.grad[weight.mask()].any() and not weight.parameter.grad[~weight.mask()].any()
+        else:
+            assert all(weight.parameter.grad[~weight.mask()].any() for weight in weights.values())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 >= max(dense_start, 1):
+            assert all(torch.equal(weight.parameter, weight.pruned()) for weight in weights.values())
+            assert controller.metrics()["kept_magnitude"] == 1
+    unpatch_model(model, sparse=False)
+    assert is_nm_sparse(weights.popitem()[1].parameter, dim=-2 if name == "gpt2" else -1)
+
+
 def test_decay_on_the_weight_passes_the_optimizer_by():
     model, _ = patched("sr-ste", masked_decay=0.5, decay_on="weight")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
