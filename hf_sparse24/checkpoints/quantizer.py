@@ -13,7 +13,8 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 
 from ..config import Sparse24Config
 from ..methods.settings import SHARED
-from ..patching.packing import forget_quantizer, packed_config, unpack_model
+from ..patching.ownership import forget_quantizer
+from ..patching.packing import packed_config, unpack_model
 from ..patching.surgery import patch_model, reject_non_finite
 from ..run import patched_config
 from ..weights.packed_weight import PackedFormat, packed_weights

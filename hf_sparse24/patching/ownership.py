@@ -46,7 +46,8 @@ def adopt(model: nn.Module) -> SparseRun | None:
         weight.run = run
     wholes = list(outermost(model))
     for whole in wholes:
-        if getattr(whole.config, "quantization_config", None) is None and sparse_weights(whole):
+        says_nothing = getattr(whole.config, "quantization_config", None) is None or is_dequantized(whole)
+        if says_nothing and sparse_weights(whole):
             write_config(whole, run)
             if len(wholes) == 1:  # several share one config, which cannot name the layers of each
                 name_layers(whole, run)
@@ -71,6 +72,8 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
     if isinstance(model, PreTrainedModel):
         for name, function in MODEL_METHODS.items():
             setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
+        if is_dequantized(model):
+            forget_quantizer(model)
     if getattr(shared, "quantization_config", None) is run.config:
         return
     own: Any = copy.deepcopy(shared)
@@ -80,6 +83,24 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
         of_part = type(found) is type(shared) and getattr(found, "quantization_config", None) is run.config
         if found is shared or of_part:
             module.config = own
+
+
+def forget_quantizer(model: PreTrainedModel) -> None:
+    """Take Transformers' marks of a quantized model away, without which .float(), .half() and training are as usual."""
+    for name in {"hf_quantizer", "quantization_method"} & set(model.__dict__):
+        delattr(model, name)
+    model.is_quantized = False  # type: ignore[assignment]  # a bool that Module's types do not know
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
+            del module.config._is_quantized
+
+
+def is_dequantized(model: nn.Module) -> bool:
+    """Whether the config says GGUF and the weights are ordinary, as Transformers makes them of such a file wherever it
+    has no kernels for its blocks."""
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    kind = getattr(quantization, "quant_method", None)
+    return getattr(kind, "value", kind) == "gguf" and all(p.is_floating_point() for p in model.parameters())
 
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:

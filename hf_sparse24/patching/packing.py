@@ -13,7 +13,7 @@ from ..layers.packed import pack_weight, unpack_weight
 from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import PackedFormat, format_version, pack_exactly, packed_weights
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from .ownership import check_not_offloaded, outermost
+from .ownership import check_not_offloaded, forget_quantizer, outermost
 from .surgery import reject_non_finite, release, restore
 
 
@@ -163,16 +163,6 @@ def mark_packed(model: PreTrainedModel, config: Sparse24Config) -> None:
     model.quantization_method = config.quant_method  # type: ignore[assignment]  # as above
     # Packed tensors, and all others beside them, keep the names of the model's own `state_dict` in files.
     model._weight_conversions = []  # type: ignore[assignment]  # a list that Module's types do not know
-
-
-def forget_quantizer(model: PreTrainedModel) -> None:
-    """Take Transformers' marks of a quantized model away, without which .float(), .half() and training are as usual."""
-    for name in {"hf_quantizer", "quantization_method"} & set(model.__dict__):
-        delattr(model, name)
-    model.is_quantized = False  # type: ignore[assignment]  # a bool that Module's types do not know
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
-            del module.config._is_quantized
 
 
 def _contains(whole: nn.Module, part: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from ..metrics import all_finite
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from .ownership import adopt, check_not_offloaded, name_layers, write_config
+from .ownership import adopt, check_not_offloaded, is_dequantized, name_layers, write_config
 from .report import PatchReport, make_report
 from .targets import Candidate, find_candidates
 
@@ -271,8 +271,11 @@ def _reject_quantized(model: nn.Module) -> None:
     if getattr(quantization, "packed", None) is not None:
         raise ValueError("the model is packed, and has no weights to train; call unpack_model(model) first")
     if method != "sparse24":
+        if is_dequantized(model):
+            return
         name = getattr(method, "value", method)  # of an enum, or as config.json has it
-        raise ValueError(f"the model is quantized with {name}; load it without quantization to make it 2:4 sparse")
+        way = "with quantization_config=GgufConfig(dequantize=True)" if name == "gguf" else "without quantization"
+        raise ValueError(f"the model is quantized with {name}; load it {way} to make it 2:4 sparse")
 
 
 def _reject_lazy(model: nn.Module) -> None:

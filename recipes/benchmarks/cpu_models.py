@@ -54,11 +54,7 @@ def build(name: str) -> Any:
 
     if name == SMOLLM2:
         file = smollm2()
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        del loaded.config.quantization_config  # the weights are ordinary ones by now
-        model = AutoModelForCausalLM.from_config(loaded.config)
-        model.load_state_dict(loaded.state_dict())
-        return model
+        return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(LlamaConfig(**RANDOM[name]))
 

@@ -1,5 +1,6 @@
 """save_pretrained and from_pretrained: fresh processes, shards, dtypes, damage."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from paths import SUPPORT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sparse_models import logits
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_run, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
@@ -253,3 +256,54 @@ def test_a_sparse_head_that_the_class_lacks(tmp_path):
     headless.save_pretrained(tmp_path / "headless")
     assert len(sparse_weights(AutoModel.from_pretrained(tmp_path / "headless"))) == 2
     assert len(sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path))) == 3
+
+
+def test_a_dequantized_gguf_model_is_ordinary(tmp_path):
+    """As Transformers marks it: with a quantizer that neither saves nor trains."""
+    model = zoo.build("llama")
+    model.config.quantization_config = QuantizationConfigMixin(quant_method="gguf")
+    model.is_quantized, model.hf_quantizer, model.quantization_method = True, object(), "gguf"
+    packed = copy.deepcopy(model)
+    packed.model.norm.weight = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"quantized with gguf; load it with .*GgufConfig\(dequantize=True\)"):
+        patch_model(packed)
+    part = copy.deepcopy(model)
+    patch_model(part.model)  # before the whole knows
+    patch_model(part)
+    for patched_model in (part, model):
+        patch_model(patched_model)
+        assert not patched_model.is_quantized and not hasattr(patched_model, "hf_quantizer")
+        patched_model.half().float()
+        patched_model.save_pretrained(tmp_path / "saved")
+        assert "gguf" not in (tmp_path / "saved" / "config.json").read_text()
+        assert sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+        unpatch_model(patched_model)
+        assert not hasattr(patched_model.config, "quantization_config")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # theirs
+def test_a_gguf_file_becomes_sparse(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    model = zoo.build("llama")
+    config, file = model.config, tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    oneshot(loaded, [torch.arange(32).view(2, 16)])
+    loaded.save_pretrained(tmp_path / "saved")
+    assert "gguf" not in (tmp_path / "saved" / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(loaded)) and len(sparse_weights(again)) == 6
