@@ -88,11 +88,23 @@ def parse_arguments(classes: tuple[type, ...], argv: list[str] | None = None) ->
     parser.add_argument("-h", "--help", action=_HelpOf, parser=own, help="list the flags of this script")
     parser.add_argument("--help-all", action="help", help="list those of TrainingArguments as well")
     while argv and argv[0].endswith((".yaml", ".yml")):
-        parser.set_defaults(**read_yaml(argv.pop(0), classes))
+        settings = read_yaml(argv.pop(0), classes)
+        parser.set_defaults(**_instead_of(settings, classes) | settings)
+    given = {flag.partition("=")[0][2:].replace("-", "_") for flag in argv if flag.startswith("--")}
+    parser.set_defaults(**_instead_of(given, classes))
     try:
         return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     except (TypeError, ValueError) as error:  # of Transformers' own classes, and of Sparse24Config
         raise UsageError(error) from error
+
+
+_ALTERNATIVES = {"validation_file": "validation_split", "validation_split": "validation_file"}
+
+
+def _instead_of(given: Iterable[str], classes: tuple[type, ...]) -> dict[str, None]:
+    """No values for the alternatives of flags that are given: the last of two YAML files wins, and the command line."""
+    known = {f.name for cls in classes for f in fields(cls)}
+    return {other: None for name, other in _ALTERNATIVES.items() if name in given and other in known}
 
 
 # What the toy settings read, and the command that makes it.

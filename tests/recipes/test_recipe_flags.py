@@ -28,6 +28,23 @@ def test_yaml_and_flags_on_top(tmp_path, tokenizer, text_file):
     assert parse_arguments(train.ARGUMENTS, [str(path)])[3].make_config().target_modules == ["up_proj", "down_proj"]
 
 
+def test_the_last_of_two_alternatives_wins(tmp_path):
+    """Of a YAML file below another one, or below the command line; both in one place are an error."""
+    split, file = tmp_path / "split.yaml", tmp_path / "file.yaml"
+    split.write_text("dataset: a.txt\nvalidation_split: 0.1\n")
+    file.write_text("dataset: a.txt\nvalidation_file: b.txt\n")
+
+    def chosen(*argv):
+        data = parse_arguments(train.ARGUMENTS, [*map(str, argv), "--model_type=llama", "--tokenizer_name=t"])[2]
+        return data.validation_file, data.validation_split
+
+    assert chosen(split, "--validation_file", "c.txt") == chosen(split, "--validation-file=c.txt") == ("c.txt", None)
+    assert chosen(file, "--validation_split=0.2") == chosen(split, "--validation_split=0.2") == (None, "0.2")
+    assert chosen(split, file) == ("b.txt", None) and chosen(file, split) == (None, "0.1")
+    with pytest.raises(ValueError, match="both of validation_file and validation_split given"):
+        chosen(split, "--validation_file=c.txt", "--validation_split=0.2")
+
+
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "0.1e-3", ".1e-3", "+1e-4", "1.0e-4", "0.0001"])
 def test_numbers_of_a_yaml_file_are_numbers_at_every_depth(tmp_path, number):
     path = tmp_path / "config.yaml"
