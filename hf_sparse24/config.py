@@ -57,6 +57,8 @@ class Sparse24Config(QuantizationConfigMixin):
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
         phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method. Not part of a comparison.
         packed: of a packed model, which weights are packed; None of any other.
+        pruning: by what `oneshot` has pruned the model, as a dict of its settings and of the calibration data's size;
+            None where it has not. Not part of a comparison.
         whole_names: whether whole names in `target_modules` reach heads and the like; in old checkpoints they do not.
         passed: the config that `from_pretrained` was given beside the checkpoint's own; None without one.
 
@@ -102,6 +104,7 @@ class Sparse24Config(QuantizationConfigMixin):
             settings=cls.Settings(**given),
             phase="sparse",
             packed=None,
+            pruning=None,
             passed=None,
             whole_names=True,
             _given=given,
@@ -188,6 +191,7 @@ class Sparse24Config(QuantizationConfigMixin):
             "phase": self.phase,
             "hf_sparse24_version": __version__,
             **({} if self.packed is None else {"packed": self.packed.to_dict()}),
+            **({} if self.pruning is None else {"pruning": copy.deepcopy(self.pruning)}),
             **({"whole_names": True} if self.whole_names and self.target_modules not in TARGET_GROUPS else {}),
         }
 
@@ -228,6 +232,9 @@ class Sparse24Config(QuantizationConfigMixin):
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
         phase, packed = values.pop("phase", "sparse"), values.pop("packed", None)
+        pruning = values.pop("pruning", None)
+        if not isinstance(pruning, dict | None):
+            raise ValueError(f"pruning={shown(pruning)}: must be a dict of what oneshot was called with")
         whole_names = values.pop("whole_names", "hf_sparse24_version" not in config_dict) is True
         if values.get("backend") == "reference":  # what version 0.1 called dense math
             values["backend"] = "dense"
@@ -245,7 +252,10 @@ class Sparse24Config(QuantizationConfigMixin):
         if phase not in method.phases:
             raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
         config.record(
-            phase=phase, whole_names=whole_names, packed=None if packed is None else PackedFormat.from_dict(packed)
+            phase=phase,
+            pruning=pruning,
+            whole_names=whole_names,
+            packed=None if packed is None else PackedFormat.from_dict(packed),
         )
         return (config, kwargs) if return_unused_kwargs else config  # type: ignore[return-value]  # for Transformers
 

@@ -212,9 +212,12 @@ def _training(config: Sparse24Config, hyperparameters: Mapping[str, Any] | None,
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
-    other = ("quant_method", "phase", "hf_sparse24_version")
+    other = ("quant_method", "phase", "hf_sparse24_version", "pruning")
     settings = [f"    {key}={value!r}," for key, value in config.to_dict().items() if key not in other]
     parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
+    if config.pruning:
+        rows = [[name, _number(value) if type(value) is int else str(value)] for name, value in config.pruning.items()]
+        parts += ["Masks and weights began with those of `oneshot`:", _table(["oneshot", "value"], rows)]
     if hyperparameters:
         rows = [[name.replace("_", " "), str(value)] for name, value in hyperparameters.items()]
         parts.append(_table(["hyper-parameter", "value"], rows))

@@ -58,10 +58,11 @@ class Sparse24Quantizer(HfQuantizer):
                 self.names_in_files = check_files(self.quantization_config.packed, checkpoint_files)
             make_packed(model, self.quantization_config.packed)
             return
+        pruning = self.quantization_config.pruning
         self.quantization_config = _with_passed(self.quantization_config)
         if self.pre_quantized:
             self.quantization_config = _without_absent_heads(self.quantization_config, model)
-        patch_model(model, self.quantization_config)
+        patch_model(model, self.quantization_config).config.record(pruning=pruning)
         for weight in sparse_weights(model).values():
             # Transformers' tensor parallelism then runs the layer's forward on this process's part of input and weight,
             # in training too, and leaves the sums over processes to itself.

@@ -19,7 +19,8 @@ Check = Callable[[Any], str | None]
 SHARED = ("method", "pattern", "target_modules", "exclude_modules", "layers_to_transform", "backend")
 """The fields of a config that every method has; all others are settings of the method."""
 
-RESERVED = (*SHARED, "phase", "packed", "passed", "quant_method", "hf_sparse24_version", "settings", "n", "m")
+_OF_RUNS = ("phase", "packed", "pruning", "passed", "quant_method", "hf_sparse24_version", "settings", "n", "m")
+RESERVED = (*SHARED, *_OF_RUNS)
 """What a setting cannot be called, because a config has it already."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")

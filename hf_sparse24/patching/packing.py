@@ -151,7 +151,7 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
 def packed_config(config: Sparse24Config, packed: PackedFormat) -> Sparse24Config:
     """The config of the packed model that a model with `config` becomes."""
     changed = config.replace()
-    changed.record(packed=packed)
+    changed.record(packed=packed, pruning=config.pruning)
     return changed
 
 

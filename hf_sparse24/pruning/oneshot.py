@@ -262,6 +262,9 @@ def oneshot(
             parameter.copy_(original)
         unpatch_model(model, sparse=False)
         raise
+    settings = {"criterion": criterion, "reconstruct": reconstruct, "values": values}
+    tokens = max(report.tokens for report in reports.values())
+    patch.config.record(pruning=settings | {"batches": len(batches), "tokens": tokens})
     few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
     if few:
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")

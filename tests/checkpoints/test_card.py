@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCard
 from sparse_models import patched
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_sparse24 import Sparse24Config, charts, export_model, make_model_card
+from hf_sparse24 import Sparse24Config, charts, export_model, make_model_card, oneshot, pack_model, patch_model
 from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
 from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
 from hf_sparse24.methods import METHODS
@@ -50,6 +50,28 @@ def test_weights_of_a_dense_phase_are_called_dense():
     set_phase(model, "dense")
     text = make_model_card(model).text
     assert "**its weights are dense**" in text and "fixed-mask" not in text
+
+
+def test_a_card_says_how_oneshot_has_pruned(tmp_path):
+    """Also of a model that was loaded again; a fresh one that takes its config has not been pruned so."""
+    model = zoo.build("llama")
+    oneshot(model, [zoo.batch(i) for i in range(3)], criterion="sparsegpt")
+    expected = ["| criterion | sparsegpt |", "| batches | 3 |", "| tokens | 72 |"]
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    pack_model(packed)
+    for one in (model, loaded):
+        text = make_model_card(one).text
+        assert all(line in text for line in expected) and "| reconstruct |" in text
+    assert packed.config.quantization_config.pruning == loaded.config.quantization_config.pruning
+    export_model(model, tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "sparse24.json").read_text())["config"]["pruning"]["batches"] == 3
+    other = zoo.build("llama")
+    patch_model(other, loaded.config.quantization_config)
+    assert "sparsegpt" not in make_model_card(other).text and "`oneshot`" not in make_model_card(patched()).text
+    with pytest.raises(ValueError, match="pruning='x': must be a dict"):
+        Sparse24Config.from_dict({"pruning": "x"})
 
 
 @pytest.mark.parametrize("folder", ["plain", "my \"best\"\nmodel\\new 'ü'"])
