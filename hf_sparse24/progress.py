@@ -1,6 +1,6 @@
 """Progress of long work, and the library's loggers.
 
-Progress is a bar where somebody can see one, and a log line a minute elsewhere. The bars are Transformers', so
+Progress is a bar where somebody can see one, and a log line every half minute elsewhere. The bars are Transformers', so
 `transformers.utils.logging.disable_progress_bar()` turns them off.
 """
 
@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .weights.sharding import rank
 
-SECONDS_BETWEEN_LINES = 60
+SECONDS_BETWEEN_LINES = 30
 
 
 class Progress:
@@ -26,7 +26,7 @@ class Progress:
         what: name of the work, such as `"calibration"`.
         total: number of units; None where it is set later.
         unit: what is counted, in the singular.
-        say: called with a line every minute where there is no bar, and with one at the end of work that raised no
+        say: called with a line every half minute where there is no bar, and with one at the end of work that raised no
             exception. A logger's `info` in the library, `print` in commands; None writes no lines.
         leave: whether the bar stays when the work is done.
         hide: show no bar, whoever watches.

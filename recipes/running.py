@@ -1,5 +1,6 @@
 """What every training script does around `Trainer.train`: start or resume, sparse or dense, save and evaluate."""
 
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -16,16 +17,22 @@ from hf_sparse24 import Sparse24Trainer
 
 def run(main: Callable[[], Any]) -> Any:
     """`main()`, the whole of a script; a wrong flag, or data that is not there, is one line, and exit status 2 as
-    argparse's. Any other error keeps its traceback.
+    argparse's. Any other error keeps its traceback. What the library logs of long work is shown.
 
     Raises:
         SystemExit: a `UsageError`, or a package that is missing.
     """
+    logger = logging.getLogger("hf_sparse24")
+    logger.setLevel(logging.INFO)
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.INFO)  # writes to stderr where nobody has set up logging
     try:
         return main()
     except (UsageError, MissingPackage) as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    finally:
+        logger.setLevel(logging.NOTSET)
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:

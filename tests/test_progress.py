@@ -52,19 +52,19 @@ def test_a_terminal_gets_a_bar_and_the_log_one_line():
     assert len(said) == 1 and said[0].startswith("calibration: 3 batches in 0.")
 
 
-def test_a_log_gets_no_bar_but_a_line_a_minute(monkeypatch, capsys):
+def test_a_log_gets_no_bar_but_a_line_every_half_minute(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     said = []
     with Progress("tuning", 10, "GEMM", said.append) as bar:
         for _ in range(10):
-            now[0] += 25
+            now[0] += 12.5
             bar.update(note="64 x 64")
     assert said == [
-        "tuning: 3 of 10 GEMMs in 75.0 s, 64 x 64",
-        "tuning: 6 of 10 GEMMs in 2 min, 64 x 64",
-        "tuning: 9 of 10 GEMMs in 4 min, 64 x 64",
-        "tuning: 10 GEMMs in 4 min",
+        "tuning: 3 of 10 GEMMs in 37.5 s, 64 x 64",
+        "tuning: 6 of 10 GEMMs in 75.0 s, 64 x 64",
+        "tuning: 9 of 10 GEMMs in 2 min, 64 x 64",
+        "tuning: 10 GEMMs in 2 min",
     ]
     assert capsys.readouterr() == ("", "")
 
@@ -117,7 +117,11 @@ def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):
     for part in ("calibration", "pruning by wanda", "export", "error"):
         assert part in shown
     said = [message.partition(" in ")[0] for message in caplog.messages]
-    assert said == ["pruning by wanda: 6 layers", f"export: {len(model.state_dict()) - 6} tensors"]
+    assert said == [
+        "calibration: 6 batches",
+        "pruning by wanda: 6 layers",
+        f"export: {len(model.state_dict()) - 6} tensors",
+    ]
 
 
 def test_loggers_of_other_processes_are_silent(caplog, monkeypatch):

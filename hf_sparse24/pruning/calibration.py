@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..progress import Progress
+from ..progress import Progress, get_logger
 from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
 from . import layerwise
 from .blockwise import BlockSample
 from .replay import Batch, Call, Course, Effect, Replay, tensors
+
+logger = get_logger(__name__)
 
 
 class Gram:
@@ -203,7 +205,7 @@ def calibrate(
         if name in found:
             last_input.add_to(found[name], args[0] if args else next(iter(kwargs.values())))
 
-    progress = Progress("calibration", total, "batch")
+    progress = Progress("calibration", total, "batch", logger.info)
     with progress, _evaluating(model), Replay(model) as replay:
         order, courses = _survey(replay, blocks, batches)
         with ExitStack() as hooks:

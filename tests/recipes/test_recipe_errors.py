@@ -57,6 +57,15 @@ def test_run_returns():
     assert run(lambda: 3) == 3
 
 
+def test_what_the_library_logs_of_long_work_is_shown():
+    code = "from running import run; from hf_sparse24.progress import Progress, get_logger\n"
+    code += "with Progress('pruning', 1, 'layer', get_logger('hf_sparse24.x').info) as bar: pass"
+    for line, expected in ((code, False), (code.replace("with", "def main():\n  with") + "\nrun(main)", True)):
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(RECIPES), *sys.path])}
+        done = subprocess.run([sys.executable, "-c", line], capture_output=True, env=environment, text=True, check=True)
+        assert ("pruning: 0 layers in" in done.stderr) == expected
+
+
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*toy*.yaml")) + [RECIPES / "quickstart.yaml"], ids=str)
 def test_paths_of_toy_settings_have_a_command(path):
     """Every path below runs/ that toy settings read is in the table, and the script that makes it exists."""
