@@ -83,18 +83,26 @@ class Run:
 
 
 def read_run(directory: str | os.PathLike) -> Run:
-    """What a Trainer has left in its output directory, or in a checkpoint: the state of the most steps.
+    """What a Trainer has left in its output directory, or in a checkpoint: the state of the most steps, or the log
+    alone where no state was saved.
 
     Raises:
-        ValueError: there is no `trainer_state.json`, or a file is damaged.
+        ValueError: there is neither a `trainer_state.json` nor a log, or a file is damaged.
     """
     root = Path(directory)
     paths = [path for path in (root / STATE, *sorted(root.glob(f"checkpoint-*/{STATE}"))) if path.is_file()]
-    if not paths:
+    starts, lines = read_run_log(root / RUN_LOG)
+    lines = sorted({line.step: line for line in lines}.values())
+    if not paths and not lines:
         raise ValueError(
             f"{root} is no run: neither it nor a checkpoint-* in it has a {STATE}, which trainer.save_state() and "
-            f"every checkpoint write"
+            f"every checkpoint write, nor has it a {RUN_LOG}"
         )
+    if not paths:
+        config, notes = root / "config.json", [f"There is no {STATE}: {RUN_LOG} has no evaluations."]
+        history = by_step([line.logs | {"step": line.step} for line in lines])
+        found = _read_json(config) if config.is_file() else {}
+        return Run(root, history, lines[-1].step, None, starts, lines, found, notes)
     states = {path: _read_json(path) for path in paths}
     try:
         path = max(paths, key=lambda path: states[path]["global_step"])
@@ -105,7 +113,6 @@ def read_run(directory: str | os.PathLike) -> Run:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{root} has a {STATE} that is damaged: no Trainer wrote it so ({error!r})") from error
     configs = [file for file in (root / "config.json", path.parent / "config.json") if file.is_file()]
-    starts, lines = read_run_log(root / RUN_LOG)
     notes = []
     if starts and path.stat().st_mtime < starts[0].time:
         notes.append(
@@ -118,7 +125,7 @@ def read_run(directory: str | os.PathLike) -> Run:
         max([steps, *(line.step for line in lines)]),
         speeds[-1] if speeds else None,
         starts,
-        sorted({line.step: line for line in lines}.values()),
+        lines,
         _read_json(configs[0]) if configs else {},
         notes,
     )

@@ -211,7 +211,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             metrics |= measured
             if self.run_log is not None:
                 own = {name: value for name, value in measured.items() if name not in SHARED_METRICS}
-                self.run_log.write(state, flip_rates, own)
+                shared = {name: value for name, value in measured.items() if name in SHARED_METRICS}
+                self.run_log.write(state, flip_rates, own, logs | shared)
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
 

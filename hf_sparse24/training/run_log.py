@@ -4,9 +4,11 @@
 
     {"step", "time", "layers": {name: weights}, "parameters", "device", "processes", "versions", "config", "arguments"}
 
-and one follows for each training log, its flip rates in the order of the `layers` above it, with the method's metrics:
+and one follows for each training log, its flip rates in the order of the `layers` above it, with the numbers that the
+Trainer logs, and the method's metrics:
 
-    {"step", "time", "steps_per_second", "tokens_per_second", "peak_memory", "flip_rates": [...], "metrics": {...}}
+    {"step", "time", "steps_per_second", "tokens_per_second", "peak_memory", "flip_rates": [...], "logs": {...},
+     "metrics": {...}}
 
 A value that is not known is null. `hf-sparse24 report` draws them.
 """
@@ -63,6 +65,7 @@ class LogLine(NamedTuple):
         peak_memory: bytes: of the device by PyTorch's allocator where that is a GPU, else of the process.
         flip_rates: by layer, those that have been measured.
         metrics: of the method, by name.
+        logs: what the Trainer logged, by name: the loss, the learning rate.
     """
 
     step: int
@@ -72,6 +75,7 @@ class LogLine(NamedTuple):
     peak_memory: float | None
     flip_rates: dict[str, float]
     metrics: dict[str, float]
+    logs: dict[str, float]
 
 
 class RunLog:
@@ -100,8 +104,14 @@ class RunLog:
         self._began += time.perf_counter() - self._worked_until
         self._worked_until = time.perf_counter()
 
-    def write(self, state: TrainerState, flip_rates: Mapping[str, float], metrics: Mapping[str, float]) -> None:
-        """Add a line: `flip_rates` by layer, `metrics` of the method by name."""
+    def write(
+        self,
+        state: TrainerState,
+        flip_rates: Mapping[str, float],
+        metrics: Mapping[str, float],
+        logs: Mapping[str, Any],
+    ) -> None:
+        """Add a line: `flip_rates` by layer, `metrics` of the method by name, and what the Trainer logs."""
         now = time.perf_counter()
         seconds, steps = now - self._began, state.global_step - self._step
         tokens = state.num_input_tokens_seen - self._tokens  # 0 unless args.include_num_input_tokens_seen
@@ -112,6 +122,7 @@ class RunLog:
             "tokens_per_second": _rounded(tokens / seconds) if tokens else None,
             "peak_memory": peak_memory(self.device),
             "flip_rates": [_rounded(flip_rates.get(name)) for name in self.layers],
+            "logs": _numbers(logs),
             **({"metrics": {name: _rounded(value) for name, value in metrics.items()}} if metrics else {}),
         }
         self._step, self._tokens = state.global_step, state.num_input_tokens_seen
@@ -170,6 +181,7 @@ def read_run_log(path: str | Path) -> tuple[list[RunStart], list[LogLine]]:
                 peak_memory=_number(entry.get("peak_memory")),
                 flip_rates=flip_rates,
                 metrics=_numbers(entry.get("metrics")),
+                logs=_numbers(entry.get("logs")),
             )
         )
     return starts, lines

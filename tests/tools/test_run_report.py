@@ -328,6 +328,20 @@ def test_the_state_of_the_most_steps(sparse, tmp_path):
     assert read_run(tmp_path).history[100]["loss"] == 2.0
 
 
+def test_a_run_without_saved_state_is_reported_from_its_log(sparse, tmp_path):
+    """As with save_strategy='no', without trainer.save_state(), or while it trains."""
+    (tmp_path / RUN_LOG).write_bytes((sparse / RUN_LOG).read_bytes())
+    found, whole = read_run(tmp_path), read_run(sparse)
+    for key in ("loss", "learning_rate", "flip_rate", "kept_magnitude", "sparse_phase"):
+        assert found.points(key) and found.points(key) == whole.points(key)
+    page = write_report(tmp_path).read_text()
+    assert set(charts(page)) == set(CHARTS) - {"difference"}
+    assert f"There is no trainer_state.json: {RUN_LOG} has no evaluations" in page
+    (tmp_path / RUN_LOG).write_text("")
+    with pytest.raises(ValueError, match=f"every checkpoint write, nor has it a {RUN_LOG}"):
+        read_run(tmp_path)
+
+
 def test_a_state_that_is_older_than_the_log_is_told(tmp_path):
     run = made_up(tmp_path / "run", losses(4.0), {"layers": {"a": 8}, "time": 4e9})
     assert "trainer_state.json is older than the run" in write_report(run).read_text()
