@@ -1,12 +1,14 @@
 """Calibration: statistics of what each layer of a model gets as input, one block of the model after the other."""
 
 import functools
+import inspect
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..progress import Progress, get_logger
 from ..weights.place import layer_name
@@ -300,6 +302,7 @@ def _survey(
             hooks.enter_context(hook)
         for batch in batches:
             if frozenset(batch) not in courses:
+                _check_takes(replay.model, batch)
                 courses[frozenset(batch)] = replay.study(batch)
     _check_reached([name for block, weights in blocks.items() if block not in reached for name in weights])
     in_parts = [block for block in reached if all(block not in course.ends for course in courses.values())]
@@ -308,6 +311,16 @@ def _survey(
             f"oneshot cannot prune this model block by block: it runs parts of {in_parts[0]}, and not the whole"
         )
     return [block for block in reached if block in blocks], courses
+
+
+def _check_takes(model: nn.Module, batch: Batch) -> None:
+    """Raise ValueError where a model's forward does not take a batch, as that of a SentenceTransformer, one dict."""
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError as error:
+        inside = next((name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)), "")
+        way = f"; prune the model inside, model.get_submodule({inside!r}), in place" if inside else ""
+        raise ValueError(f"{type(model).__name__} is not called with {sorted(batch)} ({error}){way}") from error
 
 
 def _check(found: Mapping[str, Gram | Sample]) -> None:

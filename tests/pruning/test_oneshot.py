@@ -9,7 +9,7 @@ from oneshot_models import OneLayer, assert_untouched, batches, correlated, fixe
 from sparse24_kernels import nm_mask, pack_bits
 from sparse_models import logits, snapshot
 from torch import nn
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import (
@@ -239,6 +239,21 @@ def test_forward_passes_end_with_their_block():
     oneshot(model, batches(1), fixed_mask())
     assert calls == [0, 1, 0, 1, 0, 0, 1] and len(head) == 1  # the survey, the trial of replay, block 0, block 1
     assert model.training
+
+
+def test_an_encoder_without_a_head(tmp_path):
+    """As AutoModel loads one for embeddings, with padding."""
+    model = AutoModel.from_config(zoo.build("bert").config).eval()
+    data = [{k: x for k, x in batch.items() if k != "labels"} for batch in batches(2)]
+    for batch in data:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"]).index_fill_(1, torch.arange(20, 24), 0)
+    report = oneshot(model, data, fixed_mask(), criterion="sparsegpt")
+    assert {layer.tokens for layer in report.layers} == {2 * 4 * 20} and len(report.layers) == 12
+    assert all(layer.error < layer.masked_error for layer in report.layers)
+    assert "pooler.dense" not in report.patch.patched
+    expected = model(**data[0]).last_hidden_state
+    export_model(model, tmp_path)
+    assert torch.equal(AutoModel.from_pretrained(tmp_path)(**data[0]).last_hidden_state, expected)
 
 
 def test_a_block_that_runs_twice_is_calibrated_on_both():

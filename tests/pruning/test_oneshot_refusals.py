@@ -56,6 +56,27 @@ def test_refused_and_untouched(make, data, arguments, message):
         assert_untouched(model, before)
 
 
+class SentenceTransformer(nn.Sequential):
+    """Its forward takes a dict, as that of sentence-transformers."""
+
+    def forward(self, input, **kwargs):
+        return self[0].auto_model(**input)
+
+
+def test_a_model_that_is_called_otherwise_is_told_what_to_prune():
+    transformer = nn.Module()
+    transformer.auto_model = zoo.build("bert")
+    model = SentenceTransformer(transformer)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"SentenceTransformer is not called with .*get_submodule\('0.auto_model'\)"):
+        oneshot(model, batches(1), fixed_mask())
+    assert_untouched(model, before)
+    oneshot(model.get_submodule("0.auto_model"), batches(1), fixed_mask())  # as the message says
+    assert sparse_weights(model)
+    with pytest.raises(ValueError, match=r"OneLayer is not called with \['y'\] \(missing a required argument: 'x'\)$"):
+        oneshot(OneLayer(nn.Linear(16, 8)), [{"y": X}], fixed_mask())
+
+
 def test_weights_with_nan_are_refused():
     model = zoo.build("llama")
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
