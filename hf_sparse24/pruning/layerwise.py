@@ -86,7 +86,13 @@ def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
 
 
 def least_squares(
-    weight: Tensor, mask: Tensor, gram: Tensor, penalty: Tensor, start: Tensor, max_iterations: int = 300
+    weight: Tensor,
+    mask: Tensor,
+    gram: Tensor,
+    penalty: Tensor,
+    start: Tensor,
+    tolerance: float = 0.02,
+    max_iterations: int = 300,
 ) -> Tensor:
     """Return the weights on `mask` whose output is closest to that of the dense `weight`: `[out, in]`, zero elsewhere.
 
@@ -98,30 +104,38 @@ def least_squares(
         gram: `[in, in]`. penalty: `[in]`, >= 0, the pull of each column towards its dense value; with 0 a singular
             `gram` is allowed, and a column of zeros stays as it is in `start`.
         start: `[out, in]`, zero off the mask: the first iterate.
+        tolerance: stop after two steps in a row (one alone may gain little before others that gain more) which each
+            lower the objective by at most this share of what is left of it; with 0, when it is exact to rounding.
 
     Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviation: the paper runs Adam for 1000
-    steps on stored activations; the problem is quadratic, so its Gram matrix is enough, and its minimum is reached.
+    steps on stored activations; the problem is quadratic, so its Gram matrix is enough.
     """
     damped = gram + penalty.diag()
     limits = torch.finfo(gram.dtype)
-    diagonal = damped.diagonal().clamp(min=limits.tiny)  # where it is 0, so is the residual
+    inverse = 1 / damped.diagonal().clamp(min=limits.tiny)  # where it is that large, the residual is 0
+    free = mask.to(weight)
     result = start.clone()
-    residual = mask * ((weight - start) @ damped)
-    direction = residual / diagonal
-    size = (residual * direction).sum(1, keepdim=True)
-    goal = limits.eps * size
+    residual = (weight - start) @ damped
+    objective = torch.sum((weight - start) * residual)
+    residual *= free
+    direction = residual * inverse
+    size = torch.linalg.vecdot(residual, direction)[:, None]
+    goal, gained = limits.eps * size, True
     for _ in range(max_iterations):
-        image = mask * (direction @ damped)
-        curvature = (direction * image).sum(1, keepdim=True)
+        image = (direction @ damped).mul_(free)
+        curvature = torch.linalg.vecdot(direction, image)[:, None]
         active = (size > goal) & (curvature > 0)  # rows that have converged wait for the others
-        if not active.any():
-            break
         step = (size / curvature).where(active, 0)
-        result += step * direction
-        residual -= step * image
-        scaled = residual / diagonal
-        previous, size = size, (residual * scaled).sum(1, keepdim=True)
-        direction = scaled + (size / previous).where(active, 0) * direction
+        result.addcmul_(step, direction)
+        gain = (step * size).sum()
+        objective -= gain
+        gained, before = bool(gain > tolerance * objective.clamp(min=0)), gained
+        if not gained and not before:
+            break
+        residual.addcmul_(step, image, value=-1)
+        scaled = residual * inverse
+        previous, size = size, torch.linalg.vecdot(residual, scaled)[:, None]
+        direction.mul_((size / previous).where(active, 0)).add_(scaled)
     return result
 
 

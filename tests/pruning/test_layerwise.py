@@ -106,7 +106,8 @@ def test_least_squares_is_the_closed_form(penalty):
     x, weight = correlated(80, 16), randn64(5, 16)
     mask = nm_mask(weight)
     start = weight * mask
-    solution = least_squares(weight, mask, x.T @ x, torch.full((16,), penalty, dtype=torch.float64), start)
+    ridge = torch.full((16,), penalty, dtype=torch.float64)
+    solution = least_squares(weight, mask, x.T @ x, ridge, start, tolerance=0)
     assert torch.equal(start, weight * mask)
     # A ridge is 16 more rows of data, that ask for the dense weights.
     design = torch.cat([x, penalty**0.5 * torch.eye(16, dtype=torch.float64)])
@@ -124,6 +125,25 @@ def test_least_squares_with_too_little_data():
     solution = least_squares(weight, mask, x.T @ x, torch.zeros(32, dtype=torch.float64), weight * mask)
     torch.testing.assert_close(x @ solution.T, x @ weight.T)
     assert torch.equal(solution[:, :3], (weight * mask)[:, :3]) and solution.abs().max() < 100
+
+
+@pytest.mark.parametrize("start", ["mask", "sparsegpt", "optimum", "nothing"])
+def test_least_squares_stops_when_it_gains_nothing(start, monkeypatch):
+    """Close to the optimum after a few steps, and at once where it starts there or has nothing to move."""
+    x, weight = correlated(2000, 128).float(), torch.randn(64, 128)
+    gram, zero = x.T @ x, torch.zeros(128)
+    pruned, mask, _ = sparsegpt(weight, gram, 2, 4, 0.01)
+    best = least_squares(weight, mask, gram, zero, pruned, tolerance=0)
+    starts = {"mask": weight * mask, "sparsegpt": pruned, "optimum": best, "nothing": 0 * pruned}
+    steps = []
+    addcmul_ = torch.Tensor.addcmul_  # twice in a step, but once in the last
+    monkeypatch.setattr(torch.Tensor, "addcmul_", lambda x, *args, **kw: steps.append(x) or addcmul_(x, *args, **kw))
+    found = least_squares(weight, mask & (start != "nothing"), gram, zero, starts[start])
+    errors = [output_norm(weight - each, gram) for each in (found, best, starts[start])]
+    if start in ("optimum", "nothing"):
+        assert len(steps) <= 3 and errors[0] == pytest.approx(errors[2], rel=1e-5)
+    else:
+        assert errors[1] < errors[0] < 1.04 * errors[1] < errors[2] and len(steps) < 30
 
 
 def test_errors_are_ordered():
