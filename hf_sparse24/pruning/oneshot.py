@@ -34,7 +34,9 @@ from .calibration import CalibratedBlock, Gram, Sample, calibrate, check_batch, 
 
 logger = get_logger(__name__)
 
-CRITERIA = ("magnitude", "wanda", "sparsegpt", "existing")
+CRITERIA = ("magnitude", "wanda", "ria", "sparsegpt", "alps", "existing")
+FROM_GRAM = ("sparsegpt", "alps")
+"""Criteria that need a Gram matrix, and move weights."""
 RECONSTRUCTIONS = ("block", "layer", None)
 
 
@@ -74,8 +76,8 @@ class LayerReport:
         tokens: number of inputs it was calibrated on, without padding.
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
             error of the mask alone.
-        error: the same for the layer's new weight and bias, before block reconstruction. Without reconstruction and
-            with a criterion other than "sparsegpt", both errors are measured on 128 of the inputs.
+        error: the same for the layer's new weight and bias, before block reconstruction. Without reconstruction of
+            layers, and with a criterion other than "sparsegpt" and "alps", both errors are measured on 128 of the inputs.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
         damping: the argument of `oneshot`, or the higher value that SparseGPT needed.
@@ -155,7 +157,8 @@ def oneshot(
 
     Takes memory for the output of one block for every batch (and of those that skip blocks, such as an encoder's last
     one), and at first of all blocks for one batch; on the CPU, for the dense weights of the targeted layers; with
-    `reconstruct` or "sparsegpt", for an `[in, in]` matrix of every targeted layer of one block, the largest twice.
+    `reconstruct`, "sparsegpt" or "alps", for an `[in, in]` matrix of every targeted layer of one block, of the largest
+    for two or three.
 
     Args:
         model: not patched yet, on the device it runs on. Its mode (train or eval) is kept.
@@ -168,8 +171,12 @@ def oneshot(
 
             * `"magnitude"`: its absolute value;
             * `"wanda"`: its absolute value times the norm of its input (arXiv 2306.11695);
+            * `"ria"`: its shares of the sums of its row and its column, times the root of the norm of its input (ICLR
+              2024, openreview Tr0lPx9woF);
             * `"sparsegpt"`: the output error of pruning it once the weights to its right have made up for it, as they
               then do (arXiv 2301.00774); weights of inputs that are never active become zero;
+            * `"alps"`: its magnitude in the solution of the whole layer's problem, whose values the weights then have
+              (arXiv 2406.07831): the least output error, in about ten times the time of `"sparsegpt"`;
             * `"existing"`: its absolute value, for a model that has zeros already, which are dropped first; `dropped`
               in the report counts the non-zeros that had to go. An N:M sparse model stays as it is.
         reconstruct: move the kept weights and the bias, if any, to the least-squares optimum of the layer's output
@@ -225,7 +232,7 @@ def oneshot(
         _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         # A Gram matrix costs as much as running the block: only what moves weights by it needs it.
-        kind = Gram if reconstruct == "layer" or criterion == "sparsegpt" or values == "int8" else Sample
+        kind = Gram if reconstruct == "layer" or criterion in FROM_GRAM or values == "int8" else Sample
         is_block = reconstruct == "block"
         total = len({id(weight.parameter) for weight in weights.values()})
         pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
@@ -344,6 +351,10 @@ def _prune_weight(
                 f"{layer_name(name)}: Gram matrix not positive definite with damping={options.damping}; used {used:g}"
             )
         options = options._replace(damping=used)
+    elif isinstance(inputs, Gram) and options.criterion == "alps":
+        pruned, mask = layerwise.alps(dense, inputs.matrix[:-1, :-1], n, m, options.damping)
+    elif options.criterion == "ria":
+        mask = layerwise.ria_mask(dense, inputs.squares, n, m)
     elif options.criterion == "wanda":
         mask = layerwise.wanda_mask(dense, inputs.squares, n, m)
     else:
