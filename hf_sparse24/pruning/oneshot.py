@@ -7,7 +7,7 @@ kept, and for each batch the output of the last finished block; see `replay`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,8 @@ from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from . import layerwise
 from .blockwise import reconstruct_block
-from .calibration import CalibratedBlock, Gram, Sample, calibrate, check_batch, matrix
+from .calibration import Gram, Sample, calibrate, check_batch, matrix
+from .permutation import permute_channels
 
 logger = get_logger(__name__)
 
@@ -148,6 +149,7 @@ def oneshot(
     learning_rate: float = 0.005,
     damping: float = 0.01,
     values: str = "float",
+    permute: bool = True,
 ) -> OneshotReport:
     """Prune a pretrained causal or masked language model to N:M with calibration data, in place.
 
@@ -179,15 +181,30 @@ def oneshot(
               (arXiv 2406.07831): the least output error, in about ten times the time of `"sparsegpt"`;
             * `"existing"`: its absolute value, for a model that has zeros already, which are dropped first; `dropped`
               in the report counts the non-zeros that had to go. An N:M sparse model stays as it is.
-        reconstruct: move the kept weights and the bias, if any, to the least-squares optimum of the layer's output
-            (AdaPrune). Weights that were zero may become non-zero where the mask keeps them.
+        reconstruct: what makes up for the weights that are dropped:
+
+            * `"block"`: the kept weights, norms and biases of each block train to give what the dense model's block
+              gives, from the inputs that the pruned blocks before it give (arXiv 2510.14444). In bf16 it takes some
+              `6 * passes` times the work of running the model on the data. Run it under `torch.autocast`, or with a
+              model in bf16; without, it computes in the model's dtype;
+            * `"layer"`: the kept weights and the bias of each layer move to the least-squares optimum of its output
+              (AdaPrune), as far as that still gains something;
+            * `None`: nothing but what the criterion does.
+
+            Weights that were zero may become non-zero where the mask keeps them.
+        passes: of block reconstruction over the data. Each batch is a step: give batches of 500 to 2,000 tokens.
+        learning_rate: of block reconstruction with Adam, relative to the root mean square of each weight's kept values.
         damping: pull towards the dense weights, as a share of the mean squared input, which SparseGPT and the
             reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it, with a warning, if the matrix
             is not positive definite.
         values: `"int8"` rounds the weights to the int8 values and scales that an `export_model` with `values="int8"`
             then stores exactly, chosen for the layer's output where the export alone rounds to nearest. Do it in the
             dtype that is exported, and export before the weights are trained on. Layers whose input size is no multiple
-            of 8, which are not packed, are not rounded. It takes the memory of `reconstruct`.
+            of 8, which are not packed, are not rounded. It takes the memory of `reconstruct="layer"`.
+        permute: first order the hidden channels of MLPs, and those inside attention heads, so that the masks of the
+            layers that read them lose less (Pool & Yu 2021, for magnitudes). The model is the same function in another
+            order of weights, which it keeps. It takes one more pass over the data. Not done for `"existing"` zeros, whose
+            groups it would break.
 
     Returns:
         A `OneshotReport` with each layer's output error.
@@ -201,8 +218,9 @@ def oneshot(
             targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model without zeros.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
-    one damped least-squares problem for weights and bias, solved to its minimum instead of 1000 steps of Adam; every
-    criterion, magnitude too, sees the inputs that the pruned blocks before it give.
+    one damped least-squares problem for weights and bias, solved by conjugate gradients instead of 1000 steps of Adam;
+    every criterion, magnitude too, sees the inputs that the pruned blocks before it give. For block reconstruction see
+    `blockwise`, for the order of channels `permutation`.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -212,7 +230,7 @@ def oneshot(
         >>> len(report.layers) == len(report.patch.patched)
         True
         >>> print(report)
-        one-shot 2:4 by sparsegpt masks, weights reconstructed; ...
+        one-shot 2:4 by sparsegpt masks, weights reconstructed by block; ...
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
     options = _Options(criterion, reconstruct, passes, learning_rate, damping, values)
@@ -228,9 +246,12 @@ def oneshot(
     reports: dict[str, LayerReport] = {}
     blocks: list[BlockReport] = []
     masks: dict[nn.Parameter, Tensor] = {}
+    undo = ExitStack()
     try:
         _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
+        if permute and criterion != "existing":
+            permute_channels(model, weights, batches, undo)
         # A Gram matrix costs as much as running the block: only what moves weights by it needs it.
         kind = Gram if reconstruct == "layer" or criterion in FROM_GRAM or values == "int8" else Sample
         is_block = reconstruct == "block"
@@ -267,6 +288,7 @@ def oneshot(
     except BaseException:
         for parameter, original in originals.items():
             parameter.copy_(original)
+        undo.close()
         unpatch_model(model, sparse=False)
         raise
     settings = {"criterion": criterion, "reconstruct": reconstruct, "values": values}
