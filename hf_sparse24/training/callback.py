@@ -15,6 +15,7 @@ from ..weights.packed_weight import packed_weights
 from . import reference
 from .controller import SHARED_METRICS, Sparse24Controller
 from .distillation import Distiller, find_distiller
+from .first_loss import check_first_loss
 from .resume import check_resumed, find_checkpoint, restore
 from .run_log import RunLog
 
@@ -166,6 +167,9 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self.controller.load_state_dict(saved.get("controller", {}) | of_this_run)
         records = state.is_world_process_zero and args.logging_strategy != "no"
         self.run_log = RunLog(args, state, self.controller) if records else None
+        # Probes of a decay search do not know a trainer; a compiled model would compile another graph.
+        if not state.global_step and self._knows_trainer and not args.torch_compile:
+            check_first_loss(self.controller)
         if state.global_step >= state.max_steps:
             self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
 

@@ -133,7 +133,7 @@ def test_micro_batches_draw_their_own_samples(tmp_path):
     patch_model(model)
     seen = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(
-        lambda layer, *_: seen.append(int(layer.sparse24["weight"].rng_key))
+        lambda layer, *_: seen.append(int(layer.sparse24["weight"].rng_key)) if layer.training else None
     )
     train(tmp_path, model, gradient_accumulation_steps=3)
     assert len(seen) == 12 and len(set(seen)) == 12
