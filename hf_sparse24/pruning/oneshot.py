@@ -178,7 +178,7 @@ def oneshot(
             * `"sparsegpt"`: the output error of pruning it once the weights to its right have made up for it, as they
               then do (arXiv 2301.00774); weights of inputs that are never active become zero;
             * `"alps"`: its magnitude in the solution of the whole layer's problem, whose values the weights then have
-              (arXiv 2406.07831): the least output error, in about ten times the time of `"sparsegpt"`;
+              (arXiv 2406.07831): the least output error, in six to ten times the time of `"sparsegpt"`;
             * `"existing"`: its absolute value, for a model that has zeros already, which are dropped first; `dropped`
               in the report counts the non-zeros that had to go. An N:M sparse model stays as it is.
         reconstruct: what makes up for the weights that are dropped:
