@@ -264,6 +264,12 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
+def save(folder: Path, result: dict[str, Any]) -> None:
+    name = "{variant}-{tokens}-lr{learning_rate:g}-seed{seed}".format(**result).replace(", ", "-").replace(" ", "-")
+    replace_file(folder / f"{name}.json", json.dumps(result) + "\n")
+    print(f"{name}: {validation_loss(result):.4f}, {result['cost']}", flush=True)
+
+
 def validation_loss(run: dict[str, Any]) -> float:
     """Nats per token on `validation`."""
     found = run["corpora"]["validation"]
@@ -314,22 +320,17 @@ def main(argv: list[str] | None = None) -> None:
     args.results.mkdir(parents=True, exist_ok=True)
     material = Material(args.material)
 
-    def save(result: dict[str, Any]) -> None:
-        name = "{variant}-{tokens}-lr{learning_rate:g}-seed{seed}".format(**result).replace(", ", "-").replace(" ", "-")
-        replace_file(args.results / f"{name}.json", json.dumps(result) + "\n")
-        print(f"{name}: {validation_loss(result):.4f}, {result['cost']}", flush=True)
-
     with Progress("runs", None, "run", partial(print, flush=True)) as progress:
         pruned = {VARIANTS[name].pruned for name in args.only}
         for name in ["dense"] * (False in pruned) + ["oneshot"] * (True in pruned):
             if not any(run["variant"] == name and run["tokens"] == 0 for run in read_runs(args.results)):
-                save(start_point(material, name))
+                save(args.results, start_point(material, name))
         while True:
             found = read_runs(args.results)
             waiting = [(name, *rest) for name in args.only for rest in missing(name, args.tokens, args.seeds, found)]
             if not waiting:
                 break
-            save(run(material, *min(waiting, key=lambda run: (run[1], run[3]))))
+            save(args.results, run(material, *min(waiting, key=lambda run: (run[1], run[3]))))
             progress.update()
 
 
