@@ -108,7 +108,7 @@ def measure_oneshot(rounds: int) -> list[dict]:
         def prune(depth: int, criterion: str = criterion) -> None:
             config = LlamaConfig(**(QUICKSTART.to_dict() | {"num_hidden_layers": depth}))
             sparse = Sparse24Config(method="fixed-mask", target_modules="all-linear")
-            oneshot(build(config), data, sparse, criterion=criterion, reconstruct=False)
+            oneshot(build(config), data, sparse, criterion=criterion, reconstruct=None)
 
         times = take_turns({depth: lambda depth=depth: prune(depth) for depth in DEPTHS}, rounds)
         per_layer = {depth: [seconds / depth for seconds in times[depth]] for depth in DEPTHS}

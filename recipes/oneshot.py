@@ -20,7 +20,7 @@ from train import collate_causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from hf_sparse24 import oneshot
-from hf_sparse24.pruning.oneshot import CRITERIA, OneshotReport
+from hf_sparse24.pruning.oneshot import CRITERIA, RECONSTRUCTIONS, OneshotReport
 
 
 @dataclass
@@ -31,25 +31,33 @@ class OneshotArguments(SparseArguments):
     target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"], metadata={"help": "What to prune, as in train.py."}
     )
-    criterion: str = field(default="wanda", metadata={"help": ", ".join(CRITERIA)})
-    reconstruct: bool = field(default=True, metadata={"help": "Move the kept weights to what fits best (AdaPrune)."})
+    criterion: str = field(default="sparsegpt", metadata={"help": ", ".join(CRITERIA)})
+    reconstruct: str = field(
+        default="block",
+        metadata={"help": "What makes up for dropped weights: block trains each block, layer solves each layer, none."},
+    )
     calibration_blocks: int = field(default=128, metadata={"help": "Training blocks to choose masks by."})
 
     def __post_init__(self):
         super().__post_init__()
         check_choice("criterion", self.criterion, CRITERIA)
+        check_choice("reconstruct", self.reconstruct, [way or "none" for way in RECONSTRUCTIONS])
         if self.calibration_blocks < 1:
             raise UsageError(f"calibration_blocks={self.calibration_blocks}: must be at least 1")
 
 
+BATCH_TOKENS = 1024
+"""Of a calibration batch, which is a step of block reconstruction."""
 ARGUMENTS = (ModelArguments, DataArguments, OneshotArguments, TeacherArguments, TrainingArguments)
 
 
-def prune(model: PreTrainedModel, blocks: Iterable[dict], args: OneshotArguments, batch_size: int) -> OneshotReport:
+def prune(model: PreTrainedModel, blocks: Iterable[dict], args: OneshotArguments, bf16: bool) -> OneshotReport:
     """Prune in place, by the first of `blocks`, a dataset of `input_ids`."""
-    rows = [block["input_ids"] for block in islice(blocks, args.calibration_blocks)]
-    batches = [batch.to(model.device) for batch in torch.tensor(rows).split(batch_size)]
-    return oneshot(model, batches, args.make_config(), criterion=args.criterion, reconstruct=args.reconstruct)
+    rows = torch.tensor([block["input_ids"] for block in islice(blocks, args.calibration_blocks)])
+    batches = rows.split(max(1, BATCH_TOKENS // rows.shape[1]))
+    reconstruct = None if args.reconstruct == "none" else args.reconstruct
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+        return oneshot(model, batches, args.make_config(), criterion=args.criterion, reconstruct=reconstruct)
 
 
 def main(argv: list[str] | None = None) -> Trainer:
@@ -65,7 +73,7 @@ def main(argv: list[str] | None = None) -> Trainer:
         train, validation = make_datasets(data_args, tokenizer, training_args.seed)
     if oneshot_args.method != "dense":
         model.to(training_args.device)  # every process prunes its own copy, by the same blocks
-        report = prune(model, train, oneshot_args, training_args.per_device_eval_batch_size)
+        report = prune(model, train, oneshot_args, training_args.bf16)
         if training_args.process_index == 0:
             print(report)
     trainer = sparse_or_dense_trainer(

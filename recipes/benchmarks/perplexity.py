@@ -112,7 +112,7 @@ class Perplexity(Section):
         for values in ("float", "int8"):
             model = build(name).bfloat16()
             config = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")
-            oneshot(model, calibration, config, criterion="sparsegpt", reconstruct=False, values=values)
+            oneshot(model, calibration, config, criterion="sparsegpt", reconstruct=None, values=values)
             for way, (rounded, settings) in WAYS.items():
                 if rounded == values:
                     export_model(model, paths[way], **settings)
