@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -169,6 +169,7 @@ def calibrate(
     batches: list[Batch],
     kind: type[Gram | Sample],
     with_samples: bool = False,
+    finished: Container[str] = (),
 ) -> Generator[CalibratedBlock, None, None]:
     """Yield the blocks that have `weights`, in the order that they run.
 
@@ -183,6 +184,8 @@ def calibrate(
         kind: of statistics.
         with_samples: whether blocks come with samples. That runs every block a third time for each batch, and takes
             memory for three outputs of a block for every batch.
+        finished: names of blocks that the caller puts back as they were pruned before; they come without statistics
+            and samples.
 
     Raises:
         ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run;
@@ -215,26 +218,29 @@ def calibrate(
                 hook = functools.partial(before_layer, name)
                 hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
             for block in order:
-                found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items()}
+                is_new = block not in finished
+                found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items() if is_new}
                 samples: list[BlockSample] = []
                 for batch, kept, dense in zip(batches, effects, dense_effects):
                     course = courses[frozenset(batch)]
                     if block in course.ends:
                         calls: list[tuple[Call, Effect]] = []
-                        last_input = _LastInput(batch.get("attention_mask"))
-                        is_measuring = True
-                        replay.run(batch, course, kept, course.ends[block], calls)
-                        is_measuring = False
+                        targets: list[tuple[Call, Effect]] = []
+                        if is_new:
+                            last_input = _LastInput(batch.get("attention_mask"))
+                            is_measuring = True
+                            replay.run(batch, course, kept, course.ends[block], calls)
+                            is_measuring = False
                         if with_samples:
-                            targets: list[tuple[Call, Effect]] = []
                             replay.run(batch, course, dense, course.ends[block], targets)
+                        if with_samples and is_new:
                             samples += _samples(replay, block, calls, targets, batch)
                     progress.update()
                 _check(found)
                 for statistics in found.values():
                     statistics.finish()
                 yield CalibratedBlock(block, found, samples)
-                unpruned -= found.keys()
+                unpruned -= blocks[block].keys()
 
 
 def _samples(

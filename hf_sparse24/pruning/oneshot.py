@@ -9,6 +9,7 @@ kept, and for each batch the output of the last finished block; see `replay`.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from typing import NamedTuple
 
 import sparse24_kernels as kernels
@@ -30,7 +31,8 @@ from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from . import layerwise
 from .blockwise import reconstruct_block
-from .calibration import Gram, Sample, calibrate, check_batch, matrix
+from .calibration import CalibratedBlock, Gram, Sample, calibrate, check_batch, matrix
+from .finished_blocks import FinishedBlocks
 from .permutation import permute_channels
 
 logger = get_logger(__name__)
@@ -78,7 +80,7 @@ class LayerReport:
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
             error of the mask alone.
         error: the same for the layer's new weight and bias, before block reconstruction. Without reconstruction of
-            layers, and with a criterion other than "sparsegpt" and "alps", both errors are measured on 128 of the inputs.
+            layers, and with a criterion other than "sparsegpt" and "alps", both errors are measured on 128 inputs.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
         damping: the argument of `oneshot`, or the higher value that SparseGPT needed.
@@ -150,6 +152,7 @@ def oneshot(
     damping: float = 0.01,
     values: str = "float",
     permute: bool = True,
+    resume_dir: str | PathLike | None = None,
 ) -> OneshotReport:
     """Prune a pretrained causal or masked language model to N:M with calibration data, in place.
 
@@ -203,8 +206,10 @@ def oneshot(
             of 8, which are not packed, are not rounded. It takes the memory of `reconstruct="layer"`.
         permute: first order the hidden channels of MLPs, and those inside attention heads, so that the masks of the
             layers that read them lose less (Pool & Yu 2021, for magnitudes). The model is the same function in another
-            order of weights, which it keeps. It takes one more pass over the data. Not done for `"existing"` zeros, whose
-            groups it would break.
+            order of weights, which it keeps. It takes one more pass over the data. Not done for `"existing"` zeros,
+            whose groups it would break.
+        resume_dir: a directory that gets a file for each finished block. The same call goes on behind them after an
+            interruption. Delete it afterwards: it holds the model's weights once more.
 
     Returns:
         A `OneshotReport` with each layer's output error.
@@ -250,37 +255,42 @@ def oneshot(
     try:
         _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
+        settings = options._asdict() | {"permute": permute, "config": config.to_dict()}
+        finished = FinishedBlocks(resume_dir, model, batches, settings)
         if permute and criterion != "existing":
             permute_channels(model, weights, batches, undo)
         # A Gram matrix costs as much as running the block: only what moves weights by it needs it.
         kind = Gram if reconstruct == "layer" or criterion in FROM_GRAM or values == "int8" else Sample
-        is_block = reconstruct == "block"
         total = len({id(weight.parameter) for weight in weights.values()})
         pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
-        with pruning, _fresh_autocast(), closing(calibrate(model, weights, batches, kind, is_block)) as calibrated:
+        calibrated = calibrate(model, weights, batches, kind, reconstruct == "block", finished)
+        with pruning, _fresh_autocast(), closing(calibrated):
             for block in calibrated:
-                # A weight that layers share is pruned where it runs first.
-                new = [name for name in block.statistics if weights[name].parameter not in masks]
                 module = model.get_submodule(block.name)
+                names = [name for name in weights if name.startswith(f"{block.name}.")]
+                # A weight that layers share is pruned where it runs first.
+                new = {name: weights[name] for name in names if weights[name].parameter not in masks}
                 originals |= {p: p.to("cpu", copy=True) for p in module.parameters() if p not in originals}
-                for name in new:
-                    weight = weights[name]
-                    if weight.parameter not in masks:
-                        with torch.autocast(weight.parameter.device.type, enabled=False):
-                            found = _prune_weight(name, weight, block.statistics[name], options)
-                        reports[name], masks[weight.parameter] = found
-                        pruning.update(note=f"error {reports[name].error:.1%}")
-                if is_block:
-                    owned = {weights[name].parameter: masks[weights[name].parameter] for name in new}
-                    errors = reconstruct_block(
-                        module, owned, block.samples, passes, learning_rate, lambda: pruning.update(0)
-                    )
-                    if values == "int8":
-                        for name in new:
-                            _round(weights[name], block.statistics[name].matrix, damping)
-                    blocks.append(BlockReport(block.name, *errors))
-                    pruning.update(0, f"error of the block {errors[1]:.1%}")
-                for name, inputs in block.statistics.items():
+                if block.name in finished:
+                    found, facts = finished.load(block.name, module)
+                    masks |= {weights[name].parameter: mask for name, mask in found.items()}
+                    reports |= {name: LayerReport(**facts["layers"][name]) for name in found}
+                    pruning.update(len(found))
+                else:
+                    for name, weight in new.items():
+                        if weight.parameter not in masks:
+                            with torch.autocast(weight.parameter.device.type, enabled=False):
+                                pruned = _prune_weight(name, weight, block.statistics[name], options)
+                            reports[name], masks[weight.parameter] = pruned
+                            pruning.update(note=f"error {reports[name].error:.1%}")
+                    found = {name: masks[weight.parameter] for name, weight in new.items()}
+                    facts = {"layers": {name: vars(reports[name]) for name in new if name in reports}}
+                    if reconstruct == "block":
+                        facts["block"] = _reconstruct(module, new, masks, block, options, pruning)
+                    finished.save(block.name, module, found, facts)
+                if reconstruct == "block":
+                    blocks.append(BlockReport(block.name, *facts["block"]))
+                for name in names:
                     weight = weights[name]
                     (view,) = weight.views()
                     weight.set_state(weight.method.adopt_mask(view, masks[weight.parameter]))
@@ -399,6 +409,26 @@ def _prune_weight(
         damping=options.damping,
     )
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
+
+
+def _reconstruct(
+    module: nn.Module,
+    new: dict[str, SparseWeight],
+    masks: dict[nn.Parameter, Tensor],
+    block: CalibratedBlock,
+    options: _Options,
+    progress: Progress,
+) -> tuple[float, float]:
+    """Reconstruct a block whose layers are pruned, and return its error before and after."""
+    owned = {weight.parameter: masks[weight.parameter] for weight in new.values()}
+    errors = reconstruct_block(
+        module, owned, block.samples, options.passes, options.learning_rate, lambda: progress.update(0)
+    )
+    if options.values == "int8":
+        for name, weight in new.items():
+            _round(weight, block.statistics[name].matrix, options.damping)
+    progress.update(0, f"error of the block {errors[1]:.1%}")
+    return errors
 
 
 def _move_weights(
