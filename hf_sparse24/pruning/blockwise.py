@@ -11,7 +11,7 @@ error, because a few tokens of most language models hold nearly all of the varia
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ def reconstruct_block(
             falls to zero like a cosine.
         on_step: called after each step.
     """
-    trained = [p for p in block.parameters() if p in masks or p.dim() == 1 and p.is_floating_point()]
+    trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
     start = [parameter.detach().clone() for parameter in trained]
     before = _mean_error(samples)
     with _trainable(trained), _autocast(start[0].device.type, start[0].dtype):
