@@ -279,7 +279,7 @@ def oneshot(
                 else:
                     for name, weight in new.items():
                         if weight.parameter not in masks:
-                            with torch.autocast(weight.parameter.device.type, enabled=False):
+                            with torch.autocast(weight.parameter.device.type, enabled=False):  # for its solvers
                                 pruned = _prune_weight(name, weight, block.statistics[name], options)
                             reports[name], masks[weight.parameter] = pruned
                             pruning.update(note=f"error {reports[name].error:.1%}")

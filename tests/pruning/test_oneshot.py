@@ -148,6 +148,17 @@ def test_conv1d_is_the_transposed_linear(criterion, reconstruct):
     assert one.layers[0].error == pytest.approx(two.layers[0].error)
 
 
+@pytest.mark.parametrize("criterion", PRUNING)
+def test_autocast_is_for_the_model_alone(criterion):
+    """The layer's weights and its report are those of full precision."""
+    x, layers = correlated(300, 16).float(), [linear(8, 16).float() for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    one = oneshot(OneLayer(layers[0]), [{"x": x}], fixed_mask(), criterion=criterion)
+    with torch.autocast("cpu", torch.bfloat16):
+        two = oneshot(OneLayer(layers[1]), [{"x": x}], fixed_mask(), criterion=criterion)
+    assert torch.equal(layers[0].weight, layers[1].weight) and one.layers == two.layers
+
+
 def test_padding_is_ignored():
     x, layers = correlated(40, 16), [linear(8, 16) for _ in range(3)]
     for layer in layers[1:]:
