@@ -166,7 +166,7 @@ def _exchange(parameter: Tensor, dim: int, order: Tensor) -> None:
 
 def _outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
     device = next(model.parameters()).device
-    with evaluating(model), torch.autocast(device.type, enabled=False):
+    with evaluating(model), torch.autocast(device.type, enabled=False):  # its rounding is that of bf16
         output = model(**{name: value.to(device) for name, value in batch.items()})
     return [
         leaf.float()

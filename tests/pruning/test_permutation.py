@@ -86,6 +86,15 @@ def test_the_model_stays_the_same_function(name):
         assert torch.equal(value, parameters[key]), key
 
 
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_rounding_to_bf16_is_no_reason_to_refuse(name, autocast, caplog):
+    model = patched(name) if autocast else patched(name).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        kept, better = permute_channels(model, sparse_weights(model), batches(), ExitStack())
+    assert better > kept + 0.002 and "unchanged" not in caplog.text
+
+
 def test_gated_heads_of_llama_share_an_order():
     """Query heads of one group of values have the order of their values' head: 4 heads, 2 of values, of 8 channels."""
     model = patched("llama")
@@ -98,10 +107,11 @@ def test_gated_heads_of_llama_share_an_order():
     assert torch.equal(layer.o_proj.weight, outputs[:, columns])
 
 
-def test_channels_that_something_else_reads_go_back(caplog):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_that_something_else_reads_go_back(dtype, caplog):
     """Here a scale for each hidden channel; the heads' order changes nothing there, and stays."""
-    model = patched("llama")
-    scale = torch.randn(64)
+    model = patched("llama").to(dtype)
+    scale = torch.randn(64, dtype=dtype)
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0] * scale,))
     parameters = snapshot(model)
