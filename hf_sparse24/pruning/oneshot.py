@@ -145,7 +145,7 @@ def oneshot(
     data: Iterable[Mapping[str, Tensor] | Tensor],
     config: Sparse24Config | None = None,
     *,
-    criterion: str = "sparsegpt",
+    criterion: str = "alps",
     reconstruct: str | None = "block",
     passes: int = 8,
     learning_rate: float = 0.005,

@@ -5,8 +5,8 @@
     python recipes/pretrained/runs.py --recompute            # one cell again, beside what is committed (CI)
 
 A run that has its JSON is not repeated, so the work can be cut into pieces, and several processes can share it. Seed 0
-finds each variant's learning rate at the smallest number of tokens: it goes up or down `RATES` from the two in the
-middle until the best has a worse one on either side. Larger budgets and other seeds take the best.
+finds each variant's learning rate at the smallest number of tokens: it goes up or down `RATES` from `START` until the
+best has a worse one on either side. Larger budgets and other seeds take the best.
 """
 
 import argparse
@@ -44,7 +44,7 @@ DOCUMENTS = 16
 
 TOKENS = (30_000, 100_000, 300_000)
 RATES = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
-START = RATES[2:4]
+START = 2e-4
 BLOCK, BATCH = 256, 2
 """Tokens of a training sequence, and sequences of a step."""
 
@@ -283,11 +283,10 @@ def best_rate(losses: dict[float, float]) -> float:
 
 def next_rate(losses: dict[float, float]) -> float | None:
     """The learning rate that the search tries next; None once the best is inside."""
-    for rate in START:
-        if rate not in losses:
-            return rate
+    if not losses:
+        return START
     best = RATES.index(best_rate(losses))
-    return next((rate for rate in RATES[max(best - 1, 0) : best + 2] if rate not in losses), None)
+    return next((rate for rate in reversed(RATES[max(best - 1, 0) : best + 2]) if rate not in losses), None)
 
 
 def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[str, Any]]) -> Iterator[tuple]:
