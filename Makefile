@@ -32,9 +32,14 @@ lower-bounds: .venv/.test-installed
 methods: .venv/.recipes-installed
 	$(BIN)/python recipes/methods.py
 
-# The evidence page on a real pretrained model: what it needs, downloaded and made in runs/pretrained.
+# The page of a real pretrained model: its material in runs/pretrained, what recipes/results/pretrained/ lacks (from nothing
+# some 15 hours of one core), then the page.
 evidence: .venv/.recipes-installed
 	$(BIN)/python recipes/pretrained/material.py
+	$(BIN)/python recipes/pretrained/runs.py
+	$(BIN)/python recipes/pretrained/rivals.py
+	$(BIN)/python recipes/pretrained/encoder.py
+	$(BIN)/python docs/pretrained_page.py
 
 # Every picture of the README and the site, from committed results.
 figures: .venv/.docs-installed

