@@ -72,7 +72,9 @@ def reconstruct_block(
     trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
     start = [parameter.detach().clone() for parameter in trained]
     before = _mean_error(samples)
-    with _trainable(trained), _autocast(start[0].device.type, start[0].dtype):
+    if not trained:  # it shares all that it has with blocks before it
+        return before, before
+    with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
         groups = [{"params": [p], "lr": rate * _root_mean_square(p, masks.get(p))} for p in trained]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), foreach=True)
         steps = passes * len(samples)
@@ -114,19 +116,23 @@ def _share_of_rate(step: int, steps: int) -> float:
 
 
 @contextmanager
-def _trainable(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Give parameters gradients, in at least fp32, within the block."""
-    states = [(parameter.requires_grad, parameter.dtype) for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        parameter.requires_grad_()
+def _trainable(block: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Give gradients to these parameters of a block alone, in at least fp32, within the context."""
+    states = [(parameter, parameter.requires_grad, parameter.grad) for parameter in block.parameters()]
+    dtypes = [parameter.dtype for parameter in parameters]
     try:
+        for parameter, _, _ in states:
+            parameter.requires_grad_(False).grad = None
+        for parameter in parameters:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.requires_grad_()
         yield
     finally:
-        for parameter, (needed, dtype) in zip(parameters, states):
+        for parameter, dtype in zip(parameters, dtypes):
             parameter.grad = None
-            parameter.requires_grad_(needed)
             parameter.data = parameter.data.to(dtype)
+        for parameter, needed, grad in states:
+            parameter.requires_grad_(needed).grad = grad
 
 
 def _autocast(device: str, dtype: torch.dtype) -> Any:

@@ -92,7 +92,7 @@ class _LastInput:
     """The summary of the last input of any layer, which others often share, as query, key and value do."""
 
     def __init__(self, attention_mask: Tensor | None):
-        self.attention_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        self.attention_mask = attention_mask
         self.x: Tensor | None = None
         self.version = self.tokens = 0
         self.dtype: torch.dtype | None = None
@@ -104,15 +104,24 @@ class _LastInput:
         Inputs of other shapes, such as an expert's share of the tokens, count whole.
         """
         if x is not self.x or x._version != self.version or self.dtype != statistics.squares.dtype:
-            rows, mask = x.reshape(-1, x.shape[-1]), self.attention_mask
-            if mask is not None and x.shape[:-1] in (mask.shape, (mask.numel(),)):
-                rows = rows[mask.flatten().to(rows.device, torch.bool)]
+            rows, counts = x.reshape(-1, x.shape[-1]), _counts(self.attention_mask, x)
+            if counts is not None:
+                rows = rows[counts.flatten()]
             rows = rows.to(statistics.squares)
             self.x, self.version, self.dtype = x, x._version, rows.dtype
             with torch.autocast(rows.device.type, enabled=False):
                 self.tokens, self.summary = len(rows), statistics.summary(rows)
         statistics.add(self.summary)
         statistics.tokens += self.tokens
+
+
+def _counts(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return which tokens of `[..., size]` are no padding, as bool `[...]`; None if the mask is not theirs."""
+    if attention_mask is None or attention_mask.dim() != 2:
+        return None
+    shape = x.shape[:-1]
+    is_theirs = shape in (attention_mask.shape, (attention_mask.numel(),))
+    return attention_mask.to(x.device, torch.bool).view(shape) if is_theirs else None
 
 
 def _with_ones(rows: Tensor) -> Tensor:
@@ -258,8 +267,7 @@ def _samples(
             f"reconstruct='block' cannot train {block}, between two calls of which the model runs other blocks: take "
             f"reconstruct='layer'"
         )
-    mask = batch.get("attention_mask")
-    counts = [mask.bool() if mask is not None and mask.shape == x.shape[:-1] else None for x in outputs]
+    counts = [_counts(batch.get("attention_mask"), x) for x in outputs]
     return [BlockSample(call, output, count) for call, output, count in zip(ours, outputs, counts)]
 
 

@@ -225,14 +225,15 @@ def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) ->
     def intercept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:
-                return forward(*args, **kwargs)
-            inside = True
-            try:
-                return on_call(Call(block, [*args, *kwargs.values()], lambda: forward(*args, **kwargs)))
-            finally:
-                inside = False
+            def compute() -> Any:
+                nonlocal inside
+                inside = True
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    inside = False
+
+            return forward(*args, **kwargs) if inside else on_call(Call(block, [*args, *kwargs.values()], compute))
 
         return intercepted
 
