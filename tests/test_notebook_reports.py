@@ -40,7 +40,8 @@ class Cells(HTMLParser):
 @pytest.fixture(scope="module")
 def reports():
     model = zoo.build("llama")
-    pruned = oneshot(model, [torch.randint(64, (2, 16)) for _ in range(2)], Sparse24Config(method="fixed-mask"))
+    batches = [torch.randint(64, (2, 16)) for _ in range(2)]
+    pruned = oneshot(model, batches, Sparse24Config(method="fixed-mask"), reconstruct=None)
     return {
         "patch": patch_model(zoo.build("gpt2")),
         "oneshot": pruned,

@@ -111,15 +111,16 @@ def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):
     model = zoo.build("llama")
     batches = [torch.randint(64, (2, 16)) for _ in range(3)]
     with watching() as terminal, caplog.at_level("INFO", logger="hf_sparse24"):
-        oneshot(model, batches, Sparse24Config(method="fixed-mask"))
+        oneshot(model, batches, Sparse24Config(method="fixed-mask"), passes=1)
         export_model(model, tmp_path)
     shown = terminal.getvalue()
-    for part in ("calibration", "pruning by wanda", "export", "error"):
+    for part in ("ordering MLP channels", "calibration", "pruning by sparsegpt", "export", "error"):
         assert part in shown
     said = [message.partition(" in ")[0] for message in caplog.messages]
+    assert said.pop(0).startswith("permute: masks keep")
     assert said == [
         "calibration: 6 batches",
-        "pruning by wanda: 6 layers",
+        "pruning by sparsegpt: 6 layers",
         f"export: {len(model.state_dict()) - 6} tensors",
     ]
 

@@ -55,15 +55,15 @@ def test_weights_of_a_dense_phase_are_called_dense():
 def test_a_card_says_how_oneshot_has_pruned(tmp_path):
     """Also of a model that was loaded again; a fresh one that takes its config has not been pruned so."""
     model = zoo.build("llama")
-    oneshot(model, [zoo.batch(i) for i in range(3)], criterion="sparsegpt")
-    expected = ["| criterion | sparsegpt |", "| batches | 3 |", "| tokens | 72 |"]
+    oneshot(model, [zoo.batch(i) for i in range(3)], passes=1)
+    expected = ["| criterion | sparsegpt |", "| batches | 3 |", "| tokens | 72 |", "| reconstruct | block |"]
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     pack_model(packed)
     for one in (model, loaded):
         text = make_model_card(one).text
-        assert all(line in text for line in expected) and "| reconstruct |" in text
+        assert all(line in text for line in expected)
     assert packed.config.quantization_config.pruning == loaded.config.quantization_config.pruning
     export_model(model, tmp_path / "export")
     assert json.loads((tmp_path / "export" / "sparse24.json").read_text())["config"]["pruning"]["batches"] == 3

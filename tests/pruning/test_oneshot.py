@@ -7,7 +7,7 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from datasets import Dataset
-from oneshot_models import OneLayer, assert_untouched, batches, correlated, fixed_mask
+from oneshot_models import LAYERWISE, OneLayer, assert_untouched, batches, correlated, fixed_mask
 from sparse24_kernels import nm_mask, pack_bits
 from sparse_models import logits, snapshot
 from torch import nn
@@ -51,7 +51,7 @@ def test_reconstruction_of_weight_and_bias(criterion, bias, monkeypatch):
     monkeypatch.setattr(layerwise, "least_squares", functools.partial(layerwise.least_squares, tolerance=0))
     x, layer = correlated(300, 16, mean=0.7), linear(8, 16, bias)
     weight, outputs = layer.weight.clone(), layer(x)
-    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, damping=0.0).layers[0]
+    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, damping=0.0, **LAYERWISE).layers[0]
     mask, scale = mask_of(layer), torch.linalg.norm(x @ weight.T)
     columns = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1) if bias else x
     for i, kept in enumerate(mask):
@@ -73,7 +73,7 @@ def test_int8_values_cost_less_where_the_inputs_are_known(criterion):
     layers[1].load_state_dict(layers[0].state_dict())
     outputs, scale = layers[0](x), torch.linalg.norm(layers[0](x))
     for layer, values in zip(layers, ("float", "int8")):
-        report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, values=values)
+        report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion=criterion, values=values, **LAYERWISE)
     assert "rounded to int8" in str(report) and report.values == "int8"
     assert report.layers[0].error == pytest.approx((torch.linalg.norm(layers[1](x) - outputs) / scale).item())
     pruned, rounded = (layer.weight for layer in layers)
@@ -84,10 +84,12 @@ def test_int8_values_cost_less_where_the_inputs_are_known(criterion):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("criterion", "reconstruct"), [("wanda", True), ("wanda", False), ("sparsegpt", False)])
+@pytest.mark.parametrize(
+    ("criterion", "reconstruct"), [("wanda", "block"), ("wanda", "layer"), ("wanda", None), ("sparsegpt", None)]
+)
 def test_an_export_stores_exactly_the_int8_values_that_oneshot_chose(name, dtype, criterion, reconstruct, tmp_path):
     model = zoo.build(name).to(dtype).eval()
-    oneshot(model, batches(), fixed_mask(), criterion=criterion, reconstruct=reconstruct, values="int8")
+    oneshot(model, batches(), fixed_mask(), criterion=criterion, reconstruct=reconstruct, values="int8", passes=2)
     model.save_pretrained(tmp_path / "trained")
     for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "trained")):
         export_model(each, tmp_path / "int8", "packed", values="int8")
@@ -99,7 +101,7 @@ def test_an_export_stores_exactly_the_int8_values_that_oneshot_chose(name, dtype
 
 def test_weights_that_cannot_be_packed_are_not_rounded(tmp_path):
     model = zoo.build("llama", intermediate_size=60).eval()  # down_proj has 60 inputs
-    oneshot(model, batches(), fixed_mask(), values="int8")
+    oneshot(model, batches(), fixed_mask(), values="int8", reconstruct=None)
     export_model(model, tmp_path, "packed", values="int8")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
@@ -108,12 +110,12 @@ def test_the_bias_absorbs_the_mean_error():
     """However strongly damping holds the weights."""
     x, layer = correlated(300, 16, mean=0.7), linear(8, 16)
     weight, bias = layer.weight.clone(), layer.bias.clone()
-    oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), damping=1e9)
+    oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), criterion="wanda", damping=1e9, **LAYERWISE)
     torch.testing.assert_close(layer.weight, weight * mask_of(layer), rtol=0, atol=1e-6)
     torch.testing.assert_close(layer.bias, bias + (weight * ~mask_of(layer)) @ x.mean(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("reconstruct", [True, False])
+@pytest.mark.parametrize("reconstruct", ["layer", None])
 @pytest.mark.parametrize("criterion", PRUNING)
 def test_weights_of_inputs_that_are_never_active(criterion, reconstruct):
     """SparseGPT zeroes them, Wanda drops them first, and nothing moves what is left of them."""
@@ -132,7 +134,7 @@ def test_weights_of_inputs_that_are_never_active(criterion, reconstruct):
     assert report.damping == 0.01 and is_nm_sparse(layer.weight)
 
 
-@pytest.mark.parametrize("reconstruct", [True, False])
+@pytest.mark.parametrize("reconstruct", ["layer", None])
 @pytest.mark.parametrize("criterion", PRUNING)
 def test_conv1d_is_the_transposed_linear(criterion, reconstruct):
     x, layer, conv = correlated(100, 16), linear(8, 16), Conv1D(8, 16).double().requires_grad_(False)
@@ -168,7 +170,9 @@ def test_padding_is_ignored():
     padded = torch.full((5, 10, 16), 1e3, dtype=torch.float64)
     padded[:, :8] = x.view(5, 8, 16)
     data = [{"x": x}, {"x": padded, "attention_mask": keep}, {"x": padded.flatten(0, 1), "attention_mask": keep}]
-    reports = [oneshot(OneLayer(layer), [batch], fixed_mask()).layers[0] for layer, batch in zip(layers, data)]
+    reports = [
+        oneshot(OneLayer(layer), [batch], fixed_mask(), **LAYERWISE).layers[0] for layer, batch in zip(layers, data)
+    ]
     for layer, report in zip(layers, reports):
         assert report.tokens == 40 and report.error == pytest.approx(reports[0].error)
         torch.testing.assert_close(layer.weight, layers[0].weight)
@@ -177,7 +181,7 @@ def test_padding_is_ignored():
 def test_errors_are_of_the_weight_as_it_is_stored():
     x, layer = correlated(100, 16).bfloat16(), linear(8, 16, bias=False).bfloat16()
     weight = layer.weight.clone()
-    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask()).layers[0]
+    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), **LAYERWISE).layers[0]
     assert layer.weight.dtype == torch.bfloat16
     x, weight, stored = x.double(), weight.double(), layer.weight.double()
     assert report.error == pytest.approx(
@@ -193,7 +197,7 @@ def test_every_architecture(name):
     model = zoo.build(name)
     before = snapshot(model)
     expected = patch_model(zoo.build(name), fixed_mask())
-    report = oneshot(model, batches(2), fixed_mask())
+    report = oneshot(model, batches(2), fixed_mask(), criterion="wanda", reconstruct="layer")
     assert isinstance(report, OneshotReport) and report.patch == expected
     assert tuple(layer.name for layer in report.layers) == expected.patched
     for layer in report.layers:
@@ -209,8 +213,8 @@ def test_every_architecture(name):
 @pytest.mark.parametrize("criterion", PRUNING)
 def test_reconstruction_lowers_every_error(criterion):
     plain, model = zoo.build("llama"), zoo.build("llama")
-    without = oneshot(plain, batches(), fixed_mask(), criterion=criterion, reconstruct=False)
-    report = oneshot(model, batches(), fixed_mask(), criterion=criterion)
+    without = oneshot(plain, batches(), fixed_mask(), criterion=criterion, reconstruct=None, permute=False)
+    report = oneshot(model, batches(), fixed_mask(), criterion=criterion, **LAYERWISE)
     # The weights of ALPS are close to their best already, and the second block gets other inputs.
     allowed = 1.01 if criterion == "alps" else 1.0
     for one, two in zip(without.layers, report.layers):
@@ -232,9 +236,9 @@ def test_reconstruction_lowers_every_error(criterion):
 def test_later_blocks_see_the_pruned_ones_before_them():
     """The second block's Wanda mask is that of activations in a model whose first block is pruned."""
     model = zoo.build("llama")
-    oneshot(model, batches(), fixed_mask())
+    oneshot(model, batches(), fixed_mask(), criterion="wanda", **LAYERWISE)
     half, data = zoo.build("llama").eval(), batches()
-    oneshot(half, data, fixed_mask(layers_to_transform=0))
+    oneshot(half, data, fixed_mask(layers_to_transform=0), criterion="wanda", **LAYERWISE)
     inputs = []
     target = half.model.layers[1].mlp.down_proj
     with torch.no_grad(), target.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1))):
@@ -253,7 +257,7 @@ def test_forward_passes_end_with_their_block():
         )
     head = []
     model.lm_head.register_forward_pre_hook(lambda module, args: head.append(1))
-    oneshot(model, batches(1), fixed_mask())
+    oneshot(model, batches(1), fixed_mask(), **LAYERWISE)
     assert calls == [0, 1, 0, 1, 0, 0, 1] and len(head) == 1  # the survey, the trial of replay, block 0, block 1
     assert model.training
 
@@ -264,7 +268,7 @@ def test_an_encoder_without_a_head(tmp_path):
     data = [{k: x for k, x in batch.items() if k != "labels"} for batch in batches(2)]
     for batch in data:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"]).index_fill_(1, torch.arange(20, 24), 0)
-    report = oneshot(model, data, fixed_mask(), criterion="sparsegpt")
+    report = oneshot(model, data, fixed_mask(), criterion="sparsegpt", reconstruct="layer")
     assert {layer.tokens for layer in report.layers} == {2 * 4 * 20} and len(report.layers) == 12
     assert all(layer.error < layer.masked_error for layer in report.layers)
     assert "pooler.dense" not in report.patch.patched
@@ -274,7 +278,7 @@ def test_an_encoder_without_a_head(tmp_path):
 
 
 def test_a_block_that_runs_twice_is_calibrated_on_both():
-    report = oneshot(zoo.build("albert"), batches(1), fixed_mask())
+    report = oneshot(zoo.build("albert"), batches(1), fixed_mask(), reconstruct=None)
     assert {layer.tokens for layer in report.layers} == {2 * 4 * 24}
 
 
@@ -282,7 +286,7 @@ def test_a_block_that_runs_twice_is_calibrated_on_both():
 @pytest.mark.parametrize("criterion", PRUNING)
 def test_patterns(pattern, criterion, tmp_path):
     model = zoo.build("gpt2")
-    oneshot(model, batches(1), fixed_mask(pattern=pattern), criterion=criterion)
+    oneshot(model, batches(1), fixed_mask(pattern=pattern), criterion=criterion, reconstruct="layer")
     n, m = map(int, pattern.split(":"))
     for weight in sparse_weights(model).values():
         assert is_nm_sparse(weight.pruned(), n, m, weight.input_dim)
@@ -295,7 +299,7 @@ def test_patterns(pattern, criterion, tmp_path):
 def test_life_after(criterion, tmp_path):
     """Fine-tuning keeps the masks and lowers the loss; saving, exporting and unpatching keep the outputs."""
     model = zoo.build("llama")
-    oneshot(model, batches(), fixed_mask(), criterion=criterion)
+    oneshot(model, batches(), fixed_mask(), criterion=criterion, **LAYERWISE)
     masks = {name: weight.state["mask_bits"].clone() for name, weight in sparse_weights(model).items()}
     before = snapshot(model)
     dense = dict(zoo.build("llama").named_parameters())
@@ -333,13 +337,14 @@ def test_existing_keeps_what_is_there():
     weight = model.model.layers[0].mlp.up_proj.weight.data
     weight[torch.rand_like(weight) < 0.6] = 0
     expected = int((weight.view(-1, 4).count_nonzero(1) - 2).clamp(min=0).sum())
-    report = oneshot(model, batches(), fixed_mask(target_modules=["0.mlp.up_proj"]), criterion="existing")
+    targets = fixed_mask(target_modules=["0.mlp.up_proj"])
+    report = oneshot(model, batches(), targets, criterion="existing", reconstruct="layer")
     assert report.layers[0].dropped == expected > 0
 
     unpatch_model(model)
     sparse = snapshot(model)
     for criterion in CRITERIA:
-        report = oneshot(model, batches(), fixed_mask(target_modules=["0.mlp.up_proj"]), criterion=criterion)
+        report = oneshot(model, batches(), targets, criterion=criterion, reconstruct="layer")
         assert (report.layers[0].dropped, report.layers[0].error, report.layers[0].kept_magnitude) == (0, 0.0, 1.0)
         unpatch_model(model)
         assert_untouched(model, sparse)
@@ -350,14 +355,15 @@ def test_defaults_and_kinds_of_data():
     assert oneshot(model, (ids for _ in range(2))).layers[0].tokens == 48
     assert patched_config(model) == Sparse24Config(method="fixed-mask")
     for data in ([ids], [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}]):
-        assert oneshot(zoo.build("llama").eval(), data).layers[0].tokens == 24
+        assert oneshot(zoo.build("llama").eval(), data, reconstruct=None).layers[0].tokens == 24
     assert torch.is_grad_enabled()
 
 
 def test_report():
-    report = oneshot(zoo.build("llama"), batches(), fixed_mask(), criterion="sparsegpt")
+    report = oneshot(zoo.build("llama"), batches(), fixed_mask(), reconstruct="layer")
     lines = str(report).splitlines()
-    assert lines[0].startswith("one-shot 2:4 by sparsegpt masks, weights reconstructed") and len(lines) == 2 + 7
+    assert lines[0].startswith("one-shot 2:4 by sparsegpt masks, weights reconstructed by layer;")
+    assert len(lines) == 2 + 7
     assert " ".join(lines[1].split()) == "module group layers tokens kept dropped masked error error worst"
     group = next(line for line in lines if line.startswith("model.layers.*.mlp.down_proj"))
     assert group.split()[1:3] == ["2", "288"] and f"{2 * 32 * 64 // 2:,}" in group and group.count("%") == 4
@@ -365,10 +371,10 @@ def test_report():
 
 
 def test_too_little_data_warns(caplog):
-    oneshot(zoo.build("llama"), [zoo.batch(rows=1)], fixed_mask())
+    oneshot(zoo.build("llama"), [zoo.batch(rows=1)], fixed_mask(), reconstruct=None)
     assert "fewer calibration tokens than inputs" in caplog.text
     caplog.clear()
-    oneshot(zoo.build("llama"), [zoo.batch(rows=1)], fixed_mask(), criterion="sparsegpt", damping=0.0)
+    oneshot(zoo.build("llama"), [zoo.batch(rows=1)], fixed_mask(), reconstruct=None, damping=0.0)
     assert "Gram matrix not positive definite with damping=0.0; used" in caplog.text
 
 
@@ -377,7 +383,7 @@ def test_weights_that_layers_share():
     model = zoo.build("llama")
     first, second = (layer.mlp.up_proj for layer in model.model.layers)
     second.weight = first.weight
-    report = oneshot(model, batches(), fixed_mask(target_modules=["up_proj"]))
+    report = oneshot(model, batches(), fixed_mask(target_modules=["up_proj"]), passes=2)
     assert [layer.name for layer in report.layers] == ["model.layers.0.mlp.up_proj"]
     assert first.weight is second.weight and torch.equal(first.mask_bits, second.mask_bits)
     assert torch.equal(first.sparse_weight(), second.sparse_weight()) and is_nm_sparse(first.weight)
@@ -390,7 +396,7 @@ def test_errors_of_masks_alone_are_measured_on_a_sample(criterion, monkeypatch):
     x, layer = correlated(6000, 16, mean=0.7), linear(8, 16, True)
     weight, outputs = layer.weight.clone(), layer(x)
     batches = [{"x": part} for part in x.split(1500)]
-    report = oneshot(OneLayer(layer), batches, fixed_mask(), criterion=criterion, reconstruct=False).layers[0]
+    report = oneshot(OneLayer(layer), batches, fixed_mask(), criterion=criterion, reconstruct=None).layers[0]
     assert report.tokens == 6000
     error = torch.linalg.norm(layer(x) - outputs) / torch.linalg.norm(x @ weight.T)
     assert report.error == pytest.approx(error.item(), rel=0.15) and report.masked_error == pytest.approx(report.error)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import zoo
-from oneshot_models import OneLayer, assert_untouched, batches, fixed_mask
+from oneshot_models import LAYERWISE, OneLayer, assert_untouched, batches, fixed_mask
 from sparse_models import snapshot
 from torch import nn
 
@@ -31,6 +31,10 @@ X = torch.ones(3, 16)
         (None, [[1, 2]], {}, "batch 0 of data is <class 'list'>: must be a dict of tensors"),
         (None, [zoo.batch(), {"input_ids": [1, 2]}], {}, "batch 1 of data is {'input_ids': 'list'}: must be a dict"),
         (None, batches(1), {"criterion": "best"}, r"criterion='best': must be one of \['magnitude', 'wanda'"),
+        (None, batches(1), {"reconstruct": True}, r"reconstruct=True: must be one of \['block', 'layer', None\]"),
+        (None, batches(1), {"passes": 0}, "passes=0: must be at least 1; reconstruct=None trains nothing"),
+        (None, batches(1), {"learning_rate": 0.0}, "learning_rate=0.0: must be between 0 and 1"),
+        (None, batches(1), {"learning_rate": 2}, "learning_rate=2: must be between 0 and 1"),
         (None, batches(1), {"values": "int4"}, r"values='int4': must be one of \['float', 'int8'\]"),
         (None, batches(1), {"values": "int8", "config": fixed_mask(pattern="4:8")}, "pattern='4:8': packed"),
         (None, batches(1), {"damping": -1}, "damping=-1: must be a finite number >= 0"),
@@ -71,7 +75,7 @@ def test_a_model_that_is_called_otherwise_is_told_what_to_prune():
     with pytest.raises(ValueError, match=r"SentenceTransformer is not called with .*get_submodule\('0.auto_model'\)"):
         oneshot(model, batches(1), fixed_mask())
     assert_untouched(model, before)
-    oneshot(model.get_submodule("0.auto_model"), batches(1), fixed_mask())  # as the message says
+    oneshot(model.get_submodule("0.auto_model"), batches(1), fixed_mask(), reconstruct=None)  # as it says
     assert sparse_weights(model)
     with pytest.raises(ValueError, match=r"OneLayer is not called with \['y'\] \(missing a required argument: 'x'\)$"):
         oneshot(OneLayer(nn.Linear(16, 8)), [{"y": X}], fixed_mask())
@@ -87,7 +91,7 @@ def test_weights_with_nan_are_refused():
 
 def test_a_patched_model_is_refused_and_stays_patched():
     model = zoo.build("llama")
-    oneshot(model, batches(1), fixed_mask())
+    oneshot(model, batches(1), fixed_mask(), reconstruct=None)
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"already patched; call unpatch_model\(model\) first"):
         oneshot(model, batches(1), fixed_mask())
@@ -112,7 +116,7 @@ def test_an_interrupted_run_restores_the_model(name, error):
         attention = next(module for module in model.modules() if module.__class__.__name__.endswith("Attention"))
         handle = attention.register_forward_hook(interrupt)
         try:
-            oneshot(model, data, fixed_mask())
+            oneshot(model, data, fixed_mask(), **LAYERWISE)
         except (error, ValueError) as raised:
             assert (type(raised) is error) == (error is KeyboardInterrupt or call != 2)
             return True

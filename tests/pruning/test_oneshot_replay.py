@@ -3,16 +3,17 @@
 import pytest
 import torch
 import zoo
+from oneshot_models import LAYERWISE, fixed_mask
 from sparse_models import assert_same_state
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_sparse24 import Sparse24Config, oneshot
+from hf_sparse24 import oneshot
 from hf_sparse24.pruning import calibration
 from hf_sparse24.pruning.replay import Replay
 
-CONFIG = Sparse24Config(method="fixed-mask", target_modules="all-linear")
+CONFIG = fixed_mask()
 
 
 def batches(count: int = 3, **more: int) -> list[dict[str, torch.Tensor]]:
@@ -175,7 +176,7 @@ CASES = {
 def in_whole_passes(monkeypatch) -> None:
     """Let every pass of a batch compute all blocks up to the one to calibrate."""
     run = Replay.run
-    monkeypatch.setattr(Replay, "run", lambda self, batch, course, effects, stop: run(self, batch, course, [], stop))
+    monkeypatch.setattr(Replay, "run", lambda self, batch, course, effects, *more: run(self, batch, course, [], *more))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,17 +184,17 @@ def test_results_are_those_of_whole_passes(name, monkeypatch):
     build, data, most = CASES[name]
     kept, run = [], Replay.run
 
-    def counting_run(self, batch, course, effects, stop):
-        result = run(self, batch, course, effects, stop)
+    def counting_run(self, batch, course, effects, *more):
+        result = run(self, batch, course, effects, *more)
         kept.append(sum(any(tensor.is_contiguous() for tensor in tensors(effect)) for effect in effects))
         return result
 
     monkeypatch.setattr(Replay, "run", counting_run)
     replayed, whole = build(), build()
-    report = oneshot(replayed, data(), CONFIG)
+    report = oneshot(replayed, data(), CONFIG, **LAYERWISE)
     assert max(kept) == most
     in_whole_passes(monkeypatch)
-    assert oneshot(whole, data(), CONFIG).layers == report.layers
+    assert oneshot(whole, data(), CONFIG, **LAYERWISE).layers == report.layers
     assert_same_state(replayed, whole)
 
 
@@ -201,7 +202,7 @@ def test_results_are_those_of_whole_passes(name, monkeypatch):
 def test_a_block_computes_twice_per_batch_however_deep_the_model_is(depth):
     """Dense, to be calibrated, and pruned, for the next one; and twice for one batch before, to see what is run."""
     model = Chain(depth)
-    oneshot(model, x_batches(5), CONFIG)
+    oneshot(model, x_batches(5), CONFIG, **LAYERWISE)
     assert [block.computed for block in model.blocks] == [2 + 2 * 5] * (depth - 1) + [2 + 5]
 
 
@@ -210,7 +211,7 @@ def test_no_cache_for_generation_is_made():
     model.model.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True
     )
-    oneshot(model, batches(1), CONFIG)
+    oneshot(model, batches(1), CONFIG, passes=1)
     assert set(caches) == {None} and model.config.use_cache
 
 
@@ -218,7 +219,7 @@ def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
     sizes = []
     product = calibration._upper_product
     monkeypatch.setattr(calibration, "_upper_product", lambda rows: sizes.append(rows.shape[1]) or product(rows))
-    oneshot(zoo.build("llama"), batches(1), CONFIG)
+    oneshot(zoo.build("llama"), batches(1), CONFIG, **LAYERWISE)
     assert sizes == [33, 33, 33, 65] * 2  # query, key and value; the attention's output; gate and up; down
 
 
@@ -247,7 +248,7 @@ def test_what_cannot_be_replayed_is_refused(build, reason):
 
 def test_kinds_of_batches_may_run_different_blocks():
     x, y = (batch["x"] for batch in x_batches(2))
-    report = oneshot(TwoTowers(), [{"x": x}, {"x": x, "y": y}, {"x": y}], CONFIG)
+    report = oneshot(TwoTowers(), [{"x": x}, {"x": x, "y": y}, {"x": y}], CONFIG, passes=1)
     assert [layer.tokens for layer in report.layers] == [36] * 4 + [12] * 4
 
 

@@ -16,6 +16,10 @@ def batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [zoo.batch(seed=seed, rows=4, length=24) for seed in range(count)]
 
 
+LAYERWISE = {"reconstruct": "layer", "permute": False}
+"""Arguments of `oneshot` with which each layer's result depends on its own problem alone."""
+
+
 def correlated(tokens: int, inputs: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
     """Activations as layers see them: a few directions and a few inputs dominate. fp64."""
     generator = torch.Generator().manual_seed(seed)

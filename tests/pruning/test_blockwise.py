@@ -1,0 +1,341 @@
+"""Block reconstruction: it lowers the model's error, keeps the zeros, and changes nothing else."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import zoo
+from oneshot_models import OneLayer, assert_untouched, batches, correlated, fixed_mask
+from sparse_models import snapshot
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from hf_sparse24 import oneshot, sparse_weights, unpatch_model
+from hf_sparse24.metrics import is_nm_sparse
+
+
+def build(name: str = "llama", **overrides) -> nn.Module:
+    """With weights and biases large enough that blocks do something."""
+    model = zoo.build(name, initializer_range=0.2, **overrides).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def padded(garbage: int, count: int = 3) -> list[dict[str, torch.Tensor]]:
+    """The last third of the first two sequences is padding, with random ids."""
+    found = batches(count)
+    for seed, batch in enumerate(found):
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:2, 16:] = 0
+        other = zoo.batch(seed=garbage + seed, rows=4, length=24)["input_ids"]
+        batch["input_ids"] = torch.where(mask.bool(), batch["input_ids"], other)
+        batch["attention_mask"] = mask
+    return found
+
+
+def output_error(model: nn.Module, dense: nn.Module, data: list[dict[str, torch.Tensor]]) -> float:
+    with torch.no_grad():
+        pairs = [(model(**batch).logits, dense(**batch).logits) for batch in data]
+    return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+# --- what it gains ---
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_output_is_closer_to_the_dense_models(name):
+    """On text that it was not calibrated on too, by a fifth at least."""
+    dense, data = build(name), batches(24)
+    errors = {}
+    for reconstruct in (None, "layer", "block"):
+        model = copy.deepcopy(dense)
+        report = oneshot(model, data[:16], fixed_mask(), criterion="wanda", reconstruct=reconstruct)
+        errors[reconstruct] = [output_error(model, dense, part) for part in (data[:16], data[16:])]
+    for seen_or_not in (0, 1):
+        assert errors["block"][seen_or_not] < 0.8 * min(errors[None][seen_or_not], errors["layer"][seen_or_not])
+    assert len(report.blocks) == 2 and all(block.error < 0.8 * block.pruned_error for block in report.blocks)
+
+
+def test_the_report_has_the_errors_of_the_blocks():
+    """Of the last block, that of the hidden states, relative to each token's."""
+    dense, model, data = build(), build(), padded(7)
+    report = oneshot(model, data, fixed_mask(), passes=2)
+    errors = []
+    with torch.no_grad():
+        for batch in data:
+            for each in (dense, model):
+                each.model.norm = nn.Identity()  # so that the model returns what its last block does
+            ours, theirs = (
+                each.model(batch["input_ids"], attention_mask=batch["attention_mask"])[0] for each in (model, dense)
+            )
+            error = (ours - theirs).square().sum(-1) / theirs.square().sum(-1)
+            errors.append(error[batch["attention_mask"].bool()])
+    assert [block.name for block in report.blocks] == ["model.layers.0", "model.layers.1"]
+    assert report.blocks[1].error == pytest.approx(torch.cat(errors).mean().sqrt().item(), rel=1e-4)
+
+
+def test_norms_and_biases_train_and_nothing_outside_of_blocks():
+    model = build("gpt2")
+    before = parameters(model)
+    oneshot(model, batches(), fixed_mask(), passes=1, permute=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (".h." not in name), name
+
+
+def test_half_precision_weights_gather_small_steps():
+    """Each of which is less than half the distance between two numbers in bf16, and would be lost."""
+    rate, model = 1e-4, build().bfloat16()
+    pruned = copy.deepcopy(model)
+    oneshot(pruned, batches(), fixed_mask(), criterion="magnitude", reconstruct=None, permute=False)
+    oneshot(
+        model, batches(), fixed_mask(layers_to_transform=0), criterion="magnitude", passes=40, learning_rate=rate,
+        permute=False,
+    )  # fmt: skip
+    (before, after) = (each.model.layers[0].mlp.up_proj.weight for each in (pruned, model))
+    assert after.dtype == torch.bfloat16
+    size = before[before != 0].float().square().mean().sqrt()
+    large = before.abs() > size
+    assert torch.equal((before[large].float() + 4 * rate * size).bfloat16(), before[large])  # what a step cannot do
+    assert (after[large] != before[large]).float().mean() > 0.1
+
+
+def test_what_gains_nothing_is_undone(caplog):
+    pruned, model = build(), build()
+    oneshot(pruned, batches(), fixed_mask(), reconstruct=None)
+    report = oneshot(model, batches(), fixed_mask(), learning_rate=0.9, passes=2)
+    assert caplog.text.count("block reconstruction gained nothing") == 2
+    assert all(block.error == block.pruned_error for block in report.blocks)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, pruned.get_parameter(name)), name
+
+
+# --- what it leaves as it is ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_kept_values_change(dtype):
+    """Zeros stay, and so do modes, dtypes, gradients and what needs them, and the state of the random numbers."""
+    model = build().to(dtype)
+    model.model.layers[0].train()
+    for parameter in model.model.layers[1].parameters():
+        parameter.requires_grad_(False)
+    kept = model.model.layers[0].self_attn.q_proj.weight
+    kept.grad = torch.ones_like(kept)
+    modes = {name: module.training for name, module in model.named_modules()}
+    needed = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    state = torch.get_rng_state()
+    oneshot(model, batches(), fixed_mask(exclude_modules=["o_proj"]), passes=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype and parameter.requires_grad == needed[name] and parameter.isfinite().all()
+        assert parameter.grad is None or (parameter is kept and parameter.grad.eq(1).all())
+    assert kept.grad is not None
+    for name, weight in sparse_weights(model).items():
+        assert is_nm_sparse(weight.parameter) and torch.equal(weight.pruned(), weight.parameter), name
+        assert torch.equal(weight.parameter != 0, weight.mask())
+
+
+def test_padding_does_not_count():
+    models = [build() for _ in range(3)]
+    for model, garbage in zip(models, (100, 200)):
+        oneshot(model, padded(garbage), fixed_mask(), passes=2)
+    oneshot(models[2], [{"input_ids": batch["input_ids"]} for batch in padded(200)], fixed_mask(), passes=2)
+    first, second, unmasked = (parameters(model) for model in models)
+    torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
+    assert any((unmasked[name] - value).norm() > 0.01 * value.norm() for name, value in first.items())
+
+
+def test_padding_does_not_count_where_blocks_flatten_the_tokens():
+    x = correlated(48, 16).float().view(4, 12, 16)
+    mask = torch.ones(4, 12, dtype=torch.long).index_fill_(1, torch.arange(9, 12), 0)
+    layers = [nn.Linear(16, 8) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    reports = []
+    for layer, value in zip(layers, (1.0, 50.0)):
+        rows = torch.where(mask[..., None].bool(), x, value).flatten(0, 1)
+        reports.append(oneshot(OneLayer(layer), [{"x": rows, "attention_mask": mask}], fixed_mask()))
+    assert reports[0].blocks == reports[1].blocks
+    torch.testing.assert_close(layers[0].weight, layers[1].weight)
+
+
+def test_a_batch_of_padding_alone_changes_nothing():
+    models, empty = [build(), build()], padded(7, 1)[0]
+    empty["attention_mask"] = torch.zeros_like(empty["attention_mask"])
+    reports = [
+        oneshot(model, data, fixed_mask(), passes=2) for model, data in zip(models, (padded(7), [*padded(7), empty]))
+    ]
+    for one, two in zip(*(report.blocks for report in reports)):
+        assert two.error < two.pruned_error and two.pruned_error == pytest.approx(one.pruned_error, rel=0.05)
+    assert all(parameter.isfinite().all() for parameter in models[1].parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [0, 1])
+def test_an_interrupt_in_training_restores_the_model(block, dtype):
+    """The order of its channels included, which is another one by then."""
+    model = build().to(dtype)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    needed = [parameter.requires_grad for parameter in model.parameters()]
+    before, steps, changed = snapshot(model), itertools.count(), []
+
+    def interrupt(module, *args):
+        if torch.is_grad_enabled() and next(steps) == 4:
+            changed.append(not torch.equal(module.weight.float(), before[f"model.layers.{block}.mlp.up_proj.weight"]))
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[block].mlp.up_proj.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(model, batches(), fixed_mask())
+    handle.remove()
+    assert changed == [True]
+    assert_untouched(model, before, mode=False)
+    assert [parameter.requires_grad for parameter in model.parameters()] == needed
+    assert all(parameter.grad is None and parameter.dtype == dtype for parameter in model.parameters())
+
+
+# --- precision ---
+
+
+def test_under_autocast():
+    """Weights that it has cast before, and during the training, are not used again."""
+    exact, model, batch = build(), build(), zoo.batch()
+    reference = oneshot(exact, batches(), fixed_mask(), passes=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        dense = model(**batch).logits  # casts all weights, and keeps them
+        report = oneshot(model, batches(), fixed_mask(), passes=4)
+        found = model(**batch).logits
+        assert torch.is_autocast_cache_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(**batch).logits, found) and not torch.equal(dense, found)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    for one, two in zip(reference.blocks, report.blocks):
+        assert two.pruned_error == pytest.approx(one.pruned_error, rel=0.05)
+        assert two.error == pytest.approx(one.error, rel=0.05)
+
+
+# --- architectures ---
+
+
+def t5() -> nn.Module:
+    config = AutoConfig.for_model(
+        "t5", vocab_size=zoo.VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def whisper() -> nn.Module:
+    sizes = {f"{side}_{field}": n for side in ("encoder", "decoder") for field, n in zip(
+        ("layers", "attention_heads", "ffn_dim"), (2, 4, 64))}  # fmt: skip
+    config = AutoConfig.for_model(
+        "whisper", vocab_size=zoo.VOCAB, d_model=32, num_mel_bins=8, max_source_positions=20, max_target_positions=32,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, init_std=0.2, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForSpeechSeq2Seq.from_config(config)
+
+
+def speech() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"input_features": torch.randn(2, 8, 40, generator=generator), "decoder_input_ids": zoo.batch(i)["input_ids"]}
+        for i in range(3)
+    ]
+
+
+def translations() -> list[dict[str, torch.Tensor]]:
+    return [batch | {"decoder_input_ids": batch["input_ids"][:, :10], "labels": None} for batch in padded(7)]
+
+
+CASES = {
+    "gpt2": (lambda: build("gpt2"), batches),  # Conv1D, and biases
+    "bert": (lambda: build("bert"), lambda: padded(7)),
+    "albert": (lambda: build("albert"), batches),  # calls one block twice
+    "t5": (t5, translations),  # encoder and decoder, whose blocks return tuples
+    "whisper": (whisper, speech),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_architectures(name):
+    make, data = CASES[name]
+    data = [{key: value for key, value in batch.items() if key != "labels"} for batch in data()]
+    model, dense = make().eval(), make().eval()
+    report = oneshot(model, data, fixed_mask(), passes=4)
+    assert len(report.blocks) == {"albert": 1, "t5": 4, "whisper": 4}.get(name, 2)
+    assert all(block.error < 0.9 * block.pruned_error for block in report.blocks)
+    error = output_error(model, dense, data)
+    unpatch_model(model)
+    for layer in report.layers:
+        module = model.get_submodule(layer.name)
+        assert is_nm_sparse(module.weight, dim=0 if name == "gpt2" else 1), layer.name
+    alone = make().eval()
+    oneshot(alone, data, fixed_mask(), reconstruct=None)
+    assert error < 0.9 * output_error(alone, dense, data)
+
+
+class Steps(nn.Module):
+    """A block that adds what a layer makes of its input."""
+
+    def __init__(self, inner: nn.Module | None = None):
+        super().__init__()
+        self.mlp = nn.Linear(16, 16)
+        self.inner = [inner]  # not a submodule
+
+    def forward(self, x):
+        if self.inner[0] is not None:
+            x = self.inner[0](x)
+        return x + self.mlp(x).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, order: tuple[int, ...], nested: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        first = Steps()
+        self.layers = nn.ModuleList([first, Steps(first if nested else None)])
+        self.order = order
+
+    def forward(self, x):
+        for i in self.order:
+            x = self.layers[i](x)
+        return x
+
+
+X = [{"x": correlated(32, 16, seed=seed).float()} for seed in range(3)]
+
+
+def test_other_blocks_between_two_calls_of_one_block():
+    model = Model((0, 1, 0))
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"reconstruct='block' cannot train layers.*take reconstruct='layer'"):
+        oneshot(model, X, fixed_mask())
+    assert_untouched(model, before)
+    oneshot(model, X, fixed_mask(), reconstruct="layer")  # as the message says
+
+
+def test_a_block_that_calls_another_block():
+    """It does so in training too, when no pass runs."""
+    model = Model((0, 1), nested=True)
+    report = oneshot(model, X, fixed_mask())
+    assert len(report.blocks) == 2 and all(block.error < block.pruned_error for block in report.blocks)
+
+
+def test_a_shared_weight_is_trained_where_it_was_pruned():
+    model = Model((0, 1))
+    first, second = (layer.mlp for layer in model.layers)
+    second.weight, second.bias = first.weight, None
+    one, two = oneshot(model, X, fixed_mask()).blocks
+    assert first.weight is second.weight and is_nm_sparse(first.weight)
+    assert one.error < one.pruned_error and two.error == two.pruned_error
