@@ -46,7 +46,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--format", default="dense", choices=["dense", "packed"], help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args(argv)
+    for name, least in (("tokens", 0), ("batch_size", 1)):
+        if getattr(args, name) < least:
+            raise UsageError(f"{name}={getattr(args, name)}: must be at least {least}")
     set_seed(args.seed)
+    data = DataArguments(dataset=args.text, validation_split="0.05", block_size=args.block_size)
     arguments = TrainingArguments(
         f"{args.output}-training",
         max_steps=max(1, args.tokens // (args.block_size * args.batch_size)),
@@ -62,14 +66,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         report_to="none",
     )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    data = DataArguments(dataset=args.text, validation_split="0.05", block_size=args.block_size)
     blocks, held_out = make_datasets(data, tokenizer, args.seed)
     count = args.calibration_tokens // args.block_size
     needed = count + args.tokens // args.block_size
     if not 0 < count < len(blocks):
         raise UsageError(
-            f"calibration_tokens={args.calibration_tokens}: must be between {args.block_size} and the text's "
-            f"{len(blocks) * args.block_size:,} tokens"
+            f"calibration_tokens={args.calibration_tokens}: must be at least block_size={args.block_size}, and less "
+            f"than the {len(blocks) * args.block_size:,} tokens of the text that are not held out"
         )
     if needed > len(blocks):
         print(f"the text has {len(blocks) * args.block_size:,} tokens for pruning and training: some are used again")
@@ -100,12 +103,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model,
         format=args.format,
         model_id=Path(args.output).name,
-        results={"eval_loss": losses[last], "perplexity": math.exp(losses[last])},
+        results={
+            "eval_loss": losses[last],
+            "perplexity": math.exp(losses[last]),
+            "eval_loss_before_training": losses["pruned"],
+        },
         dense_control={"eval_loss": losses["dense"], "perplexity": math.exp(losses["dense"])},
         hyperparameters={
             name: getattr(args, name) for name in ("tokens", "calibration_tokens", "learning_rate", "seed")
         },
-        base_model=args.model,
     )
     card.save(Path(args.output) / "README.md")
     if hf_sparse24_command.main(["verify", args.output]):

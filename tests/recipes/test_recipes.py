@@ -5,8 +5,6 @@ import math
 import os
 
 import pytest
-import recover
-import stdlib_text
 import text_data
 import torch
 import train
@@ -133,20 +131,6 @@ def test_a_teacher(tmp_path, tokenizer, text_file):
     for log in logs:
         assert log["loss"] == pytest.approx((log["cross_entropy"] + log["distillation_loss"]) / 2)
     assert len(logs) == 2
-
-
-def test_recovery(tmp_path, tokenizer, capsys, monkeypatch):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "tokenizer").symlink_to(tokenizer)
-    for name in ("train", "validation"):
-        jsonl(tmp_path / "data" / f"{name}.jsonl")
-    monkeypatch.setattr(stdlib_text, "prepare", lambda directory: directory)
-    monkeypatch.setattr(recover, "WAYS", dict(list(recover.WAYS.items())[:3]))
-    monkeypatch.setattr(recover, "LLAMA", LLAMA | {"max_position_embeddings": 128})
-    recover.main(["--dense_steps=2", "--steps=2", "--seeds=0", f"--data={tmp_path / 'data'}", f"--output={tmp_path}"])
-    table = capsys.readouterr().out.splitlines()[-5:]
-    assert [line.split("|")[1].strip() for line in table] == ["dense", "pruned by oneshot", *recover.WAYS]
-    assert all(3 < float(line.split("|")[2]) < 8 for line in table)
 
 
 def test_same_start_as_the_dense_control(tmp_path, tokenizer, text_file):
