@@ -1,4 +1,4 @@
-"""The page of what `make evidence` measured on a pretrained model, from its committed results, so that it cannot drift."""
+"""The page of what `make evidence` measured on a pretrained model, from its committed results: it cannot drift."""
 
 import json
 import math
@@ -19,10 +19,11 @@ dense. `make evidence` fetches the material, makes the runs that have no file in
 this page is made of those files.
 
 `validation` is text of the kinds that calibration and training have, other documents; `chat` are other chats. The two
-`unseen` corpora are of kinds that nothing saw. Each has {documents} rows of 512 tokens. **x dense** is the perplexity over that
-of the dense control that was trained on the same tokens (the model as it came, for 0 tokens); brackets are the 95 %
-range over documents, drawn again 1,000 times, the same documents for both models. KL is that of the dense model's
-predictions from the model's, in nats per token; agreement, how often both find the same token most likely."""
+`unseen` corpora are of kinds that nothing saw. Each has {documents} rows of 512 tokens. **x dense** is the perplexity
+over that of the dense control that was trained on the same tokens (the model as it came, for 0 tokens); brackets are
+the 95 % range over documents, drawn again 1,000 times, the same documents for both models. KL is that of the dense
+model's predictions, before any training, from the model's, in nats per token; agreement, how often both find the same
+token most likely. CPU seconds were taken beside other work, one thread."""
 
 SHORT = {"validation": "validation", "validation_chat": "chat", "unseen_wikipedia": "unseen: Wikipedia"}
 SHORT |= {"unseen_documentation": "unseen: documentation"}
@@ -64,10 +65,8 @@ def one_shot(runs: list[Run], folder: Path) -> str:
     ours = next((run for run in found if run["variant"] == "oneshot"), None)
     dense = next(run for run in found if run["variant"] == "dense")
     if reference and ours:
-        shares = (
-            f"{(loss(ours, name) - loss(dense, name)) / (loss(reference, name) - loss(dense, name)):.2f} on {SHORT[name]}"
-            for name in SHORT
-        )
+        gaps = {name: [loss(run, name) - loss(dense, name) for run in (ours, reference)] for name in SHORT}
+        shares = [f"{gap / whole:.2f} on {SHORT[name]}" for name, (gap, whole) in gaps.items()]
         text += (
             f"\n\nOf SparseGPT's gap to dense in log-perplexity, the default of `oneshot` leaves {', '.join(shares)}."
         )
@@ -103,7 +102,7 @@ def seeds(runs: list[Run], folder: Path) -> str:
             losses = [[loss(run, name) for run in found] for name in SHORT]
             cells = [f"{sum(each) / len(each):.3f} [{min(each):.3f}, {max(each):.3f}]" for each in losses]
             rows.append([f"`{variant}`", number(tokens), str(len(found)), *cells])
-    return rows and table(["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)], rows) or ""
+    return (rows and table(["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)], rows)) or ""
 
 
 def rates(runs: list[Run], folder: Path) -> str:
@@ -118,8 +117,8 @@ def rates(runs: list[Run], folder: Path) -> str:
             best = min(found.values())
             cells = {rate: f"**{value:.3f}**" if value == best else f"{value:.3f}" for rate, value in found.items()}
             rows.append([f"`{variant}`", number(tokens), *(cells.get(rate, "") for rate in columns)])
-    text = "Validation loss of seed 0 by learning rate. Larger numbers of tokens take the best; variants that are not here\n"
-    text += "take that of the variant with or without the teacher.\n\n"
+    text = "Validation loss of seed 0 by learning rate. Larger numbers of tokens take the best; variants that are not\n"
+    text += "here take that of the variant with or without the teacher.\n\n"
     return text + table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
 
 
@@ -147,8 +146,10 @@ def encoder(runs: list[Run], folder: Path) -> str:
     names = list(next(iter(ways.values())))
     rows = [[way, *(f"{facts[name]:g}" for name in names)] for way, facts in ways.items()]
     counts = " and ".join(f"{count} of `{name}`" for name, count in result["sentences"].items())
-    text = f"all-MiniLM-L6-v2, all linear layers 2:4, by `recipes/pretrained/encoder.py`; sentences: {counts}, the first to\n"
-    text += "calibrate by, the second to compare the embeddings of the dense and of the pruned model.\n\n"
+    text = (
+        f"all-MiniLM-L6-v2, all linear layers 2:4, by `recipes/pretrained/encoder.py`; sentences: {counts}, the first\n"
+    )
+    text += "to calibrate by, the second to compare the embeddings of the dense and of the pruned model.\n\n"
     return text + table(["way", *names], rows)
 
 
@@ -163,7 +164,9 @@ def sources(runs: list[Run], folder: Path) -> str:
         size = sum(kind["bytes"] for kind in facts["sources"].values())
         rows.append([f"`{file}`", number(size), kinds])
     licences = [[name, facts.get("package", ""), facts["licence"]] for name, facts in found["sources"].items()]
-    text = "Fetched from packages by their hashes, and not redistributed here; chats are answers of the dense model itself.\n\n"
+    text = (
+        "Fetched from packages by their hashes, and not redistributed here; chats are answers of the dense model.\n\n"
+    )
     return text + table(["text", "bytes", "tokens"], rows) + "\n\n" + table(["source", "package", "licence"], licences)
 
 

@@ -20,7 +20,8 @@ from train import collate_causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from hf_sparse24 import oneshot
-from hf_sparse24.pruning.oneshot import CRITERIA, RECONSTRUCTIONS, OneshotReport
+from hf_sparse24.pruning.oneshot import CRITERIA, RECONSTRUCTIONS
+from hf_sparse24.pruning.report import OneshotReport
 
 
 @dataclass

@@ -49,7 +49,7 @@ class BlockSample(NamedTuple):
 
 def reconstruct_block(
     block: nn.Module,
-    masks: dict[nn.Parameter, Tensor],
+    masks: dict[Tensor, Tensor],
     samples: list[BlockSample],
     passes: int,
     rate: float,

@@ -4,142 +4,19 @@ import functools
 import inspect
 from collections.abc import Container, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..progress import Progress, get_logger
 from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
-from . import layerwise
 from .blockwise import BlockSample
 from .replay import Batch, Call, Course, Effect, Replay, tensors
+from .statistics import Gram, LastInput, Sample, counted
 
 logger = get_logger(__name__)
-
-
-class Gram:
-    """The Gram matrix `[X, 1]^T [X, 1]` of a layer's inputs X, in fp32, or fp64 for an fp64 weight.
-
-    Attributes:
-        matrix: `[in + 1, in + 1]`, on the weight's device.
-        tokens: number of inputs.
-    """
-
-    def __init__(self, weight: SparseWeight, batches: int):
-        self.matrix = _zeros(weight, matrix(weight).shape[1] + 1, matrix(weight).shape[1] + 1)
-        self.tokens = 0
-
-    @property
-    def squares(self) -> Tensor:
-        """Sum of squares of each input, `[in]`."""
-        return self.matrix.diagonal()[:-1]
-
-    def summary(self, rows: Tensor) -> Tensor:
-        """Return what `add` takes for rows X `[tokens, in]`."""
-        return _upper_product(_with_ones(rows))
-
-    def add(self, summary: Any) -> None:
-        self.matrix += summary
-
-    def finish(self) -> None:
-        """Mirror the upper triangle; `summary` leaves most of the lower one at zero."""
-        self.matrix.copy_(self.matrix.triu() + self.matrix.triu(1).t())
-
-    def output_norm(self, change: Tensor) -> float:
-        """Return `||[X, 1] change^T||_F` for a change of weights and bias `[out, in + 1]`."""
-        return layerwise.output_norm(change, self.matrix)
-
-
-class Sample:
-    """Squares of a layer's inputs, as Wanda needs them, and 128 of the inputs to measure errors on.
-
-    It costs much less than a `Gram`, and has the same attributes but `matrix`.
-    """
-
-    ROWS = 128  # spread evenly over all batches
-
-    def __init__(self, weight: SparseWeight, batches: int):
-        self.squares = _zeros(weight, matrix(weight).shape[1])
-        self.tokens = 0
-        self._rows: list[Tensor] = []
-        self._share = max(1, self.ROWS // batches)
-
-    def summary(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        kept = rows[:: max(1, len(rows) // self._share)][: self._share]
-        return torch.linalg.vector_norm(rows, dim=0).square(), _with_ones(kept)
-
-    def add(self, summary: Any) -> None:
-        squares, rows = summary
-        self.squares += squares
-        self._rows.append(rows)
-
-    def finish(self) -> None:
-        self._rows = [torch.cat(self._rows)] if self._rows else []
-
-    def output_norm(self, change: Tensor) -> float:
-        return torch.linalg.norm(self._rows[0] @ change.t()).item()
-
-
-def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
-    values = matrix(weight)
-    return torch.zeros(sizes, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
-
-
-class _LastInput:
-    """The summary of the last input of any layer, which others often share, as query, key and value do."""
-
-    def __init__(self, attention_mask: Tensor | None):
-        self.attention_mask = attention_mask
-        self.x: Tensor | None = None
-        self.version = self.tokens = 0
-        self.dtype: torch.dtype | None = None
-        self.summary: Any = None
-
-    def add_to(self, statistics: Gram | Sample, x: Tensor) -> None:
-        """Add inputs `[..., in]`, without padding if their shape is that of the attention mask `[batch, length]`.
-
-        Inputs of other shapes, such as an expert's share of the tokens, count whole.
-        """
-        if x is not self.x or x._version != self.version or self.dtype != statistics.squares.dtype:
-            rows, counts = x.reshape(-1, x.shape[-1]), _counts(self.attention_mask, x)
-            if counts is not None:
-                rows = rows[counts.flatten()]
-            rows = rows.to(statistics.squares)
-            self.x, self.version, self.dtype = x, x._version, rows.dtype
-            with torch.autocast(rows.device.type, enabled=False):
-                self.tokens, self.summary = len(rows), statistics.summary(rows)
-        statistics.add(self.summary)
-        statistics.tokens += self.tokens
-
-
-def _counts(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return which tokens of `[..., size]` are no padding, as bool `[...]`; None if the mask is not theirs."""
-    if attention_mask is None or attention_mask.dim() != 2:
-        return None
-    shape = x.shape[:-1]
-    is_theirs = shape in (attention_mask.shape, (attention_mask.numel(),))
-    return attention_mask.to(x.device, torch.bool).view(shape) if is_theirs else None
-
-
-def _with_ones(rows: Tensor) -> Tensor:
-    return nn.functional.pad(rows, (0, 1), value=1.0)
-
-
-def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
-    """Return `rows^T rows` with zeros in most of its lower triangle: 9/16 of the work for 8 parts."""
-    product = rows.new_zeros(rows.shape[1], rows.shape[1])
-    for columns in torch.arange(rows.shape[1]).chunk(parts):
-        start, end = int(columns[0]), int(columns[-1]) + 1
-        torch.mm(rows[:, start:end].t(), rows[:, start:], out=product[start:end, start:])
-    return product
-
-
-def matrix(weight: SparseWeight) -> Tensor:
-    """Return the weight as `[out, in]`, a view of what is stored."""
-    return weight.out_in(weight.views()[0].matrix)
 
 
 def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> Batch:
@@ -236,7 +113,7 @@ def calibrate(
                         calls: list[tuple[Call, Effect]] = []
                         targets: list[tuple[Call, Effect]] = []
                         if is_new:
-                            last_input = _LastInput(batch.get("attention_mask"))
+                            last_input = LastInput(batch.get("attention_mask"))
                             is_measuring = True
                             replay.run(batch, course, kept, course.ends[block], calls)
                             is_measuring = False
@@ -267,7 +144,7 @@ def _samples(
             f"reconstruct='block' cannot train {block}, between two calls of which the model runs other blocks: take "
             f"reconstruct='layer'"
         )
-    counts = [_counts(batch.get("attention_mask"), x) for x in outputs]
+    counts = [counted(batch.get("attention_mask"), x) for x in outputs]
     return [BlockSample(call, output, count) for call, output, count in zip(ours, outputs, counts)]
 
 
@@ -289,7 +166,7 @@ def input_statistics(
             hook = functools.partial(before_layer, name)
             hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
         for batch in batches:
-            last_input = _LastInput(batch.get("attention_mask"))
+            last_input = LastInput(batch.get("attention_mask"))
             model(**{name: value.to(device) for name, value in batch.items()})
             progress.update()
     _check(found)

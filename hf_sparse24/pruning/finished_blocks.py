@@ -48,7 +48,7 @@ class FinishedBlocks:
                 )
             self._names[facts["block"]] = path
 
-    def __contains__(self, block: str) -> bool:
+    def __contains__(self, block: object) -> bool:
         return block in self._names
 
     def save(self, name: str, block: nn.Module, masks: dict[str, Tensor], report: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ kept, and for each batch the output of the last finished block; see `replay`.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from typing import NamedTuple
 
@@ -17,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..html_tables import TableReport
 from ..methods import ONESHOT_METHOD, method_class, takes_masks
 from ..metrics import kept_magnitude
 from ..patching.packing import check_within_24, is_packable
-from ..patching.report import PatchReport, group_name
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import Progress, get_logger
 from ..run import patched_config
@@ -31,9 +28,11 @@ from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from . import layerwise
 from .blockwise import reconstruct_block
-from .calibration import CalibratedBlock, Gram, Sample, calibrate, check_batch, matrix
+from .calibration import CalibratedBlock, calibrate, check_batch
 from .finished_blocks import FinishedBlocks
 from .permutation import permute_channels
+from .report import BlockReport, LayerReport, OneshotReport
+from .statistics import Gram, Sample, matrix
 
 logger = get_logger(__name__)
 
@@ -52,91 +51,6 @@ class _Options(NamedTuple):
     learning_rate: float
     damping: float
     values: str
-
-
-@dataclass(frozen=True)
-class BlockReport:
-    """What block reconstruction did for one block.
-
-    Attributes:
-        name: of the block.
-        pruned_error: root of the mean over tokens of the squared error of the block's output relative to the square of
-            the dense model's, after pruning. It holds the errors of all blocks before it.
-        error: the same after the reconstruction.
-    """
-
-    name: str
-    pruned_error: float
-    error: float
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """The errors and counts of one pruned layer.
-
-    Attributes:
-        name: of the layer.
-        tokens: number of inputs it was calibrated on, without padding.
-        masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
-            error of the mask alone.
-        error: the same for the layer's new weight and bias, before block reconstruction. Without reconstruction of
-            layers, and with a criterion other than "sparsegpt" and "alps", both errors are measured on 128 inputs.
-        kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
-        dropped: number of non-zero weights that the mask drops.
-        damping: the argument of `oneshot`, or the higher value that SparseGPT needed.
-    """
-
-    name: str
-    tokens: int
-    masked_error: float
-    error: float
-    kept_magnitude: float
-    dropped: int
-    damping: float
-
-
-@dataclass(frozen=True, repr=False)
-class OneshotReport(TableReport):
-    """The result of `oneshot`, layer by layer. Print it, show it in a notebook, or read its fields.
-
-    Attributes:
-        criterion: the argument of `oneshot`.
-        reconstruct: the argument of `oneshot`.
-        layers: one `LayerReport` for each pruned weight, in module order.
-        patch: report of `patch_model`: which layers are sparse, and why not the others.
-        values: the argument of `oneshot`.
-        blocks: one `BlockReport` for each block that was reconstructed, in the order that they run.
-    """
-
-    criterion: str
-    reconstruct: str | None
-    layers: tuple[LayerReport, ...]
-    patch: PatchReport
-    values: str = "float"
-    blocks: tuple[BlockReport, ...] = ()
-    _columns = ("module group", "layers", "tokens", "kept", "dropped", "masked error", "error", "worst")
-
-    def __repr__(self) -> str:
-        return f"<OneshotReport: {self._title()}; {len(self.layers)} layers>"
-
-    def _title(self) -> str:
-        how = f"{self.criterion} masks"
-        how += f", weights reconstructed by {self.reconstruct}" if self.reconstruct else ""
-        how += ", rounded to int8" if self.values == "int8" else ""
-        return f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs"
-
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        groups: dict[str, list[LayerReport]] = {}
-        for layer in self.layers:
-            groups.setdefault(group_name(layer.name), []).append(layer)
-        for name, group in groups.items():
-            kept, masked, error = (
-                f"{sum(getattr(layer, field) for layer in group) / len(group):.1%}"
-                for field in ("kept_magnitude", "masked_error", "error")
-            )
-            tokens, dropped = min(layer.tokens for layer in group), sum(layer.dropped for layer in group)
-            worst = f"{max(layer.error for layer in group):.1%}"
-            yield name, str(len(group)), f"{tokens:,}", kept, f"{dropped:,}", masked, error, worst
 
 
 @torch.no_grad()
@@ -247,10 +161,10 @@ def oneshot(
         raise ValueError("data has no batches (a generator that was read before is empty)")
     patch = patch_model(model, config)
     weights = sparse_weights(model)
-    originals: dict[nn.Parameter, Tensor] = {}
+    originals: dict[Tensor, Tensor] = {}
     reports: dict[str, LayerReport] = {}
     blocks: list[BlockReport] = []
-    masks: dict[nn.Parameter, Tensor] = {}
+    masks: dict[Tensor, Tensor] = {}
     undo = ExitStack()
     try:
         _check_weights(weights, criterion)
@@ -414,7 +328,7 @@ def _prune_weight(
 def _reconstruct(
     module: nn.Module,
     new: dict[str, SparseWeight],
-    masks: dict[nn.Parameter, Tensor],
+    masks: dict[Tensor, Tensor],
     block: CalibratedBlock,
     options: _Options,
     progress: Progress,
@@ -426,7 +340,9 @@ def _reconstruct(
     )
     if options.values == "int8":
         for name, weight in new.items():
-            _round(weight, block.statistics[name].matrix, options.damping)
+            inputs = block.statistics[name]
+            assert isinstance(inputs, Gram)
+            _round(weight, inputs.matrix, options.damping)
     progress.update(0, f"error of the block {errors[1]:.1%}")
     return errors
 

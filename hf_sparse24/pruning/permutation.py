@@ -24,8 +24,9 @@ from transformers.pytorch_utils import Conv1D
 from ..progress import Progress, get_logger
 from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
-from .calibration import Sample, evaluating, input_statistics, matrix
+from .calibration import evaluating, input_statistics
 from .replay import Batch
+from .statistics import Sample, matrix
 
 logger = get_logger(__name__)
 

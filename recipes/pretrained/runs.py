@@ -1,4 +1,4 @@
-"""SmolLM2-135M made 2:4 in every way, for several numbers of training tokens: one JSON per run in `results/pretrained/`.
+"""SmolLM2-135M made 2:4 in every way, for several numbers of training tokens: a JSON per run in `results/pretrained/`.
 
     make evidence                                            # the material, all runs that are missing, then the page
     python recipes/pretrained/runs.py --only dense fixed-mask --tokens 30000

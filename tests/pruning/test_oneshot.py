@@ -26,7 +26,8 @@ from hf_sparse24 import (
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning import layerwise
 from hf_sparse24.pruning.layerwise import wanda_mask
-from hf_sparse24.pruning.oneshot import CRITERIA, FROM_GRAM, OneshotReport
+from hf_sparse24.pruning.oneshot import CRITERIA, FROM_GRAM
+from hf_sparse24.pruning.report import OneshotReport
 from hf_sparse24.run import patched_config
 from hf_sparse24.weights.packed_weight import packed_weights
 
