@@ -9,7 +9,7 @@ kept, and for each batch the output of the last finished block; see `replay`.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
@@ -59,13 +59,13 @@ def oneshot(
     data: Iterable[Mapping[str, Tensor] | Tensor],
     config: Sparse24Config | None = None,
     *,
-    criterion: str = "alps",
+    criterion: str = "sparsegpt",
     reconstruct: str | None = "block",
     passes: int = 8,
     learning_rate: float = 0.005,
     damping: float = 0.01,
     values: str = "float",
-    permute: bool = True,
+    permute: bool = False,
     resume_dir: str | PathLike | None = None,
 ) -> OneshotReport:
     """Prune a pretrained causal or masked language model to N:M with calibration data, in place.
@@ -169,8 +169,8 @@ def oneshot(
     try:
         _check_weights(weights, criterion)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
-        settings = options._asdict() | {"permute": permute, "config": config.to_dict()}
-        finished = FinishedBlocks(resume_dir, model, batches, settings)
+        settings = options._asdict() | {"permute": permute}
+        finished = FinishedBlocks(resume_dir, model, batches, settings | {"config": config.to_dict()})
         if permute and criterion != "existing":
             permute_channels(model, weights, batches, undo)
         # A Gram matrix costs as much as running the block: only what moves weights by it needs it.
@@ -188,22 +188,14 @@ def oneshot(
                 if block.name in finished:
                     found, facts = finished.load(block.name, module)
                     masks |= {weights[name].parameter: mask for name, mask in found.items()}
-                    reports |= {name: LayerReport(**facts["layers"][name]) for name in found}
                     pruning.update(len(found))
                 else:
-                    for name, weight in new.items():
-                        if weight.parameter not in masks:
-                            with torch.autocast(weight.parameter.device.type, enabled=False):  # for its solvers
-                                pruned = _prune_weight(name, weight, block.statistics[name], options)
-                            reports[name], masks[weight.parameter] = pruned
-                            pruning.update(note=f"error {reports[name].error:.1%}")
+                    facts = _prune_block(module, new, masks, block, options, pruning)
                     found = {name: masks[weight.parameter] for name, weight in new.items()}
-                    facts = {"layers": {name: vars(reports[name]) for name in new if name in reports}}
-                    if reconstruct == "block":
-                        facts["block"] = _reconstruct(module, new, masks, block, options, pruning)
                     finished.save(block.name, module, found, facts)
-                if reconstruct == "block":
-                    blocks.append(BlockReport(block.name, *facts["block"]))
+                reports |= {name: LayerReport(**layer) for name, layer in facts["layers"].items()}
+                if facts["errors"] is not None:
+                    blocks.append(BlockReport(block.name, *facts["errors"]))
                 for name in names:
                     weight = weights[name]
                     (view,) = weight.views()
@@ -215,7 +207,6 @@ def oneshot(
         undo.close()
         unpatch_model(model, sparse=False)
         raise
-    settings = {"criterion": criterion, "reconstruct": reconstruct, "values": values}
     tokens = max(report.tokens for report in reports.values())
     patch.config.record(pruning=settings | {"batches": len(batches), "tokens": tokens})
     few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
@@ -283,6 +274,40 @@ def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
         raise ValueError("criterion='existing': the targeted weights have no zeros; use 'wanda', or 'magnitude'")
 
 
+def _prune_block(
+    module: nn.Module,
+    new: dict[str, SparseWeight],
+    masks: dict[Tensor, Tensor],
+    block: CalibratedBlock,
+    options: _Options,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Prune the `new` weights of a block, add their masks to `masks`, and return what the report says of it.
+
+    As plain values: `layers`, what a `LayerReport` has of each; `errors`, of the block before and after its
+    reconstruction, or None.
+    """
+    layers: dict[str, dict[str, Any]] = {}
+    for name, weight in new.items():
+        if weight.parameter not in masks:
+            with torch.autocast(weight.parameter.device.type, enabled=False):  # for its solvers
+                report, masks[weight.parameter] = _prune_weight(name, weight, block.statistics[name], options)
+            layers[name] = vars(report)
+            progress.update(note=f"error {report.error:.1%}")
+    errors = None
+    if options.reconstruct == "block":
+        owned = {weight.parameter: masks[weight.parameter] for weight in new.values()}
+        errors = reconstruct_block(
+            module, owned, block.samples, options.passes, options.learning_rate, lambda: progress.update(0)
+        )
+        progress.update(0, f"error of the block {errors[1]:.1%}")
+        for name, weight in new.items() if options.values == "int8" else ():
+            inputs = block.statistics[name]
+            assert isinstance(inputs, Gram)
+            _round(weight, inputs.matrix, options.damping)
+    return {"layers": layers, "errors": errors}
+
+
 def _prune_weight(
     name: str, target: SparseWeight, inputs: Gram | Sample, options: _Options
 ) -> tuple[LayerReport, Tensor]:
@@ -323,28 +348,6 @@ def _prune_weight(
         damping=options.damping,
     )
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
-
-
-def _reconstruct(
-    module: nn.Module,
-    new: dict[str, SparseWeight],
-    masks: dict[Tensor, Tensor],
-    block: CalibratedBlock,
-    options: _Options,
-    progress: Progress,
-) -> tuple[float, float]:
-    """Reconstruct a block whose layers are pruned, and return its error before and after."""
-    owned = {weight.parameter: masks[weight.parameter] for weight in new.values()}
-    errors = reconstruct_block(
-        module, owned, block.samples, options.passes, options.learning_rate, lambda: progress.update(0)
-    )
-    if options.values == "int8":
-        for name, weight in new.items():
-            inputs = block.statistics[name]
-            assert isinstance(inputs, Gram)
-            _round(weight, inputs.matrix, options.damping)
-    progress.update(0, f"error of the block {errors[1]:.1%}")
-    return errors
 
 
 def _move_weights(

@@ -85,7 +85,7 @@ def test_the_report_has_the_errors_of_the_blocks():
 def test_norms_and_biases_train_and_nothing_outside_of_blocks():
     model = build("gpt2")
     before = parameters(model)
-    oneshot(model, batches(), fixed_mask(), passes=1, permute=False)
+    oneshot(model, batches(), fixed_mask(), passes=1)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (".h." not in name), name
 
@@ -94,10 +94,9 @@ def test_half_precision_weights_gather_small_steps():
     """Each of which is less than half the distance between two numbers in bf16, and would be lost."""
     rate, model = 1e-4, build().bfloat16()
     pruned = copy.deepcopy(model)
-    oneshot(pruned, batches(), fixed_mask(), criterion="magnitude", reconstruct=None, permute=False)
+    oneshot(pruned, batches(), fixed_mask(), criterion="magnitude", reconstruct=None)
     oneshot(
         model, batches(), fixed_mask(layers_to_transform=0), criterion="magnitude", passes=40, learning_rate=rate,
-        permute=False,
     )  # fmt: skip
     (before, after) = (each.model.layers[0].mlp.up_proj.weight for each in (pruned, model))
     assert after.dtype == torch.bfloat16

@@ -156,9 +156,10 @@ def test_autocast_is_for_the_model_alone(criterion):
     """The layer's weights and its report are those of full precision."""
     x, layers = correlated(300, 16).float(), [linear(8, 16).float() for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
-    one = oneshot(OneLayer(layers[0]), [{"x": x}], fixed_mask(), criterion=criterion)
+    options = {"criterion": criterion, "reconstruct": "layer"}
+    one = oneshot(OneLayer(layers[0]), [{"x": x}], fixed_mask(), **options)
     with torch.autocast("cpu", torch.bfloat16):
-        two = oneshot(OneLayer(layers[1]), [{"x": x}], fixed_mask(), criterion=criterion)
+        two = oneshot(OneLayer(layers[1]), [{"x": x}], fixed_mask(), **options)
     assert torch.equal(layers[0].weight, layers[1].weight) and one.layers == two.layers
 
 
@@ -214,7 +215,7 @@ def test_every_architecture(name):
 @pytest.mark.parametrize("criterion", PRUNING)
 def test_reconstruction_lowers_every_error(criterion):
     plain, model = zoo.build("llama"), zoo.build("llama")
-    without = oneshot(plain, batches(), fixed_mask(), criterion=criterion, reconstruct=None, permute=False)
+    without = oneshot(plain, batches(), fixed_mask(), criterion=criterion, reconstruct=None)
     report = oneshot(model, batches(), fixed_mask(), criterion=criterion, **LAYERWISE)
     # The weights of ALPS are close to their best already, and the second block gets other inputs.
     allowed = 1.01 if criterion == "alps" else 1.0

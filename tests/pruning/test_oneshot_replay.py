@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_sparse24 import oneshot
-from hf_sparse24.pruning import calibration
+from hf_sparse24.pruning import statistics
 from hf_sparse24.pruning.replay import Replay
 
 CONFIG = fixed_mask()
@@ -217,8 +217,8 @@ def test_no_cache_for_generation_is_made():
 
 def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
     sizes = []
-    product = calibration._upper_product
-    monkeypatch.setattr(calibration, "_upper_product", lambda rows: sizes.append(rows.shape[1]) or product(rows))
+    product = statistics._upper_product
+    monkeypatch.setattr(statistics, "_upper_product", lambda rows: sizes.append(rows.shape[1]) or product(rows))
     oneshot(zoo.build("llama"), batches(1), CONFIG, **LAYERWISE)
     assert sizes == [33, 33, 33, 65] * 2  # query, key and value; the attention's output; gate and up; down
 
@@ -226,7 +226,7 @@ def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
 @pytest.mark.parametrize("columns", [1, 5, 8, 21])
 def test_half_of_a_gram_matrix_is_enough(columns):
     rows = torch.randn(50, columns, dtype=torch.float64)
-    upper = calibration._upper_product(rows).triu()
+    upper = statistics._upper_product(rows).triu()
     torch.testing.assert_close(upper + upper.triu(1).T, rows.T @ rows)
 
 

@@ -134,8 +134,8 @@ def test_unknown_structures_are_left_alone(caplog, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_oneshot_prunes_less_away_in_a_better_order(name):
     plain, model = zoo.build(name), zoo.build(name)
-    without = oneshot(plain, batches(), fixed_mask(), criterion="wanda", reconstruct=None, permute=False)
-    report = oneshot(model, batches(), fixed_mask(), criterion="wanda", reconstruct=None)
+    without = oneshot(plain, batches(), fixed_mask(), criterion="wanda", reconstruct=None)
+    report = oneshot(model, batches(), fixed_mask(), criterion="wanda", reconstruct=None, permute=True)
     first = {layer.name: layer.masked_error for layer in report.layers if ".0." in layer.name}
     errors = {layer.name: layer.masked_error for layer in without.layers if ".0." in layer.name}
     ordered = [key for key in errors if key.endswith(("down_proj", "mlp.c_proj"))]
@@ -160,7 +160,7 @@ def test_a_failure_afterwards_restores_the_order(monkeypatch):
 
     monkeypatch.setattr(layerwise, "wanda_mask", fail)
     with pytest.raises(ZeroDivisionError):
-        oneshot(model, batches(), fixed_mask(), criterion="wanda", reconstruct=None)
+        oneshot(model, batches(), fixed_mask(), criterion="wanda", reconstruct=None, permute=True)
     assert not torch.equal(seen[0], before["model.layers.1.self_attn.v_proj.weight"])
     assert_untouched(model, before)
 
@@ -170,5 +170,5 @@ def test_groups_that_are_sparse_already_are_not_broken():
     oneshot(model, batches(), fixed_mask(), criterion="wanda", reconstruct=None)
     unpatch_model(model)
     before = snapshot(model)
-    oneshot(model, batches(), fixed_mask(), criterion="existing", reconstruct=None)
+    oneshot(model, batches(), fixed_mask(), criterion="existing", reconstruct=None, permute=True)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
