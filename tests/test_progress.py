@@ -114,10 +114,9 @@ def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):
         oneshot(model, batches, Sparse24Config(method="fixed-mask"), passes=1)
         export_model(model, tmp_path)
     shown = terminal.getvalue()
-    for part in ("ordering MLP channels", "calibration", "pruning by sparsegpt", "export", "error"):
+    for part in ("calibration", "pruning by sparsegpt", "export", "error"):
         assert part in shown
     said = [message.partition(" in ")[0] for message in caplog.messages]
-    assert said.pop(0).startswith("permute: masks keep")
     assert said == [
         "calibration: 6 batches",
         "pruning by sparsegpt: 6 layers",
