@@ -36,7 +36,7 @@ methods: .venv/.recipes-installed
 # some 15 hours of one core), then the page.
 evidence: .venv/.recipes-installed
 	$(BIN)/python recipes/pretrained/material.py
-	$(BIN)/python recipes/pretrained/runs.py
+	$(BIN)/python recipes/pretrained/measure.py
 	$(BIN)/python recipes/pretrained/rivals.py
 	$(BIN)/python recipes/pretrained/encoder.py
 	$(BIN)/python docs/pretrained_page.py

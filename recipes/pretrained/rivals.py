@@ -1,10 +1,10 @@
-"""SmolLM2-135M made 2:4 by other libraries on the calibration tokens of `runs.py`, each in an environment of its own.
+"""SmolLM2-135M made 2:4 by other libraries on the calibration tokens of `measure.py`, each in its own environment.
 
     python recipes/pretrained/rivals.py                      # the environments, then all that have no JSON yet
     python recipes/pretrained/rivals.py --only "modelopt, sparsegpt" "ours, sparsegpt alone"
 
 Every linear layer of the blocks becomes 2:4 with the damping of `oneshot`; the embedding, which is the head, stays
-dense. The checkpoint is checked and evaluated here, as those of `runs.py`. "ours, ... alone" is `oneshot` without
+dense. The checkpoint is checked and evaluated here, as those of `measure.py`. "ours, ... alone" is `oneshot` without
 reconstruction. pip installs about 3 GB in `MATERIAL/rivals/venvs`; an environment or checkpoint that is there is used.
 """
 
@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from runs import CALIBRATION, MATERIAL, RESULTS, Material, read_runs, replace_file, run_script, save, versions
+from measure import CALIBRATION, MATERIAL, RESULTS, Material, read_runs, replace_file, run_script, save, versions
 from torch import nn
 
 REQUIREMENTS = {

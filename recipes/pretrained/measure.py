@@ -1,7 +1,7 @@
 """SmolLM2-135M made 2:4 in every way, for several numbers of training tokens: a JSON per run in `results/pretrained/`.
 
     make evidence                                            # the material, all runs that are missing, then the page
-    python recipes/pretrained/runs.py --only dense fixed-mask --tokens 30000
+    python recipes/pretrained/measure.py --only dense fixed-mask --tokens 30000
 
 A run that has its JSON is not repeated, so the work can be cut into pieces, and several processes can share it. Seed 0
 finds each variant's learning rate at the smallest number of tokens: it goes up or down `RATES` from `START` until the

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(RECIPES / "pretrained"))
 import evaluation
-import runs
+import measure
 
 COMMITTED = RECIPES / "results" / "pretrained" / "runs"
 
@@ -26,7 +26,7 @@ def a_run(variant: str, tokens: int, rate: float, loss: float, seed: int = 0) ->
         "seed": seed,
         "verified": None if variant == "dense" else True,
         "cost": {"cpu_s": 12.0},
-        "corpora": dict.fromkeys(runs.CORPORA, found),
+        "corpora": dict.fromkeys(measure.CORPORA, found),
         "versions": {"torch": "2"},
         "device": "cpu",
     }
@@ -41,37 +41,37 @@ def a_run(variant: str, tokens: int, rate: float, loss: float, seed: int = 0) ->
         ({2e-4: 3.0, 4e-4: 2.9, 8e-4: 3.1}, None),
         ({2e-4: 3.0, 4e-4: 3.1}, 1e-4),
         ({2e-4: 3.0, 4e-4: float("nan"), 1e-4: 3.2}, None),
-        (dict.fromkeys(runs.RATES, 3.0) | {runs.RATES[-1]: 2.0}, None),
+        (dict.fromkeys(measure.RATES, 3.0) | {measure.RATES[-1]: 2.0}, None),
     ],
 )
 def test_the_search_ends_when_the_best_rate_has_worse_neighbours(losses, expected):
-    assert runs.next_rate(losses) == expected
+    assert measure.next_rate(losses) == expected
 
 
 def test_what_is_missing_waits_for_the_search_and_takes_its_rate():
     search = [a_run("fixed-mask, teacher", 30_000, rate, loss) for rate, loss in ((2e-4, 3), (4e-4, 2.9))]
-    assert list(runs.missing("fixed-mask, teacher", [100_000], [0], search)) == [(30_000, 8e-4, 0)]
-    assert list(runs.missing("fixed-mask", [30_000], [0], search)) == []
+    assert list(measure.missing("fixed-mask, teacher", [100_000], [0], search)) == [(30_000, 8e-4, 0)]
+    assert list(measure.missing("fixed-mask", [30_000], [0], search)) == []
     search.append(a_run("fixed-mask, teacher", 30_000, 8e-4, 3))
-    assert list(runs.missing("fixed-mask", [30_000], [0, 1], search)) == [(30_000, 4e-4, 0), (30_000, 4e-4, 1)]
+    assert list(measure.missing("fixed-mask", [30_000], [0, 1], search)) == [(30_000, 4e-4, 0), (30_000, 4e-4, 1)]
     search.append(a_run("fixed-mask", 30_000, 4e-4, 3))
-    assert list(runs.missing("fixed-mask", [30_000], [0, 1], search)) == [(30_000, 4e-4, 1)]
+    assert list(measure.missing("fixed-mask", [30_000], [0, 1], search)) == [(30_000, 4e-4, 1)]
 
 
 @pytest.fixture
-def material(tmp_path, models, monkeypatch) -> runs.Material:
+def material(tmp_path, models, monkeypatch) -> measure.Material:
     for name in ("SmolLM2-135M",):
         (tmp_path / name).symlink_to(models / "dense")
     (tmp_path / "text").mkdir()
-    for name in (*runs.CORPORA, "train", "calibration"):
+    for name in (*measure.CORPORA, "train", "calibration"):
         texts = (f"{name} {i} " + " ".join(f"def f{j * i}(x): return x" for j in range(30)) for i in range(9))
         (tmp_path / "text" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for module, values in ((runs, {"DOCUMENTS": 2, "CALIBRATION": 2, "BLOCK": 16}), (evaluation, {"LENGTH": 48})):
+    for module, values in ((measure, {"DOCUMENTS": 2, "CALIBRATION": 2, "BLOCK": 16}), (evaluation, {"LENGTH": 48})):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(runs, "CALIBRATION_LENGTH", 32)
-    monkeypatch.setattr(runs.Material, "evaluate", _without_samples)
-    return runs.Material(tmp_path)
+    monkeypatch.setattr(measure, "CALIBRATION_LENGTH", 32)
+    monkeypatch.setattr(measure.Material, "evaluate", _without_samples)
+    return measure.Material(tmp_path)
 
 
 def _without_samples(material, model, with_samples=True):
@@ -81,7 +81,7 @@ def _without_samples(material, model, with_samples=True):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
 @pytest.mark.parametrize("name", ["dense", "fixed-mask, teacher", "lora", "t-sr-ste from dense"])
 def test_a_run_trains_verifies_and_evaluates(name, material):
-    result = runs.run(material, name, 96, 1e-3, 0)
+    result = measure.run(material, name, 96, 1e-3, 0)
     assert result["verified"] is (None if name == "dense" else True) and len(result["loss"]) == 3
     found = result["corpora"]["validation"]
     assert len(found["nats"]) == 2 and found["tokens"] == [47, 47] and all(kl > 0 for kl in found["kl"])
