@@ -209,7 +209,7 @@ def test_under_autocast():
     """Weights that it has cast before, and during the training, are not used again."""
     exact, model, batch = build(), build(), zoo.batch()
     reference = oneshot(exact, batches(), fixed_mask(), passes=4)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
         dense = model(**batch).logits  # casts all weights, and keeps them
         report = oneshot(model, batches(), fixed_mask(), passes=4)
         found = model(**batch).logits
