@@ -37,7 +37,7 @@ methods: .venv/.recipes-installed
 evidence: .venv/.recipes-installed
 	$(BIN)/python recipes/pretrained/material.py
 	$(BIN)/python recipes/pretrained/measure.py
-	$(BIN)/python recipes/pretrained/rivals.py
+	$(BIN)/python recipes/pretrained/baselines.py
 	$(BIN)/python recipes/pretrained/encoder.py
 	$(BIN)/python docs/pretrained_page.py
 

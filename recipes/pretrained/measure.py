@@ -31,6 +31,7 @@ from hf_sparse24 import Sparse24Config, Sparse24Trainer, __version__, export_mod
 from hf_sparse24.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from methods_runs import best_rate
 from running import run as run_script
 from stdlib_text import replace_file
 
@@ -273,11 +274,6 @@ def validation_loss(run: dict[str, Any]) -> float:
     """Nats per token on `validation`."""
     found = run["corpora"]["validation"]
     return sum(found["nats"]) / sum(found["tokens"])
-
-
-def best_rate(losses: dict[float, float]) -> float:
-    """The learning rate of the lowest loss; one that diverged to NaN is the worst."""
-    return min(losses, key=lambda rate: (losses[rate] != losses[rate], losses[rate]))
 
 
 def next_rate(losses: dict[float, float]) -> float | None:

@@ -1,11 +1,11 @@
 """SmolLM2-135M made 2:4 by other libraries on the calibration tokens of `measure.py`, each in its own environment.
 
-    python recipes/pretrained/rivals.py                      # the environments, then all that have no JSON yet
-    python recipes/pretrained/rivals.py --only "modelopt, sparsegpt" "ours, sparsegpt alone"
+    python recipes/pretrained/baselines.py                      # the environments, then all that have no JSON yet
+    python recipes/pretrained/baselines.py --only "modelopt, sparsegpt" "ours, sparsegpt alone"
 
 Every linear layer of the blocks becomes 2:4 with the damping of `oneshot`; the embedding, which is the head, stays
 dense. The checkpoint is checked and evaluated here, as those of `measure.py`. "ours, ... alone" is `oneshot` without
-reconstruction. pip installs about 3 GB in `MATERIAL/rivals/venvs`; an environment or checkpoint that is there is used.
+reconstruction. pip installs about 3 GB in `MATERIAL/baselines/venvs`; what is there already is used.
 """
 
 import argparse
@@ -70,11 +70,11 @@ def pruned_by(material: Material, library: str, method: str) -> Path:
     Raises:
         RuntimeError: its process failed; the message is in the log.
     """
-    folder = material.folder / "rivals"
+    folder = material.folder / "baselines"
     path = folder / f"{library}-{method}"
     if not (path / "cost.json").exists():
         python = environment(folder / "venvs" / library, REQUIREMENTS[library])
-        script = str(Path(__file__).with_name("rival_process.py"))
+        script = str(Path(__file__).with_name("baseline_process.py"))
         arguments = [library, method, str(material.source), str(calibration_file(material, folder)), str(path)]
         path.mkdir(exist_ok=True)
         log = path / "log.txt"

@@ -1,4 +1,4 @@
-"""Another library makes a model 2:4; `rivals.py` runs this in that library's own environment, and nothing else here.
+"""Another library makes a model 2:4; `baselines.py` runs this in that library's own environment, and nothing else here.
 
 It writes an ordinary checkpoint whose dropped weights are zero, and `cost.json`: what pruning cost, and the versions.
 """

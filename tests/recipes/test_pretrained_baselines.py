@@ -10,15 +10,15 @@ from paths import RECIPES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(RECIPES / "pretrained"))
-import rival_process
-import rivals
+import baseline_process
+import baselines
 
 
 @pytest.fixture
-def material(tmp_path, models, monkeypatch) -> rivals.Material:
+def material(tmp_path, models, monkeypatch) -> baselines.Material:
     """With two sequences to calibrate on, and nothing to evaluate on."""
-    monkeypatch.setattr(rivals, "CALIBRATION", 2)
-    material = object.__new__(rivals.Material)
+    monkeypatch.setattr(baselines, "CALIBRATION", 2)
+    material = object.__new__(baselines.Material)
     material.folder, material.source = tmp_path, models / "dense"
     material.tokenizer = AutoTokenizer.from_pretrained(material.source)
     material.text("x").parent.mkdir()
@@ -41,44 +41,44 @@ def test_a_library_gets_the_same_tokens_and_leaves_a_plain_checkpoint(tmp_path, 
         given.extend(torch.cat(batches).tolist())
         return prune(model, batches, method)
 
-    monkeypatch.setitem(rival_process.LIBRARIES, "modelopt", library)
-    calibration = rivals.calibration_file(material, tmp_path / "rivals")
+    monkeypatch.setitem(baseline_process.LIBRARIES, "modelopt", library)
+    calibration = baselines.calibration_file(material, tmp_path / "baselines")
     output = tmp_path / "output"
     monkeypatch.setattr("sys.argv", ["", "modelopt", "x", str(material.source), str(calibration), str(output)])
-    rival_process.main()
+    baseline_process.main()
     assert given == material.blocks("calibration", 512, 2)
     about = json.loads((output / "cost.json").read_text())
     assert set(about["cost"]) == {"wall_s", "cpu_s", "peak_gb"} and about["cost"]["peak_gb"] > 0.1
     assert about["pruned_by"]["versions"]["torch"] == torch.__version__
     pruned = AutoModelForCausalLM.from_pretrained(output)
     assert type(pruned).__name__ == "LlamaForCausalLM" and not hasattr(pruned.config, "quantization_config")
-    assert rivals.check(pruned, material.load(material.source)) == 7
+    assert baselines.check(pruned, material.load(material.source)) == 7
 
 
 def test_a_checkpoint_that_is_not_what_it_should_be_is_refused(models):
     dense, model = (AutoModelForCausalLM.from_pretrained(models / "dense") for _ in range(2))
     with pytest.raises(ValueError, match=r"layers\.0\..*\.weight is not 2:4: a group of 4 has 4 non-zeros"):
-        rivals.check(model, dense)
+        baselines.check(model, dense)
     with torch.no_grad():
         prune(model, [], "")
-        rivals.check(model, dense)
+        baselines.check(model, dense)
         model.model.norm.weight[3] += 1
     with pytest.raises(ValueError, match=r"model\.norm\.weight differs"):
-        rivals.check(model, dense)
+        baselines.check(model, dense)
 
 
 def test_what_a_failed_library_printed_is_shown(tmp_path, material, monkeypatch):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no kernel for this device; exit 3\n")
     python.chmod(0o755)
-    monkeypatch.setattr(rivals, "environment", lambda *_: python)
+    monkeypatch.setattr(baselines, "environment", lambda *_: python)
     with pytest.raises(RuntimeError, match=r"(?s)modelopt, wanda failed \(exit 3\).*no kernel for this device"):
-        rivals.pruned_by(material, "modelopt", "wanda")
+        baselines.pruned_by(material, "modelopt", "wanda")
 
 
 def test_an_environment_is_made_once(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("a==1\nb==2")
     monkeypatch.setattr("venv.create", None)
-    assert rivals.environment(tmp_path, ["a==1", "b==2"]) == tmp_path / "bin" / "python"
+    assert baselines.environment(tmp_path, ["a==1", "b==2"]) == tmp_path / "bin" / "python"
     with pytest.raises(TypeError):
-        rivals.environment(tmp_path, ["a==2", "b==2"])
+        baselines.environment(tmp_path, ["a==2", "b==2"])
