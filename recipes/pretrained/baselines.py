@@ -16,7 +16,18 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from measure import CALIBRATION, MATERIAL, RESULTS, Material, read_runs, replace_file, run_script, save, versions
+from measure import (
+    CALIBRATION,
+    CALIBRATION_LENGTH,
+    MATERIAL,
+    RESULTS,
+    Material,
+    read_runs,
+    replace_file,
+    run_script,
+    save,
+    versions,
+)
 from torch import nn
 
 REQUIREMENTS = {
@@ -60,7 +71,7 @@ def calibration_file(material: Material, folder: Path) -> Path:
     """The JSON with the token ids that `Material.pruned` calibrates with, so that nobody tokenizes again."""
     path = folder / "calibration.json"
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(material.blocks("calibration", 512, CALIBRATION)))
+    replace_file(path, json.dumps(material.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION)))
     return path
 
 
