@@ -180,7 +180,7 @@ def test_two_processes(tmp_path, models):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
         run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
-        assert len(re.findall(r"one-shot 2:4 by wanda", run.stdout)) == 1
+        assert len(re.findall(r"one-shot 2:4 by sparsegpt", run.stdout)) == 1
         history = json.loads((tmp_path / f"out-{processes}" / "trainer_state.json").read_text())["log_history"]
         runs.append([log["loss"] for log in history if "loss" in log])
     assert runs[0] == pytest.approx(runs[1], rel=1e-4) and len(runs[0]) == 4
