@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             train_dataset=rest,
             data_collator=collate_causal,
             processing_class=tokenizer,
-            teacher=dense,
+            teacher=dense.bfloat16(),  # fp32 weights would be cast anew at every step
         ).train()
         losses["trained"] = text_loss(model, held_out)
     export_model(model, args.output, args.format)

@@ -76,7 +76,7 @@ def reconstruct_block(
         return before, before
     with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
         groups = [{"params": [p], "lr": rate * _root_mean_square(p, masks.get(p))} for p in trained]
-        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), foreach=True)
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
         steps = passes * len(samples)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))
         order = torch.Generator().manual_seed(0)

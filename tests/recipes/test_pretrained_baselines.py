@@ -46,7 +46,7 @@ def test_a_library_gets_the_same_tokens_and_leaves_a_plain_checkpoint(tmp_path, 
     output = tmp_path / "output"
     monkeypatch.setattr("sys.argv", ["", "modelopt", "x", str(material.source), str(calibration), str(output)])
     baseline_process.main()
-    assert given == material.blocks("calibration", 512, 2)
+    assert given == material.blocks("calibration", baselines.CALIBRATION_LENGTH, 2)
     about = json.loads((output / "cost.json").read_text())
     assert set(about["cost"]) == {"wall_s", "cpu_s", "peak_gb"} and about["cost"]["peak_gb"] > 0.1
     assert about["pruned_by"]["versions"]["torch"] == torch.__version__

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.pretrained import chat, material, texts
+from recipes.pretrained import material, texts, written
 
 
 def words(count: int, seed: int) -> str:
@@ -170,28 +170,38 @@ def test_parts_have_no_document_in_common():
 def test_chat_is_mixed_in_from_the_start():
     prose = [{"text": "p" * 1000, "source": "news"}] * 100
     chats = [{"text": f"{i}".zfill(500), "source": "chat"} for i in range(8)]
-    found = material.mixed(prose, chats)
+    found = material.mixed(prose, chats, 0.2)
     assert [row for row in found if row["source"] == "chat"] == chats
     begin = found[: found.index(chats[-1]) + 1]
     share = sum(len(row["text"]) for row in begin if row["source"] == "chat") / sum(len(row["text"]) for row in begin)
-    assert share == pytest.approx(material.CHAT_SHARE, abs=0.02)
+    assert share == pytest.approx(0.2, abs=0.02)
 
 
 def test_no_part_has_a_prompt_of_another():
-    passages = {part: [words(200, 1000 * i + j) for j in range(200)] for i, part in enumerate(chat.BATCHES)}
-    found = [prompt for part in chat.BATCHES for prompt in chat.prompts(part, passages[part])]
-    assert len(found) == len(set(found)) == sum(chat.BATCHES.values()) * chat.BATCH
+    passages = {part: [words(200, 1000 * i + j) for j in range(200)] for i, part in enumerate(written.BATCHES)}
+    found = [prompt for part in written.BATCHES for prompt in written.prompts(part, passages[part])]
+    assert len(found) == len(set(found)) == sum(written.BATCHES.values()) * written.BATCH
 
 
 def test_answers_are_made_once_and_resume(tmp_path, models, monkeypatch):
-    monkeypatch.setattr(chat, "BATCHES", {"validation": 2})
-    monkeypatch.setattr(chat, "BATCH", 2)
+    monkeypatch.setattr(written, "BATCHES", {"validation": 2})
+    monkeypatch.setattr(written, "BATCH", 2)
     (tmp_path / "validation-0.json").write_text('["one", "two"]')
-    monkeypatch.setattr(chat, "answers", lambda model, tokenizer, asked, seed: [f"{seed}: {text}" for text in asked])
-    found = chat.chat(tmp_path, "validation", ["a passage"], models / "dense")
+    monkeypatch.setattr(written, "answers", lambda model, tokenizer, asked, seed: [f"{seed}: {text}" for text in asked])
+    found = written.chat(tmp_path, "validation", ["a passage"], models / "dense")
     assert found[:2] == ["one", "two"] and found[2].startswith("1: ") and len(found) == 4
-    monkeypatch.setattr(chat, "answers", None)
-    assert chat.chat(tmp_path, "validation", ["a passage"], models / "dense") == found
+    monkeypatch.setattr(written, "answers", None)
+    assert written.chat(tmp_path, "validation", ["a passage"], models / "dense") == found
+
+
+def test_own_text_of_each_part_is_another_and_made_once(tmp_path, models, monkeypatch):
+    monkeypatch.setattr(written, "BATCH", 2)
+    monkeypatch.setattr(written, "OWN_LENGTH", 8)
+    found = {part: written.own(tmp_path, part, models / "dense") for part in written.OWN_BATCHES}
+    assert [len(texts) for texts in found.values()] == [6, 2]
+    assert len({text for texts in found.values() for text in texts}) == 8
+    monkeypatch.setattr(written, "own_text", None)
+    assert written.own(tmp_path, "train", models / "dense") == found["train"]
 
 
 def test_files_and_what_is_said_of_them(tmp_path, tokenizer, offline):

@@ -1,18 +1,24 @@
-"""Chat for the evidence page, made: prompts from templates, over topics and passages, which the dense model answers.
+"""What the dense model writes for the evidence page: answers to prompts from templates, and text from nothing.
 
-Its answers are sampled, so they differ between machines. A batch has a seed and a file of its own, and what an
-interrupted run has left is kept.
+It is sampled, so it differs between machines. A batch has a seed and a file of its own, and what an interrupted run has
+left is kept.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from sparse24_kernels.cache_folder import write_json
 
+from recipes.own_text import own_text
+
 BATCHES = {"train": 7, "calibration": 1, "validation": 2}
 BATCH, NEW_TOKENS, TEMPERATURE, TOP_K = 32, 160, 0.8, 50
+
+OWN_BATCHES, OWN_LENGTH = {"train": 3, "calibration": 1}, 320
+"""Of text from nothing, in batches of `BATCH`."""
 EXCERPT = 500
 """Characters of the passage in a prompt."""
 
@@ -79,16 +85,37 @@ def answers(model: Any, tokenizer: Any, asked: list[str], seed: int) -> list[str
 
 def chat(folder: Path, part: str, passages: list[str], checkpoint: Path) -> list[str]:
     """The chats of a part, from files in a folder, of which those that are missing are made."""
+    asked = prompts(part, passages)
+
+    def write(model: Any, tokenizer: Any, i: int) -> list[str]:
+        return answers(model, tokenizer, asked[i * BATCH : (i + 1) * BATCH], seed=i)
+
+    return _batches(folder, part, range(BATCHES[part]), checkpoint, write)
+
+
+def own(folder: Path, part: str, checkpoint: Path) -> list[str]:
+    """What the model writes from nothing for a part, likewise from files."""
+    first = sum(OWN_BATCHES[name] for name in sorted(OWN_BATCHES) if name < part)  # no two batches have one seed
+
+    def write(model: Any, tokenizer: Any, i: int) -> list[str]:
+        return tokenizer.batch_decode(own_text(model, tokenizer, BATCH, OWN_LENGTH, seed=i))
+
+    return _batches(folder, f"own-{part}", range(first, first + OWN_BATCHES[part]), checkpoint, write)
+
+
+def _batches(
+    folder: Path, name: str, numbers: range, checkpoint: Path, write: Callable[[Any, Any, int], list[str]]
+) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    asked, found, model = prompts(part, passages), [], None
-    for i in range(BATCHES[part]):
-        file = folder / f"{part}-{i}.json"
+    found, model = [], None
+    for i in numbers:
+        file = folder / f"{name}-{i}.json"
         if not file.exists():
-            print(f"{part}: the dense model answers prompts, batch {i + 1} of {BATCHES[part]}", flush=True)
+            print(f"{name}: the dense model writes batch {i - numbers[0] + 1} of {len(numbers)}", flush=True)
             if model is None:
                 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
                 model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
-            write_json(file, answers(model, tokenizer, asked[i * BATCH : (i + 1) * BATCH], seed=i))
+            write_json(file, write(model, tokenizer, i))
         found += json.loads(file.read_text())
     return found
