@@ -149,12 +149,14 @@ def with_written(files: dict[str, Rows], folder: Path, model: Path) -> None:
     from recipes.pretrained import written
 
     for part in ("train", "calibration", "validation"):
+        # `split` cuts each kind at a place of its own in the order that rows have here: kinds would follow one another.
+        documents = sorted(files[part], key=lambda row: texts.order(f"{part}: {row['text']}"))
         chats = [{"text": text, "source": "chat"} for text in written.chat(folder, part, texts_of(files[part]), model)]
         if part == "validation":
-            files["validation_chat"] = chats
+            files |= {part: documents, "validation_chat": chats}
         else:
             own = [{"text": text, "source": "own"} for text in written.own(folder, part, model)]
-            files[part] = mixed(mixed(files[part], chats, CHAT_SHARE), own, OWN_SHARE[part])
+            files[part] = mixed(mixed(documents, chats, CHAT_SHARE), own, OWN_SHARE[part])
 
 
 def texts_of(rows: Rows) -> list[str]:
