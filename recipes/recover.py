@@ -3,10 +3,11 @@
     python recipes/recover.py --model HuggingFaceTB/SmolLM2-135M --text my_texts/ --output my-2-4-model
     python recipes/recover.py --model DIR --text FILE --tokens 0        # pruned alone, no training
 
-Three steps: `oneshot` prunes all linear layers and reconstructs them block by block on the first part of the text;
-then the kept weights train on the rest, with the dense model as teacher; then the model is exported beside its
-tokenizer, with a card that has the losses of the dense model, of the pruned one and of the result. The last
-twentieth of the text is held out for these. Put text of every kind that the model is for into it, chats too.
+Three steps: `oneshot` prunes all linear layers and reconstructs them block by block, on the first part of the text and
+on text that the dense model writes from nothing, which keeps what it knows beyond the text given; then the kept
+weights train on the rest, with the dense model as teacher; then the model is exported beside its tokenizer, with a card
+that has the losses of the dense model, of the pruned one and of the result. The last twentieth of the text is held out
+for these. Put text of every kind that the model is for into it, chats too.
 
 The defaults were measured on SmolLM2-135M (docs/measured/pretrained.md). A model of 8B parameters needs a GPU with
 some 80 GB; there, take more of everything: `--calibration_tokens 262144 --tokens 100000000 --learning_rate 2e-5`.
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 from arguments import UsageError
 from datasets import Dataset
+from own_text import own_text
 from running import run
 from text_data import DataArguments, make_datasets
 from train import collate_causal
@@ -40,15 +42,18 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--output", default="runs/recover", help="directory of the export; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=300_000, help="to train on; default: %(default)s")
     parser.add_argument("--calibration_tokens", type=int, default=24_576, help="to prune by; default: %(default)s")
-    parser.add_argument("--block_size", type=int, default=512, help="tokens of a sequence; default: %(default)s")
+    parser.add_argument("--own_text", type=float, default=0.4, help="share of these that the model writes itself")
+    parser.add_argument("--block_size", type=int, default=256, help="tokens of a sequence; default: %(default)s")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="default: %(default)s")
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences of a step; default: %(default)s")
+    parser.add_argument("--batch_size", type=int, default=2, help="sequences of a training step; default: %(default)s")
     parser.add_argument("--format", default="dense", choices=["dense", "packed"], help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args(argv)
     for name, least in (("tokens", 0), ("batch_size", 1)):
         if getattr(args, name) < least:
             raise UsageError(f"{name}={getattr(args, name)}: must be at least {least}")
+    if not 0 <= args.own_text < 1:
+        raise UsageError(f"own_text={args.own_text}: must be in [0, 1)")
     set_seed(args.seed)
     data = DataArguments(dataset=args.text, validation_split="0.05", block_size=args.block_size)
     arguments = TrainingArguments(
@@ -70,6 +75,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     blocks, held_out = make_datasets(data, tokenizer, args.seed)
     count = args.calibration_tokens // args.block_size
+    own = int(args.own_text * count)
+    count -= own
     needed = count + args.tokens // args.block_size
     if not 0 < count < len(blocks):
         raise UsageError(
@@ -78,13 +85,18 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
     if needed > len(blocks):
         print(f"the text has {len(blocks) * args.block_size:,} tokens for pruning and training: some are used again")
-    dense = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(arguments.device)
+    # A teacher's fp32 weights would be cast anew at every step.
+    dense = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(arguments.device).eval()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(arguments.device)
     config = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")
     losses = {"dense": text_loss(dense, held_out)}
     with autocast(arguments.device):
-        calibration = torch.tensor(blocks.select(range(count))["input_ids"]).split(args.batch_size)
-        print(oneshot(model, calibration, config))
+        calibration = torch.tensor(blocks.select(range(count))["input_ids"])
+        if own:
+            print(f"the dense model writes {own} sequences of {args.block_size} tokens from nothing", flush=True)
+            written = own_text(dense, tokenizer, own, args.block_size, args.seed).cpu()
+            calibration = torch.cat([calibration, written])
+        print(oneshot(model, calibration.split(1), config))
     losses["pruned"] = text_loss(model, held_out)
     print(f"held-out loss: dense {losses['dense']:.4f}, pruned {losses['pruned']:.4f}", flush=True)
     if args.tokens:
@@ -95,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             train_dataset=rest,
             data_collator=collate_causal,
             processing_class=tokenizer,
-            teacher=dense.bfloat16(),  # fp32 weights would be cast anew at every step
+            teacher=dense,
         ).train()
         losses["trained"] = text_loss(model, held_out)
     export_model(model, args.output, args.format)

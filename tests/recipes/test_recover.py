@@ -40,6 +40,7 @@ def test_it_recovers_and_exports(tmp_path, models, text_file, capsys, format):
     assert list(losses) == ["dense", "pruned", "trained"] and losses["trained"] < losses["pruned"] - 0.05
     printed = capsys.readouterr().out
     assert "one-shot 2:4 by sparsegpt masks, weights reconstructed by block" in printed
+    assert "the dense model writes 12 sequences of 16 tokens from nothing" in printed
     assert {name: f"{loss:.4f} | {math.exp(loss):.2f}" for name, loss in losses.items()}.items() <= table(
         printed
     ).items()
@@ -59,7 +60,7 @@ def test_it_recovers_and_exports(tmp_path, models, text_file, capsys, format):
 
 
 def test_pruned_alone(tmp_path, models, text_file):
-    losses = recover.main(flags(tmp_path, models / "dense", text_file, tokens=0))
+    losses = recover.main(flags(tmp_path, models / "dense", text_file, tokens=0, own_text=0))
     assert list(losses) == ["dense", "pruned"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight)
@@ -71,6 +72,7 @@ def test_pruned_alone(tmp_path, models, text_file):
     [
         ({"tokens": -1}, "tokens=-1: must be at least 0"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"own_text": 1}, "own_text=1.0: must be in [0, 1)"),
         ({"block_size": 1}, "block_size=1: must be at least 2"),
         ({"calibration_tokens": 8}, "calibration_tokens=8: must be at least block_size=16, and less than the "),
         (
