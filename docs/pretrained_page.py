@@ -117,8 +117,8 @@ def rates(runs: list[Run], folder: Path) -> str:
             best = min(found.values())
             cells = {rate: f"**{value:.3f}**" if value == best else f"{value:.3f}" for rate, value in found.items()}
             rows.append([f"`{variant}`", number(tokens), *(cells.get(rate, "") for rate in columns)])
-    text = "Validation loss of seed 0 by learning rate. Larger numbers of tokens take the best; variants that are not\n"
-    text += "here take that of the variant with or without the teacher.\n\n"
+    text = "Validation loss of seed 0 by learning rate. Larger numbers of tokens take the best. Variants that\n"
+    text += "are not here take that of the nearest one that is (`RATE_OF` in `recipes/pretrained/measure.py`).\n\n"
     return text + table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
 
 

@@ -62,7 +62,7 @@ def oneshot(
     criterion: str = "sparsegpt",
     reconstruct: str | None = "block",
     passes: int = 8,
-    learning_rate: float = 0.005,
+    learning_rate: float = 0.01,
     damping: float = 0.01,
     values: str = "float",
     permute: bool = False,

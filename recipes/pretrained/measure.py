@@ -92,11 +92,14 @@ VARIANTS = {
 RATE_OF = {
     "fixed-mask": "fixed-mask, teacher",
     "lora": "lora, teacher",
+    "sr-ste, teacher": "fixed-mask, teacher",
+    "s-ste, teacher": "fixed-mask, teacher",
     "s-ste from dense, teacher": "s-ste from dense",
     "sr-ste from dense, teacher": "sr-ste from dense",
-    "t-sr-ste from dense, teacher": "t-sr-ste from dense",
+    "t-sr-ste from dense": "sr-ste from dense",
+    "t-sr-ste from dense, teacher": "sr-ste from dense",
 }
-"""Variants that take the learning rate of another instead of a search of their own."""
+"""Variants that take the learning rate of another, which trains as many weights from the same start."""
 
 
 @dataclass
