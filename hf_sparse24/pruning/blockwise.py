@@ -40,11 +40,14 @@ class BlockSample(NamedTuple):
     counts: Tensor | None
 
     def error(self) -> Tensor:
-        """The squared error of the output relative to the target's square, by token."""
-        output = tensors(self.call.compute().output)[0].float()
-        target = self.target.float()
-        error = (output - target).square().sum(-1) / target.square().sum(-1).clamp(min=torch.finfo().tiny)
-        return error if self.counts is None else error[self.counts]
+        """The squared error of the output relative to the target's square, for each token that counts: `[tokens]`."""
+        output, target = tensors(self.call.compute().output)[0].float(), self.target.float()
+        if self.counts is not None:
+            output, target = output[self.counts], target[self.counts]
+        size = target.square().sum(-1)
+        # A token that the dense model sets to almost nothing must not outweigh all others.
+        least = (0.1 * size.median()).clamp(min=torch.finfo().tiny) if len(size) else size
+        return (output - target).square().sum(-1) / size.clamp(min=least)
 
 
 def reconstruct_block(

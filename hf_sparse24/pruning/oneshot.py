@@ -109,7 +109,7 @@ def oneshot(
             * `None`: nothing but what the criterion does.
 
             Weights that were zero may become non-zero where the mask keeps them.
-        passes: of block reconstruction over the data. Each batch is a step: give batches of 500 to 2,000 tokens.
+        passes: of block reconstruction over the data. Each batch is a step: give batches of 256 to 1,000 tokens.
         learning_rate: of block reconstruction with Adam, relative to the root mean square of each weight's kept values.
         damping: pull towards the dense weights, as a share of the mean squared input, which SparseGPT and the
             reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it, with a warning, if the matrix

@@ -167,6 +167,17 @@ def test_padding_does_not_count_where_blocks_flatten_the_tokens():
     torch.testing.assert_close(layers[0].weight, layers[1].weight)
 
 
+def test_a_token_of_nothing_does_not_outweigh_the_others():
+    layer, x = nn.Linear(16, 8, bias=False), correlated(48, 16).float()
+    nothing = torch.linalg.svd(layer.weight.detach())[2][-1]  # the dense layer gives 0 for it, the pruned one does not
+    with_it = torch.cat([x, 3 * nothing[None]])
+    found = []
+    for data in (x, with_it):
+        model = OneLayer(copy.deepcopy(layer))
+        found.append(oneshot(model, [{"x": data}], fixed_mask()).blocks[0])
+    assert found[1].pruned_error < 3 * found[0].pruned_error and found[1].error < 3 * found[0].error
+
+
 def test_a_batch_of_padding_alone_changes_nothing():
     models, empty = [build(), build()], padded(7, 1)[0]
     empty["attention_mask"] = torch.zeros_like(empty["attention_mask"])
