@@ -105,6 +105,24 @@ def seeds(runs: list[Run], folder: Path) -> str:
     return (rows and table(["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)], rows)) or ""
 
 
+def moving_masks(runs: list[Run], folder: Path) -> str:
+    rows = []
+    for variant in ("sr-ste, teacher", "s-ste, teacher"):
+        for run in sorted(runs, key=lambda run: (run["tokens"], run["seed"])):
+            same = [run[key] for key in ("tokens", "learning_rate", "seed")]
+            fixed = [each for each in runs if [each[key] for key in ("tokens", "learning_rate", "seed")] == same]
+            fixed = [each for each in fixed if each["variant"] == "fixed-mask, teacher"]
+            if run["variant"] == variant and fixed:
+                cells = [ratio(run, fixed[0], name) for name in SHORT]
+                rows.append([f"`{variant}`", number(run["tokens"]), str(run["seed"]), *cells])
+    if not rows:
+        return ""
+    head = ["variant", "tokens", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
+    text = "All start from the model that `oneshot` pruned. **x fixed** is the perplexity over that of `fixed-mask,\n"
+    text += "teacher`, which keeps the masks, with the same tokens, learning rate and seed: above 1, masks that move lose.\n\n"
+    return text + table(head, rows)
+
+
 def rates(runs: list[Run], folder: Path) -> str:
     tried = [run for run in runs if run["tokens"] and run["seed"] == 0]
     columns = sorted({run["learning_rate"] for run in tried})
@@ -175,6 +193,7 @@ SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {
     "Pruned in one shot": one_shot,
     "Quality against tokens": by_tokens,
     "Perplexity and bits per byte": bits,
+    "Do masks that follow the weights help?": moving_masks,
     "Seeds": seeds,
     "Learning rates": rates,
     "Samples": samples,
@@ -224,8 +243,11 @@ def over_dense(runs: list[Run], run: Run, corpus: str) -> str:
     if not any(each["variant"] == "dense" and each["tokens"] == run["tokens"] for each in runs):
         return ""
     control = best_rate(runs, "dense", run["tokens"])
-    if control is run:
-        return "1"
+    return "1" if control is run else ratio(run, control, corpus)
+
+
+def ratio(run: Run, control: Run, corpus: str) -> str:
+    """The ratio of two perplexities, with its range over documents."""
     ours, theirs = run["corpora"][corpus], control["corpora"][corpus]
     difference = torch.tensor(ours["nats"], dtype=torch.float64) - torch.tensor(theirs["nats"], dtype=torch.float64)
     tokens = torch.tensor(ours["tokens"], dtype=torch.float64)
