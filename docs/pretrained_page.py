@@ -118,8 +118,8 @@ def moving_masks(runs: list[Run], folder: Path) -> str:
     if not rows:
         return ""
     head = ["variant", "tokens", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
-    text = "All start from the model that `oneshot` pruned. **x fixed** is the perplexity over that of `fixed-mask,\n"
-    text += "teacher`, which keeps the masks, with the same tokens, learning rate and seed: above 1, masks that move lose.\n\n"
+    text = "All start from the model that `oneshot` pruned. **x fixed** is the perplexity over that of a fixed mask\n"
+    text += "with the teacher, the same tokens, learning rate and seed: above 1, masks that move lose.\n\n"
     return text + table(head, rows)
 
 

@@ -140,7 +140,8 @@ def prose(wheels: Path) -> dict[str, Rows]:
         for part, found in texts.split(texts.read(source, wheels, seen)).items():
             files.setdefault(part, []).extend({"text": text, "source": name} for text in found)
     for part in ("train", "calibration", "validation"):
-        files[part].sort(key=lambda row: texts.order(row["text"]))
+        # Not by the order in which `split` cuts each kind at a place of its own: kinds would follow one another.
+        files[part].sort(key=lambda row: texts.order(f"{part}: {row['text']}"))
     return files
 
 
@@ -149,14 +150,12 @@ def with_written(files: dict[str, Rows], folder: Path, model: Path) -> None:
     from recipes.pretrained import written
 
     for part in ("train", "calibration", "validation"):
-        # `split` cuts each kind at a place of its own in the order that rows have here: kinds would follow one another.
-        documents = sorted(files[part], key=lambda row: texts.order(f"{part}: {row['text']}"))
         chats = [{"text": text, "source": "chat"} for text in written.chat(folder, part, texts_of(files[part]), model)]
         if part == "validation":
-            files |= {part: documents, "validation_chat": chats}
+            files["validation_chat"] = chats
         else:
             own = [{"text": text, "source": "own"} for text in written.own(folder, part, model)]
-            files[part] = mixed(mixed(documents, chats, CHAT_SHARE), own, OWN_SHARE[part])
+            files[part] = mixed(mixed(files[part], chats, CHAT_SHARE), own, OWN_SHARE[part])
 
 
 def texts_of(rows: Rows) -> list[str]:

@@ -98,12 +98,14 @@ def test_the_page_compares_with_the_dense_control_of_as_many_tokens(tmp_path):
     found = [a_run("dense", 0, 0, 3.0), a_run("oneshot", 0, 0, 3.5), a_run("ours, sparsegpt alone", 0, 0, 4.0)]
     found += [a_run("dense", 30_000, 1e-4, 2.9), a_run("fixed-mask", 30_000, 2e-4, 3.0)]
     found += [a_run("fixed-mask", 30_000, 2e-4, 3.1, seed=1), a_run("fixed-mask", 30_000, 4e-4, 3.05)]
+    found += [a_run("fixed-mask, teacher", 30_000, 2e-4, 3.0), a_run("sr-ste, teacher", 30_000, 2e-4, 3.2)]
     for i, run in enumerate(found):
         (tmp_path / "runs" / f"{i}.json").write_text(json.dumps(run))
     text = pretrained_page.page(tmp_path)
     assert "leaves 0.50 on validation" in text  # half of SparseGPT's gap
     assert "| `fixed-mask` | 30,000 | 0.0002 | 1.11 [1.11, 1.11] |" in text  # exp(0.1)
     assert "3.050 [3.000, 3.100]" in text  # two seeds
+    assert "| `sr-ste, teacher` | 30,000 | 0 | 1.22 [1.22, 1.22] |" in text  # exp(0.2)
 
 
 @pytest.mark.skipif(not list(COMMITTED.glob("*.json")), reason="nothing is committed yet")
