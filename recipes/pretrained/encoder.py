@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--evaluate", type=Path, default=MATERIAL / "text/validation.jsonl", help="default: %(default)s"
     )
-    parser.add_argument("--calibration_sentences", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--calibration_sentences", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--sentences", type=int, default=1000, help="to evaluate on; default: %(default)s")
     parser.add_argument("--output", type=Path, default=RESULT, help="default: %(default)s")
     args = parser.parse_args(argv)
@@ -103,7 +103,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for way, settings in WAYS.items():
         model, start = AutoModel.from_pretrained(args.model), time.perf_counter()
         config = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")
-        report = oneshot(model, encoded(seen, tokenizer), config, **settings)
+        with torch.autocast("cpu", torch.bfloat16):
+            report = oneshot(model, encoded(seen, tokenizer, batch_size=8), config, **settings)
         seconds = round(time.perf_counter() - start, 1)
         result["zero"] = round(report.patch.sparse_share, 4)
         result[way] = {"seconds": seconds} | compare(dense, embeddings(model, unseen, tokenizer))
