@@ -47,8 +47,8 @@ class OneshotArguments(SparseArguments):
             raise UsageError(f"calibration_blocks={self.calibration_blocks}: must be at least 1")
 
 
-BATCH_TOKENS = 1024
-"""Of a calibration batch, which is a step of block reconstruction."""
+BATCH_TOKENS = 256
+"""Of a calibration batch, at least; each is a step of block reconstruction."""
 ARGUMENTS = (ModelArguments, DataArguments, OneshotArguments, TeacherArguments, TrainingArguments)
 
 
