@@ -150,16 +150,13 @@ def with_written(files: dict[str, Rows], folder: Path, model: Path) -> None:
     from recipes.pretrained import written
 
     for part in ("train", "calibration", "validation"):
-        chats = [{"text": text, "source": "chat"} for text in written.chat(folder, part, texts_of(files[part]), model)]
+        passages = [row["text"] for row in files[part]]
+        chats = [{"text": text, "source": "chat"} for text in written.chat(folder, part, passages, model)]
         if part == "validation":
             files["validation_chat"] = chats
         else:
             own = [{"text": text, "source": "own"} for text in written.own(folder, part, model)]
             files[part] = mixed(mixed(files[part], chats, CHAT_SHARE), own, OWN_SHARE[part])
-
-
-def texts_of(rows: Rows) -> list[str]:
-    return [row["text"] for row in rows]
 
 
 def mixed(documents: Rows, others: Rows, share: float) -> Rows:

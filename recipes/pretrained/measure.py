@@ -315,6 +315,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.results.mkdir(parents=True, exist_ok=True)
     material = Material(args.material)
+    replace_file(args.results.parent / "sources.json", (args.material / "text/SOURCES.json").read_text())
 
     with Progress("runs", None, "run", partial(print, flush=True)) as progress:
         pruned = {VARIANTS[name].pruned for name in args.only}
