@@ -107,17 +107,17 @@ def seeds(runs: list[Run], folder: Path) -> str:
 
 
 def moving_masks(runs: list[Run], folder: Path) -> str:
-    rows = []
-    for variant in ("sr-ste, teacher", "s-ste, teacher"):
-        for run in sorted(runs, key=lambda run: (run["tokens"], run["seed"])):
-            same = [run[key] for key in ("tokens", "learning_rate", "seed")]
-            fixed = [each for each in runs if [each[key] for key in ("tokens", "learning_rate", "seed")] == same]
-            fixed = [each for each in fixed if each["variant"] == "fixed-mask, teacher"]
-            if run["variant"] == variant and fixed:
-                cells = [ratio(run, fixed[0], name) for name in SHORT]
-                rows.append([f"`{variant}`", number(run["tokens"]), str(run["seed"]), *cells])
-    if not rows:
+    def settings(run: Run) -> tuple[Any, ...]:
+        return run["tokens"], run["seed"], run["learning_rate"]
+
+    fixed = {settings(run): run for run in runs if run["variant"] == "fixed-mask, teacher"}
+    moving = [run for run in runs if run["variant"] in ("sr-ste, teacher", "s-ste, teacher") and settings(run) in fixed]
+    if not moving:
         return ""
+    rows = []
+    for run in sorted(moving, key=lambda run: (run["variant"], *settings(run))):
+        cells = [ratio(run, fixed[settings(run)], name) for name in SHORT]
+        rows.append([f"`{run['variant']}`", number(run["tokens"]), str(run["seed"]), *cells])
     head = ["variant", "tokens", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
     text = "All start from the model that `oneshot` pruned. **x fixed** is the perplexity over that of a fixed mask\n"
     text += "with the teacher, the same tokens, learning rate and seed: above 1, masks that move lose.\n\n"
