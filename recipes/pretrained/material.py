@@ -150,7 +150,7 @@ def with_written(files: dict[str, Rows], folder: Path, model: Path) -> None:
     from recipes.pretrained import written
 
     for part in ("train", "calibration", "validation"):
-        passages = [row["text"] for row in files[part]]
+        passages = sorted((row["text"] for row in files[part]), key=texts.order)
         chats = [{"text": text, "source": "chat"} for text in written.chat(folder, part, passages, model)]
         if part == "validation":
             files["validation_chat"] = chats
