@@ -78,7 +78,9 @@ def reconstruct_block(
     if not trained:  # it shares all that it has with blocks before it
         return before, before
     with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
-        groups = [{"params": [p], "lr": rate * _root_mean_square(p, masks.get(p))} for p in trained]
+        sizes = [_root_mean_square(p, masks.get(p)) for p in trained]
+        smallest = min((size for size in sizes if size), default=1.0)  # for biases that are zero, and could not move
+        groups = [{"params": [p], "lr": rate * (size or smallest)} for p, size in zip(trained, sizes)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
         steps = passes * len(samples)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))

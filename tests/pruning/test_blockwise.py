@@ -90,6 +90,13 @@ def test_norms_and_biases_train_and_nothing_outside_of_blocks():
         assert torch.equal(parameter, before[name]) == (".h." not in name), name
 
 
+def test_biases_of_zero_train():
+    model = zoo.build("gpt2").eval()  # whose biases are zero from the start
+    assert not model.transformer.h[0].mlp.c_fc.bias.any()
+    oneshot(model, batches(), fixed_mask(), passes=1)
+    assert model.transformer.h[0].mlp.c_fc.bias.all()
+
+
 def test_half_precision_weights_gather_small_steps():
     """Each of which is less than half the distance between two numbers in bf16, and would be lost."""
     rate, model = 1e-4, build().bfloat16()
