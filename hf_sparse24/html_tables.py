@@ -15,16 +15,22 @@ class TableReport:
     def _rows(self) -> Iterable[tuple[str, ...]]:
         raise NotImplementedError
 
+    def _advice(self) -> str | None:
+        """A sentence below the table; None for none."""
+        return None
+
     def __str__(self) -> str:
         columns = []
         for head, *cells in zip(self._columns, *self._rows()):
             width = max(map(len, (head, *cells)))
             is_number = all(cell[:1].isdigit() for cell in cells)
             columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (head, *cells)])
-        return "\n".join([self._title(), *("  ".join(line).rstrip() for line in zip(*columns))])
+        lines = [self._title(), *("  ".join(line).rstrip() for line in zip(*columns)), self._advice()]
+        return "\n".join(line for line in lines if line is not None)
 
     def _repr_html_(self) -> str:
-        return html_table(self._title(), self._columns, self._rows())
+        advice = self._advice()
+        return html_table(self._title(), self._columns, self._rows()) + (f"<p>{escape(advice)}</p>" if advice else "")
 
 
 def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

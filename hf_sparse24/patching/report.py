@@ -41,6 +41,7 @@ class PatchReport(TableReport):
         rows: the same by groups of layers whose names differ only in numbers.
         patched_parameters: number of weights under an N:M pattern.
         total_parameters: number of parameters of the whole model, shared ones once.
+        is_pretrained: whether `from_pretrained` loaded dense weights, of which the method now drops a part.
     """
 
     config: Sparse24Config
@@ -49,6 +50,7 @@ class PatchReport(TableReport):
     rows: tuple[ReportRow, ...]
     patched_parameters: int
     total_parameters: int
+    is_pretrained: bool = False
     _columns = ("module group", "layers", "weights", "sparse")
 
     @property
@@ -72,8 +74,19 @@ class PatchReport(TableReport):
             sparse = f"yes; {row.note}" if row.note else "yes"
             yield row.group, str(row.layers), shown_count(row.weights), row.skipped or sparse
 
+    def _advice(self) -> str | None:
+        return _ADVICE if self.is_pretrained else None
 
-def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candidate]) -> PatchReport:
+
+_ADVICE = (
+    "its weights are trained already, and lose much of that now: for short training, prune the model by "
+    "oneshot(model, batches) instead, and train what that gives"
+)
+
+
+def make_report(
+    model: nn.Module, config: Sparse24Config, candidates: list[Candidate], is_pretrained: bool
+) -> PatchReport:
     """Return the report of a model whose layers were judged to be sparse or not as `candidates` say."""
     groups: dict[tuple[str, str | None, str | None], list[Candidate]] = {}
     for candidate in candidates:
@@ -87,6 +100,7 @@ def make_report(model: nn.Module, config: Sparse24Config, candidates: list[Candi
         rows=tuple(rows),
         patched_parameters=_weights(patched),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        is_pretrained=is_pretrained,
     )
 
 

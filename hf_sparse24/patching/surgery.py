@@ -88,10 +88,12 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         )
     run = current or SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
+    is_pretrained = False
     if current is None:
+        is_pretrained = bool(getattr(model, "name_or_path", "")) and _loses_weights(candidates, run.config)
         _make_sparse(model, run, candidates)
     adopt(model)
-    return make_report(model, run.config, candidates)
+    return make_report(model, run.config, candidates, is_pretrained)
 
 
 def named_config(model: Any) -> Sparse24Config | None:
@@ -101,6 +103,14 @@ def named_config(model: Any) -> Sparse24Config | None:
     if not isinstance(values, dict) or values.get("quant_method") != Sparse24Config.quant_method:
         return None
     return Sparse24Config.from_dict({name: x for name, x in values.items() if name not in ("phase", "packed")})
+
+
+def _loses_weights(candidates: list[Candidate], config: Sparse24Config) -> bool:
+    """Whether the first weight that becomes sparse has more non-zeros than the pattern leaves."""
+    weight = next((local(candidate.weight) for candidate in candidates if candidate.skipped is None), None)
+    if weight is None or weight.is_meta:
+        return False
+    return bool(weight.count_nonzero() > weight.numel() * config.n / config.m)
 
 
 def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) -> None:

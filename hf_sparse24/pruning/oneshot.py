@@ -8,6 +8,7 @@ kept, and for each batch the output of the last finished block; see `replay`.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def oneshot(
     batches = [check_batch(i, batch) for i, batch in enumerate(data)]
     if not batches:
         raise ValueError("data has no batches (a generator that was read before is empty)")
-    patch = patch_model(model, config)
+    patch = replace(patch_model(model, config), is_pretrained=False)  # nothing has to be done first
     weights = sparse_weights(model)
     originals: dict[Tensor, Tensor] = {}
     reports: dict[str, LayerReport] = {}

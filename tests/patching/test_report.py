@@ -3,9 +3,11 @@
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import zoo
+from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model
 
 
 def test_report():
@@ -39,3 +41,17 @@ def test_the_report_counts_weights_and_nothing_else():
     assert sum(row.weights for row in report.rows if row.skipped is None) == report.patched_parameters
     tied = patch_model(zoo.build("llama", tie_word_embeddings=True))
     assert tied.total_parameters >= sum(row.weights for row in tied.rows)
+
+
+def test_the_report_of_a_pretrained_model_advises_to_prune_it_first(tmp_path):
+    zoo.build("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    report = patch_model(model)
+    assert report.is_pretrained and "oneshot(model, batches)" in str(report).splitlines()[-1]
+    assert "oneshot(model, batches)" in report._repr_html_()
+    assert not patch_model(model).is_pretrained  # it is sparse by now
+    export_model(model, tmp_path / "export")
+    for source in (zoo.build("llama"), AutoModelForCausalLM.from_pretrained(tmp_path / "export")):
+        assert "oneshot" not in str(patch_model(source))
+    pruned = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "oneshot(" not in str(oneshot(pruned, [torch.arange(32)[None]], reconstruct=None).patch)
