@@ -4,10 +4,10 @@
     python recipes/recover.py --model DIR --text FILE --tokens 0        # pruned alone, no training
 
 Three steps: `oneshot` prunes all linear layers and reconstructs them block by block, on the first part of the text and
-on text that the dense model writes from nothing, which keeps what it knows beyond the text given; then the kept
-weights train on the rest, with the dense model as teacher; then the model is exported beside its tokenizer, with a card
-that has the losses of the dense model, of the pruned one and of the result. The last twentieth of the text is held out
-for these. Put text of every kind that the model is for into it, chats too.
+on three times as much that the dense model writes from nothing, which keeps what it knows beyond the text given; then
+the kept weights train on the rest, with the dense model as teacher; then the model is exported beside its tokenizer,
+with a card that has the losses of the dense model, of the pruned one and of the result. The last twentieth of the text
+is held out for these. Put text of every kind that the model is for into it, chats too.
 
 The defaults were measured on SmolLM2-135M (docs/measured/pretrained.md). A model of 8B parameters needs a GPU with
 some 80 GB; there, take more of everything: `--calibration_tokens 262144 --tokens 100000000 --learning_rate 2e-5`.
@@ -42,18 +42,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--output", default="runs/recover", help="directory of the export; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=300_000, help="to train on; default: %(default)s")
     parser.add_argument("--calibration_tokens", type=int, default=24_576, help="to prune by; default: %(default)s")
-    parser.add_argument("--own_text", type=float, default=0.4, help="share of these that the model writes itself")
+    parser.add_argument("--own_tokens", type=int, default=73_728, help="that the model writes for it; %(default)s")
     parser.add_argument("--block_size", type=int, default=256, help="tokens of a sequence; default: %(default)s")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="default: %(default)s")
     parser.add_argument("--batch_size", type=int, default=2, help="sequences of a training step; default: %(default)s")
     parser.add_argument("--format", default="dense", choices=["dense", "packed"], help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args(argv)
-    for name, least in (("tokens", 0), ("batch_size", 1)):
+    for name, least in (("tokens", 0), ("own_tokens", 0), ("batch_size", 1)):
         if getattr(args, name) < least:
             raise UsageError(f"{name}={getattr(args, name)}: must be at least {least}")
-    if not 0 <= args.own_text < 1:
-        raise UsageError(f"own_text={args.own_text}: must be in [0, 1)")
     set_seed(args.seed)
     data = DataArguments(dataset=args.text, validation_split="0.05", block_size=args.block_size)
     arguments = TrainingArguments(
@@ -74,9 +72,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     blocks, held_out = make_datasets(data, tokenizer, args.seed)
-    count = args.calibration_tokens // args.block_size
-    own = int(args.own_text * count)
-    count -= own
+    count, own = args.calibration_tokens // args.block_size, args.own_tokens // args.block_size
     needed = count + args.tokens // args.block_size
     if not 0 < count < len(blocks):
         raise UsageError(
@@ -124,7 +120,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         },
         dense_control={"eval_loss": losses["dense"], "perplexity": math.exp(losses["dense"])},
         hyperparameters={
-            name: getattr(args, name) for name in ("tokens", "calibration_tokens", "learning_rate", "seed")
+            name: getattr(args, name)
+            for name in ("tokens", "calibration_tokens", "own_tokens", "learning_rate", "seed")
         },
     )
     card.save(Path(args.output) / "README.md")

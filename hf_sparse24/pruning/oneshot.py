@@ -6,6 +6,7 @@ once dense and once pruned: the work is linear in depth. Of the activations only
 kept, and for each batch the output of the last finished block; see `replay`.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -42,6 +43,9 @@ FROM_GRAM = ("sparsegpt", "alps")
 """Criteria that need a Gram matrix, and move weights."""
 RECONSTRUCTIONS = ("block", "layer", None)
 
+PASSES, STEPS = 8, 1_000
+"""Of block reconstruction by default: passes, or as many as make so many steps where that is fewer."""
+
 
 class _Options(NamedTuple):
     """The arguments of `oneshot` of these names."""
@@ -62,7 +66,7 @@ def oneshot(
     *,
     criterion: str = "sparsegpt",
     reconstruct: str | None = "block",
-    passes: int = 8,
+    passes: int | None = None,
     learning_rate: float = 0.01,
     damping: float = 0.01,
     values: str = "float",
@@ -110,7 +114,8 @@ def oneshot(
             * `None`: nothing but what the criterion does.
 
             Weights that were zero may become non-zero where the mask keeps them.
-        passes: of block reconstruction over the data. Each batch is a step: give batches of 256 to 1,000 tokens.
+        passes: of block reconstruction over the data; None for 8, or for as many as make 1,000 steps where that is
+            fewer. Each batch is a step: give batches of 256 to 1,000 tokens.
         learning_rate: of block reconstruction with Adam, relative to the root mean square of each weight's kept values.
         damping: pull towards the dense weights, as a share of the mean squared input, which SparseGPT and the
             reconstruction add to the diagonal. 0.01 is SparseGPT's. SparseGPT raises it, with a warning, if the matrix
@@ -153,13 +158,15 @@ def oneshot(
         one-shot 2:4 by sparsegpt masks, weights reconstructed by block; ...
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
-    options = _Options(criterion, reconstruct, passes, learning_rate, damping, values)
+    options = _Options(criterion, reconstruct, PASSES if passes is None else passes, learning_rate, damping, values)
     _check_arguments(model, config, options)
     if isinstance(data, Mapping | Tensor):
         raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")
     batches = [check_batch(i, batch) for i, batch in enumerate(data)]
     if not batches:
         raise ValueError("data has no batches (a generator that was read before is empty)")
+    if passes is None:
+        options = options._replace(passes=min(PASSES, math.ceil(STEPS / len(batches))))
     patch = replace(patch_model(model, config), is_pretrained=False)  # nothing has to be done first
     weights = sparse_weights(model)
     originals: dict[Tensor, Tensor] = {}

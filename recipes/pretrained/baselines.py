@@ -1,4 +1,4 @@
-"""SmolLM2-135M made 2:4 by other libraries on the calibration tokens of `measure.py`, each in its own environment.
+"""SmolLM2-135M made 2:4 by other libraries on the calibration text of `measure.py`, each in its own environment.
 
     python recipes/pretrained/baselines.py                      # the environments, then all that have no JSON yet
     python recipes/pretrained/baselines.py --only "modelopt, sparsegpt" "ours, sparsegpt alone"
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from measure import (
-    CALIBRATION,
-    CALIBRATION_LENGTH,
     MATERIAL,
     RESULTS,
     Material,
@@ -41,10 +39,11 @@ VARIANTS = (
     "modelopt, sparsegpt",
     "llm-compressor, wanda",
     "llm-compressor, sparsegpt",
+    "llm-compressor, sparsegpt, own text",
     "ours, wanda alone",
     "ours, sparsegpt alone",
 )
-"""Library and method."""
+"""Library and method, and whether the dense model's own text calibrates too, as it does for `oneshot`."""
 
 
 def environment(folder: Path, requirements: list[str]) -> Path:
@@ -67,26 +66,27 @@ def environment(folder: Path, requirements: list[str]) -> Path:
     return python
 
 
-def calibration_file(material: Material, folder: Path) -> Path:
-    """The JSON with the token ids that `Material.pruned` calibrates with, so that nobody tokenizes again."""
-    path = folder / "calibration.json"
+def calibration_file(material: Material, folder: Path, with_own: bool) -> Path:
+    """The JSON with the token ids of `Material.calibration`, so that nobody tokenizes again."""
+    path = folder / f"calibration{'-own' * with_own}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(material.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION)))
+    replace_file(path, json.dumps(material.calibration(with_own)))
     return path
 
 
-def pruned_by(material: Material, library: str, method: str) -> Path:
+def pruned_by(material: Material, library: str, method: str, with_own: bool) -> Path:
     """The folder of the checkpoint that a library prunes; made unless it is there, and what that cost is beside it.
 
     Raises:
         RuntimeError: its process failed; the message is in the log.
     """
     folder = material.folder / "baselines"
-    path = folder / f"{library}-{method}"
+    path = folder / f"{library}-{method}{'-own' * with_own}"
     if not (path / "cost.json").exists():
         python = environment(folder / "venvs" / library, REQUIREMENTS[library])
         script = str(Path(__file__).with_name("baseline_process.py"))
-        arguments = [library, method, str(material.source), str(calibration_file(material, folder)), str(path)]
+        calibration = calibration_file(material, folder, with_own)
+        arguments = [library, method, str(material.source), str(calibration), str(path)]
         path.mkdir(exist_ok=True)
         log = path / "log.txt"
         with log.open("w") as file:  # -I: nothing of this environment
@@ -120,12 +120,12 @@ def check(model: Any, dense: Any) -> int:
 
 def measure(material: Material, variant: str) -> dict[str, Any]:
     """What the JSON of a variant holds."""
-    library, method = variant.split(", ")
+    library, method, *rest = variant.split(", ")
     if library == "ours":
-        path = material.pruned(criterion=method.removesuffix(" alone"), reconstruct=None)
+        path = material.pruned(with_own=False, criterion=method.removesuffix(" alone"), reconstruct=None)
         about = {"cost": json.loads((path / "cost.json").read_text())}
     else:
-        path = pruned_by(material, library, method)
+        path = pruned_by(material, library, method, with_own=bool(rest))
         about = json.loads((path / "cost.json").read_text())
     model = material.load(path)
     print(f"{variant}: {check(model, material.dense)} linear layers are 2:4", flush=True)

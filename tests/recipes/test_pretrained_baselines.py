@@ -12,17 +12,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(RECIPES / "pretrained"))
 import baseline_process
 import baselines
+import measure
 
 
 @pytest.fixture
 def material(tmp_path, models, monkeypatch) -> baselines.Material:
-    """With two sequences to calibrate on, and nothing to evaluate on."""
-    monkeypatch.setattr(baselines, "CALIBRATION", 2)
+    """With two given sequences to calibrate on and one of its own, and nothing to evaluate on."""
+    monkeypatch.setattr(measure, "CALIBRATION", 2)
+    monkeypatch.setattr(measure, "OWN", 1)
     material = object.__new__(baselines.Material)
     material.folder, material.source = tmp_path, models / "dense"
     material.tokenizer = AutoTokenizer.from_pretrained(material.source)
     material.text("x").parent.mkdir()
-    material.text("calibration").write_text("".join(json.dumps({"text": f"{i} and " * 200}) + "\n" for i in range(9)))
+    for name in ("calibration", "calibration_own"):
+        rows = (json.dumps({"text": f"{i} {name} " * 200}) + "\n" for i in range(9))
+        material.text(name).write_text("".join(rows))
     return material
 
 
@@ -34,7 +38,8 @@ def prune(model, batches, method) -> str:
     return "safetensors"
 
 
-def test_a_library_gets_the_same_tokens_and_leaves_a_plain_checkpoint(tmp_path, material, monkeypatch):
+@pytest.mark.parametrize("with_own", [False, True])
+def test_a_library_gets_the_same_tokens_and_leaves_a_plain_checkpoint(tmp_path, material, monkeypatch, with_own):
     given = []
 
     def library(model, batches, method):
@@ -42,11 +47,14 @@ def test_a_library_gets_the_same_tokens_and_leaves_a_plain_checkpoint(tmp_path, 
         return prune(model, batches, method)
 
     monkeypatch.setitem(baseline_process.LIBRARIES, "modelopt", library)
-    calibration = baselines.calibration_file(material, tmp_path / "baselines")
+    calibration = baselines.calibration_file(material, tmp_path / "baselines", with_own)
     output = tmp_path / "output"
     monkeypatch.setattr("sys.argv", ["", "modelopt", "x", str(material.source), str(calibration), str(output)])
     baseline_process.main()
-    assert given == material.blocks("calibration", baselines.CALIBRATION_LENGTH, 2)
+    expected = material.blocks("calibration", measure.CALIBRATION_LENGTH, 2)
+    if with_own:
+        expected += material.blocks("calibration_own", measure.CALIBRATION_LENGTH, 1)
+    assert given == expected
     about = json.loads((output / "cost.json").read_text())
     assert set(about["cost"]) == {"wall_s", "cpu_s", "peak_gb"} and about["cost"]["peak_gb"] > 0.1
     assert about["pruned_by"]["versions"]["torch"] == torch.__version__
@@ -73,7 +81,7 @@ def test_what_a_failed_library_printed_is_shown(tmp_path, material, monkeypatch)
     python.chmod(0o755)
     monkeypatch.setattr(baselines, "environment", lambda *_: python)
     with pytest.raises(RuntimeError, match=r"(?s)modelopt, wanda failed \(exit 3\).*no kernel for this device"):
-        baselines.pruned_by(material, "modelopt", "wanda")
+        baselines.pruned_by(material, "modelopt", "wanda", with_own=False)
 
 
 def test_an_environment_is_made_once(tmp_path, monkeypatch):

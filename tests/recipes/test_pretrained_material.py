@@ -198,8 +198,8 @@ def test_own_text_of_each_part_is_another_and_made_once(tmp_path, models, monkey
     monkeypatch.setattr(written, "BATCH", 2)
     monkeypatch.setattr(written, "OWN_LENGTH", 8)
     found = {part: written.own(tmp_path, part, models / "dense") for part in written.OWN_BATCHES}
-    assert [len(texts) for texts in found.values()] == [6, 2]
-    assert len({text for texts in found.values() for text in texts}) == 8
+    assert [len(texts) for texts in found.values()] == [6, 16]
+    assert len({text for texts in found.values() for text in texts}) == 22
     monkeypatch.setattr(written, "own_text", None)
     assert written.own(tmp_path, "train", models / "dense") == found["train"]
 

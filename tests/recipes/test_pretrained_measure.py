@@ -63,13 +63,12 @@ def material(tmp_path, models, monkeypatch) -> measure.Material:
     for name in ("SmolLM2-135M",):
         (tmp_path / name).symlink_to(models / "dense")
     (tmp_path / "text").mkdir()
-    for name in (*measure.CORPORA, "train", "calibration"):
+    for name in (*measure.CORPORA, "train", "calibration", "calibration_own"):
         texts = (f"{name} {i} " + " ".join(f"def f{j * i}(x): return x" for j in range(30)) for i in range(9))
         (tmp_path / "text" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for module, values in ((measure, {"DOCUMENTS": 2, "CALIBRATION": 2, "BLOCK": 16}), (evaluation, {"LENGTH": 48})):
-        for name, value in values.items():
-            monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(measure, "CALIBRATION_LENGTH", 32)
+    for name, value in {"DOCUMENTS": 2, "CALIBRATION": 2, "OWN": 1, "CALIBRATION_LENGTH": 32, "BLOCK": 16}.items():
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(evaluation, "LENGTH", 48)
     monkeypatch.setattr(measure.Material, "evaluate", _without_samples)
     return measure.Material(tmp_path)
 

@@ -19,7 +19,8 @@ def flags(tmp_path, model, text_file, **settings) -> list[str]:
         "text": text_file,
         "output": tmp_path / "out",
         "tokens": 640,
-        "calibration_tokens": 480,
+        "calibration_tokens": 320,
+        "own_tokens": 160,
         "block_size": 16,
         "batch_size": 4,
         "learning_rate": 1e-2,
@@ -40,7 +41,7 @@ def test_it_recovers_and_exports(tmp_path, models, text_file, capsys, format):
     assert list(losses) == ["dense", "pruned", "trained"] and losses["trained"] < losses["pruned"] - 0.05
     printed = capsys.readouterr().out
     assert "one-shot 2:4 by sparsegpt masks, weights reconstructed by block" in printed
-    assert "the dense model writes 12 sequences of 16 tokens from nothing" in printed
+    assert "the dense model writes 10 sequences of 16 tokens from nothing" in printed
     assert {name: f"{loss:.4f} | {math.exp(loss):.2f}" for name, loss in losses.items()}.items() <= table(
         printed
     ).items()
@@ -56,11 +57,12 @@ def test_it_recovers_and_exports(tmp_path, models, text_file, capsys, format):
     assert rows["loss"].startswith(f"{losses['trained']:.4g} | {losses['dense']:.4g} | ")
     assert rows["loss before training"] == f"{losses['pruned']:.4g}"
     assert rows["reconstruct"] == "block" and "| tokens | 480 |" in card and "| tokens | 640 |" in card
+    assert "| own tokens | 160 |" in card
     assert str(tmp_path) not in card and str(models) not in card
 
 
 def test_pruned_alone(tmp_path, models, text_file):
-    losses = recover.main(flags(tmp_path, models / "dense", text_file, tokens=0, own_text=0))
+    losses = recover.main(flags(tmp_path, models / "dense", text_file, tokens=0, own_tokens=0))
     assert list(losses) == ["dense", "pruned"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight)
@@ -72,7 +74,7 @@ def test_pruned_alone(tmp_path, models, text_file):
     [
         ({"tokens": -1}, "tokens=-1: must be at least 0"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
-        ({"own_text": 1}, "own_text=1.0: must be in [0, 1)"),
+        ({"own_tokens": -1}, "own_tokens=-1: must be at least 0"),
         ({"block_size": 1}, "block_size=1: must be at least 2"),
         ({"calibration_tokens": 8}, "calibration_tokens=8: must be at least block_size=16, and less than the "),
         (
