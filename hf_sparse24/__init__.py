@@ -19,6 +19,7 @@ from .patching.report import PatchReport
 from .patching.surgery import patch_model, unpatch_model
 from .peft_hooks import register_tuners as _register_tuners
 from .pruning.oneshot import oneshot
+from .pruning.own_text import own_text
 from .run import sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
@@ -45,6 +46,7 @@ __all__ = [
     "fuse_gated_mlps",
     "make_model_card",
     "oneshot",
+    "own_text",
     "pack_model",
     "patch_model",
     "push_to_hub",

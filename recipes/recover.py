@@ -20,14 +20,13 @@ from pathlib import Path
 import torch
 from arguments import UsageError
 from datasets import Dataset
-from own_text import own_text
 from running import run
 from text_data import DataArguments, make_datasets
 from train import collate_causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
 
 import hf_sparse24_command
-from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, make_model_card, oneshot
+from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, make_model_card, oneshot, own_text
 from hf_sparse24.methods import ONESHOT_METHOD
 
 HELD_OUT = 128
@@ -89,7 +88,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with autocast(arguments.device):
         calibration = torch.tensor(blocks.select(range(count))["input_ids"])
         if own:
-            print(f"the dense model writes {own} sequences of {args.block_size} tokens from nothing", flush=True)
             written = own_text(dense, tokenizer, own, args.block_size, args.seed).cpu()
             calibration = torch.cat([calibration, written])
         print(oneshot(model, calibration.split(1), config))

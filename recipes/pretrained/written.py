@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sparse24_kernels.cache_folder import write_json
 
-from recipes.own_text import own_text
+from hf_sparse24 import own_text
 
 BATCHES = {"train": 7, "calibration": 1, "validation": 2}
 BATCH, NEW_TOKENS, TEMPERATURE, TOP_K = 32, 160, 0.8, 50

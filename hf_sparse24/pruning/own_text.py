@@ -1,0 +1,67 @@
+"""Text that a model writes from nothing, to prune it by: of all kinds that it learned, whatever text is at hand."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..progress import Progress, get_logger
+
+logger = get_logger(__name__)
+
+SEPARATOR = "<|endoftext|>"
+"""Between the documents that most models learned from; instruction tuning gives many another `bos_token`."""
+
+BATCH = 32
+"""Sequences that are written at a time: a bound on memory."""
+
+
+@torch.no_grad()
+def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0) -> Tensor:
+    """Text that a language model writes from nothing, to be given to `oneshot`.
+
+    What is pruned by a few kinds of text forgets the others first. Text that the dense model samples from nothing makes
+    little sense, but its outputs there are what must be kept. Measured in docs/measured/pretrained.md. The idea is that
+    of data-free quantization (LLM-QAT, arXiv 2305.17888); our deviation: a sequence starts where documents do, and
+    every token is sampled.
+
+    Args:
+        model: a causal language model of Transformers, best in bf16; not pruned yet.
+        tokenizer: the model's.
+        count: sequences; three times as many tokens as there are of other text did well.
+        length: tokens of each, at least 1, and less than the model has positions.
+        seed: of the sampling, at temperature 1 among all tokens. Other random numbers stay as they are.
+
+    Returns:
+        Token ids, `[count, length]`, int64, on the model's device.
+
+    Raises:
+        ValueError: a `count` or `length` below 1; a tokenizer without a token that starts or ends a text.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> own_text(model, AutoTokenizer.from_pretrained("gpt2"), count=2, length=8).shape
+        torch.Size([2, 8])
+    """
+    for name, value in (("count", count), ("length", length)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: must be at least 1")
+    starts = (tokenizer.get_vocab().get(SEPARATOR), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    start = next((token for token in starts if token is not None), None)
+    if start is None:
+        raise ValueError(f"the tokenizer has neither {SEPARATOR} nor a bos_token or eos_token to start a text with")
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": start}
+    sampling |= {"min_new_tokens": length, "max_new_tokens": length}
+    training = model.training
+    model.eval()
+    found = []
+    try:
+        with torch.random.fork_rng(), Progress("writing text", count, "sequence", logger.info) as progress:
+            torch.manual_seed(seed)
+            for begin in torch.full((count, 1), start, device=model.device).split(BATCH):
+                found.append(model.generate(begin, attention_mask=torch.ones_like(begin), **sampling)[:, 1:])
+                progress.update(len(begin))
+    finally:
+        model.train(training)
+    return torch.cat(found)
