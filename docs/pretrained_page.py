@@ -18,13 +18,14 @@ become exactly 2:4, which `hf-sparse24 verify` checks after every run; the embed
 dense. `make evidence` fetches the material, makes the runs that have no file in `recipes/results/pretrained/runs/`, and
 this page is made of those files.
 
-`validation` is text of the kinds that calibration and training have, other documents; `chat` are other chats. Two
-fifths of the 24,576 tokens that calibrate, and a tenth of those that train, the dense model wrote from nothing. The two
-`unseen` corpora are of kinds that nobody gave. Each has {documents} rows of 512 tokens. **x dense** is the perplexity
-over that of the dense control that was trained on the same tokens (the model as it came, for 0 tokens); brackets are
-the 95 % range over documents, drawn again 1,000 times, the same documents for both models. KL is that of the dense
-model's predictions, before any training, from the model's, in nats per token; agreement, how often both find the same
-token most likely. CPU seconds were taken beside other work, one thread."""
+`validation` is text of the kinds that calibration and training have, other documents; `chat` are other chats. The two
+`unseen` corpora are of kinds that nobody gave. Each has {documents} rows of 512 tokens. 24,576 tokens are given to
+calibrate with. `oneshot` has 73,728 more beside them that the dense model wrote from nothing, which took it 520 CPU
+seconds that are not in the table; a tenth of the training text is such text too. **x dense** is the perplexity over
+that of the dense control that was trained on the same tokens (the model as it came, for 0 tokens); brackets are the
+95 % range over documents, drawn again 1,000 times, the same documents for both models. KL is that of the dense model's
+predictions, before any training, from the model's, in nats per token; agreement, how often both find the same token
+most likely. CPU seconds were taken beside other work, one thread."""
 
 SHORT = {"validation": "validation", "validation_chat": "chat", "unseen_wikipedia": "unseen: Wikipedia"}
 SHORT |= {"unseen_documentation": "unseen: documentation"}
@@ -69,7 +70,8 @@ def one_shot(runs: list[Run], folder: Path) -> str:
         gaps = {name: [loss(run, name) - loss(dense, name) for run in (ours, reference)] for name in SHORT}
         shares = [f"{gap / whole:.2f} on {SHORT[name]}" for name, (gap, whole) in gaps.items()]
         text += (
-            f"\n\nOf SparseGPT's gap to dense in log-perplexity, the default of `oneshot` leaves {', '.join(shares)}."
+            "\n\nOf the gap to dense in log-perplexity that SparseGPT leaves on the given tokens, `oneshot` leaves\n"
+            f"{', '.join(shares)}.\n`own text` in a name: it calibrated on the same 98,304 tokens as `oneshot`."
         )
     return text
 
