@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with autocast(arguments.device):
         calibration = torch.tensor(blocks.select(range(count))["input_ids"])
         if own:
-            written = own_text(dense, tokenizer, own, args.block_size, args.seed).cpu()
+            written = own_text(dense, tokenizer, own, args.block_size, args.seed)
             calibration = torch.cat([calibration, written])
         print(oneshot(model, calibration.split(1), config))
     losses["pruned"] = text_loss(model, held_out)

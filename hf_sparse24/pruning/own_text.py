@@ -29,11 +29,11 @@ def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0)
         model: a causal language model of Transformers, best in bf16; not pruned yet.
         tokenizer: the model's.
         count: sequences; three times as many tokens as there are of other text did well.
-        length: tokens of each, at least 1, and less than the model has positions.
+        length: tokens of each, at least 1, and at most as many as the model has positions.
         seed: of the sampling, at temperature 1 among all tokens. Other random numbers stay as they are.
 
     Returns:
-        Token ids, `[count, length]`, int64, on the model's device.
+        Token ids, `[count, length]`, int64, on the CPU.
 
     Raises:
         ValueError: a `count` or `length` below 1; a tokenizer without a token that starts or ends a text.
@@ -60,7 +60,7 @@ def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0)
         with torch.random.fork_rng(), Progress("writing text", count, "sequence", logger.info) as progress:
             torch.manual_seed(seed)
             for begin in torch.full((count, 1), start, device=model.device).split(BATCH):
-                found.append(model.generate(begin, attention_mask=torch.ones_like(begin), **sampling)[:, 1:])
+                found.append(model.generate(begin, attention_mask=torch.ones_like(begin), **sampling)[:, 1:].cpu())
                 progress.update(len(begin))
     finally:
         model.train(training)
