@@ -10,7 +10,8 @@ with a card that has the losses of the dense model, of the pruned one and of the
 is held out for these. Put text of every kind that the model is for into it, chats too.
 
 The defaults were measured on SmolLM2-135M (docs/measured/pretrained.md). A model of 8B parameters needs a GPU with
-some 80 GB; there, take more of everything: `--calibration_tokens 262144 --tokens 100000000 --learning_rate 2e-5`.
+some 80 GB; there, take more of everything: `--calibration_tokens 262144 --own_tokens 786432 --tokens 100000000`, at
+`--learning_rate 2e-5`.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--output", default="runs/recover", help="directory of the export; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=300_000, help="to train on; default: %(default)s")
     parser.add_argument("--calibration_tokens", type=int, default=24_576, help="to prune by; default: %(default)s")
-    parser.add_argument("--own_tokens", type=int, default=73_728, help="that the model writes for it; %(default)s")
+    parser.add_argument("--own_tokens", type=int, default=73_728, help="that it writes beside; default: %(default)s")
     parser.add_argument("--block_size", type=int, default=256, help="tokens of a sequence; default: %(default)s")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="default: %(default)s")
     parser.add_argument("--batch_size", type=int, default=2, help="sequences of a training step; default: %(default)s")

@@ -6,7 +6,7 @@ writes to runs/pretrained what is not there yet:
 
     SmolLM2-135M/  MiniLM/       checkpoints that from_pretrained reads
     text/train.jsonl             news, speeches and a novel; among the first 1.8 MB chat, and text of the model's own
-    text/calibration.jsonl       the same kinds but its own text, other documents
+    text/calibration.jsonl       news, speeches, a novel and chat, other documents
     text/calibration_own.jsonl   text of the model's own
     text/validation.jsonl        the same kinds without chat, which is in validation_chat.jsonl
     text/unseen_*.jsonl          kinds that no method sees
