@@ -56,6 +56,7 @@ class Sparse24Config(QuantizationConfigMixin):
     Attributes:
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
         phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method. Not part of a comparison.
+        finished: whether a run has ended in the dense phase. What trains the model further leaves it dense.
         packed: of a packed model, which weights are packed; None of any other.
         pruning: by what `oneshot` has pruned the model, as a dict of its settings and of the calibration data's size;
             None where it has not. Not part of a comparison.
@@ -103,6 +104,7 @@ class Sparse24Config(QuantizationConfigMixin):
             **shared,
             settings=cls.Settings(**given),
             phase="sparse",
+            finished=False,
             packed=None,
             pruning=None,
             passed=None,
@@ -190,6 +192,7 @@ class Sparse24Config(QuantizationConfigMixin):
             "quant_method": self.quant_method,
             "phase": self.phase,
             "hf_sparse24_version": __version__,
+            **({"finished": True} if self.finished else {}),
             **({} if self.packed is None else {"packed": self.packed.to_dict()}),
             **({} if self.pruning is None else {"pruning": copy.deepcopy(self.pruning)}),
             **({"whole_names": True} if self.whole_names and self.target_modules not in TARGET_GROUPS else {}),
@@ -232,7 +235,7 @@ class Sparse24Config(QuantizationConfigMixin):
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
         phase, packed = values.pop("phase", "sparse"), values.pop("packed", None)
-        pruning = values.pop("pruning", None)
+        pruning, finished = values.pop("pruning", None), values.pop("finished", False) is True
         if not isinstance(pruning, dict | None):
             raise ValueError(f"pruning={shown(pruning)}: must be a dict of what oneshot was called with")
         whole_names = values.pop("whole_names", "hf_sparse24_version" not in config_dict) is True
@@ -253,6 +256,7 @@ class Sparse24Config(QuantizationConfigMixin):
             raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
         config.record(
             phase=phase,
+            finished=finished,
             pruning=pruning,
             whole_names=whole_names,
             packed=None if packed is None else PackedFormat.from_dict(packed),
@@ -260,13 +264,10 @@ class Sparse24Config(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config  # type: ignore[return-value]  # for Transformers
 
 
-def differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
-    """The fields in which two configs differ, for messages: `"method='ste', now 's-ste'"`. Of settings those that were
-    given, if not to another method."""
-    one, other = dict(ours), dict(theirs)
-    given = {*SHARED, *theirs.given_settings(), *(ours.given_settings() if ours.method == theirs.method else ())}
-    names = [name for name in one | other if one.get(name) != other.get(name) and name in given]
-    return ", ".join(f"{name}={one.get(name)!r}, now {other.get(name)!r}" for name in names)
+def shared_differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
+    """In what two configs differ besides settings and the backend, for messages: `"method='ste', now 's-ste'"`."""
+    pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in SHARED if name != "backend"}
+    return ", ".join(f"{name}={one!r}, now {other!r}" for name, (one, other) in pairs.items() if one != other)
 
 
 def _names_of(settings: type[MethodSettings]) -> list[str]:

@@ -79,7 +79,10 @@ class SparseRun:
         return (0, 1) if self.controller is None else (self.controller.step, self.controller.total_steps)
 
     def set_phase(self, phase: str) -> None:
-        """Let the model compute as a phase says. The library's own: the controller sets phases as the method says.
+        """Let the model compute as a phase says; in training the controller sets phases as the method says.
+
+        A model whose run has ended dense (`config.finished`) stays dense in further training. `set_phase("sparse")`
+        before that makes it follow the method's schedule again.
 
         Args:
             phase: one of the method's.
@@ -89,7 +92,7 @@ class SparseRun:
         """
         if phase not in self.method.phases:
             raise ValueError(f"phase={phase!r}: must be one of {list(self.method.phases)}")
-        self.config.record(phase=phase)
+        self.config.record(phase=phase, finished=self.config.finished and phase == DENSE)
 
     def change_settings(self, **settings: Any) -> None:
         """Go on with other settings of the method, such as `masked_decay`, from the next step on.

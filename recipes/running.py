@@ -12,7 +12,7 @@ from optional import MissingPackage
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from hf_sparse24 import Sparse24Trainer
+from hf_sparse24 import Sparse24Trainer, unpatch_model
 
 
 def run(main: Callable[[], Any]) -> Any:
@@ -61,7 +61,7 @@ def sparse_or_dense_trainer(sparse_args: SparseArguments, *, teacher=None, disti
         shared: what both trainers take.
 
     Raises:
-        UsageError: the control run of a 2:4 model, or one with a teacher.
+        UsageError: the control run of a model that computes with 2:4 weights, or one with a teacher.
     """
     if sparse_args.method != "dense":
         config = sparse_args.make_config()
@@ -73,8 +73,15 @@ def sparse_or_dense_trainer(sparse_args: SparseArguments, *, teacher=None, disti
 
 
 def check_dense(model: PreTrainedModel) -> None:
-    """Raises a UsageError for the control run of a 2:4 model."""
-    if getattr(model.config, "quantization_config", None) is not None:
+    """Make a model whose sparse training has ended dense an ordinary one.
+
+    Raises:
+        UsageError: the control run of a model that computes with 2:4 weights.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    if getattr(config, "finished", False):
+        unpatch_model(model, sparse=False)
+    elif config is not None:
         name = model.config.name_or_path
         raise UsageError(f"method='dense': {name} is a 2:4 model; take a dense one as control")
 

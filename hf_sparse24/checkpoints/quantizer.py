@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
-from ..config import Sparse24Config
-from ..methods.settings import SHARED
+from ..config import Sparse24Config, shared_differences
 from ..patching.ownership import forget_quantizer
 from ..patching.packing import packed_config, unpack_model
 from ..patching.surgery import patch_model, reject_non_finite
@@ -58,11 +57,11 @@ class Sparse24Quantizer(HfQuantizer):
                 self.names_in_files = check_files(self.quantization_config.packed, checkpoint_files)
             make_packed(model, self.quantization_config.packed)
             return
-        pruning = self.quantization_config.pruning
+        kept = {name: getattr(self.quantization_config, name) for name in ("pruning", "finished")}
         self.quantization_config = _with_passed(self.quantization_config)
         if self.pre_quantized:
             self.quantization_config = _without_absent_heads(self.quantization_config, model)
-        patch_model(model, self.quantization_config).config.record(pruning=pruning)
+        patch_model(model, self.quantization_config).config.record(**kept)
         for weight in sparse_weights(model).values():
             # Transformers' tensor parallelism then runs the layer's forward on this process's part of input and weight,
             # in training too, and leaves the sums over processes to itself.
@@ -152,11 +151,9 @@ def _with_passed(saved: Sparse24Config) -> Sparse24Config:
     passed = saved.passed
     if passed is None:
         return saved
-    names = [name for name in SHARED if name != "backend" and getattr(passed, name) != getattr(saved, name)]
-    if names:
-        differences = ", ".join(f"{name}={getattr(saved, name)!r}, not {getattr(passed, name)!r}" for name in names)
+    if others := shared_differences(saved, passed):
         raise ValueError(
-            f"the checkpoint was saved with {differences}: load it without quantization_config, then call "
+            f"the checkpoint was saved with another config ({others}): load it without quantization_config, then call "
             f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
         )
     return saved.replace(**passed.given_settings(), backend=passed.backend)

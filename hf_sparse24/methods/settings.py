@@ -19,8 +19,8 @@ Check = Callable[[Any], str | None]
 SHARED = ("method", "pattern", "target_modules", "exclude_modules", "layers_to_transform", "backend")
 """The fields of a config that every method has; all others are settings of the method."""
 
-_OF_RUNS = ("phase", "packed", "pruning", "passed", "quant_method", "hf_sparse24_version", "settings", "n", "m")
-RESERVED = (*SHARED, *_OF_RUNS)
+_OF_RUNS = ("phase", "finished", "packed", "pruning", "passed", "quant_method", "settings", "n", "m")
+RESERVED = (*SHARED, *_OF_RUNS, "hf_sparse24_version")
 """What a setting cannot be called, because a config has it already."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")

@@ -75,10 +75,14 @@ class PatchReport(TableReport):
             yield row.group, str(row.layers), shown_count(row.weights), row.skipped or sparse
 
     def _advice(self) -> str | None:
-        return _ADVICE if self.is_pretrained else None
+        return FINISHED if self.config.finished else _PRETRAINED if self.is_pretrained else None
 
 
-_ADVICE = (
+FINISHED = (
+    "the model's sparse training has ended with dense weights, so it trains on as a dense model; "
+    'sparse_run(model).set_phase("sparse") before training makes it sparse again'
+)
+_PRETRAINED = (
     "its weights are trained already, and lose much of that now: for short training, prune the model by "
     "oneshot(model, batches) instead, and train what that gives"
 )

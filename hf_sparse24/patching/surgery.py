@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import check_unmerged
-from ..config import Sparse24Config, differences
+from ..config import Sparse24Config, shared_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.sparse_module import SparseModule
@@ -53,13 +53,13 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             sparse model's; else for `Sparse24Config()`.
 
     Returns:
-        A report of what is sparse, what is not, and why; print it. Patching again with an equal config changes nothing
-        and returns the report.
+        A report of what is sparse, what is not, and why; print it. Where the model is patched already, the settings
+        that `config` gives are its settings from now on, and no weight changes.
 
     Raises:
-        ValueError: the model is compiled or wrapped, quantized, already patched with another config, has lazy
-            Parameters, an adapter that is merged, or no layer that the config names, has NaN or inf in a weight that
-            would be patched, or DeepSpeed ZeRO-3 is chosen.
+        ValueError: the model is compiled or wrapped, quantized, already patched by another method or in other layers,
+            has lazy Parameters, an adapter that is merged, or no layer that the config names, has NaN or inf in a
+            weight that would be patched, or DeepSpeed ZeRO-3 is chosen.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -81,11 +81,13 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     current = sparse_run(model)
     if current is None:
         _check_patchable(model)
-    elif config is not None and config != current.config:
-        raise ValueError(
-            f"the model is already patched with another config ({differences(current.config, config)}); call "
-            f"unpatch_model(model) first"
-        )
+    elif config is not None:
+        if others := shared_differences(current.config, config):
+            raise ValueError(
+                f"the model is already patched with another config ({others}); call unpatch_model(model) first"
+            )
+        current.change_settings(**config.given_settings())
+        current.config.record(backend=config.backend)
     run = current or SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
     is_pretrained = False
@@ -102,7 +104,9 @@ def named_config(model: Any) -> Sparse24Config | None:
     values = named.to_dict() if isinstance(named, Sparse24Config) else named
     if not isinstance(values, dict) or values.get("quant_method") != Sparse24Config.quant_method:
         return None
-    return Sparse24Config.from_dict({name: x for name, x in values.items() if name not in ("phase", "packed")})
+    return Sparse24Config.from_dict(
+        {name: x for name, x in values.items() if name not in ("phase", "finished", "packed")}
+    )
 
 
 def _loses_weights(candidates: list[Candidate], config: Sparse24Config) -> bool:

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..run import SparseRun, sparse_run
+from ..run import sparse_run
 from ..weights.packed_weight import packed_weights
 from . import reference
 from .controller import SHARED_METRICS, Sparse24Controller
@@ -126,11 +126,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         run = sparse_run(kwargs["model"])
         self.is_idle = run is None and bool(packed_weights(kwargs["model"]))
-        if args.fp16 and run is not None and _simulates_fp8(run):
-            # A loss scale finds its size by overflowing, and FP8 refuses to round what has overflowed.
-            raise ValueError(
-                "fp16=True with FP8 GEMMs: loss scaling overflows on purpose; train with bf16=True instead"
-            )
         self._distiller = find_distiller(kwargs["model"])
         if self._distiller is not None:
             self._distiller.reset()
@@ -219,7 +214,3 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 self.run_log.write(state, flip_rates, own, logs | shared)
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
-
-
-def _simulates_fp8(run: SparseRun) -> bool:
-    return any(gemm.precision != "native" for gemm in run.method.gemms)

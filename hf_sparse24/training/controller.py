@@ -12,6 +12,7 @@ from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
 from ..patching.ownership import adopt, unwrap
+from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import get_logger
 from ..weights.sparse_weight import sparse_weights
@@ -109,6 +110,8 @@ class Sparse24Controller(StepWork):
         run = adopt(model)
         if run is None:
             raise ValueError("the model is not patched; call patch_model(model) first")
+        if run.config.finished:
+            logger.info(FINISHED)
         self.optimizer = followed(optimizer, run.method)
         check_optimizer(self.weights, self.optimizer)
         warn_of_lost_updates(self.weights, self.optimizer)
@@ -165,11 +168,13 @@ class Sparse24Controller(StepWork):
         """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`.
 
         Returns:
-            `method`, `step`, `micro_step`, `seed`, and `flips`, a dict by name of the weight. Where an optimizer of the
+            `method`, `step`, `micro_step`, `seed`, `finished` (whether the model had ended dense in an earlier run, or
+            has now), and `flips`, a dict by name of the weight. Where an optimizer of the
             method's own has no state after these steps, `uses_optimizer_state` is False.
         """
         flips = {name: int(count) for name, count in self._flips.counts.items()}
         numbers = {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
+        numbers["finished"] = self.run.config.finished
         is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
         marks = {"uses_optimizer_state": False} if is_stateless else {}
         return {"method": self.run.method.name, **numbers, "flips": flips, **marks}
@@ -185,10 +190,12 @@ class Sparse24Controller(StepWork):
                 of the method's own optimizer is not loaded. Nothing is changed then.
         """
         defaults: dict[str, Any] = {"flips": {}, "method": self.run.method.name}  # which 0.1 did not save
+        defaults["finished"] = self.run.config.finished
         state = defaults | {"uses_optimizer_state": True} | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
+        self.run.config.record(finished=state["finished"] is True)
         set_phase(self.model, self.phase)
         self._set_streams()
 

@@ -46,7 +46,8 @@ def match_reference(trainer: Trainer) -> None:
             "sync_ref_model=True mixes the policy's dense master weights into the reference, and a sparse policy does "
             "not compute with them; set sync_ref_model=False"
         )
-    phase = run.method.phase(0, _LONG_RUN, trainer.optimizer)  # type: ignore[arg-type]  # None but for STEP
+    optimizer: Any = trainer.optimizer  # None but for STEP
+    phase = run.phase if run.config.finished else run.method.phase(0, _LONG_RUN, optimizer)
     if phase != run.phase:  # as the controller does when it begins
         set_phase(policy, phase)
         for weight in () if run.is_dense else sparse_weights(policy).values():

@@ -34,7 +34,7 @@ OWN_CONFIG = "sparse24_config.json"
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")
 _TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
-_NOT_COMPUTED = ("quant_method", "phase", "hf_sparse24_version", "backend")
+_NOT_COMPUTED = ("quant_method", "phase", "finished", "hf_sparse24_version", "backend")
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> str:
@@ -185,9 +185,10 @@ def restore(model: nn.Module, checkpoint: str | Path) -> None:
         logger.warning(f"loading {checkpoint} once more, by from_pretrained, for what the Trainer calls missing keys")
         saved = type(model).from_pretrained(checkpoint)
         model.load_state_dict(saved.state_dict(), strict=False)  # a dense one has no state
-    config = saved_config(checkpoint)
-    if config is not None:
+    config, ours = saved_config(checkpoint), patched_config(model)
+    if config is not None and ours is not None:
         set_phase(model, config.phase)
+        ours.record(finished=config.finished)
 
 
 def _has_other_names(model: nn.Module, checkpoint: str | Path) -> bool:

@@ -44,9 +44,7 @@ class StepWork:
         self.step, self.micro_step = step, 0
         self._trained = {name: weight for name, weight in weights.items() if trains(weight)}
         # Below an adapter, no schedule may change what a frozen weight computes.
-        self._keeps_phase = not self._trained or _any_frozen_below_adapters(model)
-        own_optimizer = type(run.method).make_optimizer is not SparseMethod.make_optimizer
-        self._has_own_optimizer = own_optimizer and not self._keeps_phase
+        self._is_frozen = not self._trained or _any_frozen_below_adapters(model)
         if not self._keeps_phase:
             run.method.check_run(total_steps, optimizer)
         if run.controller is not None:
@@ -86,11 +84,20 @@ class StepWork:
             self._streams.end()
 
     @property
+    def _keeps_phase(self) -> bool:
+        return self._is_frozen or self.run.config.finished
+
+    @property
+    def _has_own_optimizer(self) -> bool:
+        return type(self.run.method).make_optimizer is not SparseMethod.make_optimizer and not self._keeps_phase
+
+    @property
     def phase(self) -> str:
         """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next.
 
         A model whose sparse weights are all frozen, or frozen below adapters, keeps its phase, as do copies of modules
-        that train beside the adapters: all weights of a model are in one.
+        that train beside the adapters: all weights of a model are in one. So does a model that an earlier run has left
+        dense at its end.
         """
         if self._keeps_phase:
             return self.run.phase
@@ -134,6 +141,10 @@ class StepWork:
         self.micro_step = 0
         self._masks = {}
         has_new_state = self._enter_phase() or self.run.is_dense
+        if self.run.is_dense and self.run.method.flips_at_refresh:
+            self._flips.counts = {}  # no mask is refreshed any more
+        if self.step == self.total_steps and not self._keeps_phase:
+            self.run.config.record(finished=self.run.is_dense)
         if not has_new_state and self.run.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self._flips.finish()  # of a step and of the refresh after it

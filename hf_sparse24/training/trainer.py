@@ -186,8 +186,9 @@ class Sparse24Trainer(HubTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
         model = model_of(self) if model is None else model
         run = sparse_run(model)
-        # Where nothing sparse trains, as below adapters, any optimizer will do.
-        if self.optimizer is None and run is not None and any(map(trains, sparse_weights(model).values())):
+        # Where nothing sparse trains, as below adapters or after a dense tail, any optimizer will do.
+        is_trained = run is not None and not run.config.finished and any(map(trains, sparse_weights(model).values()))
+        if self.optimizer is None and run is not None and is_trained:
             names = set(self.get_decay_parameter_names(model))
             own = run.method.make_optimizer(
                 step_param_groups(model, self.args.weight_decay, names),
@@ -224,9 +225,11 @@ class Sparse24Trainer(HubTrainer):
 
     def _determine_masked_decay(self, resume_from_checkpoint: str | None) -> float:
         """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-        if not has_trainable_weights(model_of(self)):
+        config = patched_config(model_of(self))
+        if not has_trainable_weights(model_of(self)) or (config is not None and config.finished):
             logger.warning(
-                "masked_decay='auto' becomes 0.0: every sparse weight is frozen, so there is nothing that it acts on"
+                "masked_decay='auto' becomes 0.0: every sparse weight is frozen, or its training goes on dense, so "
+                "there is nothing that it acts on"
             )
             return 0.0
         if resume_from_checkpoint:

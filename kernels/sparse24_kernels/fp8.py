@@ -45,17 +45,17 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     `s = max / amax`, rounded to nearest even, and divided by s, in fp32 (fp64 too).
 
     Args:
-        x: any floating dtype, shape and strides; finite. Not differentiable: meant for the inside of an autograd
+        x: any floating dtype, shape and strides. Not differentiable: meant for the inside of an autograd
             function.
         format: `"e4m3"` (max 448, for forward operands) or `"e5m2"` (max 57344, for backward operands).
 
     Returns:
         Shape, dtype and (where dense) strides of `x`. Zeros stay zeros, never -0.0, so sparse stays sparse. All zeros,
-        and empty tensors, come back as they are.
+        and empty tensors, come back as they are. One NaN or inf makes the whole result NaN, which a GradScaler finds,
+        so that it skips the step and lowers its scale.
 
     Raises:
-        ValueError: another `format`; NaN or inf in `x` on a CPU, with their number. On a GPU the check would
-            synchronise: there, one NaN or inf turns the whole result into NaN, which shows in the loss.
+        ValueError: another `format`.
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
 
@@ -68,7 +68,7 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     return _fp8_simulate(x, format)
 
 
-# A custom operator, because torch.compile cannot trace a check of the values.
+# A custom operator, so that compiled code rounds as eager code does.
 @torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
 def _fp8_simulate(x: Tensor, format: str) -> Tensor:
     return reference.fp8.fp8_simulate(x, format)

@@ -114,12 +114,12 @@ def test_shapes_and_strides(format):
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("format", MAX)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_values(value):
+def test_one_value_that_is_not_finite_makes_the_result_nan(value, format):
     x = torch.ones(4, 8)
-    x[0, 0] = x[1, 2] = value
-    with pytest.raises(ValueError, match=r"2 of 32 values of a tensor of shape \(4, 8\) are NaN or inf.*turn FP8 off"):
-        fp8_simulate(x, "e4m3")
+    x[0, 0] = value
+    assert fp8_simulate(x, format).isnan().all()
 
 
 def test_wrong_format():
@@ -139,5 +139,4 @@ def test_compiles_in_one_graph():
     compiled = torch.compile(lambda x: fp8_simulate(x, "e4m3") * 2, fullgraph=True, backend="aot_eager")
     x = torch.randn(8, 8)
     assert torch.equal(compiled(x), fp8_simulate(x, "e4m3") * 2)
-    with pytest.raises(ValueError, match="NaN or inf"):
-        compiled(x / 0)
+    assert compiled(x / 0).isnan().all()

@@ -13,6 +13,7 @@ from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_
 from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import sparse_run
 from hf_sparse24.weights.place import layer_name
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
@@ -372,3 +373,65 @@ def test_deepcopied_models_train_on():
     run_step(clone, optimizer, controller, 0)
     unpatch_model(clone)
     assert sparse_weights(model) and not sparse_weights(clone)
+
+
+def test_a_grad_scaler_skips_a_step_whose_gradients_overflow_in_fp8():
+    model, optimizer = patched(fp8=True)
+    controller = Sparse24Controller(model, optimizer, total_steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    before = copy.deepcopy(model.state_dict())
+    for taken in (False, True):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(**zoo.batch(0)).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update(2.0**8)
+        optimizer.zero_grad()
+        assert controller.step == taken
+        is_same = all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert is_same is not taken
+    assert all(tensor.isfinite().all() for tensor in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["t-sr-ste", "step"])
+def test_what_has_ended_dense_trains_on_dense(method):
+    tail = {"switch_after": 1, "switch_by": 2} if method == "step" else {}
+    model, optimizer = patched(method, dense_tail=1, **tail)
+    config = sparse_run(model).config
+    if method == "step":
+        optimizer = StepAdamW(step_param_groups(model), total_steps=4, switch_after=1, switch_by=2)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    for step in range(4):
+        assert not config.finished and "finished" not in config.to_dict()
+        run_step(model, optimizer, controller, step)
+    assert config.finished and Sparse24Config.from_dict(config.to_dict()).finished
+    assert "has ended with dense weights" in str(patch_model(model))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # any, of STEP too
+    controller = Sparse24Controller(model, optimizer, total_steps=6)
+    plain = unpatch_model(copy.deepcopy(model), sparse=False)
+    control = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(6):
+        run_step(model, optimizer, controller, step)
+        plain(**zoo.batch(100 * step)).loss.backward()
+        control.step()
+        control.zero_grad()
+        assert controller.metrics()["sparse_phase"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
+    assert config.finished
+
+    sparse_run(model).set_phase("sparse")
+    assert not config.finished
+    if method == "t-sr-ste":
+        Sparse24Controller(model, torch.optim.AdamW(model.parameters()), total_steps=6)
+        assert config.phase == "sparse"
+
+
+def test_no_flips_are_told_of_masks_that_a_dense_tail_leaves_as_they_are():
+    model, optimizer = patched("t-sr-ste", mask_interval=1, dense_tail=2, lr=1e-1)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    told = []
+    for step in range(4):
+        run_step(model, optimizer, controller, step)
+        told.append("flip_rate" in controller.metrics())
+    assert told == [True, False, False, False]

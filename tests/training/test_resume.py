@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from training_runs import arguments, dataset, decay_trainer, train, weights
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
 from hf_sparse24.run import patched_config
@@ -227,3 +227,24 @@ def test_a_checkpoint_without_the_state_of_the_methods_optimizer_is_refused(tmp_
 def test_a_run_that_is_longer_already_is_refused(finished, run_dir):
     with pytest.raises(ValueError, match="max_steps=3: the checkpoint is at step 4 already; set more steps"):
         resume(run_dir, max_steps=3)
+
+
+def test_a_checkpoint_that_has_ended_dense_is_fine_tuned_dense(finished, run_dir, tmp_path):
+    """Also where fine-tuning is interrupted; and an earlier checkpoint of the first run goes on as it began."""
+    source = run_dir / "checkpoint-4"
+    assert json.loads((source / "config.json").read_text())["quantization_config"]["finished"] is True
+
+    def tune(directory: Path, checkpoint=None) -> Sparse24Trainer:
+        model = AutoModelForCausalLM.from_pretrained(source)
+        run = Sparse24Trainer(model, arguments(directory, **SAVING), train_dataset=dataset(), sparse24_config=CONFIG)
+        run.train(resume_from_checkpoint=checkpoint)
+        return run
+
+    whole = tune(tmp_path / "tuned")
+    phases = [log["sparse_phase"] for log in whole.state.log_history if "loss" in log]
+    assert phases and not any(phases) and patched_config(whole.model).finished
+    again = tune(tmp_path / "again", str(tmp_path / "tuned" / "checkpoint-2"))
+    assert torch.equal(weights(again.model), weights(whole.model))
+
+    again.train(resume_from_checkpoint=str(run_dir / "checkpoint-2"))
+    assert torch.equal(weights(again.model), finished[1])

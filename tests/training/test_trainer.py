@@ -1,7 +1,5 @@
 """Sparse24Trainer and Sparse24Callback among the Trainer's other features."""
 
-import types
-
 import peft
 import pytest
 import sparse24_kernels as kernels
@@ -31,6 +29,8 @@ def test_patches_by_default_and_keeps_a_patched_model(tmp_path):
     assert patched_config(Sparse24Trainer(model, arguments(tmp_path)).model).method == "ste"
     with pytest.raises(ValueError, match="already patched with another config"):
         Sparse24Trainer(model, arguments(tmp_path), sparse24_config=Sparse24Config())
+    Sparse24Trainer(model, arguments(tmp_path), sparse24_config=Sparse24Config(method="ste", weight_grad="mvue"))
+    assert patched_config(model).weight_grad == "mvue"
 
 
 def test_model_init(tmp_path):
@@ -239,15 +239,6 @@ def test_flip_rates_logged_by_the_epoch_are_fresh(tmp_path):
     assert len(set(rates)) == 3
 
 
-def test_fp8_and_loss_scaling_exclude_each_other(tmp_path):
-    args = arguments(tmp_path)
-    args.fp16 = True  # past the check of TrainingArguments, which wants a GPU for it
-    run = types.SimpleNamespace(model=zoo.build("llama"))
-    patch_model(run.model, Sparse24Config(fp8=True))
-    with pytest.raises(ValueError, match="fp16=True with FP8 GEMMs: loss scaling overflows on purpose"):
-        Sparse24Callback().on_train_begin(args, None, None, model=run.model, optimizer=None)
-
-
 def test_fp8_and_step_train(tmp_path):
     for config in (Sparse24Config(fp8=True), Sparse24Config(method="step", switch_by=2, switch_after=1)):
         run = train(tmp_path, config=config)
@@ -283,4 +274,4 @@ def test_the_last_flip_rate_is_logged_after_resuming(tmp_path):
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     logs.append(run.state.log_history)
     rates = [{entry["step"]: entry["flip_rate"] for entry in log if "flip_rate" in entry} for log in logs]
-    assert rates[0] == rates[1] and set(rates[0]) == set(range(4, 13)) and rates[0][7] > 0
+    assert rates[0] == rates[1] and set(rates[0]) == set(range(4, 10)) and rates[0][7] > 0

@@ -20,14 +20,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
-    """The round trip, in the dtype and layout of `x`."""
+    """The round trip, in the dtype and layout of `x`; all NaN where any value is NaN or inf."""
     quantized, scale = fp8_quantize(x, format)
-    if x.device.type == "cpu" and (not torch.isfinite(scale) or scale == 0):
-        bad = int((~torch.isfinite(x.float())).sum())
-        raise ValueError(
-            f"fp8_simulate: {bad} of {x.numel()} values of a tensor of shape {tuple(x.shape)} are NaN or inf, which "
-            f"no FP8 scale fits; find what overflowed before it (learning rate or loss scale too large?), "
-            f"or turn FP8 off"
-        )
     # Adding zero after the cast, which may round a small negative value to -0.0.
     return torch.empty_like(x).copy_(quantized.float() / scale).add_(0.0)
