@@ -35,7 +35,7 @@ class MaskedDecaySettings(MethodSettings):
         2e-4,
         is_decay,
         "lambda_W >= 0, the pull of pruned weights towards zero, once per optimizer step; 'auto' lets Sparse24Trainer "
-        "find it before training, by short probes of the first steps",
+        "find it before training, by probes of the warm-up",
     )
     decay_on: str = setting(
         "gradient",

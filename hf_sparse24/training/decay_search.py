@@ -1,8 +1,10 @@
-"""Which masked decay? Short probes of the warm-up decide, before the training that counts (Hu et al. 2024, 4.3).
+"""Which masked decay? Probes of the warm-up decide, before the training that counts (Hu et al. 2024, 4.3).
 
-A decay factor is feasible when the masks of a run with it flip somewhat less than the would-be masks of dense training:
-mu = (flip rate, sparse) / (flip rate, dense) within [0.60, 0.95]. At mu >= 1 masks never settle; far below, they freeze
-before anything is learnt.
+A decay factor is feasible when, at the end of the warm-up, the masks of a run with it flip somewhat less than the
+would-be masks of dense training: mu = (flip rate, sparse) / (flip rate, dense) within [0.60, 0.95]. At mu >= 1 masks
+never settle; far below, they freeze before anything is learnt.
+
+mu falls as the decay grows, so the grid is bisected: ten candidates take four probes.
 """
 
 import copy
@@ -29,9 +31,11 @@ from .callback import Sparse24Callback
 
 logger = get_logger(__name__)
 
-CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
+CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2)
 FEASIBLE = (0.60, 0.95)
-STEPS, MIN_STEPS = 100, 4
+MIDDLE = sum(FEASIBLE) / 2
+MIN_STEPS = 4
+STEPS_WITHOUT_WARM_UP = 100
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +44,7 @@ class DecayTuning:
 
     Attributes:
         dense_flip_rate: of the would-be masks of dense training, at the end of its probe.
-        mu: candidate to its flip rate over the dense one.
+        mu: of the candidates that were probed, lowest first: flip rate over the dense one.
         chosen: the feasible candidate whose mu is nearest to the middle of [0.60, 0.95]; None if none is feasible.
     """
 
@@ -69,7 +73,7 @@ class DecayTuning:
 
 
 def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int | None) -> DecayTuning:
-    """Probe dense training and each candidate for `steps` optimizer steps, all from the trainer's model as it is.
+    """Probe dense training and, by bisection, candidates for `steps` optimizer steps, all from the model as it is.
 
     Every probe is the trainer's own `train()` on a copy of the model, with a fresh optimizer, the real run's learning
     rates and the first batches of its data, stopped after `steps`; sparse ones leave out the run's dense phases, in
@@ -90,20 +94,23 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
         raise ValueError("every sparse weight is frozen, as by adapters: no mask flips, and no masked decay acts")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
-    mu: dict[float, float] = {}
+    grid, mu = sorted(set(candidates)), {}
+    probes = 1 + len(grid).bit_length()
     with Progress("masked decay", None, "probe step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
-        dense = _probe(trainer, None, steps, progress, len(candidates) + 1)
+        dense = _probe(trainer, None, steps, progress, probes)
         if dense == 0:
             raise ValueError(
                 "no mask flipped at the end of the dense probe, so there is no rate to compare with: probe longer, by "
                 "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
             )
-        for candidate in candidates:
-            mu[candidate] = _probe(trainer, candidate, steps, progress, len(candidates) + 1) / dense
-    low, high = FEASIBLE
-    feasible = [candidate for candidate in mu if low <= mu[candidate] <= high]
-    middle = (low + high) / 2
-    return DecayTuning(dense, mu, min(feasible, key=lambda value: abs(mu[value] - middle), default=None))
+        low, high = 0, len(grid)  # mu is above the middle below `low`, and not from `high` on
+        while low < high:
+            index = (low + high) // 2
+            mu[grid[index]] = _probe(trainer, grid[index], steps, progress, probes) / dense
+            low, high = (index + 1, high) if mu[grid[index]] > MIDDLE else (low, index)
+    feasible = [candidate for candidate in mu if FEASIBLE[0] <= mu[candidate] <= FEASIBLE[1]]
+    chosen = min(feasible, key=lambda value: abs(mu[value] - MIDDLE), default=None)
+    return DecayTuning(dense, dict(sorted(mu.items())), chosen)
 
 
 def needs_decay(model: nn.Module) -> bool:
@@ -180,7 +187,10 @@ class _Watch(TrainerCallback):
                 f"the run has {state.max_steps} optimizer steps, and finding a masked decay takes probes of at least "
                 f"{MIN_STEPS}: set masked_decay to a number"
             )
-        self.steps = min(STEPS, state.max_steps) if self.asked is None else self.asked
+        warm_up = args.get_warmup_steps(state.max_steps)
+        if warm_up < MIN_STEPS:
+            warm_up = min(STEPS_WITHOUT_WARM_UP, state.max_steps)
+        self.steps = warm_up if self.asked is None else self.asked
         if self.progress is not None:
             self.progress.total = self.probes * self.steps
             self.progress.update(0, self.name)

@@ -154,16 +154,19 @@ class Sparse24Trainer(HubTrainer):
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int | None = None) -> DecayTuning:
-        """Find the masked decay for this model, data and learning rate by short probes of the run's first steps.
+        """Find the masked decay for this model, data and learning rate by probes of the run's warm-up.
 
-        Trains a copy of the model densely, and one with each candidate, from the same start on the same batches, and
-        compares how fast masks flip at the end: mu = sparse / dense. Model, optimizer, random states and data order of
-        the trainer are left as they are. Costs (candidates + 1) * steps training steps and a copy of the model.
+        Trains a copy of the model densely, and copies with some of the candidates, from the same start on the same
+        batches, and compares how fast masks flip at the end: mu = sparse / dense. mu falls as the decay grows, so
+        bisection finds where it crosses the middle of [0.60, 0.95]. Model, optimizer, random states and data order of
+        the trainer are left as they are. Costs a copy of the model, and `steps` training steps for each probe: 5 with
+        the ten candidates that are the default.
 
         Args:
-            candidates: decay factors >= 0 to try; by default the grid 2, 6 x 10^-k that the paper's values lie on.
-            steps: optimizer steps of a probe, >= 4; None for 100, or for all steps of a shorter run. The paper probes
-                up to the end of the warm-up.
+            candidates: decay factors >= 0 to choose from; by default the grid 2, 6 x 10^-k that the paper's values lie
+                on, from 2e-6 to 6e-2.
+            steps: optimizer steps of a probe, >= 4; None for those of the warm-up, as in the paper, or 100 without one.
+                Shorter probes choose a smaller decay than the rule: early in the warm-up masks flip less.
 
         Returns:
             A `DecayTuning`; print it, and take its `chosen`, the feasible candidate (mu in [0.60, 0.95]) nearest to the

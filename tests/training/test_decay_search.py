@@ -14,7 +14,7 @@ from hf_sparse24.training import decay_search
 from hf_sparse24.training.decay_search import DecayTuning, _probe
 
 peft_reads_it = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-CANDIDATES = (1e-3, 1.0, 1e3)
+CANDIDATES = (1e-3, 1e3)
 
 
 @pytest.mark.parametrize("method", ["sr-ste", "t-sr-ste"])
@@ -29,6 +29,38 @@ def test_stronger_decay_flips_less(method, tmp_path):
 
 def test_the_choice():
     assert "chosen" in str(DecayTuning(1e-3, {1e-5: 0.99, 6e-5: 0.8, 2e-4: 0.61}, 6e-5))
+
+
+@pytest.mark.parametrize("steepness", [0.2, 0.5, 2.0])
+@pytest.mark.parametrize("crossing", [1e-7, 2e-6, 3e-5, 6e-4, 1e-2, 6e-2, 1.0])
+def test_bisection_chooses_what_all_probes_would_in_a_few(crossing, steepness, tmp_path, monkeypatch):
+    def mu(decay: float) -> float:
+        return 1 / (1 + 0.29 * (decay / crossing) ** steepness)  # 0.775 at the crossing
+
+    probed = []
+
+    def probe(trainer, decay, *_):
+        probed.append(decay)
+        return 1e-3 if decay is None else 1e-3 * mu(decay)
+
+    monkeypatch.setattr(decay_search, "_probe", probe)
+    tuning = decay_trainer(tmp_path).tune_masked_decay(tuple(reversed(decay_search.CANDIDATES)))
+    feasible = [decay for decay in decay_search.CANDIDATES if 0.60 <= mu(decay) <= 0.95]
+    assert tuning.chosen == min(feasible, key=lambda decay: abs(mu(decay) - 0.775), default=None)
+    assert probed[0] is None and len(probed) <= 5 and sorted(tuning.mu) == list(tuning.mu) == sorted(probed[1:])
+
+
+@pytest.mark.parametrize(("warm_up", "steps"), [(7, 7), (0.5, 8), (3, 16), (0, 16)])
+def test_probes_end_with_the_warm_up(warm_up, steps, tmp_path, monkeypatch):
+    ends, end = [], decay_search._Watch.on_step_end
+
+    def on_step_end(watch, *args, **kwargs):
+        end(watch, *args, **kwargs)
+        ends.append(watch.steps)
+
+    monkeypatch.setattr(decay_search._Watch, "on_step_end", on_step_end)
+    decay_trainer(tmp_path, max_steps=16, warmup_steps=warm_up).tune_masked_decay((1e-3,))
+    assert ends == [steps] * steps * 2
 
 
 def test_nothing_is_touched(tmp_path):
