@@ -105,8 +105,11 @@ def test_json_round_trip(method):
         ({"dense_start": True}, "dense_start=True: must be"),
         (
             {"weight_grad": "sparse"},
-            r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2'\]",
+            r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2', 'magnitude'\]",
         ),
+        ({"grad_input_weight": "dense"}, r"grad_input_weight='dense': must be one of \['pruned', 'mvue'\]"),
+        ({"scale_rule": 0.0}, r"scale_rule=0.0: must be one of \['mse', 'l1', 'none'\] or a number above 0"),
+        ({"threshold_gamma": 1.0}, r"threshold_gamma=1.0: must be a number in \[0, 1\)"),
         ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'dense', 'cusparselt'\]"),
         ({"backend": "reference"}, "backend='reference': must be one of"),
         ({"backend": ["auto"]}, r"backend=\['auto'\]: must be one of"),

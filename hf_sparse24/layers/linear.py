@@ -75,8 +75,8 @@ class _SparseLinearFunction(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
         if ctx.needs_input_grad[0]:
-            # Another random stream than grad_weight's.
-            key = None if rng_key is None or ctx.gemms.grad_input.estimator == "none" else rng_key + 1
+            # Other random streams than grad_weight's: for dZ, and after it for the weight.
+            key = None if rng_key is None or not ctx.gemms.grad_input.draws else rng_key + 1
             if ctx.encode is not None:
                 (weight,) = ctx.encode()
             grad_x = _grad_input(ctx.gemms.grad_input, ctx.input_plan, grad_output, weight, key)
@@ -98,6 +98,8 @@ def _output(gemm: Gemm, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor 
 
 def _grad_input(gemm: Gemm, plan: GemmPlan, grad: Tensor, weight: Tensor, key: Tensor | None) -> Tensor:
     """dX = dZ W from `[..., out]`."""
+    if not plan.is_sparse:
+        weight = gemm.prune_weight(weight, None if key is None else key + 1)
     grad, weight = _rounded(gemm, "e5m2", gemm.prune(grad, -1, key), weight)
     if plan.is_sparse:
         return kernels.sparse_linear(grad, weight, plan=plan)
