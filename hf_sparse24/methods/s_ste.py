@@ -95,9 +95,8 @@ class SSTE(SparseMethod):
         # In fp32 two numbers differ by 2^-24 of the larger at least: t / |s| < 2^24. Sums round, by far less than 2x.
         scale, rule = float(view.state["scale"]), self.settings.scale_rule
         if not isinstance(rule, str):
-            return (
-                None if math.isclose(scale, rule, rel_tol=1e-6) else f"scale is {scale:g}, and scale_rule is {rule:g}"
-            )
+            is_given = math.isclose(scale, rule, rel_tol=1e-6)
+            return None if is_given else f"scale is {scale:g}, and scale_rule is {rule:g}"
         largest, allowed = (3.4e38, "a finite number >= 1") if rule == "l1" else (2.0**25, "1 to 2^25")
         if 0.999 <= scale <= largest:
             return None
