@@ -57,7 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fixed-mask-late": ("fixed-mask", {"dense_start": 0.5}),
     "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
     "s-ste-no-mvue": ("s-ste", {"weight_grad": "dense"}),
-    "step-published": ("step", {"switch_rule": "arithmetic", "update_clip": 0.0}),
+    "step-paper": ("step", {"update_clip": 0.0}),
 }
 
 

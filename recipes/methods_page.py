@@ -27,7 +27,7 @@ WHAT = {
     "fixed-mask-late": "dense for the first half, then one mask, at dense's learning rate",
     "t-sr-ste-no-tail": "`t-sr-ste` without the tail, at its learning rate",
     "s-ste-no-mvue": "`s-ste` with the whole gradient, at its learning rate",
-    "step-published": "`step` with the paper's switch and unclipped steps, at its learning rate",
+    "step-paper": "`step` with the paper's unclipped steps, at its learning rate",
 }
 # What the papers found: (better, worse, source).
 CLAIMS = [

@@ -23,7 +23,7 @@ RATE_OF = {
     "fixed-mask-late": "dense",
     "t-sr-ste-no-tail": "t-sr-ste",
     "s-ste-no-mvue": "s-ste",
-    "step-published": "step",
+    "step-paper": "step",
 }
 """Variants that take the learning rate of another instead of a search of their own."""
 

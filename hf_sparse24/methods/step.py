@@ -4,14 +4,14 @@ Method card
     Precondition     dense training with Adam, until AutoSwitch finds the variance v reliable
     Mask learning    STE with an N:M magnitude mask, updates w <- w - lr clip(m^ / (sqrt(v*) + eps)), v* frozen
     Why              SR-STE loses accuracy with Adam because v is then estimated from masked weights' gradients
-    Hyper-parameters switch_rule "drift" (ours), "arithmetic" (option I) or "geometric" (option II), logged as
-                     `switch_statistic` beside `switch_threshold`; not before 10 % (`switch_after`) and by 50 %
-                     (`switch_by`) of training; update_clip 1.0, 0 for the paper's steps (see `StepAdamW`)
+    Hyper-parameters switch_rule "arithmetic" (option I) or "geometric" (option II), logged as `switch_statistic` beside
+                     `switch_threshold`; not before 10 % (`switch_after`) and by 50 % (`switch_by`) of training;
+                     update_clip 1.0, 0 for the paper's steps (see `StepAdamW`)
     Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it
-    Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain
-    Deviations       the paper's rules compare v with eps, and say nothing where gradients are small or large: the
-                     default rule compares v with itself (reasons in `AutoSwitch`). Steps with v* are clipped, and v*
-                     keeps its bias correction (reasons in `StepAdamW`)
+    Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain. AutoSwitch compares
+                     squared gradients with eps: where they are large it waits until `switch_by`, where they are small
+                     it does not wait (see `AutoSwitch`)
+    Deviations       Steps with v* are clipped, and v* keeps its bias correction (reasons in `StepAdamW`)
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
@@ -36,12 +36,11 @@ class STEP(MagnitudeMethod):
     @dataclass(frozen=True, kw_only=True)
     class Settings(GemmSettings):
         switch_rule: str = setting(
-            "drift",
+            "arithmetic",
             one_of(*SWITCH_RULES),
-            "when AutoSwitch takes Adam's variance for settled, so that sparsity begins and the variance freezes: "
-            "'drift', once it changes by less than 10 % in a twentieth of training, or in 1 / (1 - beta2) steps where "
-            "those are more; 'arithmetic' or 'geometric' (the paper's options I and II), once the average of its "
-            "change in a step stays below eps",
+            "when AutoSwitch takes Adam's variance for settled, so that sparsity begins and the variance freezes: once "
+            "the 'arithmetic' or the 'geometric' mean of its changes (the paper's options I and II), averaged over the "
+            "last 1 / (1 - beta2) steps, is below eps",
         )
         switch_after: int | float = setting(
             0.1, is_length, f"length of training before which AutoSwitch never switches: {LENGTH}"

@@ -100,12 +100,12 @@ def test_where_nothing_sparse_trains_a_method_needs_no_optimizer_of_its_own(tmp_
 
 
 def test_step_logs_what_its_switch_waits_for(tmp_path):
-    """Until it switches, and from the end of the second window on: windows are a step long here."""
+    """Until it switches; windows are a step long here."""
     config = Sparse24Config(method="step", switch_after=1, switch_by=4)
     run = train(tmp_path, config=config, adam_beta2=0.0, logging_steps=1, max_steps=6)
     logged = {log["step"]: log.get("switch_statistic") for log in run.state.log_history if "loss" in log}
-    assert [step for step, value in logged.items() if value is not None] == [2, 3]
-    assert [log["step"] for log in run.state.log_history if log.get("switch_threshold") == 0.1] == [2, 3]
+    assert [step for step, value in logged.items() if value is not None] == [1, 2, 3]
+    assert [log["step"] for log in run.state.log_history if log.get("switch_threshold") == 1e-8] == [1, 2, 3]
     assert [log["sparse_phase"] for log in run.state.log_history if "loss" in log] == [0, 0, 0, 1, 1, 1]
 
 
