@@ -23,6 +23,7 @@ from .pruning.own_text import own_text
 from .run import sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
+from .training.dense_flips import DenseFlipRateCallback
 from .training.distillation import DistillationConfig, distill
 from .training.trainer import Sparse24Trainer
 from .version import __version__
@@ -31,6 +32,7 @@ from .weights.sparse_weight import sparse_weights
 _register_tuners()
 
 __all__ = [
+    "DenseFlipRateCallback",
     "DistillationConfig",
     "PatchReport",
     "Sparse24Callback",

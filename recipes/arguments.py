@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainerCallback
 
-from hf_sparse24 import DistillationConfig, Sparse24Config
+from hf_sparse24 import DenseFlipRateCallback, DistillationConfig, Sparse24Config
 from hf_sparse24.methods import METHODS
 
 
@@ -30,20 +30,33 @@ class SparseArguments:
         metadata={"help": "mlp, attention, all-linear, a regular expression, or several name endings."},
     )
     sparse24: dict | str | None = field(default=None, metadata={"help": "JSON of further Sparse24Config fields."})
+    flips_of: str | None = field(
+        default=None,
+        metadata={"help": "With method dense: log the flip rate that masks of this method would have."},
+    )
 
     def __post_init__(self):
         check_choice("method", self.method, ("dense", *sorted(METHODS)))
+        if self.flips_of is not None:
+            check_choice("flips_of", self.flips_of, sorted(METHODS))
+            if self.method != "dense":
+                raise UsageError(f"flips_of is for method='dense'; {self.method!r} logs its own flip_rate")
         self.sparse24 = json_object("sparse24", self.sparse24)
         self.make_config()  # a wrong value shows before anything is loaded
 
     def make_config(self) -> Sparse24Config | None:
         """None for the dense control run."""
-        if self.method == "dense":
-            return None
+        return None if self.method == "dense" else self._config_of(self.method)
+
+    def make_callbacks(self) -> list[TrainerCallback]:
+        """Of the dense control run."""
+        return [] if self.flips_of is None else [DenseFlipRateCallback(self._config_of(self.flips_of))]
+
+    def _config_of(self, method: str) -> Sparse24Config:
         targets = self.target_modules
         if isinstance(targets, list) and len(targets) == 1:  # argparse cannot tell one word from a list of one
             targets = targets[0]
-        return Sparse24Config.from_dict({"method": self.method, "target_modules": targets, **self.sparse24})
+        return Sparse24Config.from_dict({"method": method, "target_modules": targets, **self.sparse24})
 
 
 @dataclass

@@ -69,7 +69,7 @@ def sparse_or_dense_trainer(sparse_args: SparseArguments, *, teacher=None, disti
     if teacher is not None:
         raise UsageError("teacher is for sparse methods; method='dense' is a plain Trainer")
     check_dense(shared["model"])
-    return Trainer(**shared)
+    return Trainer(**shared, callbacks=sparse_args.make_callbacks())
 
 
 def check_dense(model: PreTrainedModel) -> None:

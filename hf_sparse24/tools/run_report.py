@@ -94,6 +94,9 @@ def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
     yield figure("schedule", "Learning rate and phase", rates, "learning rate", _phase_note(run), from_zero=True)
     flips = [Series("flip rate, %", run.points("flip_rate", 100))]
     note = "Share of the sparse weights that entered or left the mask in the last measured step or mask refresh."
+    if control is not None:
+        # Where the control ran with a DenseFlipRateCallback.
+        flips.append(Series("of dense training, %", control.points("flip_rate", 100), True))
     yield figure("flips", "Flip rate", flips, "% of sparse weights", note, from_zero=True)
     kept = [Series("kept magnitude, %", run.points("kept_magnitude", 100))]
     note = (

@@ -15,7 +15,7 @@ import zoo
 from training_runs import arguments, dataset
 from transformers import Trainer
 
-from hf_sparse24 import Sparse24Config, Sparse24Trainer
+from hf_sparse24 import DenseFlipRateCallback, Sparse24Config, Sparse24Trainer
 from hf_sparse24.charts import Row, heat_map, shown, svg
 from hf_sparse24.tools import run_report
 from hf_sparse24.tools.run_files import dense_spans, read_run, thinned
@@ -24,6 +24,7 @@ from hf_sparse24.training.run_log import RUN_LOG, read_run_log
 from hf_sparse24_command import main
 
 STEPS = 8
+FLIPPING = 5  # after the sixth step the dense tail begins
 CHARTS = ["loss", "difference", "schedule", "flips", "kept", "layers", "speed", "memory"]
 
 
@@ -44,7 +45,8 @@ def sparse(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
-    return train(tmp_path_factory.mktemp("dense"))
+    callback = DenseFlipRateCallback(Sparse24Config(method="t-sr-ste", mask_interval=1))
+    return train(tmp_path_factory.mktemp("dense"), callbacks=[callback])
 
 
 def made_up(directory: Path, logs: list[dict], start: dict | None = None, lines: list[dict] = [], **config) -> Path:  # noqa: B006
@@ -107,7 +109,7 @@ def test_in_a_browser(sparse, dense, tmp_path):
         )
         assert sorted(sizes) == sorted(CHARTS)
         assert all(width > 300 and height > 100 for width, height in sizes.values())
-        assert page.evaluate("document.querySelectorAll('[aria-labelledby=layers] .tips rect').length") == 6 * STEPS
+        assert page.evaluate("document.querySelectorAll('[aria-labelledby=layers] .tips rect').length") == 6 * FLIPPING
         flat = "[...document.querySelectorAll('svg path, .tips rect')].filter(e => !e.getBoundingClientRect().width)"
         assert (
             page.evaluate(f"{flat}.filter(e => !e.closest('defs') && !/M(.*)L\\1/.test(e.getAttribute('d'))).length")
@@ -117,7 +119,7 @@ def test_in_a_browser(sparse, dense, tmp_path):
         assert page.evaluate(f"{titles}.includes('Flip rate by layer')")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
-        page.hover(f"[aria-labelledby=layers] .tips rect:nth-child({STEPS + 2})")
+        page.hover(f"[aria-labelledby=layers] .tips rect:nth-child({FLIPPING + 2})")
         rate = read_run_log(sparse / RUN_LOG)[1][1].flip_rates["model.layers.0.mlp.up_proj"]
         tip = "document.querySelector('.tips rect:hover title').textContent"
         assert page.evaluate(tip) == f"0.mlp.up_proj\n{shown(100 * rate)}%, optimizer step 2"
@@ -185,11 +187,12 @@ def test_the_numbers_are_the_recorded_ones(sparse, dense, tmp_path, capsys):
                 if key in one.history[step]:
                     expected.append(f"{name}, {kind}: {shown(one.history[step][key])}")
         assert tip.splitlines() == expected and len(expected) == (5 if step % 4 == 0 else 3)
-    rates = [line.flip_rates for line in read_run_log(sparse / RUN_LOG)[1]]
+    rates = [line.flip_rates for line in read_run_log(sparse / RUN_LOG)[1]][:FLIPPING]
     assert [said for _, said in cells(page)] == [
         [f"{shown(100 * rate[name])}%, optimizer step {step}" for step, rate in enumerate(rates, 1)]
         for name in rates[0]
     ]
+    assert "of dense training, %: " in tips(page, "flips")[0]
     difference = run.history[STEPS]["eval_loss"] - control.history[STEPS]["eval_loss"]
     assert f"difference {difference:+.3g}" in page
     # Its dense tail is the last sixth of 8 steps, rounded up.

@@ -1,0 +1,86 @@
+"""DenseFlipRateCallback: how often the masks of dense training would flip, the reference of every flip rate."""
+
+import copy
+from typing import Any, cast
+
+from sparse24_kernels.masks import count_flips
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+
+from ..config import Sparse24Config
+from ..patching.ownership import unwrap
+from ..patching.surgery import patch_model
+from ..run import sparse_run
+from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+
+
+class DenseFlipRateCallback(TrainerCallback):
+    """Logs `flip_rate` while a dense model trains: the share of weights that entered or left the masks they would have.
+
+    Give it to a plain `Trainer`; the model stays dense. Flips are measured as in sparse training: in step 1 and in
+    those that log, or from one mask refresh to the next where the method changes masks there alone (`"t-sr-ste"`).
+
+    Args:
+        config: whose masks, and of which layers. A sparse run with this config is what the rates compare with.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> ids = torch.randint(300, (16,))
+        >>> data = [{"input_ids": ids, "labels": ids}] * 16
+        >>> arguments = TrainingArguments("out", max_steps=2, logging_steps=1, report_to="none")
+        >>> callback = DenseFlipRateCallback(Sparse24Config(method="sr-ste"))
+        >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+        >>> output = trainer.train()
+        >>> "flip_rate" in trainer.state.log_history[0]
+        True
+
+    Reference: Hu et al. 2024 (arXiv 2404.01847), sections 3 and 4.3: sparse training should flip masks somewhat less.
+    """
+
+    def __init__(self, config: Sparse24Config):
+        self.config = config
+        self._weights: dict[str, SparseWeight] = {}
+        self._before: dict[str, Tensor] = {}
+        self._rate: float | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        model = unwrap(kwargs["model"])
+        if sparse_run(model) is not None:
+            raise ValueError("the model is patched, and its own callback logs flip_rate; this one is for dense models")
+        # The masks of a patched model that has no weights of its own.
+        absent = {id(tensor): nn.Parameter(tensor.to("meta")) for tensor in model.parameters()}
+        sketch = copy.deepcopy(model, cast(dict[int, Any], absent))
+        patch_model(sketch, self.config)
+        self._weights = first_of_each(sparse_weights(sketch))
+        self._before, self._rate = self._masks(model), None
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        interval = max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
+        is_measured = state.global_step == 0 or (state.global_step + 1) % interval == 0
+        if is_measured and not self._method.flips_at_refresh:
+            self._before = self._masks(kwargs["model"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        is_refreshed = self._method.refreshes_state(state.global_step, state.max_steps)
+        if not self._before or (self._method.flips_at_refresh and not is_refreshed):
+            return
+        after = self._masks(kwargs["model"])
+        sizes = sum(weight.parameter.numel() for weight in self._weights.values())
+        self._rate = int(count_flips(list(self._before.values()), list(after.values())).sum()) / sizes
+        self._before = after if self._method.flips_at_refresh else {}
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs: Any):
+        if "loss" in logs and self._rate is not None:
+            logs["flip_rate"] = self._rate
+            state.log_history[-1]["flip_rate"] = self._rate  # the Trainer has copied `logs` there already
+
+    @property
+    def _method(self) -> Any:
+        return next(iter(self._weights.values())).method
+
+    def _masks(self, model: nn.Module) -> dict[str, Tensor]:
+        parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))
+        return {name: weight.fresh_mask(parameters[name].detach()) for name, weight in self._weights.items()}
