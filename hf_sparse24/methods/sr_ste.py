@@ -7,11 +7,11 @@ Method card
     Hyper-parameters masked_decay = lambda_W = 2e-4 (the paper's, for SGD on ImageNet). With Adam the term is divided
                      by sqrt(v), so the right size is another: watch `flip_rate` in the logs. It should rise, then
                      fade; a late rise asks for a larger lambda_W, a rate that is zero from early on for a smaller one.
-    Deviation        The paper and its code add the term inside backward, once per micro-batch, before clipping and
+    Deviations       The paper and its code add the term inside backward, once per micro-batch, before clipping and
                      blind to the loss scale. Its strength then depends on gradient accumulation and on AMP. We add it
                      to the clipped, unscaled gradient instead (Hu et al. 2024's placement). decay_on="weight" takes
                      lr lambda_W (1 - mask) W off the weight itself, as decoupled weight decay does; with plain SGD
-                     both are the same.
+                     both are the same. Convolutions, of which most of the paper's networks consist, stay dense.
     Known limits     as STE's, milder
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Zhou et al. 2021 (arXiv 2102.04010), eq. (7).

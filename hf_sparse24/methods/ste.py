@@ -7,6 +7,7 @@ Method card
     Hyper-parameters none
     Known limits     S is discontinuous, so a weight that hovers at the border flips in and out of the mask and the
                      loss jumps with it; SR-STE and S-STE are two answers to that.
+    Deviations       none: masks are made once per optimizer step, from weights that change no sooner
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Bengio et al. 2013 (arXiv 1308.3432) for the estimator; the baseline of SR-STE's section 3.1.
 """

@@ -11,7 +11,10 @@ Method card
     Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain. AutoSwitch compares
                      squared gradients with eps: where they are large it waits until `switch_by`, where they are small
                      it does not wait (see `AutoSwitch`)
-    Deviations       Steps with v* are clipped, and v* keeps its bias correction (reasons in `StepAdamW`)
+    Deviations       Steps with v* are clipped, and v* keeps its bias correction (reasons in `StepAdamW`). The geometric
+                     rule leaves out entries of v that did not change, where the paper's mean of logarithms is minus
+                     infinity. A window that is not full yet is averaged as it is. Weight decay is AdamW's, in both
+                     phases. Weights that are not pruned stay with plain AdamW
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
