@@ -8,9 +8,9 @@ Method card
                      or frozen, they are what they were (`oneshot` has made them zero)
     Hyper-parameters none
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks
-    Deviations       ASP masks the optimizer's moments; here they are those of masked gradients, and weights are masked.
-                     ASP can permute channels before it prunes by magnitude; here only `oneshot` permutes them.
-                     Convolutions stay dense
+    Deviations       ASP masks gradients when the optimizer steps, after clipping; here backward does. It zeroes weights
+                     when it prunes; here the first optimizer step does. It can permute channels before it prunes by
+                     magnitude; here only `oneshot` permutes them. Convolutions stay dense
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """

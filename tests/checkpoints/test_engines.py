@@ -16,6 +16,7 @@ from hf_sparse24 import export_model, sparse_weights
 
 PAGE = ROOT / "docs/engines.md"
 _, SNIPPET = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)  # after the one that exports
+FP16 = ', dtype="float16"'
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "llama": {"num_hidden_layers": 1}, "bert": {"num_hidden_layers": 1}}
 
 
@@ -35,16 +36,22 @@ def exported(name: str, directory: Path, **sizes: int) -> tuple[dict[str, torch.
 # torch's exporter: of its own parts, and of packages that are absent.
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_onnx_runtime_has_the_same_logits_from_weights_that_are_2_4_along_what_is_contracted(
-    name, tmp_path, monkeypatch
+    name, dtype, tmp_path, monkeypatch
 ):
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     monkeypatch.chdir(tmp_path)
     weights, tokens, expected = exported(name, Path("my-export"), **ONE_LAYER[name])
-    exec(SNIPPET.replace("AutoModelForCausalLM", zoo.auto_class(name).__name__), {})
+    weights = {path: weight.to(dtype) for path, weight in weights.items()}
+    printed = SNIPPET.replace("AutoModelForCausalLM", zoo.auto_class(name).__name__)
+    assert FP16 in printed
+    exec(printed if dtype == torch.float16 else printed.replace(FP16, ""), {})
     session = runtime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
     inputs = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}
-    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), expected)
+    logits = torch.from_numpy(session.run(None, inputs)[0])
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float(), expected, **({"atol": 2e-3, "rtol": 0} if dtype == torch.float16 else {}))
 
     graph = onnx.load("model.onnx").graph
     constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
