@@ -51,7 +51,8 @@ def test_onnx_runtime_has_the_same_logits_from_weights_that_are_2_4_along_what_i
     inputs = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}
     logits = torch.from_numpy(session.run(None, inputs)[0])
     assert logits.dtype == dtype
-    torch.testing.assert_close(logits.float(), expected, **({"atol": 2e-3, "rtol": 0} if dtype == torch.float16 else {}))
+    tolerance = {"atol": 2e-3, "rtol": 0} if dtype == torch.float16 else {}
+    torch.testing.assert_close(logits.float(), expected, **tolerance)
 
     graph = onnx.load("model.onnx").graph
     constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
