@@ -20,6 +20,7 @@ from .patching.surgery import patch_model, unpatch_model
 from .peft_hooks import register_tuners as _register_tuners
 from .pruning.oneshot import oneshot
 from .pruning.own_text import own_text
+from .pruning.patterns import choose_patterns
 from .run import sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
@@ -42,6 +43,7 @@ __all__ = [
     "Sparse24Linear",
     "Sparse24Trainer",
     "__version__",
+    "choose_patterns",
     "describe_settings",
     "distill",
     "export_model",

@@ -42,6 +42,8 @@ class Sparse24Config(QuantizationConfigMixin):
         exclude_modules: what to leave dense, in the same words.
         layers_to_transform: block indices (an int or a list) to restrict the change to; None for all. What no block
             has is an error.
+        layer_patterns: other patterns for some layers, such as `{"down_proj": "1:4"}`: N:M by what picks the layers, in
+            the words of `target_modules`. Of several that pick a layer, the first counts.
         backend: what runs the GEMMs. `"auto"` takes sparse tensor cores where a measurement of `hf-sparse24 tune` says
             that they are faster, and dense math on the pruned weights elsewhere; `"dense"` and `"cusparselt"` always
             take the one or the other.
@@ -82,6 +84,7 @@ class Sparse24Config(QuantizationConfigMixin):
         target_modules: str | list[str] = "mlp",
         exclude_modules: str | list[str] | None = None,
         layers_to_transform: int | list[int] | None = None,
+        layer_patterns: dict[str, str] | None = None,
         backend: str = "auto",
         dense_start: int | float | None = None,
         dense_tail: int | float | None = None,
@@ -90,6 +93,7 @@ class Sparse24Config(QuantizationConfigMixin):
         shared = {
             "method": plain(method),
             "pattern": plain(pattern),
+            "layer_patterns": copy.copy(layer_patterns),
             "target_modules": plain(target_modules),
             "exclude_modules": plain(exclude_modules),
             "layers_to_transform": plain(layers_to_transform),
@@ -291,11 +295,20 @@ def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[
 
 
 def _check_shared(
-    method: str, pattern: Any, target_modules: Any, exclude_modules: Any, layers_to_transform: Any, backend: Any
+    method: str,
+    pattern: Any,
+    layer_patterns: Any,
+    target_modules: Any,
+    exclude_modules: Any,
+    layers_to_transform: Any,
+    backend: Any,
 ) -> None:
-    if not isinstance(pattern, str):
-        raise ValueError(f"pattern={shown(pattern)}: must be 'N:M' with 0 < N < M, such as '2:4'")
-    Pattern.parse(pattern)
+    if layer_patterns is not None and not isinstance(layer_patterns, dict):
+        raise ValueError(f"layer_patterns={shown(layer_patterns)}: must be a dict such as {{'down_proj': '1:4'}}")
+    for names, other in (layer_patterns or {}).items():
+        check_module_names("layer_patterns", names)
+        _check_pattern(f"layer_patterns[{names!r}]", other)
+    _check_pattern("pattern", pattern)
     check_module_names("target_modules", target_modules)
     if exclude_modules is not None:
         check_module_names("exclude_modules", exclude_modules)
@@ -307,6 +320,12 @@ def _check_shared(
     wrong = one_of("auto", *backend_names())(backend)
     if wrong:
         raise ValueError(f"backend={shown(backend)}: {wrong}")
+
+
+def _check_pattern(field: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{field}={shown(value)}: must be 'N:M' with 0 < N < M, such as '2:4'")
+    Pattern.parse(value)
 
 
 def _is_index(value: Any) -> bool:

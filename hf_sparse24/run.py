@@ -48,6 +48,7 @@ class SparseRun:
     def _start(self, config: Sparse24Config) -> None:
         self.config = config
         self.method: SparseMethod = method_class(config.method)(config.settings, Pattern.parse(config.pattern))
+        self._others: dict[Pattern, SparseMethod] = {}
         self.controller: Controller | None = None
         self.open_step: object | None = None
         self.owners: WeakSet[nn.Module] = WeakSet()
@@ -112,6 +113,15 @@ class SparseRun:
         changed = self.config.replace(**settings)
         self.config.record(settings=changed.settings, _given=changed.given_settings())
         self.method = type(self.method)(changed.settings, self.method.pattern)
+        self._others = {}
+
+    def method_of(self, pattern: Pattern) -> SparseMethod:
+        """The method with the pattern of a layer; with the model's own it is `method`."""
+        if pattern == self.method.pattern:
+            return self.method
+        if pattern not in self._others:
+            self._others[pattern] = type(self.method)(self.method.settings, pattern)
+        return self._others[pattern]
 
     def expect_controller(self) -> None:
         """Say once that a model trains and nothing runs its sparsity."""

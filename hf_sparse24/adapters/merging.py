@@ -50,7 +50,7 @@ class Unmerged:
         if self.sparse is not None:
             layer.weight.data = self.sparse.pruned()
             (view,) = self.sparse.views()
-            self.sparse.set_state(self.sparse.run.method.state_of_pruned(view))  # prunes the weight to itself
+            self.sparse.set_state(self.sparse.method.state_of_pruned(view))  # prunes the weight to itself
             self.sparse.clear_encodings()
 
     @torch.no_grad()

@@ -143,11 +143,14 @@ def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[st
             f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. It was saved in a dense phase of "
             f"this training: **its weights are dense**."
         )
+    patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
     total = sum(parameter.numel() for parameter in model.parameters())
     zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(sparse_weights(model)).values())
     return (
         f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
-        f"along the input dimension of a sparse layer, {config.m - config.n} are zero. {zero / total:.1%} of all "
+        f"along the input dimension of a sparse layer, {config.m - config.n} are zero"
+        + (f" ({patterns})" if patterns else "")
+        + f". {zero / total:.1%} of all "
         f"{_number(total)} parameters are zero."
     )
 

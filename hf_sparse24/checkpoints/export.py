@@ -179,7 +179,8 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
             (new / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     finally:
         fields.update(hidden)
-    write_manifest(new, format, sparse, hashes, config.to_dict())
+    patterns = {name: str(w.pattern) for name, w in sparse_weights(model).items() if str(w.pattern) != config.pattern}
+    write_manifest(new, format, sparse, hashes, config.to_dict(), patterns)
 
 
 def _write_weights(

@@ -34,6 +34,7 @@ class Listing(NamedTuple):
         weights: the dimension of the groups, -1 or -2, by the name of the (dense) weight.
         files: sha256 of each safetensors file by name; empty where they were not recorded.
         pattern: of the groups.
+        patterns: those of the weights that have another, by name.
         method: the method that trained it, None where that is not known.
     """
 
@@ -42,6 +43,7 @@ class Listing(NamedTuple):
     weights: dict[str, int]
     files: dict[str, str]
     pattern: Pattern
+    patterns: dict[str, Pattern]
     method: str | None
 
 
@@ -125,15 +127,21 @@ def read_listing(directory: Path) -> Listing:
                 f"another model was saved over the export; remove {MANIFEST}"
             )
     if packed is not None:
-        return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, method)
+        return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, {}, method)
     raise ValueError(f"{directory} has no {MANIFEST}, which export_model writes and which lists its sparse weights")
 
 
 def write_manifest(
-    directory: Path, format: str, weights: Mapping[str, int], files: Mapping[str, str], config: Mapping[str, Any]
+    directory: Path,
+    format: str,
+    weights: Mapping[str, int],
+    files: Mapping[str, str],
+    config: Mapping[str, Any],
+    patterns: Mapping[str, str],
 ) -> None:
     """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict."""
     manifest = {"format": format, "weights": weights, "files": files, "config": config}
+    manifest |= {"patterns": patterns} if patterns else {}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
@@ -141,7 +149,9 @@ def _read_manifest(path: Path) -> Listing:
     values = read_json(path)
     try:
         format, weights, files, config = (values[key] for key in ("format", "weights", "files", "config"))
-        listing = Listing(format, MANIFEST, weights, files, Pattern.parse(config["pattern"]), config["method"])
+        patterns = {name: Pattern.parse(text) for name, text in values.get("patterns", {}).items()}
+        pattern = Pattern.parse(config["pattern"])
+        listing = Listing(format, MANIFEST, weights, files, pattern, patterns, config["method"])
         is_known = (
             format in ("dense", "packed")
             and set(weights.values()) <= {-1, -2}
@@ -166,11 +176,8 @@ def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> 
             yield Finding(name, 0, 0, "is missing")
     for name, dim in listing.weights.items():
         is_packed = listing.format == "packed" and name not in tensors
-        yield (
-            _verify_packed(tensors, name, listing.pattern)
-            if is_packed
-            else _verify_dense(tensors, name, dim, listing.pattern)
-        )
+        pattern = listing.patterns.get(name, listing.pattern)
+        yield _verify_packed(tensors, name, pattern) if is_packed else _verify_dense(tensors, name, dim, pattern)
 
 
 def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:

@@ -27,6 +27,7 @@ the Hub do with `use_kernels=True`, computes with the dense weights.
 from typing import Any
 
 import torch
+from sparse24_kernels import Pattern
 from torch import Tensor, nn
 
 from ..run import SparseRun
@@ -63,12 +64,14 @@ class SparseExperts(Made, SparseModule):
         return {name: _weight_property(name) for name in key}
 
     @classmethod
-    def from_dense(cls, module: nn.Module, name: str, input_dim: int, run: SparseRun) -> nn.Module:
+    def from_dense(
+        cls, module: nn.Module, name: str, input_dim: int, run: SparseRun, pattern: Pattern | None = None
+    ) -> nn.Module:
         """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow.
 
         State comes from the weight as it is; on the meta device it waits for a checkpoint. `input_dim` is -1 or -2.
         """
-        SparseWeight.attach(module, name, input_dim, run)
+        SparseWeight.attach(module, name, input_dim, run, pattern)
         if not isinstance(module, SparseExperts):
             module.__dict__.update(dense_class=type(module), pruned=[])
         names = tuple(module.__dict__["sparse24"])

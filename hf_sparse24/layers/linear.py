@@ -33,7 +33,7 @@ from typing import Any
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import GemmPlan
+from sparse24_kernels import GemmPlan, Pattern
 from sparse24_kernels.fp8 import fp8_simulate
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -132,7 +132,7 @@ class Sparse24Layer(SparseModule):
         raise TypeError(f"{type(self).__name__} is made from a dense layer: use patch_model or from_dense")
 
     @classmethod
-    def from_dense(cls, module: nn.Module, run: SparseRun) -> nn.Module:
+    def from_dense(cls, module: nn.Module, run: SparseRun, pattern: Pattern | None = None) -> nn.Module:
         """Turn `module` into a sparse layer in place: same object, same Parameters, same hooks.
 
         State comes from the weight as it is; on the meta device it waits for a checkpoint.
@@ -140,11 +140,12 @@ class Sparse24Layer(SparseModule):
         Args:
             module: a dense layer.
             run: that of the model, which `patch_model` makes.
+            pattern: N:M of this layer; None for that of the run.
 
         Returns:
             The same module.
         """
-        SparseWeight.attach(module, "weight", cls.input_dim, run)
+        SparseWeight.attach(module, "weight", cls.input_dim, run, pattern)
         module.__dict__["dense_class"] = type(module)
         module.__class__ = cls
         return module
@@ -175,7 +176,8 @@ class Sparse24Layer(SparseModule):
         if self.input_dim == -2:
             weight = weight.t()
         run, (out, inputs) = sparse.run, weight.shape
-        method, gemms = run.method, run.method.gemms
+        method = sparse.method
+        gemms = method.gemms
         tokens, backend = x.numel() // inputs, run.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
         wanted, input_plan, encode = [_operand(gemms.output, output_plan)], None, None

@@ -16,7 +16,7 @@ from typing import Any
 Check = Callable[[Any], str | None]
 """Says what a value must be, where it is not; None where it is."""
 
-SHARED = ("method", "pattern", "target_modules", "exclude_modules", "layers_to_transform", "backend")
+SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modules", "layers_to_transform", "backend")
 """The fields of a config that every method has; all others are settings of the method."""
 
 _OF_RUNS = ("phase", "finished", "packed", "pruning", "passed", "quant_method", "settings", "n", "m")

@@ -117,7 +117,8 @@ def check_packable(model: nn.Module) -> SparseRun:
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
     if not any(is_packable(weight) for weight in sparse_weights(model).values()):
         raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
-    check_within_24(str(run.method.pattern))
+    for weight in sparse_weights(model).values():
+        check_within_24(str(weight.pattern))
     return run
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sparse24_kernels import Pattern
 from torch import nn
 
 from ..config import Sparse24Config
@@ -40,6 +41,7 @@ class PatchReport(TableReport):
         skipped: name to reason, for every linear layer and stack of experts that stayed dense.
         rows: the same by groups of layers whose names differ only in numbers.
         patched_parameters: number of weights under an N:M pattern.
+        zero_parameters: number of those that are zero while the model is sparse.
         total_parameters: number of parameters of the whole model, shared ones once.
         is_pretrained: whether `from_pretrained` loaded dense weights, of which the method now drops a part.
     """
@@ -49,6 +51,7 @@ class PatchReport(TableReport):
     skipped: dict[str, str]
     rows: tuple[ReportRow, ...]
     patched_parameters: int
+    zero_parameters: int
     total_parameters: int
     is_pretrained: bool = False
     _columns = ("module group", "layers", "weights", "sparse")
@@ -56,7 +59,7 @@ class PatchReport(TableReport):
     @property
     def sparse_share(self) -> float:
         """Share of the model's parameters that are zero while it is sparse."""
-        return self.patched_parameters * (1 - self.config.n / self.config.m) / self.total_parameters
+        return self.zero_parameters / self.total_parameters
 
     def __repr__(self) -> str:
         return f"<PatchReport: {self._title()}>"
@@ -97,12 +100,15 @@ def make_report(
         groups.setdefault((group_name(candidate.name), candidate.skipped, candidate.note), []).append(candidate)
     rows = [ReportRow(name, len(group), _weights(group), *why) for (name, *why), group in groups.items()]
     patched = [candidate for candidate in candidates if candidate.skipped is None]
+    patterns = {id(c.weight): c.pattern or Pattern.parse(config.pattern) for c in patched}
+    sizes = {id(c.weight): c.weight.numel() for c in patched}
     return PatchReport(
         config=config,
         patched=tuple(candidate.name for candidate in patched),
         skipped={candidate.name: candidate.skipped for candidate in candidates if candidate.skipped is not None},
         rows=tuple(rows),
         patched_parameters=_weights(patched),
+        zero_parameters=sum(sizes[key] * (m - n) // m for key, (n, m) in patterns.items()),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         is_pretrained=is_pretrained,
     )

@@ -132,10 +132,10 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
         for target in targets:
             check_whole(target.name, target.weight)
             if target.is_stack:
-                SparseExperts.from_dense(target.module, target.parameter, target.input_dim, run)
+                SparseExperts.from_dense(target.module, target.parameter, target.input_dim, run, target.pattern)
             else:
                 layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
-                layer_class.from_dense(target.module, run)
+                layer_class.from_dense(target.module, run, target.pattern)
         _reject_doubled_parameters(sparse_weights(model))
         run.config.record(whole_names=any(target.against for target in targets))
         write_config(model, run)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
+from sparse24_kernels import Pattern
 from sparse24_kernels.checks import INPUTS as PRUNABLE
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -34,6 +35,7 @@ class Candidate(NamedTuple):
         parameter: the weight's name in `module`.
         note: how the method treats it differently from other layers, None if it does not.
         against: the rule that keeps it dense unless its whole name is in `target_modules`, None without one.
+        pattern: N:M of the layer, None for that of the model.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Candidate(NamedTuple):
     parameter: str = "weight"
     note: str | None = None
     against: str | None = None
+    pattern: Pattern | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -79,6 +82,10 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     excluded = _picked("exclude_modules", config.exclude_modules, places)
     named = ModuleNames("target_modules", config.target_modules).endings if config.whole_names else []
     blocks = _chosen_blocks(config.layers_to_transform, places)
+    patterns: dict[str, Pattern] = {}
+    for names, pattern in (config.layer_patterns or {}).items():
+        for name in _picked("layer_patterns", names, places):
+            patterns.setdefault(name, Pattern.parse(pattern))
     towers = _towers(model) if config.target_modules in TARGET_GROUPS else {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
@@ -102,7 +109,8 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
         tower = next((towers[id(around)] for _, around in place.path if id(around) in towers), None)
         if tower is not None:
             return f"in {tower}, which does not read text; only names and expressions in target_modules reach it"
-        return _cannot_be_sparse(place.path, place.parameter, run.method)
+        method = run.method_of(patterns.get(name, run.method.pattern))
+        return _cannot_be_sparse(place.path, place.parameter, method)
 
     found = []
     for name, place in places.items():
@@ -112,6 +120,10 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
         candidate = Candidate(name, place.path[-1][1], skipped, place.parameter, against=against)
         if candidate.skipped is None and candidate.is_stack:
             candidate = candidate._replace(note=gradient_note(run.method))
+        if candidate.skipped is None and name in patterns:
+            own = f"{patterns[name]}"
+            note = own if candidate.note is None else f"{own}, {candidate.note}"
+            candidate = candidate._replace(pattern=patterns[name], note=note)
         found.append(candidate)
     return _without_half_shared(model, found)
 

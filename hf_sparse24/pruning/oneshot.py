@@ -240,7 +240,8 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, options: _Options
     criterion, damping, values = options.criterion, options.damping, options.values
     format_version(values)
     if values == "int8":
-        check_within_24(config.pattern)
+        for pattern in (config.pattern, *(config.layer_patterns or {}).values()):
+            check_within_24(pattern)
     if criterion not in CRITERIA:
         raise ValueError(f"criterion={criterion!r}: must be one of {list(CRITERIA)}")
     if options.reconstruct not in RECONSTRUCTIONS:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import Pattern
 from torch import Tensor, nn
 
 from . import sharding
@@ -41,8 +42,8 @@ class SparseWeight(WeightState):
         rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws anew every time.
     """
 
-    def __init__(self, module: nn.Module, name: str, input_dim: int, run: WeightRun):
-        super().__init__(module, name, input_dim, run)
+    def __init__(self, module: nn.Module, name: str, input_dim: int, run: WeightRun, pattern: Pattern | None = None):
+        super().__init__(module, name, input_dim, run, pattern)
         self.rng_key: Tensor | None = None
         self.encodings = Encodings()
         self._checked: frozenset[str] = frozenset()  # the operands that were found to be N:M with this state

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
+from sparse24_kernels import Pattern
 from torch import Tensor, nn
 
 from . import sharding
@@ -20,22 +21,27 @@ class WeightState(WeightPlace):
 
     Attributes:
         run: shared by all weights of a model: the method, the phase, the open step.
+        pattern: N:M of this weight.
         state_names, parameter_names: of the method's buffers and Parameters beside this weight.
         state_is_ready: False for a weight that was patched on the meta device, until it has state.
     """
 
-    def __init__(self, module: nn.Module, name: str, input_dim: int, run: WeightRun):
+    def __init__(self, module: nn.Module, name: str, input_dim: int, run: WeightRun, pattern: Pattern | None = None):
         super().__init__(module, name, input_dim)
         self.run = run
+        self.pattern: Pattern = pattern or run.method.pattern
         self.state_names: tuple[str, ...] = ()
         self.parameter_names: tuple[str, ...] = ()
         self.state_is_ready = True
 
     @classmethod
-    def attach(cls, module: nn.Module, name: str, input_dim: int, run: WeightRun) -> Self:
-        """Put the Parameter `name` of `module` under a method: its state becomes buffers of the module, computed from
-        the weight as it is (on the meta device they wait for `init_state` or a checkpoint)."""
-        weight = cls(module, name, input_dim, run)
+    def attach(
+        cls, module: nn.Module, name: str, input_dim: int, run: WeightRun, pattern: Pattern | None = None
+    ) -> Self:
+        """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run: its state becomes
+        buffers of the module, computed from the weight as it is (on the meta device they wait for `init_state` or a
+        checkpoint)."""
+        weight = cls(module, name, input_dim, run, pattern)
         with torch.no_grad():
             state = weight._fresh_state()
             beside = weight._fresh_parameters(state)
@@ -71,8 +77,8 @@ class WeightState(WeightPlace):
 
     @property
     def method(self) -> Any:
-        """The method, with its settings as they are now."""
-        return self.run.method
+        """The method, with its settings as they are now and the pattern of this weight."""
+        return self.run.method_of(self.pattern)
 
     @property
     def state(self) -> dict[str, Tensor]:

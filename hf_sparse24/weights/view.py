@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple, Protocol
 
+from sparse24_kernels import Pattern
 from torch import Tensor
 
 
@@ -38,4 +39,5 @@ class WeightRun(Protocol):
     @property
     def progress(self) -> tuple[int, int]: ...
 
+    def method_of(self, pattern: Pattern) -> Any: ...
     def expect_controller(self) -> None: ...

@@ -1,0 +1,133 @@
+"""N:M by layer, and its choice from the zeros that a model has."""
+
+import pytest
+import torch
+import zoo
+from training_runs import arguments, dataset
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import (
+    Sparse24Config,
+    Sparse24Trainer,
+    choose_patterns,
+    export_model,
+    oneshot,
+    patch_model,
+    sparse_weights,
+    unpatch_model,
+)
+from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24_command import main
+
+LAYERS = {"down_proj": "1:4", "layers.0.mlp.up_proj": "2:8", "attention": "1:2"}
+EXPECTED = {"down_proj": (1, 4), "gate_proj": (2, 4), "q_proj": (1, 2)}
+
+
+@pytest.mark.parametrize("method", ["ste", "s-ste", "sr-ste", "t-sr-ste", "fixed-mask", "step"])
+def test_each_layer_has_its_pattern_in_training_and_on_disk(method, tmp_path):
+    config = Sparse24Config(method=method, target_modules="all-linear", layer_patterns=LAYERS, dense_tail=0)
+    if method == "step":
+        config = config.replace(switch_after=1, switch_by=2)
+    model = zoo.build("llama")
+    report = patch_model(model, config)
+    weights = sparse_weights(model)
+    zeros = sum(weight.parameter.numel() * (1 - weight.pattern.n / weight.pattern.m) for weight in weights.values())
+    assert report.zero_parameters == zeros and "yes; 1:4" in str(report)
+    args = arguments(tmp_path / "run", max_steps=4, learning_rate=1e-2)
+    Sparse24Trainer(model, args, train_dataset=dataset(), sparse24_config=config).train()
+    assert tuple(weights["model.layers.0.mlp.up_proj.weight"].pattern) == (2, 8)
+    assert tuple(weights["model.layers.1.mlp.up_proj.weight"].pattern) == (2, 4)
+    for name, weight in weights.items():
+        expected = EXPECTED.get(name.split(".")[-2], tuple(weight.pattern))
+        assert tuple(weight.pattern) == expected and is_nm_sparse(weight.pruned(), *expected)
+
+    batch, model = zoo.batch(0), model.eval()
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    assert {n: w.pattern for n, w in sparse_weights(loaded).items()} == {n: w.pattern for n, w in weights.items()}
+    for format in ("dense", "packed"):
+        export_model(model, tmp_path / format, format=format)
+        assert main(["verify", str(tmp_path / format)]) == 0
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / format).eval()
+        torch.testing.assert_close(exported(**batch).logits, model(**batch).logits)
+    unpatch_model(model)
+    assert is_nm_sparse(model.model.layers[0].mlp.down_proj.weight, 1, 4)
+
+
+def test_a_weight_that_is_not_of_its_own_pattern_is_found(tmp_path, capsys):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ste", layer_patterns={"down_proj": "1:4"}))
+    export_model(model, tmp_path)
+    manifest = (tmp_path / "sparse24.json").read_text()
+    (tmp_path / "sparse24.json").write_text(manifest.replace('"1:4"', '"1:8"'))
+    assert main(["verify", str(tmp_path)]) != 0
+    assert "is not 1:8 along dimension" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("layer_patterns", "message"),
+    [
+        ({"down_proj": "4:2"}, "must be|0 < N < M"),
+        ({"down_proj": 4}, r"layer_patterns\['down_proj'\]=4: must be 'N:M'"),
+        ({"": "1:4"}, "layer_patterns=''"),
+        (["1:4"], r"layer_patterns=\['1:4'\]: must be a dict"),
+        ({"donw_proj": "1:4"}, r"layer_patterns='donw_proj': no linear layer's name ends in"),
+    ],
+)
+def test_wrong_patterns(layer_patterns, message):
+    with pytest.raises(ValueError, match=message):
+        patch_model(zoo.build("llama"), Sparse24Config(layer_patterns=layer_patterns))
+
+
+def test_what_an_own_pattern_does_not_divide_stays_dense():
+    report = patch_model(zoo.build("llama", intermediate_size=72), Sparse24Config(layer_patterns={"down_proj": "1:16"}))
+    assert report.skipped["model.layers.0.mlp.down_proj"] == "input size 72 is not a multiple of 16"
+
+
+def with_zeros(shares: dict[str, float]):
+    model = zoo.build("llama")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            share = shares.get(name.rpartition(".")[2])
+            if share is not None:
+                module.weight *= torch.rand(module.weight.shape, generator=generator) >= share
+    return model
+
+
+def test_the_choice_follows_the_zeros_of_the_groups():
+    """By the binomial distribution, with 75 % zeros 2.7 % of groups of 8 have more than 4 non-zeros and 11.4 % more
+    than 3; with 55 % zeros, 1.8 % have more than 6 and 8.8 % more than 5."""
+    model = with_zeros({"up_proj": 0.75, "down_proj": 0.55, "q_proj": 0.05})
+    patterns = choose_patterns(model)
+    assert patterns == {
+        f"model.layers.{layer}.mlp.{name}": pattern
+        for layer in range(2)
+        for name, pattern in (("up_proj", "4:8"), ("down_proj", "6:8"))
+    }
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    assert choose_patterns(model)["model.layers.0.mlp.up_proj"] == "1:8"
+
+
+def test_oneshot_makes_an_unstructured_model_n_m_by_layer():
+    model = with_zeros({"up_proj": 0.75, "down_proj": 0.55})
+    patterns = choose_patterns(model)
+    config = Sparse24Config(method="fixed-mask", layer_patterns=patterns, target_modules=list(patterns))
+    oneshot(model, [zoo.batch(i) for i in range(4)], config, criterion="existing", reconstruct="layer")
+    for name, pattern in patterns.items():
+        assert is_nm_sparse(model.get_submodule(name).weight, *map(int, pattern.split(":")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"m": 1}, "m=1: must be"),
+        ({"confidence": 2}, "confidence=2: must be"),
+        ({}, "no targeted layer has a zero"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        choose_patterns(zoo.build("llama"), **arguments)
