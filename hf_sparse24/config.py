@@ -31,8 +31,8 @@ class Sparse24Config(QuantizationConfigMixin):
     Args:
         method: the name of a registered method: `"s-ste"` (the default), `"t-sr-ste"`, `"sr-ste"`, `"step"`,
             `"fixed-mask"`, `"ste"`, or one of your own (`register_method`). `METHODS` has them all.
-        pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Only `"2:4"` has
-            hardware.
+        pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Sparse tensor cores and
+            packed weights take `"2:4"` and what is within it: one of any M, two of a multiple of four.
         target_modules: `"mlp"`, `"attention"` or `"all-linear"`; the end of a module's name, such as `"up_proj"` or
             `"mlp.up_proj"`, or a list of these; or a regular expression of Python's `re` that must match a module's
             whole name, which is what every string is taken for that could not be a name. What matches no linear layer

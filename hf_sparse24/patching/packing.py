@@ -124,8 +124,7 @@ def check_packable(model: nn.Module) -> SparseRun:
 
 def check_within_24(pattern: str) -> None:
     """Raise ValueError where what has a pattern need not be 2:4."""
-    n, m = Pattern.parse(pattern)
-    if not ((n <= 2 and m % 4 == 0) or (n, m) == (1, 2)):
+    if not Pattern.parse(pattern).is_within_24:
         raise ValueError(f"pattern={pattern!r}: packed weights are 2:4; export with format='dense'")
 
 

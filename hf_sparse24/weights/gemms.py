@@ -14,7 +14,7 @@ from sparse24_kernels.gemm.backend import DENSE
 from torch import Tensor
 
 HARDWARE_PATTERN = Pattern(2, 4)
-"""The one pattern that sparse tensor cores multiply."""
+"""What sparse tensor cores multiply, and with it every pattern that is within it (`Pattern.is_within_24`)."""
 
 PRUNED, GRAD_INPUT = "pruned", "grad_input"
 """Names of weight operands: what `SparseMethod.prune` gives, and what `prune_grad_input` does where a method has it."""
@@ -73,11 +73,11 @@ class Gemm:
             return "the method has no sparse operand in it"
         if self.precision != "native":
             return "FP8 is simulated in dense math"
-        if self.pattern != HARDWARE_PATTERN:
-            return f"sparse tensor cores multiply {HARDWARE_PATTERN}, not {self.pattern}"
+        if not self.pattern.is_within_24:
+            return f"sparse tensor cores multiply {HARDWARE_PATTERN}, which {self.pattern} is not within"
         if self.sparse != ("grad" if self.name == "grad_weight" else "weight"):
             return f"no kernel takes a sparse {self.sparse} in the {self.name} GEMM"
-        if self.sparse == "grad" and self.estimator not in ("mvue", "mvue-approx"):
+        if self.sparse == "grad" and not self.estimator.startswith("mvue"):
             return f"no kernel compresses a gradient by estimator={self.estimator!r}"
         return None
 
@@ -134,8 +134,9 @@ class Gemm:
 
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
+        n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
         compressed = kernels.mvue(
-            operand, dim=dim, estimator=self._mvue_estimator, key=key, form="compressed", compression=plan.compression
+            operand, n, m, dim, self._mvue_estimator, key=key, form="compressed", compression=plan.compression
         )
         return cast(Tensor, compressed)
 

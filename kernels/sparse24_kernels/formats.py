@@ -48,6 +48,15 @@ class Pattern(NamedTuple):
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
 
+    @property
+    def is_within_24(self) -> bool:
+        """Whether whatever has this pattern is 2:4: one of any M, or two of a multiple of four.
+
+        Sparse tensor cores multiply it, and the packed form holds it: of every four elements, wherever the groups of M
+        begin, at most two are not zero.
+        """
+        return self.n == 1 or (self.n == 2 and self.m % 4 == 0)
+
 
 class Packed(NamedTuple):
     """A 2:4 matrix `[R, K]`, or a stack of them, without its zeros: 9/16 of the bytes in bf16, 5/16 with int8 values.

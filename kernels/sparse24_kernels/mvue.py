@@ -40,7 +40,7 @@ def mvue(
         key: int64 scalar tensor (or an int) that determines the draw, on every device alike: the random numbers are
             Philox 4x32-7 of the key and the position in `x`. Overrides `generator`. If both are None, the key is drawn
             from torch's global generator.
-        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order; for 2:4 also `"packed"` or
+        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order, and `"packed"` or
             `"compressed"`, with rows that run along `dim`, as in `prune_forms`.
         compression: for the form `"compressed"`, that of the plan of its GEMM; None as for `prune_forms`.
 
@@ -77,8 +77,8 @@ def mvue(
     check_one_of(FORMS, form=form)
     if form != "dense" and x.dim() != 2:
         raise ValueError(f"mvue: form={form!r} needs a matrix, got shape {tuple(x.shape)}")
-    if form in ("packed", "compressed") and ((n, m) != (2, 4) or x.shape[dim] % 8):
-        raise ValueError(f"mvue: only 2:4 is {form}, and a multiple of 8 along dim, got {n}:{m} and {x.shape[dim]}")
+    if form in ("packed", "compressed") and x.shape[dim] % 8:
+        raise ValueError(f"mvue: form={form!r} needs a multiple of 8 along dim={dim}, got {x.shape[dim]}")
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
     key = _key(key, generator, x.device).to(x.device)
     columns, layout = 0, -1

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from . import reference
 from .checks import (
     check_device,
     check_dim,
@@ -19,7 +20,7 @@ from .checks import (
     check_scalar,
 )
 from .dispatch import implementation
-from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
+from .formats import Compression, Packed, Pattern, empty_compressed, empty_packed, unpadded_columns
 from .gemm import cusparselt
 from .gemm.backend import encode_dense
 from .gemm.layout import layout_of
@@ -133,11 +134,12 @@ def prune_forms(
               multiples of 16, on a device that runs sparse GEMMs. Of other backends, those that store one tensor.
 
             Both need 2:4 groups in their direction: `dim` for magnitude and soft threshold, and a mask that keeps at
-            most two of every four (of more, the last two are stored). They do not have what the rule drops, not even
-            NaN. Packed and compressed exclude each other in one direction.
+            most two of every four (of more, the last two are stored; where it keeps fewer, zeros fill the places). They
+            do not have what the rule drops besides these two, not even NaN. Packed and compressed exclude each other
+            in one direction.
         rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
-        n: entries to keep of each group, 0 < n < m; 2 for packed and compressed forms.
-        m: size of a group; 4 for packed and compressed forms.
+        n: entries to keep of each group, 0 < n < m.
+        m: size of a group. Packed and compressed forms take 2:4 and what is within it (`Pattern.is_within_24`).
         dim: the dimension that groups run along, for magnitude and soft threshold.
         mask: of the rule `"mask"`, as for `apply_mask`.
         scale: of the rule `"soft-threshold"`, as there.
@@ -162,6 +164,7 @@ def prune_forms(
     check_floating("prune_forms", weight=weight)
     check_matrix("prune_forms", weight=weight)
     check_one_of(RULES, rule=rule)
+    check_pattern("prune_forms", n, m)
     if not isinstance(forms, (list, tuple)) or not forms or any(forms.count(form) > 1 for form in forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
     if compressions is not None and not isinstance(compressions, Mapping):
@@ -178,8 +181,8 @@ def prune_forms(
         compression = compressions.get(form) if compressions and form in COMPRESSED else None
         is_foreign = isinstance(compression, Compression) and compression.backend != "cusparselt"
         check_groups(f"prune_forms: {form}", weight, 4 if is_foreign else 8, along)
-        if (n, m) != (2, 4):
-            raise ValueError(f"form={form!r} is for 2:4, not {n}:{m}")
+        if not Pattern(n, m).is_within_24:
+            raise ValueError(f"form={form!r} is for 2:4 and patterns within it, not {n}:{m}")
         if rule != "mask" and along != check_dim("prune_forms", weight, dim):
             raise ValueError(f"form={form!r} needs groups along dimension {along}, and {rule!r} has dim={dim}")
         if taken.setdefault(along, form) != form:
@@ -250,8 +253,15 @@ def _prune(
     compressions: Sequence[int],
 ) -> list[Tensor]:
     """The tensors of all forms in order; `compressions` has columns and layout number of each compressed one."""
-    has_kernels = (rule == "mask" or (n, m) == (2, 4)) and dtype.itemsize > 1
-    prune = implementation("prune.prune", weight, has_kernels)
+    if rule != "mask" and (n, m) != (2, 4):
+        # The kernels choose two of four alone. Any other pattern is a mask to them, which has every form.
+        if rule == "magnitude":
+            mask = reference.masks.nm_mask(weight, n, m, dim, packed=False)
+        else:
+            weight, scale = reference.prune.soft_threshold(weight, n, m, dim, scale), None
+            mask = weight != 0
+        rule = "mask"
+    prune = implementation("prune.prune", weight, has_kernels=dtype.itemsize > 1)
     wanted = forms.split(",")  # an operator's schema has no list of strings
     stored = _compression_of(wanted, compressions)
     layouts = {}

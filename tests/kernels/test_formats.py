@@ -1,5 +1,7 @@
 """Patterns, and the sizes of what is stored."""
 
+import math
+
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -13,6 +15,20 @@ def test_a_pattern_is_read_and_written():
         with pytest.raises(ValueError) as caught:
             Pattern.parse(wrong)
         assert str(caught.value) == f"pattern={wrong!r}: must be 'N:M' with 0 < N < M, such as '2:4'"
+
+
+def most_in_four(n: int, m: int) -> int:
+    """How many of any aligned four elements an N:M mask can keep."""
+    period = math.lcm(4, m)
+    fours = [[element // m for element in range(start, start + 4)] for start in range(0, period, 4)]
+    return max(sum(min(n, four.count(group)) for group in set(four)) for four in fours)
+
+
+def test_patterns_within_24_keep_two_of_four_at_most():
+    within = {(n, m) for m in range(2, 33) for n in range(1, m) if Pattern(n, m).is_within_24}
+    assert within == {(n, m) for m in range(2, 33) for n in range(1, m) if most_in_four(n, m) <= 2}
+    assert {(1, 2), (1, 4), (1, 8), (1, 16), (2, 4), (2, 8)} <= within
+    assert not {(4, 8), (3, 4), (2, 6), (2, 3), (3, 6)} & within
 
 
 def test_sizes_are_those_of_results():

@@ -1,11 +1,14 @@
 """The library's layout, determined by experiment on stand-ins that lay matrices out in different ways."""
 
 from contextlib import nullcontext
+from importlib import import_module
+from itertools import product
 
 import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import gpu, reference
 from sparse24_kernels.formats import Compression, Layout
 from sparse24_kernels.gemm import layout
 
@@ -74,6 +77,34 @@ def test_pruning_writes_what_the_library_would(library, order):
     full = torch.randn(64, 128).bfloat16()
     (compressed,) = kernels.prune_forms(full, ["compressed"], compressions=compressions)
     assert torch.equal(compressed.view(torch.int16), compressed_by_library(kernels.nm_prune(full)).view(torch.int16))
+
+
+@pytest.mark.parametrize("package", [reference, gpu], ids=["reference", "triton"])
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (1, 8), (1, 16), (2, 8)])
+def test_patterns_within_24_are_compressed(library, monkeypatch, package, n, m):
+    """Along the rows and along the columns, by the kernels and by the library: what dense math multiplies by."""
+    stand_in, compressions = library(cslt.hopper)
+    for name in ("prune", "mvue"):
+        function = getattr(getattr(package, name), name)
+        module = import_module(f"sparse24_kernels.{name}")
+        monkeypatch.setattr(module, "implementation", lambda *_, found=function, **__: found)
+    weight = weight_and_mask()[0].bfloat16()
+    operands = []
+    for dim, form in ((1, "compressed"), (0, "compressed-transposed")):
+        of_form = {"compressions": {form: compressions[form]}}
+        for rule, stored in product(("magnitude", "soft-threshold", "mask"), (of_form, {})):
+            mask = kernels.nm_mask(weight, n, m, dim) if rule == "mask" else None
+            operands.append(kernels.prune_forms(weight, ["dense", form], rule, n, m, dim, mask=mask, **stored))
+        if (n, m) == (1, 2):
+            settings = {"form": "compressed", "compression": compressions[form]}
+            estimates = [kernels.mvue(weight, 1, 2, dim, key=3, **some) for some in ({}, settings)]
+            operands.append(estimates)
+    assert stand_in.compressed == 6  # without a layout
+    for i, (dense, compressed) in enumerate(operands):
+        matrix = dense if i < len(operands) // 2 else dense.t()
+        x = torch.randn(16, matrix.shape[1]).bfloat16()
+        result = kernels.sparse_linear(x, compressed, plan=cslt.sparse_plan(matrix.shape[1]))
+        assert torch.equal(result, torch.nn.functional.linear(x, matrix)) and matrix.any()
 
 
 def values_by_columns(flat, m, k):
@@ -265,7 +296,7 @@ def test_random_numbers_are_left_alone(monkeypatch):
         ((64, 40), {}, "multiples of 16, not 64 x 40"),
         ((64, 64), {"dtype": torch.float32}, "the sparse GEMMs run in bf16 and fp16, not torch.float32"),
         ((64, 64), {"dim": 0}, "needs groups along dimension 1, and 'magnitude' has dim=0"),
-        ((64, 64), {"n": 1}, "is for 2:4, not 1:4"),
+        ((64, 64), {"n": 3}, "is for 2:4 and patterns within it, not 3:4"),
         ((64, 64), {"forms": ["compressed", "packed"]}, "'compressed' and 'packed' do not go together"),
     ],
 )

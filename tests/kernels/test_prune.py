@@ -174,6 +174,53 @@ def test_what_is_packed(mask, stored):
     assert kernels.unpack_nm(packed).tolist() == [expected.tolist()]
 
 
+WITHIN_24 = [(1, 2), (1, 3), (1, 4), (1, 8), (1, 16), (2, 8), (2, 12)]
+"""Patterns other than 2:4 whose matrices are 2:4."""
+
+
+def with_zeros(rows: int = 48, columns: int = 96) -> torch.Tensor:
+    """A bf16 matrix with groups of fewer non-zeros than a pattern keeps, of +0.0 and of -0.0, and ties."""
+    weight = torch.randn(rows, columns)
+    weight[3], weight[:, :4], weight[5, 16:32], weight[6] = 0.0, 0.0, -0.0, weight[6].sign()
+    return weight.bfloat16()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("n", "m"), WITHIN_24)
+def test_patterns_within_24_are_packed(n, m, dim):
+    weight, scale = with_zeros(), torch.tensor(1.5)
+    for rule, dense, arguments in (
+        ("magnitude", kernels.nm_prune(weight, n, m, dim), {}),
+        ("soft-threshold", kernels.soft_threshold(weight, n, m, dim, scale), {"scale": scale}),
+        ("mask", kernels.nm_prune(weight, n, m, dim), {"mask": kernels.nm_mask(weight, n, m, dim, packed=True)}),
+    ):
+        form = "packed" if dim else "packed-transposed"
+        found, transposed, packed = kernels.prune_forms(
+            weight, ["dense", "transposed", form], rule, n, m, dim, **arguments
+        )
+        assert torch.equal(found, dense) and torch.equal(transposed, dense.t()) and is_nm_sparse(found, n, m, dim)
+        assert torch.equal(kernels.unpack_nm(packed), dense if dim else dense.t())
+        zeros = [x[x == 0] for x in (found, packed.values)]
+        assert not torch.signbit(torch.cat(zeros)).any()
+        for nibbles in (packed.indices & 15, packed.indices >> 4):
+            assert ((nibbles & 3) < (nibbles >> 2)).all()
+    if dim:
+        again = kernels.pack_nm(dense)
+        assert torch.equal(kernels.unpack_nm(again), dense)
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 4), (2, 6), (3, 8)])
+def test_other_patterns_have_no_packed_form(n, m):
+    weight = torch.randn(16, 24)
+    for form in ("packed", "compressed"):
+        with pytest.raises(ValueError, match=f"form='{form}' is for 2:4 and patterns within it, not {n}:{m}"):
+            kernels.prune_forms(weight, [form], n=n, m=m)
+    (dense,) = kernels.prune_forms(weight, ["dense"], n=n, m=m)
+    assert is_nm_sparse(dense, n, m)
+    with pytest.raises(ValueError, match="an n:m pattern keeps n of m with 0 < n < m, got 4:4"):
+        kernels.prune_forms(weight, ["packed"], n=4)
+
+
 def test_what_is_kept_is_packed_even_beside_inf():
     row = torch.tensor([[INF, INF, NAN, 1.0, 1, 2, 3, 4]])
     unpacked = kernels.unpack_nm(kernels.pack_nm(row))

@@ -30,11 +30,11 @@ class Mlp(nn.Module):
         return self.layers[1](self.layers[0](x).relu())
 
 
-def model_of(method: str, backend: str = "auto") -> nn.Module:
+def model_of(method: str, backend: str = "auto", **settings: Any) -> nn.Module:
     """A sparse `Mlp` in bf16, always with the same weights."""
     torch.manual_seed(0)
     model = Mlp().bfloat16()
-    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", backend=backend))
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", backend=backend, **settings))
     return model
 
 

@@ -2,6 +2,7 @@
 
 import runpy
 from collections import Counter
+from itertools import product
 
 import pytest
 import ranks
@@ -104,6 +105,19 @@ def test_sparse_gemms_and_what_pruning_moves():
     assert layer(again, 8192, 2048).flops == found.flops * 3 / 2 and again.pruning == plan.pruning
     few = plan_step(patched("s-ste"), Setting(1, 8))  # rows that grad_weight cannot contract over
     assert layer(few, 8192, 2048).sparse == ("output",)
+
+
+def test_patterns_within_24_are_planned_as_sparse():
+    found = {}
+    for pattern, method in product(("1:2", "1:16", "2:8", "4:8", "3:4"), ("s-ste", "t-sr-ste")):
+        model = llama()
+        patch_model(model, Sparse24Config(method=method, pattern=pattern, weight_grad="mvue-1:2"))
+        found[pattern, method] = layer(plan_step(model, Setting(1, 8192)), 8192, 2048).sparse
+    for pattern in ("1:2", "1:16", "2:8"):
+        assert found[pattern, "s-ste"] == ("output", "grad_weight")
+        assert found[pattern, "t-sr-ste"] == ("output", "grad_input", "grad_weight")
+    for pattern in ("4:8", "3:4"):
+        assert found[pattern, "s-ste"] == found[pattern, "t-sr-ste"] == ("grad_weight",)
 
 
 def test_masked_decay_refreshes_and_passes_cost_what_they_move():

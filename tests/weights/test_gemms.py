@@ -27,15 +27,23 @@ ESTIMATORS = ("none", "magnitude", "mvue", "mvue-approx", "mvue-1:2")
 @pytest.mark.parametrize("name", ["output", "grad_input", "grad_weight"])
 @pytest.mark.parametrize("sparse", [None, "weight", "input", "grad"])
 def test_only_gemms_that_a_kernel_computes_have_a_problem(name, sparse):
-    """A sparse weight in the first two, a gradient drawn by 2:4 MVUE in the third; everything else is dense math."""
+    """A sparse weight in the first two, a gradient drawn by MVUE in the third; everything else is dense math."""
     for estimator in ESTIMATORS:
         gemm = Gemm(name, sparse, estimator=estimator)
-        drawn = name == "grad_weight" and sparse == "grad" and estimator in ("mvue", "mvue-approx")
+        drawn = name == "grad_weight" and sparse == "grad" and estimator.startswith("mvue")
         runs = drawn or (name != "grad_weight" and sparse == "weight")
         assert (gemm.unsupported() is None) == runs, gemm
         assert (gemm.problem(32, 48, 32, torch.bfloat16) is not None) == runs
     with pytest.raises(ValueError, match="estimator='best': must be one of"):
         Gemm(name, sparse, estimator="best")
+
+
+@pytest.mark.parametrize("pattern", ["4:8", "3:4", "2:6"])
+def test_patterns_that_are_not_within_24_are_dense_math(pattern):
+    reason = f"sparse tensor cores multiply 2:4, which {pattern} is not within"
+    gemm = Gemm("output", "weight", pattern=kernels.Pattern.parse(pattern))
+    plan = gemm.plan(32, 48, 24, torch.bfloat16, CPU, "auto")
+    assert gemm.unsupported() == plan.reason == reason and not plan.is_sparse
 
 
 def fix_draws(*models: nn.Module) -> None:
@@ -69,6 +77,27 @@ def test_training_by_sparse_gemms_equals_dense_math(stand_in, method, tokens):  
     assert ((48, 16, True) in by_shape) == (method == "t-sr-ste")  # grad_input of the second layer
     assert (32, 48, True) not in by_shape  # nobody asks for that of the first
     assert any(not transposed for *_, transposed in by_shape) == (method != "ste" and tokens == 32)  # grad_weight
+
+
+@pytest.mark.parametrize("known_layout", [False, True])
+@pytest.mark.parametrize("pattern", ["1:2", "1:4", "1:8", "1:16", "2:8"])
+@pytest.mark.parametrize("method", SOME)
+def test_patterns_within_24_run_on_sparse_tensor_cores(request, method, pattern, known_layout):
+    """With gradients by 1:2 MVUE, training by sparse GEMMs equals dense math, bit for bit."""
+    library = request.getfixturevalue("stand_in" if known_layout else "counting_stand_in")
+    settings = {"pattern": pattern, "weight_grad": "mvue-1:2"}
+    settings |= {"mask_solver": "greedy"} if method == "t-sr-ste" else {}
+    sparse, dense = model_of(method, **settings), model_of(method, "dense", **settings)
+    for gemm in sparse_run(sparse).method.gemms:
+        plan = gemm.plan(32, 48, 32, torch.bfloat16, CPU, "auto")
+        assert plan.is_sparse == (gemm.name != "grad_input" or method == "t-sr-ste"), plan.reason
+    for ours, theirs in zip(train(sparse), train(dense), strict=True):
+        assert torch.equal(ours, theirs)
+    by_shape = {(m, k, transposed) for m, _, k, _, transposed in library.gemms}
+    assert {(48, 32, True), (16, 48, True), (48, 32, False), (16, 32, False)} <= by_shape  # output and grad_weight
+    assert ((48, 16, True) in by_shape) == (method == "t-sr-ste")  # grad_input of the second layer
+    for weight in sparse_weights(sparse).values():
+        assert is_nm_sparse(weight.pruned(), *weight.method.pattern)
 
 
 @pytest.mark.parametrize("method", SOME)

@@ -90,6 +90,8 @@ def _mvue_kernel(
             y0, y1 = pick_one(x0, x1, join4(u0, u1, u2, u3))
             u0, u1, u2, u3 = _uniform(seed, four, row // 2 + 1, 0, ROUNDS)
             y2, y3 = pick_one(x2, x3, join4(u0, u1, u2, u3))
+            if PACKED:
+                group = pack4(y0, y1, y2, y3, y1, y2, y3)
         else:
             u0, u1, u2, u3 = _uniform(seed, four, row // 4, 0, ROUNDS)
             u = join4(u0, u1, u2, u3)
@@ -137,7 +139,10 @@ def _estimate_row(x, u, v, KIND: tl.constexpr, PACKED: tl.constexpr):
         first, second = tl.split(u.reshape(x0.shape[0], x0.shape[1], 2))
         y0, y1 = pick_one(x0, x1, first)
         y2, y3 = pick_one(x2, x3, second)
-        return join4(y0, y1, y2, y3)
+        if PACKED:
+            return pack4(y0, y1, y2, y3, y1, y2, y3)
+        else:
+            return join4(y0, y1, y2, y3)
     elif PACKED:
         return _estimate_group(x0, x1, x2, x3, u, v, KIND, PACKED)
     else:

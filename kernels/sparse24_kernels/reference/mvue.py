@@ -39,7 +39,6 @@ def mvue(
         return [estimate.narrow(dim, 0, size).contiguous()]
     if form == "transposed":
         return [estimate.narrow(dim, 0, size).t().contiguous()]
-    assert stored is not None  # 1:2 has no packed form, which `mvue` of the public functions checks
     stored = stored.bool()
     values, indices = pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
     return [values, indices] if layout is None else [compress(values, indices, layout)]
@@ -90,7 +89,7 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return estimate.reshape(x.shape).to(x.dtype), picked.reshape(x.shape)
 
 
-def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, None]:
+def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Exact 1:2 MVUE: keep x_i with probability |x_i| / (|x_0| + |x_1|), as sign(x_i) * (|x_0| + |x_1|)."""
     values, member = groups(wide(x), 2, dim), member_dim(dim)
     a0, a1 = values.abs().unbind(member)
@@ -99,7 +98,7 @@ def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, None]:
     # `logical_and` keeps a zero from being picked where uniform * total rounds up to a0.
     kept = torch.stack([first.logical_and(a0), (~first).logical_and(a1)], member)
     estimate = total.unsqueeze(member).expand_as(values).copysign(values).mul_(kept).add_(0.0)
-    return estimate.reshape(x.shape).to(x.dtype), None
+    return estimate.reshape(x.shape).to(x.dtype), (estimate != 0).reshape(x.shape)
 
 
 def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +138,7 @@ def _draw(weights: Sequence[Tensor], uniform: Tensor) -> Tensor:
 
 
 # Each returns the estimate, and which elements a packed form stores (at most two of every four).
-_ESTIMATORS: dict[tuple[int, int, str], Callable[..., tuple[Tensor, Tensor | None]]] = {
+_ESTIMATORS: dict[tuple[int, int, str], Callable[..., tuple[Tensor, Tensor]]] = {
     (2, 4, "exact"): _mvue_24,
     (2, 4, "approx"): _mvue_24_approx,
     (1, 2, "exact"): _mvue_12,

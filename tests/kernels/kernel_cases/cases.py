@@ -86,13 +86,14 @@ def _mvue_rows() -> Iterator[tuple]:
     shapes = sized(((1, 8), (5, 7), (63, 65), (70, 130), (2, 3), (0, 4), (4, 0)))
     for of, kind, dim, form in product(shapes, MVUE_KINDS, (0, 1), ("dense", "transposed")):
         yield *of, "random", -(2**62) + 12345, *kind, dim, form
-    for shape, kind, dim in product(((8, 16), (72, 136)), MVUE_KINDS[:2], (0, 1)):
+    for shape, kind, dim in product(((8, 16), (72, 136)), MVUE_KINDS, (0, 1)):
         yield shape, FP32, "ties", 7, *kind, dim, "packed"
     for dtype in (FP32, BF16):
-        yield from (((624, 64), dtype, "special", 3, *MVUE_KINDS[0], dim, "packed") for dim in (0, 1))
+        for kind, dim in product((MVUE_KINDS[0], MVUE_KINDS[2]), (0, 1)):
+            yield (624, 64), dtype, "special", 3, *kind, dim, "packed"
         yield from ((ALL_SPECIAL, dtype, "special", 3, *kind, 1, "dense") for kind in MVUE_KINDS)
     yield (2, 7, 12), FP32, "random", 5, *MVUE_KINDS[0], 1, "dense"
-    for (shape, _, out, dim), kind in product(COMPRESSIBLE, MVUE_KINDS[:2]):
+    for (shape, _, out, dim), kind in product(COMPRESSIBLE, MVUE_KINDS):
         yield shape, out, "random", 7, *kind, dim, "compressed"
 
 
