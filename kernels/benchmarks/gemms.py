@@ -7,11 +7,12 @@ in the operands' dtype is. Every algorithm is checked so before it is timed, at 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
-from kernel_cases import BF16, assert_same_bits, draw
+from kernel_cases import BF16, FP16, assert_same_bits, draw
 from sparse24_kernels import GemmPlan, GemmProblem, linear_problem, mm_problem
 from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.gemm.problem import Algorithm
@@ -31,6 +32,45 @@ ATTENTION |= {"Llama 1B key": (512, 2048), "GPT-2 774M qkv": (3840, 1280), "GPT-
 ATTENTION |= {"Llama 13B query": (5120, 5120)}
 """Out and in of each layer."""
 
+LENGTH = 2048
+"""Tokens of a sequence at the published sizes."""
+
+
+class Published(NamedTuple):
+    """A GPT-2 layer that was timed elsewhere: so many sequences, heads and features; and how many times faster than
+    dense its FFN (hidden to 4 hidden) and its whole transformer block were, None where it did not fit the GPU."""
+
+    sequences: int
+    heads: int
+    hidden: int
+    ffn: float
+    block: float | None
+
+
+PUBLISHED = [
+    Published(64, 12, 768, 1.28, 1.08),
+    Published(16, 12, 768, 1.42, 1.15),
+    Published(4, 12, 768, 1.54, 1.18),
+    Published(64, 16, 1024, 1.35, 1.12),
+    Published(16, 16, 1024, 1.41, 1.16),
+    Published(4, 16, 1024, 1.48, 1.19),
+    Published(64, 32, 2048, 1.53, 1.21),
+    Published(16, 32, 2048, 1.57, 1.23),
+    Published(4, 32, 2048, 1.60, 1.26),
+    Published(32, 32, 2560, 1.59, 1.25),
+    Published(4, 32, 2560, 1.62, 1.26),
+    Published(32, 32, 4096, 1.60, 1.28),
+    Published(8, 32, 4096, 1.60, 1.28),
+    Published(16, 40, 5120, 1.62, 1.30),
+    Published(4, 40, 5120, 1.61, 1.29),
+    Published(8, 56, 7168, 1.63, 1.31),
+    Published(4, 72, 9216, 1.62, 1.31),
+    Published(1, 96, 12288, 1.54, None),
+]
+"""T-SR-STE on an RTX 3090 in fp16 (Hu et al. 2024, arXiv 2404.01847): medians of the authors' raw logs, branch `bak` of
+github.com/thu-ml/2by4-pretrain-acc-examples. Forward and backward with MVUE; without pruning and compressing weights,
+mask search, masked decay and the optimizer."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -42,23 +82,38 @@ class Layer:
     tokens: int
     gemm: str = ""
     training: bool = True
+    dtype: torch.dtype = BF16
     bias = property(lambda self: self.name.startswith("GPT-2"))
 
     def __str__(self) -> str:
-        text = f"{self.name} {self.out}x{self.inputs}, {self.tokens} tokens"
+        text = f"{self.name} {self.out}x{self.inputs}, {self.tokens} tokens{', fp16' if self.dtype == FP16 else ''}"
         return text + (f": {self.gemm}" if self.gemm else "" if self.training else ", forward")
 
-    def problems(self, dtype: torch.dtype = BF16) -> dict[str, GemmProblem]:
+    def problems(self) -> dict[str, GemmProblem]:
         return {
-            "output": linear_problem(self.tokens, self.out, self.inputs, dtype),
-            "grad_input": linear_problem(self.tokens, self.inputs, self.out, dtype),
-            "grad_weight": mm_problem(self.out, self.inputs, self.tokens, dtype),
+            "output": linear_problem(self.tokens, self.out, self.inputs, self.dtype),
+            "grad_input": linear_problem(self.tokens, self.inputs, self.out, self.dtype),
+            "grad_weight": mm_problem(self.out, self.inputs, self.tokens, self.dtype),
         }
+
+    def pair(self) -> list["Layer"]:
+        """The two linear layers of an MLP, or of a block's MLP, that this names."""
+        down = replace(self, name=f"{self.name} down", out=self.inputs, inputs=self.out)
+        return [replace(self, name=f"{self.name} up"), down]
 
 
 def mlp(model: str, tokens: int) -> list[Layer]:
     hidden, inner = MODELS[model]
-    return [Layer(f"{model} MLP up", inner, hidden, tokens), Layer(f"{model} MLP down", hidden, inner, tokens)]
+    return Layer(f"{model} MLP", inner, hidden, tokens).pair()
+
+
+def published(part: str) -> dict[Layer, Published]:
+    """The published sizes as layers that `part` names, in fp16, as they were timed, and in bf16."""
+    sizes = product((FP16, BF16), PUBLISHED)
+    return {
+        Layer(f"GPT-2 {part}", 4 * size.hidden, size.hidden, size.sequences * LENGTH, dtype=dtype): size
+        for dtype, size in sizes
+    }
 
 
 def layers() -> list[Layer]:
@@ -73,8 +128,8 @@ def layers() -> list[Layer]:
 class Operands:
     """One GEMM: `a` `[m, k]`, which becomes sparse, and `b`, dense; with the ways to multiply them."""
 
-    def __init__(self, layer: Layer, name: str, device: torch.device, dtype=BF16, seed: int = 0, zeros: int = 0):
-        self.name, make = name, partial(draw, device, dtype=dtype)
+    def __init__(self, layer: Layer, name: str, device: torch.device, seed: int = 0, zeros: int = 0):
+        self.name, make = name, partial(draw, device, dtype=layer.dtype)
         x, self.grad = (make((layer.tokens, n), seed=3 * seed + i) for i, n in enumerate((layer.inputs, layer.out)))
         self.grad[:zeros] = 0
         self.weight = make((layer.out, layer.inputs), seed=3 * seed + 2) / layer.inputs**0.5
@@ -83,7 +138,7 @@ class Operands:
         self.bias = make((layer.out,)) if layer.bias and name == "output" else None
         self.a = {"output": self.weight, "grad_input": self.weight.t(), "grad_weight": self.grad.t()}[name]
         self.b = self.grad if name == "grad_input" else x
-        self.plan: GemmPlan = kernels.plan_gemm(layer.problems(dtype)[name], device, "cusparselt")
+        self.plan: GemmPlan = kernels.plan_gemm(layer.problems()[name], device, "cusparselt")
         self.scale, self.key = kernels.s_ste_scale(self.weight), torch.tensor(7, device=device)
         self.mask = kernels.transposable_mask(self.weight, packed=True)
         self.packed = self.encode("compressed") if self.plan.is_sparse else None
@@ -149,7 +204,8 @@ class Gemms(Section):
     )
 
     def entries(self) -> list[Layer]:
-        return [replace(layer, gemm=name) for layer in layers() for name in NAMES]
+        of_papers = [layer for ffn in published("FFN") for layer in ffn.pair()]
+        return [replace(layer, gemm=name) for layer in [*layers(), *of_papers] for name in NAMES]
 
     def problems(self, entry: Layer) -> list[GemmProblem]:
         return [entry.problems()[entry.gemm]]
@@ -184,6 +240,6 @@ class Gemms(Section):
 
 
 def sets_that_fill(run: Run, layer: Layer, most: int = 8) -> int:
-    """How many sets of a layer's bf16 operands no call finds in the cache, at most `most`."""
+    """How many sets of a layer's operands of 16 bits no call finds in the cache, at most `most`."""
     size = 2 * (layer.tokens * (layer.out + layer.inputs) + layer.out * layer.inputs)
     return max(1, min(most, -(-4 * run.machine.l2_bytes // size)))

@@ -101,10 +101,9 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
     results = ("dense", "transposed", "packed", "compressed")
     along_dims = (("tokens", 0), ("features", 1))
     for (n, m, estimator), (along, dim), form in product(cases.MVUE_KINDS, along_dims, results):
-        if n == 2 or form in ("dense", "transposed"):
-            shapes = BF16_TOKENS if form == "compressed" else TOKENS
-            settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
-            yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", shapes, cases.mvue, settings, {}
+        shapes = BF16_TOKENS if form == "compressed" else TOKENS
+        settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
+        yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", shapes, cases.mvue, settings, {}
 
     for kind, layout in product(("swiglu", "geglu"), ("row", "column")):
         for count, (function, terms) in enumerate(cases.GATED.items(), 2):

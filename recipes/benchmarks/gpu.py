@@ -2,11 +2,11 @@
 
     python recipes/benchmarks/gpu.py [--minutes 8.5] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
-Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, layers, mlps, trainer,
-inference, and models for the last four, which need Transformers. Sections share the time evenly; what one leaves is for
-the next. The result is DIR/gpu_<device>_<date>.json, complete after every row, and a .log with tracebacks. To go on in
-another run on a fresh machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled
-kernels).
+Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, layers, mlps, papers,
+trainer, inference, and models for the last five, which need Transformers. `papers` has the sizes of published speed
+tables, with their figures beside ours. Sections share the time evenly; what one leaves is for the next. The result is
+DIR/gpu_<device>_<date>.json, complete after every row, and a .log with tracebacks. To go on in another run on a fresh
+machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled kernels).
 """
 
 import os
@@ -33,6 +33,7 @@ SECTIONS = [
     gemms.Gemms(),
     modules.Layers(),
     modules.Mlps(),
+    modules.Papers(),
     models.Training(),
     models.Inference(),
     models.Generation(),

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.gemms import Layer, mlp
+from benchmarks.gemms import Layer
 from benchmarks.run import NOT_RUN, Row, Run, Section
-from kernel_cases import BF16, draw
+from kernel_cases import BF16, FP16, draw
 from sparse24_kernels import GemmProblem
 from torch import Tensor, nn
 
@@ -20,30 +20,36 @@ from .modules import Build, Layers, patched
 
 WARM_UP, STEPS, REFRESH_EVERY = 3, 8, 40
 GPT2 = {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024}
+GPT2_350M = GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16}
+GPT2_124M = GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12}
 # The layers of Llama 3.2 1B with a vocabulary of 32000: 1.1B parameters.
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048}
 RUNS = {"Llama 1B": (8, 2048, "LlamaConfig", LLAMA), "GPT-2 774M": (16, 1024, "GPT2Config", GPT2)}
-"""Sequences per step and their length; the configuration in Transformers."""
+RUNS |= {"GPT-2 124M": (16, 1024, "GPT2Config", GPT2_124M), "GPT-2 350M": (8, 1024, "GPT2Config", GPT2_350M)}
+"""Sequences per step and their length; the configuration in Transformers. The last two are of the papers."""
 
 
 class Training(Section):
     """Tokens per second of whole runs: dense, S-STE and T-SR-STE, each in a process of its own with a time limit.
 
-    Random tokens and weights, fp32 masters under bf16 autocast, fused AdamW. The steps after the warm-up are timed. A
-    mask refresh happens at every 40th step; it is timed apart, and its fortieth added.
+    Random tokens and weights, fp32 masters under autocast to bf16, in rows that say so to fp16; fused AdamW. The steps
+    after the warm-up are timed. A mask refresh happens at every 40th step; it is timed apart, and its fortieth added.
     """
 
     name, groups = "training runs", ("trainer", "models")
     note = "A step of the Trainer with its share of a mask refresh."
 
     def entries(self) -> list[str]:
-        return [f"{model}{suffix}" for model in RUNS for suffix in ("", ", torch.compile")]
+        found = [f"{model}{suffix}" for model in RUNS for suffix in ("", ", torch.compile")]
+        return found + [f"{model}, fp16" for model in ("GPT-2 124M", "GPT-2 350M")]  # as the papers train them
 
     def problems(self, entry: str) -> list[GemmProblem]:
-        model = entry.split(",")[0]
-        layers = mlp(model, RUNS[model][0] * RUNS[model][1])  # its MLPs are what becomes sparse
-        return [problem for layer in layers for problem in layer.problems().values()]
+        sequences, length, _, sizes = RUNS[entry.split(",")[0]]
+        hidden = sizes.get("hidden_size") or sizes["n_embd"]
+        inner, dtype = sizes.get("intermediate_size", 4 * hidden), FP16 if "fp16" in entry else BF16
+        mlp = Layer(entry, inner, hidden, sequences * length, dtype=dtype)  # MLPs are what becomes sparse
+        return [problem for layer in mlp.pair() for problem in layer.problems().values()]
 
     def goals(self, entry: str) -> dict[str, float]:
         return {"t-sr-ste": 1.25, "s-ste": 1.25} if "1B" in entry else {}
@@ -114,7 +120,8 @@ def train(entry: str, method: str) -> dict[str, Any]:
     tokens = torch.randint(config.vocab_size, (sequences * (WARM_UP + STEPS), length))
     dataset = [{"input_ids": sequence, "labels": sequence} for sequence in tokens]
     shared: dict[str, Any] = {"model": model, "callbacks": [Clock()], "train_dataset": dataset}
-    settings: dict[str, Any] = {"max_steps": WARM_UP + STEPS, "per_device_train_batch_size": sequences, "bf16": True}
+    settings: dict[str, Any] = {"max_steps": WARM_UP + STEPS, "per_device_train_batch_size": sequences}
+    settings["fp16" if "fp16" in entry else "bf16"] = True
     settings |= {"optim": "adamw_torch_fused" if on_gpu else "adamw_torch", "torch_compile": "compile" in entry}
     # Nothing is measured or printed in between.
     settings |= {"logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}

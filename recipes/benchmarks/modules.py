@@ -5,16 +5,15 @@ has no backward.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 
 import sparse24_kernels as kernels
 import torch
-from benchmarks.gemms import AUTO, MODELS, Layer, layers, sets_that_fill
+from benchmarks.gemms import AUTO, LENGTH, MODELS, Layer, layers, published, sets_that_fill
 from benchmarks.run import Row, Run, Section
 from benchmarks.timing import Call
-from kernel_cases import BF16, draw
+from kernel_cases import draw
 from sparse24_kernels import GemmProblem
 from torch import Tensor, nn
 
@@ -24,7 +23,9 @@ METHODS = {"s-ste": 1.28, "t-sr-ste": 1.45}
 Build = Callable[[], nn.Module]
 
 
-def patched(build: Build, method: str, backend: str, operands: str = "made") -> nn.Module:
+def patched(
+    build: Build, method: str, backend: str, operands: str = "made", target_modules: str = "all-linear"
+) -> nn.Module:
     """A new module with sparse layers, and MVUE's random numbers fixed.
 
     Weight operands are "made" in every call; "kept" after the first one, as for later micro-batches of a step, but also
@@ -33,7 +34,7 @@ def patched(build: Build, method: str, backend: str, operands: str = "made") -> 
     from hf_sparse24 import Sparse24Config, pack_model, patch_model, sparse_weights
 
     parent = nn.ModuleList([build()])
-    patch_model(parent, Sparse24Config(method=method, target_modules="all-linear", backend=backend))
+    patch_model(parent, Sparse24Config(method=method, target_modules=target_modules, backend=backend))
     for weight in sparse_weights(parent).values():
         weight.rng_key = torch.tensor(7, device=weight.parameter.device)
         if operands == "kept":
@@ -64,13 +65,7 @@ class Layers(Section):
 
     def ways(self, entry: Layer, device: torch.device) -> dict[str, Build]:
         """Each makes a module, which is trained or, where `entry.training` is false, run forward. One is dense."""
-        build = partial(linear, entry.inputs, entry.out, entry.bias, device)
-        ways: dict[str, Build] = {"dense": build}
-        for method in METHODS:
-            ways[f"{method}, kept"] = partial(patched, build, method, "cusparselt", "kept")
-            ways[f"{method}, made"] = partial(patched, build, method, "cusparselt")
-            ways[f"{method}, auto"] = partial(patched, build, method, "auto")
-        return ways
+        return trained(partial(linear, entry.inputs, entry.out, entry, device))
 
     def goals(self, entry: Layer) -> dict[str, float]:
         made = {f"{method}, made": wanted for method, wanted in METHODS.items() if entry.tokens >= 8192}
@@ -78,7 +73,7 @@ class Layers(Section):
 
     def measure(self, run: Run, entry: Layer) -> Row:
         device, sets = run.machine.device, range(sets_that_fill(run, entry))
-        inputs = [draw(device, (entry.tokens, entry.inputs), BF16, seed=2 * i) for i in sets]
+        inputs = [draw(device, (entry.tokens, entry.inputs), entry.dtype, seed=2 * i) for i in sets]
 
         def make(build: Build) -> list[Call]:
             module = build()
@@ -86,7 +81,7 @@ class Layers(Section):
                 shape = module(inputs[0]).shape
             if not entry.training:
                 return [partial(torch.no_grad()(module), x) for x in inputs]
-            grads = [draw(device, shape, BF16, seed=2 * i + 1) for i in sets]
+            grads = [draw(device, shape, entry.dtype, seed=2 * i + 1) for i in sets]
             return [partial(train, module, x.detach().requires_grad_(), grad) for x, grad in zip(inputs, grads)]
 
         makers = {way: partial(make, build) for way, build in self.ways(entry, device).items()}
@@ -97,12 +92,25 @@ def train(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(module(x), [x, *module.parameters()], grad)
 
 
-def linear(inputs: int, out: int, bias: bool, device: torch.device) -> nn.Linear:
-    """The same weights each time."""
-    layer = nn.Linear(inputs, out, bias, device, BF16)
+def trained(build: Build, target_modules: str = "all-linear") -> dict[str, Build]:
+    """The dense module, and it made sparse by each method with its operands kept, made, and as `auto` runs it."""
+    ways: dict[str, Build] = {"dense": build}
+    for method in METHODS:
+        for way, backend, operands in (
+            ("kept", "cusparselt", "kept"),
+            ("made", "cusparselt", "made"),
+            ("auto", "auto", "made"),
+        ):
+            ways[f"{method}, {way}"] = partial(patched, build, method, backend, operands, target_modules)
+    return ways
+
+
+def linear(inputs: int, out: int, entry: Layer, device: torch.device) -> nn.Linear:
+    """A linear layer of an entry's dtype, with a bias where it has one: the same weights each time."""
+    layer = nn.Linear(inputs, out, entry.bias, device, entry.dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.copy_(draw(device, tuple(parameter.shape), BF16) / inputs**0.5)
+            parameter.copy_(draw(device, tuple(parameter.shape), entry.dtype) / inputs**0.5)
     return layer
 
 
@@ -111,9 +119,9 @@ class Mlp(nn.Module):
 
     def __init__(self, entry: Layer, device: torch.device, fused: bool = False):
         super().__init__()
-        hidden, inner, bias, self.fused = entry.inputs, entry.out, entry.bias, fused
-        self.gate_proj = None if bias else linear(hidden, inner, bias, device)
-        self.up_proj, self.down_proj = linear(hidden, inner, bias, device), linear(inner, hidden, bias, device)
+        hidden, inner, self.fused = entry.inputs, entry.out, fused
+        self.gate_proj = None if entry.bias else linear(hidden, inner, entry, device)
+        self.up_proj, self.down_proj = linear(hidden, inner, entry, device), linear(inner, hidden, entry, device)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
@@ -133,8 +141,7 @@ class Mlps(Layers):
         return [Layer(f"{model} MLP", *MODELS[model][::-1], tokens, training=x) for tokens, model, x in kinds]
 
     def problems(self, entry: Layer) -> list[GemmProblem]:
-        both = (entry, replace(entry, out=entry.inputs, inputs=entry.out))
-        return [problem for layer in both for problem in layer.problems().values()]
+        return [problem for layer in entry.pair() for problem in layer.problems().values()]
 
     def ways(self, entry: Layer, device: torch.device) -> dict[str, Build]:
         build, fused = partial(Mlp, entry, device), partial(Mlp, entry, device, fused=True)
@@ -149,6 +156,55 @@ class Mlps(Layers):
             ways[method] = partial(patched, fused, method, "cusparselt")
             ways[f"{method}, auto"] = partial(patched, fused, method, "auto")
         return ways | {"torchao SemiSparseLinear": lambda: by_torchao(build())}
+
+
+class Block(nn.Module):
+    """A transformer block of GPT-2 on sequences of `LENGTH` tokens, without dropout: the same weights each time."""
+
+    def __init__(self, entry: Layer, heads: int, device: torch.device):
+        from transformers import GPT2Config
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+        super().__init__()
+        sizes = {"n_embd": entry.inputs, "n_inner": entry.out, "n_head": heads, "n_positions": LENGTH}
+        off = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+        config = GPT2Config(**sizes, **off, activation_function="gelu_pytorch_tanh", attn_implementation="sdpa")
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(0)
+            self.h = nn.ModuleList([GPT2Block(config, layer_idx=0)]).to(entry.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h[0](x.view(-1, LENGTH, x.shape[-1]))
+
+
+class Papers(Mlps):
+    """FFNs and transformer blocks at the sizes for which T-SR-STE's authors published times; the FFN alone is sparse.
+
+    Their times leave out pruning and compressing weights: "kept" is what compares with them.
+    """
+
+    name, groups = "the papers' sizes", ("papers", "models")
+    note = (
+        "Forward and backward of GPT-2's FFN, and of the whole block with a sparse FFN. Kept, made, auto: as above. "
+        "Published: how many times faster than dense T-SR-STE was on an RTX 3090 in fp16, weights compressed before."
+    )
+
+    def entries(self) -> list[Layer]:
+        return [layer for both in zip(published("FFN"), published("block")) for layer in both]
+
+    def ways(self, entry: Layer, device: torch.device) -> dict[str, Build]:
+        if entry.name.endswith("FFN"):
+            return trained(partial(Mlp, entry, device))
+        return trained(partial(Block, entry, published("block")[entry].heads, device), "mlp")
+
+    def goals(self, entry: Layer) -> dict[str, float]:
+        return {f"{method}, auto": AUTO for method in METHODS}
+
+    def measure(self, run: Run, entry: Layer) -> Row:
+        row, part = super().measure(run, entry), entry.name.split()[-1]
+        size = published(part)[entry]
+        row["facts"]["published, t-sr-ste, RTX 3090, fp16"] = size.ffn if part == "FFN" else size.block
+        return row
 
 
 def by_torchao(module: nn.Module) -> nn.Module:

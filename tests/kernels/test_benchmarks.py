@@ -133,6 +133,22 @@ def test_list_and_sections(capsys):
     assert torch.cuda.is_available() or gpu.main([]) == 2
 
 
+def test_published_sizes_are_read_by_every_section_that_times_them():
+    """18 sizes, d = 768 to 12288 at sequences of 2048 tokens, in fp16 and bf16."""
+    ffns, blocks = gemms.published("FFN"), gemms.published("block")
+    assert list(ffns.values()) == list(blocks.values()) and len(ffns) == len(blocks) == 36
+    widths = {layer.inputs for layer in ffns}
+    assert (min(widths), max(widths)) == (768, 12288) and {layer.dtype for layer in ffns} == {gemms.FP16, gemms.BF16}
+    for layer, size in (*ffns.items(), *blocks.items()):
+        assert layer.out == 4 * layer.inputs and layer.tokens == size.sequences * 2048 and layer.bias
+        assert layer.inputs % size.heads == 0
+    entries = {section.name: {str(entry) for entry in section.entries()} for section in gpu.SECTIONS}
+    assert entries["the papers' sizes"] == {str(layer) for layer in (*ffns, *blocks)}
+    halves = {f"{half}: {name}" for ffn in ffns for half in ffn.pair() for name in gemms.NAMES}
+    assert halves <= entries["GEMMs"]
+    assert {"GPT-2 124M", "GPT-2 350M", "GPT-2 124M, fp16", "GPT-2 350M, fp16"} <= entries["training runs"]
+
+
 # GEMMs
 
 
@@ -153,9 +169,13 @@ def test_three_ways():
 def test_gemms(tiny, tuned, times, tmp_path):
     times |= {"sparse": 500.0, "sparse, packing": 800.0, "default": 1250.0}
     code, result, text = run(tmp_path, "gemms")
-    assert code == 0 and len(tuned) == len(set(tuned)) == 6
+    published = ("GPT-2 FFN up 128x32, 32 tokens", "GPT-2 FFN down 32x128, 32 tokens")
+    wanted = [*LAYERS, *(f"{layer}{dtype}" for layer in published for dtype in ("", ", fp16"))]
+    # Of two layers that are each other's transpose, the output GEMM of one is the grad_input GEMM of the other.
+    assert code == 0 and len(tuned) == len(set(tuned)) == 3 * len(LAYERS) + 4 * 2
     rows = result["sections"]["GEMMs"]["rows"]
-    assert set(rows) == {f"{layer}: {name}" for layer in LAYERS for name in gemms.NAMES}
+    assert set(rows) == {f"{layer}: {name}" for layer in wanted for name in gemms.NAMES}
+    assert all("us" in rows[f"{layer}: {name}"]["times"]["sparse"] for layer in wanted for name in gemms.NAMES)
     row = rows[f"{LAYERS[1]}: output"]
     assert row["facts"]["algorithm"] == [3, 1] and row["facts"]["compression"][1] >= 0
     assert row["goals"] == {"auto": gemms.AUTO, "sparse, packing": 1.5}

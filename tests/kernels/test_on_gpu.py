@@ -117,34 +117,34 @@ def check_operators(workload: operations.Workload, device: torch.device) -> None
         torch.library.opcheck(function, arguments)
 
 
-def gemm_cases(shapes: tuple[tuple[int, int, int], ...]) -> list[tuple[gemms.Layer, torch.dtype]]:
+def gemm_cases(shapes: tuple[tuple[int, int, int], ...]) -> list[gemms.Layer]:
     return [
-        (gemms.Layer("GPT-2", out, inputs, tokens, name), dtype)
+        gemms.Layer("GPT-2", out, inputs, tokens, name, dtype=dtype)
         for dtype, (tokens, inputs, out) in product((BF16, torch.float16), shapes)
         for name in (gemms.NAMES if tokens % 16 == 0 else gemms.NAMES[:2])
     ]
 
 
-def check_gemm(layer: gemms.Layer, dtype: torch.dtype, device: torch.device) -> None:
+def check_gemm(layer: gemms.Layer, device: torch.device) -> None:
     """The public functions, by the algorithm that would run; some groups can be stored in several ways."""
-    operands = gemms.Operands(layer, layer.gemm, device, dtype, zeros=64)
+    operands = gemms.Operands(layer, layer.gemm, device, zeros=64)
     if operands.plan.is_sparse:  # otherwise no algorithm passed the autotuner's checks: dense math runs
         operands.check(operands.plan)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layer, dtype", gemm_cases(SHAPES), ids=str)
-def test_a_sparse_gemm_is_as_exact_as_a_dense_one(layer, dtype):
-    check_gemm(layer, dtype, CUDA)
+@pytest.mark.parametrize("layer", gemm_cases(SHAPES), ids=str)
+def test_a_sparse_gemm_is_as_exact_as_a_dense_one(layer):
+    check_gemm(layer, CUDA)
 
 
 def test_the_check_of_gemms_passes_what_is_right_and_catches_what_is_not(stand_in, monkeypatch):  # noqa: F811
     cases = gemm_cases(((32, 32, 48), (34, 32, 16)))
     assert len(cases) == 2 * (3 + 2)
     for case in cases:
-        check_gemm(*case, CPU)
+        check_gemm(case, CPU)
     assert stand_in.gemms
     monkeypatch.setattr(torch, "_cslt_sparse_mm", StandIn(wrong_ids=(3,)).matmul)
     for case in cases:
         with pytest.raises(AssertionError, match="is allowed"):
-            check_gemm(*case, CPU)
+            check_gemm(case, CPU)

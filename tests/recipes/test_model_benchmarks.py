@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -59,6 +60,35 @@ def test_blocks(tiny, tuned, times, tmp_path):
     assert "error" in forward["times"]["torch to_sparse_semi_structured"] and "us" in forward["times"]["packed"]
     assert "dense, fused activation" in gated["times"] and "dense, fused activation" not in plain["times"]
     assert "600 us (1.67)" in text and "1000 us (1.00, meets 0.98)" in text
+
+
+def test_the_papers_sizes(tiny, tuned, times, tmp_path):
+    """The FFN and the block with a sparse FFN, in both dtypes, beside what was published."""
+    times |= {"t-sr-ste, kept": 500.0}
+    code, result, text = run(tmp_path, "papers")
+    rows = result["sections"]["the papers' sizes"]["rows"]
+    names = [f"GPT-2 {part} 128x32, 32 tokens{dtype}" for dtype in (", fp16", "") for part in ("FFN", "block")]
+    assert code == 0 and list(rows) == names
+    for name, row in rows.items():
+        assert all("us" in found for found in row["times"].values()), row
+        assert row["facts"]["published, t-sr-ste, RTX 3090, fp16"] == (1.25 if "block" in name else 1.5)
+        assert f"{name}: dense 1000 us | s-ste, kept 1000 us (1.00)" in text
+    assert "t-sr-ste, kept 500 us (2.00)" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_is_gpt2s_and_its_ffn_alone_is_sparse(tiny, dtype):
+    (entry, size), *_ = ((entry, size) for entry, size in modules.published("block").items())
+    entry = replace(entry, dtype=dtype)
+    build = partial(modules.Block, entry, size.heads, CPU)
+    dense, sparse = build(), modules.patched(build, "t-sr-ste", "dense", target_modules="mlp")
+    x = torch.randn(entry.tokens, entry.inputs, dtype=dtype)
+    later = x.clone()
+    later[10:16] += 1
+    assert dense(x).shape == (2, 16, 32) and torch.equal(dense(later)[:, :10], dense(x)[:, :10])  # causal
+    kinds = {name.rpartition("h.0.")[2]: type(module).__name__ for name, module in sparse.named_modules()}
+    assert {name for name, kind in kinds.items() if "Sparse24" in kind} == {"mlp.c_fc", "mlp.c_proj"}
+    assert not torch.equal(sparse(x), dense(x))
 
 
 def test_inference(tiny, tuned, times, tmp_path, monkeypatch):
@@ -121,6 +151,14 @@ def tiny_models(monkeypatch):
     monkeypatch.setattr(models, "RUNS", runs)
     monkeypatch.setattr(models, "WARM_UP", 1)
     monkeypatch.setattr(models, "STEPS", 2)
+
+
+def test_gemms_of_a_training_run_are_those_of_its_mlps():
+    section = models.Training()
+    for entry, hidden, inner, tokens in (("Llama 1B", 2048, 8192, 16384), ("GPT-2 350M, fp16", 1024, 4096, 8192)):
+        dtype = torch.float16 if "fp16" in entry else torch.bfloat16
+        both = [models.Layer("", *sizes, tokens, dtype=dtype) for sizes in ((inner, hidden), (hidden, inner))]
+        assert section.problems(entry) == [problem for layer in both for problem in layer.problems().values()]
 
 
 @pytest.mark.parametrize("entry", ["Llama 1B", "GPT-2 774M"])

@@ -41,6 +41,9 @@ def tiny(monkeypatch):
     monkeypatch.setattr(operations, "workloads", lambda: iter(small))
     for module in (gemms, modules):
         monkeypatch.setattr(module, "layers", lambda: LAYERS)
+    monkeypatch.setattr(gemms, "PUBLISHED", [gemms.Published(2, 2, 32, 1.5, 1.25)])
+    for module in (gemms, modules):
+        monkeypatch.setattr(module, "LENGTH", 16)
     monkeypatch.setitem(gemms.MODELS, "Tiny", (32, 48))
     monkeypatch.setitem(gemms.MODELS, "GPT-2 tiny", (32, 48))
     kinds = (("Tiny", True), ("GPT-2 tiny", True), ("Tiny", False))
