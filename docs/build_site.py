@@ -100,16 +100,24 @@ def command_line_page() -> str:
 
 def methods_page() -> str:
     """The committed page, with the site's pictures of the same runs."""
-    text = re.sub(r"!\[[^]]*\]\(methods\.png\)", _CURVES, (RESULTS / "methods.md").read_text())
+    text = re.sub(r"!\[[^]]*\]\(methods\.png\)", _METHODS, (RESULTS / "methods.md").read_text())
+    text = text.replace("## The search\n\n", f"## The search\n\n{_RATES}\n\n")
+    text = text.replace("## How it was made\n\n", f"## By step\n\n{_CURVES}\n\n## How it was made\n\n")
     return text.replace("`recipes/results/cpu_step_time.json`", "[costs on a CPU](costs.md)")
 
 
+_METHODS = (
+    "![Validation loss over the dense control, each at its best learning rate, the methods above and their variants "
+    "below: a ring for seed 0, which all have, and a dot for the mean where there are several seeds, with their range]"
+    "(../images/methods.svg)"
+)
+_RATES = (
+    "![Validation loss of seed 0 against the learning rate, for dense training, emphasised, and the methods whose rate "
+    "was searched for](../images/rates.svg)"
+)
 _CURVES = (
-    "![Validation loss of seed 0 against the learning rate, for dense training, the methods and their variants]"
-    "(../images/rates.svg)\n\n"
-    "![Training loss over the dense control after the first quarter of the run, for the methods and their variants, "
-    "each at its best learning rate]"
-    "(../images/curves.svg)"
+    "![Training loss over the dense control, step by step, after the first quarter of the run: each method in blue, "
+    "and in its panel its variants, dashed; each at its best learning rate](../images/curves.svg)"
 )
 
 
@@ -165,11 +173,19 @@ def write_pages() -> None:
         (DOCS / path).write_text(text)
 
 
+def _zensical(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Zensical where it finds its extension in docs/site_markdown.py."""
+    path = os.pathsep.join(filter(None, [str(DOCS), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "zensical", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "NO_COLOR": "1"}, text=True, **options
+    )
+
+
 def build_site() -> int:
     """Run Zensical; the exit status is 1 where it, or mkdocstrings in it, has a warning."""
     shutil.rmtree(SITE, ignore_errors=True)
-    command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
+    run = _zensical("build", "--strict", "--clean", capture_output=True)
     output = run.stdout + run.stderr
     print(output, end="")
     for path in SITE.rglob("*.html"):
@@ -193,7 +209,7 @@ def main() -> int:
     options = parser.parse_args()
     write_pages()
     if options.serve:
-        return subprocess.run([sys.executable, "-m", "zensical", "serve"], cwd=ROOT).returncode
+        return _zensical("serve").returncode
     status = build_site()
     print("failed: see the warnings above" if status else f"built: {SITE / 'index.html'}")
     return status

@@ -1,9 +1,9 @@
 """The page and the picture of `methods.py`, from its runs: `results/methods.md`.
 
 Every variant is shown at its best learning rate, the one with the lowest validation loss of seed 0. Two variants are
-compared seed by seed, because one seed gives both the same initial weights and the same batches. The page is made of
-the runs that there are: a variant may lack seeds or be missing, and a search may have tried any rates, so each row says
-how many seeds it rests on, and what a table shows is said in words only where it follows from the numbers.
+compared seed by seed, because one seed gives both the same initial weights and the same batches. Numbers of seed 0 and
+means of several seeds stand in columns of their own: one seed may be far from the mean. The page is made of the runs
+that there are: a variant may lack seeds or be missing, and a search may have tried any rates.
 """
 
 import math
@@ -15,7 +15,8 @@ from pathlib import Path
 import matplotlib
 from methods_runs import EMBEDDING_RATE, RATE_OF, Run, best_rate, best_runs, curve, gaps, mean, search, training_gaps
 
-# Each variant of `methods.VARIANTS`, in the order of the tables, and what they say of it.
+# Each variant of `methods.VARIANTS`, in the order of the tables, and what they say of it. A variant of a method has
+# the method's name with a suffix.
 WHAT = {
     "dense": "the control",
     "fixed-mask": "one mask of the initial weights, kept",
@@ -43,22 +44,56 @@ CLAIMS = [
 ]
 
 
+def method_of(variant: str) -> str:
+    """The method that it is a variant of; of a method itself, its own name."""
+    return next((name for name in WHAT if variant.startswith(f"{name}-")), variant)
+
+
 def page(runs: list[Run], picture: Path) -> str:
     """The page as Markdown; its picture is drawn into the file `picture`, which lies beside it."""
     best = {variant: found for variant in WHAT if (found := best_runs(runs, variant))}
     _draw(runs, best, picture)
     sections = [
         "# Methods side by side",
-        _set_up(runs),
+        _result(best),
         f"![Validation loss by learning rate, training loss over dense and flip rate by step]({picture.name})",
-        "## Best with best",
-        _best(best),
-        "## The search",
-        _search(runs, best),
+        "## Methods",
+        _methods(best),
+        *(["## Variants", variants] if (variants := _variants(best)) else []),
         "## Orderings of the papers",
         _claims(best),
+        "## The search",
+        _search(runs, best),
+        "## How it was made",
+        _set_up(runs),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _result(best: dict[str, dict[int, Run]]) -> str:
+    """What the methods cost, in a paragraph."""
+    control = best.get("dense", {})
+    over = {name: gaps(control, found) for name, found in best.items() if name == method_of(name) != "dense"}
+    repeated = {name: values for name, values in over.items() if len(values) > 1}
+    if not repeated:
+        return "No method has been run with two seeds that dense training has, too: the tables show seed 0."
+    means = {name: statistics.mean(values) for name, values in repeated.items()}
+    lowest, highest = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    varies = max(max(values) - min(values) for values in repeated.values())
+    dense = [run["eval_loss"] for run in control.values()]
+    once = [f"`{name}`" for name, values in over.items() if len(values) == 1]
+    return (
+        f"**A small Llama trained dense ends at a validation loss of {statistics.mean(dense):.3f} nats per token. "
+        f"Trained 2:4 it ends between {means[lowest]:+.3f} (`{lowest}`) and {means[highest]:+.3f} (`{highest}`) over "
+        f"that**, in the mean of two seeds or more{f'; {_listed(once)} has one seed' if once else ''}. From seed to "
+        f"seed the distance of one method to dense differs by up to {varies:.3f}: smaller differences between two "
+        "methods rank neither. The model is small and the runs are short, so they show that every method trains, not "
+        "what it costs a model of useful size."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _set_up(runs: list[Run]) -> str:
@@ -68,12 +103,11 @@ def _set_up(runs: list[Run]) -> str:
         f"parameters on {first['tokens']:,} tokens of Python's standard library in {first['arguments']['max_steps']:,} "
         f"steps, {first['tokens'] / first['parameters']:.1f} tokens per parameter ({_stated(runs, 'device')}; "
         f"{', '.join(versions)}). The learning rate is that of the hidden layers; the embeddings and the head have "
-        f"{EMBEDDING_RATE:g} everywhere. Each variant has the rate with the lowest validation loss of seed 0, which is "
-        "then compared too, so the figures are slightly too good, for every method alike; only the ablations take "
-        "another's rate. Masked decays and other settings are the methods' defaults, unless the variant says "
-        "otherwise. Losses are in nats per token. A seed gives every variant the same initial weights and the same "
-        "data in the same order, and differences are taken seed by seed. The model is small and the runs are short: "
-        "they do not show what a method costs a model of useful size."
+        f"{EMBEDDING_RATE:g} everywhere. Seed 0 decides the learning rate of each variant and is also part of the "
+        "comparison, so all losses are slightly low. Masked decays and other settings are the methods' defaults, "
+        "unless the variant says otherwise. A seed gives every variant the same initial weights and the same data in "
+        "the same order, and differences are taken seed by seed. These runs were made beside other work, so their "
+        "times say nothing: `recipes/benchmark_cpu.py` measures step times (`recipes/results/cpu_step_time.json`)."
     )
 
 
@@ -82,32 +116,55 @@ def _stated(runs: list[Run], *keys: str) -> str:
     return " and ".join(sorted({str(reduce(getitem, keys, run)) for run in runs}))
 
 
-def _best(best: dict[str, dict[int, Run]]) -> str:
+def _methods(best: dict[str, dict[int, Run]]) -> str:
     lines = [
-        "| variant | what it is | best learning rate | validation loss: mean [lowest, highest] | seeds | over dense "
-        "(pairs of seeds) | final flip rate |",
-        "|---|---|---|---|---|---|---|",
+        "| method | what it is | learning rate | seed 0: loss | seed 0: over dense "
+        "| mean over dense [lowest, highest] | seeds | final flip rate |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for variant, found in best.items():
-        losses = [run["eval_loss"] for run in found.values()]
-        over = gaps(best.get("dense", {}), found)
-        flips = [run["flip_rate"][-1] for run in found.values() if run["flip_rate"][-1] is not None]
-        cells = [
-            f"`{variant}`",
-            WHAT[variant],
-            f"{next(iter(found.values()))['learning_rate']:g}",
-            f"{statistics.mean(losses):.3f} [{min(losses):.3f}, {max(losses):.3f}]",
-            str(len(losses)),
-            f"{statistics.mean(over):+.3f} ({len(over)})" if over else "",
-            f"{statistics.mean(flips):.1e}" if flips else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+    for name in filter(best.__contains__, WHAT):
+        if name == method_of(name):
+            control = {} if name == "dense" else best.get("dense", {})
+            flips = [run["flip_rate"][-1] for run in best[name].values() if run["flip_rate"][-1] is not None]
+            flip_rate = f"{statistics.mean(flips):.2g}" if flips else ""
+            lines.append(_row([*_seed_0(name, best[name]), *_over(control, best[name]), flip_rate]))
     notes = (
-        "Over dense is the mean difference to dense at dense's own best rate, on the seeds that both have. Flip rates "
-        "are per step; those of `t-sr-ste` per mask refresh, every 40 steps. No step times: these runs were made "
-        "beside other work. `recipes/benchmark_cpu.py` measures them: `recipes/results/cpu_step_time.json`."
+        "Compare seed 0 with seed 0 and means with means: a method with one seed has no mean yet. Over dense is the "
+        "loss minus that of dense training with the same seed, at dense's own best rate; seeds counts those that both "
+        "have. Flip rates are per step; those of `t-sr-ste` per mask refresh, every 40 steps."
     )
     return "\n".join([*lines, "", notes])
+
+
+def _variants(best: dict[str, dict[int, Run]]) -> str:
+    lines = [
+        "| variant | what it is | learning rate | seed 0: loss | seed 0: over its method "
+        "| mean over its method [lowest, highest] | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in filter(best.__contains__, WHAT):
+        if name != method_of(name):
+            lines.append(_row([*_seed_0(name, best[name]), *_over(best.get(method_of(name), {}), best[name])]))
+    notes = "A variant is a method, the first part of its name, with other settings. Below zero it ends better."
+    return "\n".join([*lines, "", notes]) if len(lines) > 2 else ""
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _seed_0(name: str, found: dict[int, Run]) -> list[str]:
+    """The first cells of a row."""
+    return [f"`{name}`", WHAT[name], f"{found[0]['learning_rate']:g}", f"{found[0]['eval_loss']:.3f}"]
+
+
+def _over(control: dict[int, Run], found: dict[int, Run]) -> list[str]:
+    """Cells: the difference of seed 0, the mean and the range of several seeds, and how many seeds both have."""
+    values = gaps(control, found)
+    if not values:
+        return ["", "", str(len(found))]
+    repeated = f"{statistics.mean(values):+.3f} [{min(values):+.3f}, {max(values):+.3f}]" if len(values) > 1 else ""
+    return [f"{values[0]:+.3f}", repeated, str(len(values))]
 
 
 def _search(runs: list[Run], best: dict[str, dict[int, Run]]) -> str:
@@ -119,10 +176,10 @@ def _search(runs: list[Run], best: dict[str, dict[int, Run]]) -> str:
         f"|---|{'---|' * len(rates)}",
     ]
     places: dict[str, list[str]] = {
-        "between two that are worse": [],
-        "the lowest tried, so that a lower one may be better still": [],
-        "the highest tried, so that a higher one may be better still": [],
-        "taken from another variant": [],
+        "The best rate has a worse one on either side": [],
+        "The best rate is the lowest tried; a lower one may be better still": [],
+        "The best rate is the highest tried; a higher one may be better still": [],
+        "The rate is that of another variant, without a search": [],
     }
     inside, lowest, highest, taken = places
     for variant, losses in tried.items():
@@ -132,7 +189,7 @@ def _search(runs: list[Run], best: dict[str, dict[int, Run]]) -> str:
         at_edge = lowest if chosen == min(losses) else highest if chosen == max(losses) else inside
         places[taken if variant in RATE_OF else at_edge].append(f"`{variant}`")
     said = [f"- {place}: {', '.join(variants)}" for place, variants in places.items() if variants]
-    return "\n".join([*lines, "", "The rate in bold is\n", *said])
+    return "\n".join([*lines, "", *said])
 
 
 def _claims(best: dict[str, dict[int, Run]]) -> str:
@@ -162,14 +219,16 @@ def _draw(runs: list[Run], best: dict[str, dict[int, Run]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (rates, losses, flips) = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
-    for colour, variant in zip(plt.get_cmap("tab20").colors, WHAT):
+    colours = dict(zip([name for name in WHAT if name == method_of(name)], plt.get_cmap("tab10").colors))
+    for variant in WHAT:  # a variant has the colour of its method, and is dashed
+        look = {"color": colours[method_of(variant)], "linestyle": "-" if variant in colours else "--"}
         for axis, points in [
             (rates, list(search(runs, variant).items())),
             (losses, mean(training_gaps(best.get(variant, {}), best.get("dense", {})))),
             (flips, mean(curve(best.get(variant, {}), "flip_rate"))),
         ]:
             if points:
-                axis.plot(*zip(*points), marker="o" if axis is rates else None, label=variant, color=colour)
+                axis.plot(*zip(*points), marker="o" if axis is rates else None, label=variant, **look)
     rates.set(xscale="log", xlabel="learning rate", ylabel="validation loss, seed 0")
     losses.set(xlabel="step", ylabel="training loss over dense, best with best, mean over seeds")
     flips.set(xlabel="step", ylabel="flip rate (t-sr-ste: per mask refresh)")

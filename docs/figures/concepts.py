@@ -31,12 +31,11 @@ def generator(seed: int = 0) -> torch.Generator:
     "hardware-packed",
     "A row of sixteen 2:4 weights in four groups becomes eight values and eight two-bit positions: 18 bytes instead of "
     "32 in bf16",
-    600,
-    235,
+    height=210,
 )
 def packed(figure: Figure) -> None:
     axis = figure.subplots()
-    cells(axis, 20.6, 7.6, left=-2.6, top=-0.9)
+    cells(axis, 21.2, 7.6, left=-3.2, top=-0.9)
     row = nm_prune(torch.randn(1, 16, generator=generator(2)))
     right, _ = matrix(axis, row.tolist(), 2.2)
     axis.text(-0.3, 0.5, "weights", ha="right", va="center")
@@ -71,8 +70,7 @@ PUBLISHED = {
     "hardware-gemm",
     "Published speed-ups of one 2:4 GEMM over a dense one by the number of tokens: 0.87 at up to 128 tokens, rising to "
     "1.57 at 8192 to 16384; the theoretical factor is 2",
-    600,
-    300,
+    height=290,
 )
 def published_gemm(figure: Figure) -> None:
     axis = figure.subplots()
@@ -85,7 +83,7 @@ def published_gemm(figure: Figure) -> None:
         axis.text(x, -0.75, label, ha="center", color=MUTED)
     axis.set(yticks=range(len(PUBLISHED)), ylim=(4.5, -0.65), xlim=(0.35, 2.15), ylabel="tokens in the GEMM")
     axis.set_yticklabels(PUBLISHED)
-    axis.set(xlabel="one GEMM: 2:4 over dense, H100 PCIe, bf16 (published, not ours)")
+    axis.set(xlabel="one GEMM: 2:4 over dense, H100 PCIe, bf16\n(published, not ours)")
     axis.grid(axis="y", visible=False)
 
 
@@ -96,8 +94,7 @@ def published_gemm(figure: Figure) -> None:
     "gemms",
     "The three GEMMs of a linear layer. Output contracts over in, grad_input over out, grad_weight over tokens; the "
     "operand that can be 2:4 has its groups of four along that dimension",
-    600,
-    560,
+    height=500,
 )
 def gemms(figure: Figure) -> None:
     rows, inner, outer = 5, 8, 8  # tokens are drawn as 8 where they are contracted
@@ -108,9 +105,9 @@ def gemms(figure: Figure) -> None:
     ]
     wanted = ["W 2:4 along in: any 2:4 mask", "W 2:4 along out: a transposable mask", "dZ 2:4 along tokens: MVUE"]
     for axis, (name, left, right, result, sparse, along), text in zip(figure.subplots(3, 1), gemm_rows, wanted):
-        cells(axis, 36.5, 13.2, left=-1.4, top=-3)
-        axis.text(-1.2, -2.3, name, weight="bold", fontsize=14)
-        axis.text(35, -2.3, text, color=BLUE, ha="right")
+        cells(axis, 40, 13.2, left=-2.6, top=-3)
+        axis.text(-2.4, -2.3, name, weight="bold", fontsize=14)
+        axis.text(37.2, -2.3, text, color=BLUE, ha="right")
         x = 0.0
         for position, (symbol, first, second, height, width) in enumerate((left, right)):
             top = (8 - height) / 2
@@ -135,10 +132,10 @@ def gemms(figure: Figure) -> None:
             down, across = (contracted if (position == 1) else {}), (contracted if position == 0 else {})
             axis.text((x + end) / 2, top - 0.35, second, ha="center", **across)
             axis.text(x - 0.25, top + height / 2, first, ha="right", va="center", **down)
-            x = end + 3.6
+            x = end + 4.8
             if position == 0:
-                axis.text(end + 0.9, 4, "x", ha="center", va="center", fontsize=15)
-        axis.text(x - 2.5, 4, "=", ha="center", va="center", fontsize=15)
+                axis.text(end + 1, 4, "x", ha="center", va="center", fontsize=15)
+        axis.text(x - 3.6, 4, "=", ha="center", va="center", fontsize=15)
         height, width = left[3], right[4]
         top = (8 - height) / 2
         axis.add_patch(Rectangle((x + 0.6, top), width, height, facecolor=GREY, alpha=0.25))
@@ -147,7 +144,7 @@ def gemms(figure: Figure) -> None:
         )
         axis.text(x + 0.6 + width / 2, top - 0.35, result[2], ha="center")
         axis.text(x + 0.35, top + height / 2, result[1], ha="right", va="center")
-        axis.text(x + 10, 4, f"sums\nover\n{along}", color=ORANGE, va="center", weight="bold")
+        axis.text(x + 9.2, 4, f"sums\nover\n{along}", color=ORANGE, va="center", weight="bold")
 
 
 # Hard and soft threshold
@@ -170,8 +167,7 @@ def _plot_jumps(axis: Axes, x: Tensor, y: Tensor, **line) -> None:
     "thresholds",
     "Four weights of a group, pruned, while one of them moves from -1.5 to 1.5. With a hard threshold two of them jump "
     "by 0.6 where the moving weight overtakes -0.6; with a soft threshold all four curves are continuous",
-    600,
-    300,
+    height=300,
 )
 def thresholds(figure: Figure) -> None:
     moving, groups = _moving_groups()
@@ -189,8 +185,7 @@ def thresholds(figure: Figure) -> None:
     "thresholds-loss",
     "The loss of the same group against the moving weight: with a hard threshold it jumps where the mask changes, with "
     "a soft one it has kinks but no jump",
-    600,
-    270,
+    height=270,
 )
 def thresholds_loss(figure: Figure) -> None:
     moving, groups = _moving_groups()
@@ -216,8 +211,7 @@ TILE = [[0.9, 0.8, 0.1, 0.3], [0.7, 0.2, 0.4, 0.1], [0.8, 0.6, 0.5, 0.2], [0.1, 
     "transposable",
     "A 4 x 4 tile of magnitudes under two masks. The two largest of each row keep 5.8 of the sum but leave columns "
     "with 3, 3, 1 and 1; the best transposable mask keeps 5.1 with two in every row and column",
-    600,
-    260,
+    height=200,
 )
 def transposable(figure: Figure) -> None:
     axis = figure.subplots()
@@ -234,7 +228,9 @@ def transposable(figure: Figure) -> None:
         for i in range(4):
             for j in range(4):
                 colour = INK if mask[i, j] else GREY
-                axis.text(x + j + 0.5, i + 0.53, f"{TILE[i][j]:.1f}", color=colour, ha="center", va="center")
+                axis.text(
+                    x + j + 0.5, i + 0.53, f"{TILE[i][j]:.1f}", color=colour, ha="center", va="center", fontsize=11.5
+                )
         axis.text(x + 2, -1.05, title, ha="center", weight="bold")
         axis.text(x + 2, -0.3, f"sum {(tile * mask).sum():.1f}", ha="center", color=MUTED)
         if place:
@@ -253,8 +249,7 @@ def transposable(figure: Figure) -> None:
     "transposable-kept",
     "Share of the L1 norm of a Gaussian matrix that a 2:4 mask keeps: 0.745 by rows, 0.703 best transposable, 0.692 "
     "greedy, 0.631 two-approx",
-    600,
-    215,
+    height=210,
 )
 def transposable_kept(figure: Figure) -> None:
     weight = torch.randn(1024, 1024, generator=generator())
@@ -278,8 +273,7 @@ def transposable_kept(figure: Figure) -> None:
     "Top: the mean of MVUE draws of four numbers approaches the numbers themselves within a few hundred draws. Bottom: "
     "squared error of one draw relative to the gradient: the exact estimator is below the approximate one for "
     "Gaussian, Laplace and log-normal gradients; keeping the two largest has less error, but it is biased",
-    600,
-    560,
+    height=600,
 )
 def mvue_means(figure: Figure) -> None:
     top, bottom = figure.subplots(2, 1)
@@ -308,13 +302,14 @@ def mvue_means(figure: Figure) -> None:
     ]
     for shift, (label, colour, error) in zip((-0.28, 0, 0.28), estimates):
         values = [error(x) for x in gradients.values()]
-        bottom.bar([i + shift for i in range(3)], values, width=0.25, color=colour, label=label)
+        bottom.barh([i + shift for i in range(3)], values, height=0.25, color=colour, label=label)
         for i, value in enumerate(values):
-            bottom.text(i + shift, value + 0.008, f"{value:.3f}", ha="center", fontsize=12)
-    bottom.set(xticks=range(3), ylabel="squared error / squared size", title="Error of one draw", ylim=(0, 0.58))
-    bottom.set_xticklabels(gradients)
-    bottom.grid(axis="x", visible=False)
-    bottom.legend()
+            bottom.text(value + 0.006, i + shift, f"{value:.3f}", va="center", fontsize=12)
+    bottom.set(yticks=range(3), xlabel="squared error / squared size", title="Error of one draw", xlim=(0, 0.58))
+    bottom.set_yticklabels(gradients)
+    bottom.invert_yaxis()
+    bottom.grid(axis="y", visible=False)
+    bottom.legend(loc="lower right")
 
 
 def mvue_error(x: Tensor, estimator: str, draws: int = 40) -> float:
@@ -330,8 +325,7 @@ def mvue_error(x: Tensor, estimator: str, draws: int = 40) -> float:
     "flip-rate",
     "Flip rate per step of a small Llama with ste, which has no masked decay, and with sr-ste, which has, both at the "
     "same learning rate",
-    600,
-    280,
+    height=270,
 )
 def flip_rates(figure: Figure) -> None:
     axis = figure.subplots()
@@ -378,14 +372,13 @@ def toy_flip_rates(decay: float | None, steps: int = 240) -> list[float]:
 
 @picture(
     "flip-rate-decay",
-    "A toy layer with a constant learning rate. Left: without decay masks flip more often than the would-be masks of a "
-    "dense layer; with decay 2 somewhat less often; with decay 30 hardly at all in the warm-up. Right: the ratio mu of "
-    "sparse and dense flip rates falls from 1.5 to 0 as the decay grows; 2 lies between 0.60 and 0.95",
-    600,
-    310,
+    "A toy layer with a constant learning rate. Top: without decay masks flip more often than the would-be masks of a "
+    "dense layer; with decay 2 somewhat less often; with decay 30 hardly at all in the warm-up. Bottom: the ratio mu "
+    "of sparse and dense flip rates falls from 1.5 to 0 as the decay grows; 2 lies between 0.60 and 0.95",
+    height=520,
 )
 def flip_rate_decay(figure: Figure) -> None:
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(2, 1)
     dense = toy_flip_rates(None)
     decays = (0, 0.1, 0.3, 1, 2, 5, 10, 30)
     rates = {decay: toy_flip_rates(decay) for decay in decays}
@@ -417,8 +410,7 @@ def flip_rate_decay(figure: Figure) -> None:
     "When each method is sparse in a run of 300 steps with default settings: s-ste, sr-ste, ste and fixed-mask "
     "throughout; t-sr-ste for five sixths, with a mask refresh every 40 steps, then dense; step dense until its "
     "switch, which comes between 10 and 50 percent",
-    600,
-    310,
+    height=300,
 )
 def phases(figure: Figure) -> None:
     axis, total = figure.subplots(), 300

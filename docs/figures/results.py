@@ -8,27 +8,24 @@ import statistics
 from functools import cache, partial
 from pathlib import Path
 
+import methods_page
 import methods_runs
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from sparse24_kernels import nm_prune
-from style import BLUE, GREEN, GREY, INK, MUTED, ORANGE, PURPLE, arrow, cells, matrix, picture
+from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, cells, matrix, picture
 
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
 METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "ste")
-VARIANTS = {
-    "s-ste": "s-ste",
-    "s-ste-no-mvue": "s-ste without MVUE",
-    "t-sr-ste": "t-sr-ste",
-    "t-sr-ste-no-tail": "t-sr-ste without tail",
-    "sr-ste": "sr-ste",
-    "step": "step",
-    "fixed-mask": "fixed-mask",
-    "fixed-mask-late": "fixed-mask, late",
-    "ste": "ste",
-}
-"""What `recipes/methods.py` calls them, and what figures do."""
+COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, MUTED, GREY)))
+VARIANTS = [variant for variant in methods_page.WHAT if variant not in ("dense", *METHODS)]
+"""What `recipes/methods.py` runs besides the methods, each called like its method with a suffix."""
+
+
+def variants_of(method: str) -> list[str]:
+    return [variant for variant in VARIANTS if methods_page.method_of(variant) == method]
 
 
 @cache
@@ -98,70 +95,77 @@ def _with_loss(variant: str) -> str:
 
 @picture(
     "hero",
-    "Left: an 8 x 8 weight matrix, dense and 2:4, where two of every four values in a row are blank. Right: training "
+    "Top: an 8 x 8 weight matrix, dense and 2:4, where two of every four values in a row are blank. Bottom: training "
     "loss of a small Llama, dense and s-ste, each at its best learning rate",
-    660,
-    290,
+    height=460,
 )
 def hero(figure: Figure) -> None:
-    left, right = figure.subplots(1, 2, width_ratios=[1.12, 1])
+    top, bottom = figure.subplots(2, 1, height_ratios=[1.1, 1])
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
-    cells(left, 19.5, 12.6, left=-0.2, top=-2.6)
+    cells(top, 19.5, 11.4, left=-0.2, top=-1.7)
     for x, values, title in [(0, weight, "dense"), (10.1, nm_prune(weight), "2:4 sparse")]:
-        matrix(left, values.tolist(), 2.2, (x, 0))
-        left.text(x + 4.17, -0.55, title, ha="center", weight="bold", fontsize=14)
-    arrow(left, (8.6, 4), (9.85, 4), INK)
-    left.text(0, 9.2, "Of every four neighbours in a row,", fontsize=13, color=INK, va="center")
-    left.text(0, 10.2, "the two smaller become zero.", fontsize=13, va="center")
+        matrix(top, values.tolist(), 2.2, (x, 0))
+        top.text(x + 4.17, -0.45, title, ha="center", weight="bold", fontsize=14)
+    arrow(top, (8.6, 4), (9.85, 4), INK)
+    top.text(9.2, 9.1, "Of every four in a row, the two smaller become zero.", ha="center", va="center")
     for variant, colour, line in [("dense", MUTED, "--"), ("s-ste", BLUE, "-")]:
-        draw_curve(right, best(variant), "loss", colour, _with_loss(variant), line)
-    right.set(xlabel="step", ylabel="training loss", title="Llama, each at its best rate", ylim=(None, 8))
-    _legend(right, title="validation loss", title_fontsize=12.5, alignment="left")
+        draw_curve(bottom, best(variant), "loss", colour, _with_loss(variant), line)
+    bottom.set(xlabel="step", ylabel="training loss", title="Llama, each at its best rate", ylim=(None, 8))
+    _legend(bottom, title="validation loss", title_fontsize=12.5, alignment="left")
 
 
 @picture(
     "methods",
-    "Validation loss over the dense control for the methods and their variants, each at its best learning rate: a tick "
-    "for each seed, a dot for their mean",
-    600,
-    340,
+    "Validation loss over the dense control, each at its best learning rate, the methods above and their variants "
+    "below: a ring for seed 0, which all have, and a dot for the mean where there are several seeds, with their range",
+    height=420,
 )
 def methods(figure: Figure) -> None:
     axis = figure.subplots()
-    compared = {variant: values for variant in VARIANTS if (values := over_dense(variant))}
-    for row, (variant, values) in enumerate(compared.items()):
-        _dots(axis, values, row, BLUE if variant in METHODS else GREY)
-        axis.text(1.02, row, f"{statistics.mean(values):+.3f}", transform=axis.get_yaxis_transform(), va="center")
+    groups = [[variant for variant in names if over_dense(variant)] for names in (METHODS, VARIANTS)]
+    rows = [*groups[0], None, *groups[1]] if all(groups) else [*groups[0], *groups[1]]
+    for row, variant in enumerate(rows):
+        if variant is None:
+            axis.axhline(row, color=GRID, linewidth=1.2)
+            continue
+        values, colour = over_dense(variant), BLUE if variant in METHODS else ORANGE
+        axis.plot([min(values), max(values)], [row, row], color=colour, linewidth=1.8)
+        axis.plot(values[0], row, "o", color=colour, markersize=9, markerfacecolor="none", markeredgewidth=1.6)
+        if len(values) > 1:
+            axis.plot(statistics.mean(values), row, "o", color=colour, markersize=8)
     axis.axvline(0, color=MUTED, linestyle="--", linewidth=1.4)
     axis.set(
-        yticks=range(len(compared)),
-        ylim=(max(len(compared), 1) - 0.5, -0.5),
-        xlabel="validation loss over dense, nats per token; a tick is a seed",
-        title=the_model(),
+        ylim=(max(len(rows), 1) - 0.5, -0.5), xlabel="validation loss over dense, nats per token", title=the_model()
     )
-    axis.set_yticklabels(VARIANTS[variant] for variant in compared)
-    for tick, variant in zip(axis.get_yticklabels(), compared):
-        tick.set_color(INK if variant in METHODS else MUTED)
+    labels = [(row, variant) for row, variant in enumerate(rows) if variant]
+    axis.set_yticks([row for row, _ in labels], [variant for _, variant in labels])
+    for tick, (_, variant) in zip(axis.get_yticklabels(), labels):
+        tick.set_color(BLUE if variant in METHODS else ORANGE)
     axis.grid(axis="y", visible=False)
+    shown = [("methods", BLUE, "s"), ("variants", ORANGE, "s"), ("seed 0", INK, "o"), ("mean of seeds", INK, "o")]
+    handles = [
+        Line2D([], [], color=colour, marker=mark, linestyle="", markerfacecolor="none" if label == "seed 0" else colour)
+        for label, colour, mark in shown
+    ]
+    figure.legend(handles, [label for label, *_ in shown], loc="outside lower left", ncols=4, columnspacing=0.9)
 
 
 @picture(
     "rates",
-    "Validation loss of seed 0 against the learning rate, for dense training, emphasised, the methods and their "
-    "variants",
-    600,
-    400,
+    "Validation loss of seed 0 against the learning rate, for dense training, emphasised, and the methods whose rate "
+    "was searched for",
+    height=380,
 )
 def rates(figure: Figure) -> None:
     axis = figure.subplots()
-    _draw_search(axis, "dense", INK, "dense", "o-", linewidth=4, markersize=9)
-    looks = zip(VARIANTS.items(), (BLUE, BLUE, ORANGE, ORANGE, GREEN, PURPLE, GREY, GREY, MUTED), "sDsDs^vD^")
-    for (variant, label), colour, marker in looks:
-        _draw_search(axis, variant, colour, label, f"{marker}{'-' if variant in METHODS else ':'}", linewidth=1.6)
+    _draw_search(axis, "dense", INK, "dense", "o--", linewidth=3, markersize=8)
+    for name, marker in zip(METHODS, "os^vDX"):
+        if name not in methods_runs.RATE_OF:
+            _draw_search(axis, name, COLOURS[name], name, f"{marker}-", linewidth=1.8)
     _rate_axis(axis)
     axis.set(ylabel="validation loss, seed 0", title=the_model())
     if handles := axis.get_legend_handles_labels()[0]:
-        figure.legend(handles=handles, loc="outside right upper")
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
 
 def _draw_search(axis: Axes, variant: str, colour: str, label: str, line: str = "o-", **look: float) -> None:
@@ -180,39 +184,39 @@ def _rate_axis(axis: Axes) -> None:
 
 @picture(
     "curves",
-    "Training loss over the dense control, step by step, after the first quarter of the run, for the methods "
-    "and their variants, each at its best learning rate",
-    600,
-    560,
+    "Training loss over the dense control, step by step, after the first quarter of the run: each method in blue, and "
+    "in its panel its variants, dashed; each at its best learning rate",
+    height=620,
 )
 def curves(figure: Figure) -> None:
-    axes = figure.subplots(3, 3, sharex=True, sharey=True)
-    gaps = {variant: methods_runs.training_gaps(best(variant), best("dense")) for variant in VARIANTS}
-    compared = {variant: points for variant, points in gaps.items() if points}
-    for axis, (variant, points) in zip(axes.flat, compared.items()):
-        _draw_band(axis, points, BLUE if variant in METHODS else GREY, variant, "-", "default")
+    axes = figure.subplots(3, 2, sharex=True, sharey=True)
+    for axis, name in zip(axes.flat, METHODS):
+        for variant, colour, line in zip([name, *variants_of(name)], (BLUE, ORANGE, PURPLE), ("-", "--", ":")):
+            _draw_band(axis, _training_gaps(variant), colour, variant, line, "default")
         axis.axhline(0, color=MUTED, linestyle="--", linewidth=1.2)
-        _shade_dense(axis, variant, "")
-        axis.set_title(VARIANTS[variant], fontsize=12.5)
-    for axis in axes.flat[len(compared) :]:
-        axis.set_visible(False)
-    axes[0, 0].locator_params(nbins=3)
+        _shade_dense(axis, name, "")
+        axis.set_title(name)
+        if any(map(_training_gaps, variants_of(name))):
+            axis.legend(*_entries(axis, 1), loc="upper left", fontsize=11)
+    axes[0, 0].locator_params(nbins=4)
     for axis in axes[2]:
         axis.set(xlabel="step")
     axes[1, 0].set(ylabel="training loss over dense, nats per token")
 
 
-def _dots(axis: Axes, values: list[float], y: float, colour: str) -> None:
-    """The range of seeds as a line, each seed as a tick, the mean as a dot."""
-    axis.plot([min(values), max(values)], [y, y], color=colour, linewidth=1.8)
-    axis.plot(values, [y] * len(values), "|", color=colour, markersize=9, markeredgewidth=1.6)
-    axis.plot(statistics.mean(values), y, "o", color=colour, markersize=8)
+def _training_gaps(variant: str) -> list[tuple[int, tuple[float, ...]]]:
+    return methods_runs.training_gaps(best(variant), best("dense"))
+
+
+def _entries(axis: Axes, first: int) -> tuple[list, list]:
+    """Entries of a legend, from the `first` on."""
+    handles, labels = axis.get_legend_handles_labels()
+    return handles[first:], labels[first:]
 
 
 def method(name: str, figure: Figure) -> None:
     """Loss, search of the learning rate, flip rate and step time of one method beside the dense control."""
-    top, middle, bottom = figure.subfigures(3, 1, height_ratios=[1, 0.75, 0.62])
-    loss, search = top.subplots(1, 2)
+    loss, search, flips, times = figure.subplots(4, 1, height_ratios=[1, 0.9, 0.8, 0.6])
     for variant, colour, line in [("dense", MUTED, "--"), (name, BLUE, "-")]:
         draw_curve(loss, best(variant), "loss", colour, _with_loss(variant), line)
         _draw_search(search, variant, colour, variant, f"o{line}")
@@ -223,7 +227,6 @@ def method(name: str, figure: Figure) -> None:
     _rate_axis(search)
     _legend(search)
 
-    flips = middle.subplots()
     draw_curve(flips, best(name), "flip_rate", BLUE, name, steps_of="steps-post" if name == "t-sr-ste" else "default")
     flips.set(title=f"Flip rate, per {'refresh' if name == 't-sr-ste' else 'step'}", xlabel="step")
     _shade_dense(flips, name)
@@ -231,7 +234,6 @@ def method(name: str, figure: Figure) -> None:
     if name == "fixed-mask":
         flips.text(0.5, 0.5, "zero: the mask is kept", ha="center", va="center", transform=flips.transAxes)
 
-    times = bottom.subplots()
     rows = json.loads((RESULTS / "cpu_step_time.json").read_text())["rows"]
     labels = {"gpt2-124m": "GPT-2 124M", "llama-quickstart": "small Llama"}
     for y, row in enumerate(row for row in rows if row["method"] == name):
@@ -240,7 +242,7 @@ def method(name: str, figure: Figure) -> None:
         times.text(row["ratio_max"] + 0.02, y, f"{row['ratio']:.2f}", va="center", color=(GREEN, PURPLE)[y])
     times.axvline(1, color=MUTED, linestyle="--", linewidth=1.4)
     times.set(yticks=[0, 1], ylim=(1.5, -0.6), xlim=(0.6, 1.7))
-    times.set(title="Step time over dense on a CPU, where 2:4 can only cost")
+    times.set(title="Step time over dense, on a CPU")
     times.set_yticklabels([labels[row["model"]] for row in rows if row["method"] == name])
     times.grid(axis="y", visible=False)
 
@@ -263,6 +265,5 @@ for _name in METHODS:
         f"method-{_name}",
         f"{_name} beside dense training of a small Llama: training loss, validation loss by learning rate, flip rate, "
         "and step time over dense on a CPU",
-        600,
-        620,
+        height=800,
     )(partial(method, _name))

@@ -92,12 +92,15 @@ class Picture:
     draw: Callable[[Figure], None]
 
 
+WIDTH = 440
+"""CSS pixels. A phone has 358 for a figure and shows text of 11 and more at 9 and more; a desktop shows it larger."""
+
 PICTURES: dict[str, Picture] = {}
 """Every figure by the name of its file, without `.svg`."""
 
 
 def picture(
-    name: str, title: str, width: int = 600, height: int = 300
+    name: str, title: str, width: int = WIDTH, height: int = 300
 ) -> Callable[[Callable[[Figure], None]], Callable[[Figure], None]]:
     """Register a function that draws on an empty matplotlib Figure as `name`.svg."""
 
