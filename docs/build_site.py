@@ -4,7 +4,7 @@
     python docs/build_site.py --serve   # the same, with a server that shows changes
 
 Generated, and committed so that they can be read without building, are the pages that repeat what stands elsewhere: the
-methods (their cards and settings), the command line, and the committed results.
+methods (their cards and settings), the command line, the committed results, and the version on the home page.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 import cpu_page
 import pretrained_page
 
-from hf_sparse24 import describe_settings
+from hf_sparse24 import __version__, describe_settings
 from hf_sparse24.methods import METHODS
 from hf_sparse24_command import make_parser
 
@@ -158,6 +158,7 @@ def _cell(text: str) -> str:
 def pages() -> dict[str, str]:
     """The generated pages by their path below docs/."""
     made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
+    made["index.md"] = re.sub(r"(?m)^Version [^\s,]+", f"Version {__version__}", (DOCS / "index.md").read_text())
     made["reference/cli.md"] = command_line_page()
     made["measured/methods.md"] = methods_page()
     made["measured/plan.md"] = (RESULTS / "plan.md").read_text()

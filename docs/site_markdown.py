@@ -16,8 +16,8 @@ from markdown.util import AtomicString
 
 INLINE = r"(?<![\\$])\$(?![\s$])([^$\n]*\n?[^$\n]*?)(?<![\s\\])\$(?![\w$])"
 DISPLAY = r"\$\$(.+?)\$\$"
-LONGEST_WORD = 36
-"""Characters of code that fit a line of a phone; longer words may break."""
+LONG_WORD, LONGEST_WORD = 20, 36
+"""Characters of code that fit a cell of a table on a phone, and a line there; longer words may break."""
 
 
 class Formula(InlineProcessor):
@@ -41,7 +41,8 @@ class UnbrokenWords(Treeprocessor):
             words, code.text = re.split(r"(\s+)", code.text or ""), None
             for word in words:
                 if word.strip() and len(word) <= LONGEST_WORD:
-                    ElementTree.SubElement(code, "span").text = AtomicString(word)
+                    span = ElementTree.SubElement(code, "span", {"class": "long"} if len(word) > LONG_WORD else {})
+                    span.text = AtomicString(word)
                 elif len(code):
                     code[-1].tail = AtomicString((code[-1].tail or "") + word)
                 else:

@@ -32,7 +32,7 @@ WHAT = {
 }
 # What the papers found: (better, worse, source).
 CLAIMS = [
-    ("dense", "fixed-mask", "a fixed random mask costs capacity; where it does not, this says nothing about masks"),
+    ("dense", "fixed-mask", "a mask of the random initial weights costs capacity"),
     ("dense", "s-ste", "every paper: 2:4 costs something"),
     ("sr-ste", "ste", "SR-STE, section 3"),
     ("t-sr-ste", "t-sr-ste-no-tail", "Hu et al. 2024 (ICML), dense fine-tuning"),
@@ -82,18 +82,15 @@ def _result(best: dict[str, dict[int, Run]]) -> str:
     varies = max(max(values) - min(values) for values in repeated.values())
     dense = [run["eval_loss"] for run in control.values()]
     once = [f"`{name}`" for name, values in over.items() if len(values) == 1]
+    single = f"; with one seed alone: {', '.join(once)}" if once else ""
     return (
         f"**A small Llama trained dense ends at a validation loss of {statistics.mean(dense):.3f} nats per token. "
         f"Trained 2:4 it ends between {means[lowest]:+.3f} (`{lowest}`) and {means[highest]:+.3f} (`{highest}`) over "
-        f"that**, in the mean of two seeds or more{f'; {_listed(once)} has one seed' if once else ''}. From seed to "
+        f"that**, in the mean of two seeds or more{single}. From seed to "
         f"seed the distance of one method to dense differs by up to {varies:.3f}: smaller differences between two "
         "methods rank neither. The model is small and the runs are short, so they show that every method trains, not "
         "what it costs a model of useful size."
     )
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _set_up(runs: list[Run]) -> str:
@@ -118,8 +115,8 @@ def _stated(runs: list[Run], *keys: str) -> str:
 
 def _methods(best: dict[str, dict[int, Run]]) -> str:
     lines = [
-        "| method | what it is | learning rate | seed 0: loss | seed 0: over dense "
-        "| mean over dense [lowest, highest] | seeds | final flip rate |",
+        "| method | seed 0: loss | seed 0: over dense | mean over dense [lowest, highest] | seeds | learning rate "
+        "| final flip rate | what it is |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in filter(best.__contains__, WHAT):
@@ -127,7 +124,7 @@ def _methods(best: dict[str, dict[int, Run]]) -> str:
             control = {} if name == "dense" else best.get("dense", {})
             flips = [run["flip_rate"][-1] for run in best[name].values() if run["flip_rate"][-1] is not None]
             flip_rate = f"{statistics.mean(flips):.2g}" if flips else ""
-            lines.append(_row([*_seed_0(name, best[name]), *_over(control, best[name]), flip_rate]))
+            lines.append(_row(name, best[name], control, flip_rate))
     notes = (
         "Compare seed 0 with seed 0 and means with means: a method with one seed has no mean yet. Over dense is the "
         "loss minus that of dense training with the same seed, at dense's own best rate; seeds counts those that both "
@@ -138,24 +135,21 @@ def _methods(best: dict[str, dict[int, Run]]) -> str:
 
 def _variants(best: dict[str, dict[int, Run]]) -> str:
     lines = [
-        "| variant | what it is | learning rate | seed 0: loss | seed 0: over its method "
-        "| mean over its method [lowest, highest] | seeds |",
+        "| variant | seed 0: loss | seed 0: over its method | mean over its method [lowest, highest] | seeds "
+        "| learning rate | what it is |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in filter(best.__contains__, WHAT):
         if name != method_of(name):
-            lines.append(_row([*_seed_0(name, best[name]), *_over(best.get(method_of(name), {}), best[name])]))
+            lines.append(_row(name, best[name], best.get(method_of(name), {})))
     notes = "A variant is a method, the first part of its name, with other settings. Below zero it ends better."
     return "\n".join([*lines, "", notes]) if len(lines) > 2 else ""
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _seed_0(name: str, found: dict[int, Run]) -> list[str]:
-    """The first cells of a row."""
-    return [f"`{name}`", WHAT[name], f"{found[0]['learning_rate']:g}", f"{found[0]['eval_loss']:.3f}"]
+def _row(name: str, found: dict[int, Run], control: dict[int, Run], *more: str) -> str:
+    first = found[0]
+    cells = [f"`{name}`", f"{first['eval_loss']:.3f}", *_over(control, found), f"{first['learning_rate']:g}", *more]
+    return f"| {' | '.join([*cells, WHAT[name]])} |"
 
 
 def _over(control: dict[int, Run], found: dict[int, Run]) -> list[str]:
@@ -207,9 +201,9 @@ def _claims(best: dict[str, dict[int, Run]]) -> str:
     cost = gaps(best.get("dense", {}), best.get("fixed-mask", {}))
     if not all(gap > 0 for gap in cost):
         lines.append(
-            "\n**At this size the comparison cannot rank masks.** `fixed-mask` is not behind dense on every seed. Its "
-            "mask is that of random weights and knows nothing of the task; where even that one does not reliably cost "
-            "anything, no figure here shows what a better mask is worth."
+            "\n**At this size the comparison cannot rank masks.** `fixed-mask` is not behind dense on every seed, "
+            "although its mask comes from the random initial weights. Where such a mask costs nothing, no figure here "
+            "shows what a better mask is worth."
         )
     return "\n".join(lines)
 

@@ -197,7 +197,7 @@ def curves(figure: Figure) -> None:
         _shade_dense(axis, name, "")
         axis.set_title(name)
         if any(map(_training_gaps, variants_of(name))):
-            axis.legend(*_entries(axis, 1), loc="upper left", fontsize=11)
+            axis.legend(*_entries(axis, 1), loc="upper left", fontsize=11.5)
     axes[0, 0].locator_params(nbins=4)
     for axis in axes[2]:
         axis.set(xlabel="step")

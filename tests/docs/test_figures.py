@@ -34,6 +34,13 @@ def test_a_figure_draws(name):
 
 
 @pytest.mark.parametrize("name", style.PICTURES)
+def test_a_figure_is_legible_on_a_phone(name):
+    """In the 358 pixels that a page has there, no text is smaller than 9."""
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:bold )?([\d.]+)px", drawn(name))]
+    assert min(sizes) * 358 / style.PICTURES[name].width >= 9
+
+
+@pytest.mark.parametrize("name", style.PICTURES)
 def test_the_committed_file_is_what_is_drawn(name):
     pinned = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
     if version("matplotlib") != pinned:

@@ -55,7 +55,25 @@ def test_links(site):
     assert not dead
 
 
-PAGES = ["index.html", "concepts/mvue.html", "methods/s-ste.html", "reference/patching.html", "measured/plan.html"]
+def test_formulas_are_typeset(site):
+    """Each formula of a page is MathML on the site."""
+    for path in build_site.DOCS.rglob("*.md"):
+        text = re.sub(r"```.*?```|`[^`\n]+`", "", path.read_text(), flags=re.DOTALL)
+        formulas = len(re.findall(r"\$\$.+?\$\$|\$[^$]+\$", text, re.DOTALL))
+        html = (site / path.relative_to(build_site.DOCS)).with_suffix(".html").read_text()
+        assert html.count("<math") == formulas, path
+
+
+PAGES = [
+    "index.html",
+    "concepts/gemms.html",
+    "guides/logs.html",
+    "measured/methods.html",
+    "concepts/mvue.html",
+    "methods/s-ste.html",
+    "reference/patching.html",
+    "measured/plan.html",
+]
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -80,6 +98,10 @@ def test_in_a_browser(address, width):
         for name in PAGES:
             page.open(f"{address}/{name}")
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            words = (
+                "[...document.querySelectorAll(':not(pre) > code > span')].filter(s => s.getClientRects().length > 1)"
+            )
+            assert page.evaluate(f"{words}.map(s => s.textContent)") == [], f"{name}: code is broken inside a word"
             broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
             assert page.evaluate(broken) == [], name
             assert not [url for url in page.requests() if not url.startswith((address, "data:", "blob:"))], name

@@ -149,6 +149,7 @@ def test_tables(page, tmp_path):
         run("step", GRID[2], loss=3.3),
         run("step", GRID[3], loss=3.4),
         run("sr-ste", loss=3.6, flips=[0.1, 2e-3]),
+        run("fixed-mask", loss=3.5),
         run("fixed-mask-late", loss=3.7),
         *[run("t-sr-ste", GRID[2], loss=3.9), run("t-sr-ste", GRID[3], loss=3.8)],
     ]
@@ -156,20 +157,31 @@ def test_tables(page, tmp_path):
     assert (tmp_path / "methods.png").stat().st_size > 0 and "](methods.png)" in text
     assert f"from {len(runs)} runs" in text and "llama of 1,000 parameters on 4,000 tokens" in text
     assert "(cpu, 1 thread(s); hf_sparse24 0.2, torch 2.13)" in text
-    assert "| `dense` | the control | 0.0033 | 3.100 [3.000, 3.200] | 3 | +0.000 (3) |  |" in text
-    assert (
-        "| `ste` | magnitude masks, straight-through, at `sr-ste`'s learning rate | 0.005 | 3.250 [3.200, 3.300] | 2 "
-        "| +0.200 (2) |  |" in text
-    )
-    assert "| 0.0033 | 3.600 [3.600, 3.600] | 1 | +0.600 (1) | 2.0e-03 |" in text
+    assert "| `dense` | 3.000 |  |  | 3 | 0.0033 |  | the control |" in text
+    assert "| `ste` | 3.300 | +0.300 | +0.200 [+0.100, +0.300] | 2 | 0.005 |  | magnitude masks" in text
+    assert "| `sr-ste` | 3.600 | +0.600 |  | 1 | 0.0033 | 0.002 | magnitude masks" in text, "one seed has no mean"
+    methods, variants = text.split("## Variants")
+    assert "`fixed-mask-late`" not in methods
+    assert "| `fixed-mask-late` | 3.700 | +0.200 |  | 1 | 0.0033 | dense for" in variants
+    assert "| `step-" not in text and "| `s-ste" not in text, "without runs"
+    assert "dense ends at a validation loss of 3.100" in text
+    assert "between +0.200 (`ste`) and +0.200 (`ste`)" in text
+    assert "with one seed alone: `fixed-mask`, `sr-ste`, `t-sr-ste`, `step`." in text
     assert "| variant | 0.0022 | 0.0033 | 0.005 |\n|---|---|---|---|\n| `dense` | 3.200 | **3.000** | 3.500 |" in text
     assert "| `ste` |  | 3.400 | **3.300** |" in text and "| `step` | **3.300** | 3.400 |  |" in text
-    assert "- between two that are worse: `dense`\n" in text
-    assert "- the lowest tried, so that a lower one may be better still: `sr-ste`, `step`\n" in text
-    assert "- the highest tried, so that a higher one may be better still: `t-sr-ste`\n" in text
-    assert "- taken from another variant: `ste`, `fixed-mask-late`\n" in text
-    assert "s-ste" not in text.replace("`t-sr-ste`", "") and "cannot rank" not in text
-    assert "nan" not in text and "None" not in text
+    assert "- The best rate has a worse one on either side: `dense`\n" in text
+    assert (
+        "- The best rate is the lowest tried; a lower one may be better still: `fixed-mask`, `sr-ste`, `step`\n" in text
+    )
+    assert "- The best rate is the highest tried; a higher one may be better still: `t-sr-ste`\n" in text
+    assert "- The rate is that of another variant, without a search: `ste`, `fixed-mask-late`\n" in text
+    assert "cannot rank" not in text and "nan" not in text and "None" not in text
+
+
+def test_variants_are_told_from_methods():
+    names = {variant: methods_page.method_of(variant) for variant in methods_page.WHAT}
+    assert {name for name, method in names.items() if name == method} == {"dense", *results.METHODS}
+    assert all(methods.VARIANTS[variant][0] == method for variant, method in names.items())
 
 
 def test_every_variant_has_a_line_in_the_picture(page, monkeypatch):
@@ -225,7 +237,8 @@ def test_what_a_fixed_mask_says_of_the_comparison(page, losses, said):
 
 def test_a_page_without_the_control(page):
     text = page(seeds("ste", [3.0, 3.1]))
-    assert "| 3.050 [3.000, 3.100] | 2 |  |  |" in text and "cannot rank" not in text
+    assert "| `ste` | 3.000 |  |  | 2 | 0.0033 |" in text and "cannot rank" not in text
+    assert "No method has been run with two seeds" in text and "## Variants" not in text
 
 
 def test_reading_runs(tmp_path):
