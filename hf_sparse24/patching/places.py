@@ -10,7 +10,8 @@ from ..weights.place import layer_name
 # Usual names of modules, and of their classes, in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
-    r"mlp|ffn|feed_?forward|^ff(_|$)|^fc_?\d|^lin\d|intermediate|^output$|dense_?relu|layerff|experts?$", re.IGNORECASE
+    r"mlp|ffn|feed_?forward|^ff(_|$)|^fc_?\d|^lin\d|^pwconv|intermediate|^output$|dense_?relu|layerff|experts?$",
+    re.IGNORECASE,
 )
 # Layers that pick experts or tokens: a wrong pick costs more than their few weights save.
 _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import Sparse24Config
 from ..html_tables import TableReport
-from .targets import Candidate
+from .targets import CONVOLUTION, Candidate
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PatchReport(TableReport):
     Attributes:
         config: the config that is in force.
         patched: names of the sparse layers, in module order; stacks of experts by their Parameters' names.
-        skipped: name to reason, for every linear layer and stack of experts that stayed dense.
+        skipped: name to reason, for every linear layer, stack of experts and convolution that stayed dense.
         rows: the same by groups of layers whose names differ only in numbers.
         patched_parameters: number of weights under an N:M pattern.
         zero_parameters: number of those that are zero while the model is sparse.
@@ -65,7 +65,7 @@ class PatchReport(TableReport):
         return f"<PatchReport: {self._title()}>"
 
     def _title(self) -> str:
-        layers = len(self.patched) + len(self.skipped)
+        layers = len(self.patched) + sum(reason != CONVOLUTION for reason in self.skipped.values())
         return (
             f"{self.config.pattern} sparse by {self.config.method}: {len(self.patched)} of {layers} linear layers, "
             f"{shown_count(self.patched_parameters)} of {shown_count(self.total_parameters)} parameters; "

@@ -45,9 +45,8 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     you save the whole, call `patch_model(model)`, train it, or export it, so that its config says what is sparse.
 
     Args:
-        model: any causal or masked language model of Transformers, or a module whose layers stand in `nn.ModuleList`s.
-            May be on the meta device. Its own config says from then on that it is sparse, where that is one of
-            Transformers.
+        model: any model of Transformers, or another module, whose layers stand in `nn.ModuleList`s. May be on the meta
+            device. Its own config says from then on that it is sparse, where that is one of Transformers.
         config: what becomes sparse, and by which method; copied, so that the caller's object stays as it is. None for
             the config the model already has, also where it is not patched by that yet, as after `from_config` of a
             sparse model's; else for `Sparse24Config()`.

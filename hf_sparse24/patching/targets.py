@@ -11,7 +11,14 @@ import torch
 from sparse24_kernels import Pattern
 from sparse24_kernels.checks import INPUTS as PRUNABLE
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ..adapters import bypasses_layer, is_adapter
@@ -25,10 +32,21 @@ from .stacks import find_input_dim, gradient_note, is_stacked_experts, stacked_p
 
 # Transformers' names of the sub-configs of towers: `vision_config`, `audio_config`, `audio_encoder` and the like.
 _TOWER = re.compile(r"vision|image|video|audio|speech")
+# Types of configs of which Transformers has a model that writes text.
+_WRITING_TEXT = {
+    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+}
+
+
+CONVOLUTION = "a convolution: only linear layers become sparse"
 
 
 class Candidate(NamedTuple):
     """A linear layer or a stack of experts' weights, and why it stays dense (`skipped=None`: it becomes sparse).
+
+    Or a convolution, which always stays dense.
 
     Attributes:
         name: of the layer; of a stack, its Parameter's name, `model.layers.0.mlp.experts.gate_up_proj`.
@@ -64,6 +82,8 @@ class Candidate(NamedTuple):
 
 def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     """Return every linear layer and stack of experts' weights of `model` once, in module order, with its verdict.
+
+    Convolutions follow, so that a report can say why they stay dense.
 
     Raises:
         ValueError: a name, an expression or a block index in the run's config that none of them has.
@@ -125,7 +145,12 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
             note = own if candidate.note is None else f"{own}, {candidate.note}"
             candidate = candidate._replace(pattern=patterns[name], note=note)
         found.append(candidate)
-    return _without_half_shared(model, found)
+    convolutions = [
+        Candidate(name, module, CONVOLUTION)
+        for name, module in model.named_modules()
+        if isinstance(module, _ConvNd) and module._parameters.get("weight") is not None
+    ]
+    return [*_without_half_shared(model, found), *convolutions]
 
 
 def _picked(field: str, value: str | list[str] | None, places: dict[str, Place]) -> set[str]:
@@ -162,10 +187,12 @@ def _chosen_blocks(layers: int | list[int] | None, places: dict[str, Place]) -> 
 def _towers(model: nn.Module) -> dict[int, str]:
     """Return the classes of the parts of a multi-modal language model that read images or sound, by the part's id.
 
-    Such a part has a sub-config with such a name. A model without a vocabulary is no language model and has none.
+    Such a part has a sub-config with such a name. A model without a vocabulary is no language model and has none, nor
+    has a model that compares images or sound with text, as CLIP does: its towers are equals.
     """
     kinds: set[type] = set()
     towers = {}
+    writes_text = False
     for module in model.modules():  # from the outside in
         config = getattr(module, "config", None)
         if not isinstance(config, PreTrainedConfig):
@@ -174,7 +201,8 @@ def _towers(model: nn.Module) -> dict[int, str]:
             towers[id(module)] = type(module).__name__
         parts = {key: getattr(config, key, None) for key in config.sub_configs}
         texts = [config, *(part for key, part in parts.items() if not _TOWER.search(key))]
-        if any(getattr(text, "vocab_size", None) for text in texts):
+        writes_text |= config.model_type in _WRITING_TEXT or config.model_type not in CONFIG_MAPPING_NAMES
+        if writes_text and any(getattr(text, "vocab_size", None) for text in texts):
             kinds |= {type(part) for key, part in parts.items() if _TOWER.search(key) and part is not None}
     return towers
 
