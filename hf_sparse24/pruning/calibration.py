@@ -14,25 +14,32 @@ from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
 from .blockwise import BlockSample
 from .replay import Batch, Call, Course, Effect, Replay, tensors
-from .statistics import Gram, LastInput, Sample, counted
+from .statistics import Gram, LastInput, Sample, counted, padding_masks
 
 logger = get_logger(__name__)
 
 
-def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor) -> Batch:
-    """Return a batch as keyword arguments of a model, without labels.
+def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Module | None = None) -> Batch:
+    """Return a batch as keyword arguments of `model`, without what only the loss reads.
+
+    Labels stay where an encoder-decoder makes its decoder's input of them.
 
     Raises:
         ValueError: neither a dict of tensors nor a tensor of input_ids.
     """
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+    if isinstance(inputs, Mapping):
+        has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        reads_labels = has_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}
+        left_out = {"return_loss"} if reads_labels else {"return_loss", "labels"}
+        inputs = {name: value for name, value in inputs.items() if name not in left_out}
     if not isinstance(inputs, Mapping) or not all(isinstance(value, Tensor) for value in inputs.values()):
         found = {k: type(v).__name__ for k, v in inputs.items()} if isinstance(inputs, Mapping) else type(batch)
         raise ValueError(
             f"batch {index} of data is {found}: must be a dict of tensors, as a DataLoader with a collator gives, or "
             f"a tensor of input_ids"
         )
-    return {name: value for name, value in inputs.items() if name != "labels"}
+    return dict(inputs)
 
 
 class CalibratedBlock(NamedTuple):
@@ -113,7 +120,7 @@ def calibrate(
                         calls: list[tuple[Call, Effect]] = []
                         targets: list[tuple[Call, Effect]] = []
                         if is_new:
-                            last_input = LastInput(batch.get("attention_mask"))
+                            last_input = LastInput(padding_masks(batch))
                             is_measuring = True
                             replay.run(batch, course, kept, course.ends[block], calls)
                             is_measuring = False
@@ -144,7 +151,7 @@ def _samples(
             f"reconstruct='block' cannot train {block}, between two calls of which the model runs other blocks: take "
             f"reconstruct='layer'"
         )
-    counts = [counted(batch.get("attention_mask"), x) for x in outputs]
+    counts = [counted(padding_masks(batch), x) for x in outputs]
     return [BlockSample(call, output, count) for call, output, count in zip(ours, outputs, counts)]
 
 
@@ -166,7 +173,7 @@ def input_statistics(
             hook = functools.partial(before_layer, name)
             hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
         for batch in batches:
-            last_input = LastInput(batch.get("attention_mask"))
+            last_input = LastInput(padding_masks(batch))
             model(**{name: value.to(device) for name, value in batch.items()})
             progress.update()
     _check(found)

@@ -73,7 +73,7 @@ def oneshot(
     permute: bool = False,
     resume_dir: str | PathLike | None = None,
 ) -> OneshotReport:
-    """Prune a pretrained causal or masked language model to N:M with calibration data, in place.
+    """Prune a pretrained model to N:M with calibration data, in place.
 
     Afterwards the model is patched with a method that keeps the chosen masks: train it with `Sparse24Trainer`,
     save it, `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. If anything goes wrong,
@@ -87,8 +87,9 @@ def oneshot(
     Args:
         model: not patched yet, on the device it runs on. Its mode (train or eval) is kept.
         data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
-            kept. Labels are ignored, and so are tokens that a 2-D `attention_mask` marks as padding. 128 sequences of
-            full length are usual. All batches with the same names run the same blocks in the same order.
+            kept. Labels are ignored, unless an encoder-decoder makes its `decoder_input_ids` of them, and so are tokens
+            that a 2-D `attention_mask` marks as padding. 128 sequences of full length are usual. All batches with the
+            same names run the same blocks in the same order.
         config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
             the layers as in `patch_model`.
         criterion: the score by which N weights of every group of M inputs are kept:
@@ -162,7 +163,7 @@ def oneshot(
     _check_arguments(model, config, options)
     if isinstance(data, Mapping | Tensor):
         raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")
-    batches = [check_batch(i, batch) for i, batch in enumerate(data)]
+    batches = [check_batch(i, batch, model) for i, batch in enumerate(data)]
     if not batches:
         raise ValueError("data has no batches (a generator that was read before is empty)")
     if passes is None:

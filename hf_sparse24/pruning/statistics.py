@@ -1,5 +1,6 @@
 """Statistics of what a layer gets as input: all that pruning it needs to know of the data."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -80,20 +81,20 @@ def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
 class LastInput:
     """The summary of the last input of any layer, which others often share, as query, key and value do."""
 
-    def __init__(self, attention_mask: Tensor | None):
-        self.attention_mask = attention_mask
+    def __init__(self, masks: list[Tensor]):
+        self.masks = masks
         self.x: Tensor | None = None
         self.version = self.tokens = 0
         self.dtype: torch.dtype | None = None
         self.summary: Any = None
 
     def add_to(self, statistics: Gram | Sample, x: Tensor) -> None:
-        """Add inputs `[..., in]`, without padding if their shape is that of the attention mask `[batch, length]`.
+        """Add inputs `[..., in]`, without padding if their shape is that of a padding mask `[batch, length]`.
 
         Inputs of other shapes, such as an expert's share of the tokens, count whole.
         """
         if x is not self.x or x._version != self.version or self.dtype != statistics.squares.dtype:
-            rows, counts = x.reshape(-1, x.shape[-1]), counted(self.attention_mask, x)
+            rows, counts = x.reshape(-1, x.shape[-1]), counted(self.masks, x)
             if counts is not None:
                 rows = rows[counts.flatten()]
             rows = rows.to(statistics.squares)
@@ -104,13 +105,22 @@ class LastInput:
         statistics.tokens += self.tokens
 
 
-def counted(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return which tokens of `[..., size]` are no padding, as bool `[...]`; None if the mask is not theirs."""
-    if attention_mask is None or attention_mask.dim() != 2:
-        return None
+def padding_masks(batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return what a batch says of padding, `[batch, length]` each: of an encoder-decoder, for both of its sequences."""
+    masks = [batch[name] for name in ("attention_mask", "decoder_attention_mask") if name in batch]
+    if "labels" in batch:  # those that an encoder-decoder reads; -100 is where its loss has no target
+        masks.append(batch["labels"] != -100)
+    return [mask for mask in masks if mask.dim() == 2]
+
+
+def counted(masks: Iterable[Tensor], x: Tensor) -> Tensor | None:
+    """Return which tokens of `[..., size]` are no padding, as bool `[...]`; None if no mask is theirs.
+
+    Where masks of two sequences have the same shape, what one of them counts.
+    """
     shape = x.shape[:-1]
-    is_theirs = shape in (attention_mask.shape, (attention_mask.numel(),))
-    return attention_mask.to(x.device, torch.bool).view(shape) if is_theirs else None
+    theirs = [mask.to(x.device, torch.bool) for mask in masks if shape in (mask.shape, (mask.numel(),))]
+    return torch.stack(theirs).any(0).view(shape) if theirs else None
 
 
 def _with_ones(rows: Tensor) -> Tensor:
