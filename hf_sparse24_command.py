@@ -78,7 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
         each.add_argument("--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp")
         dtypes = ("bf16", "fp16", "fp32")
         each.add_argument("--dtype", choices=dtypes, default="bf16", help="of the GEMMs (default bf16)")
-        each.add_argument("--tokens", type=positive_number, default=8192, help="per step and GPU (default 8192)")
+        text = "that each layer sees per step and GPU, patches of images too (default 8192)"
+        each.add_argument("--tokens", type=positive_number, default=8192, help=text)
     plan.add_argument("--gpus", type=positive_number, default=1, help="one process each (default 1)")
     plan.add_argument("--parallel", choices=("ddp", "fsdp2"), help="without it ddp if that fits in memory, else fsdp2")
     plan.add_argument("--memory", type=positive_number, default=80, metavar="GB", help="of a GPU (default 80)")

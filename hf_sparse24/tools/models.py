@@ -20,15 +20,19 @@ def check_name(checkpoint: str | os.PathLike) -> None:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that a checkpoint was saved from, or the first with a head that Transformers has for its type."""
+    """The class that a checkpoint was saved from, or else the first for its type, with a head before without."""
     for name in config.architectures or []:
         saved = getattr(transformers, name, None)
         if isinstance(saved, type) and issubclass(saved, PreTrainedModel):
             return saved
-    for head in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageTextToText"):
-        classes = getattr(transformers, f"AutoModelFor{head}")._model_mapping
+    # Most encoder-decoders have a class of their decoder alone too, for causal language models.
+    decoding = ("Seq2SeqLM", "SpeechSeq2Seq") if config.is_encoder_decoder else ("CausalLM",)
+    heads = (*decoding, "MaskedLM", "ImageTextToText", "ZeroShotImageClassification", "ImageClassification")
+    for auto in (*(f"AutoModelFor{head}" for head in heads), "AutoModel"):
+        classes = getattr(transformers, auto)._model_mapping
         if type(config) in classes:
-            return classes[type(config)]
+            found = classes[type(config)]
+            return found[0] if isinstance(found, tuple) else found
     raise ValueError(
-        f"Transformers has no language model for {type(config).__name__} with architectures={config.architectures!r}"
+        f"Transformers has no model for {type(config).__name__} with architectures={config.architectures!r}"
     )

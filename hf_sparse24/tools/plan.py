@@ -131,13 +131,15 @@ def _memory(
         found["encodings of one layer"] = max(layer.encodings for layer in layers)
     else:
         found["encodings, kept for the step"] = sum(layer.encodings * layer.part.matrices for layer in layers)
-    config = model.config.get_text_config()
     features: Counter[str] = Counter()
+    entering: dict[str, int] = {}
     for part in all_parts:
         if part.block is not None:
             features[part.block] += round((part.out + part.inputs) * part.matrices * part.token_share)
+            entering.setdefault(part.block, part.inputs)  # the first linear layer reads what comes into its layer
+    output: Any = model.get_output_embeddings()  # an image classifier has none, and few logits
     found["activations and logits"] = activations(
-        list(features.values()), config.hidden_size, config.vocab_size, setting
+        list(features.values()), max(entering.values(), default=0), 0 if output is None else len(output.weight), setting
     )
     return found
 
@@ -149,8 +151,8 @@ def activations(features: list[int], hidden: int, vocabulary: int, setting: Sett
 
     Args:
         features: inputs + outputs of the linear layers, of each transformer layer.
-        hidden: size of what goes from layer to layer, in fp32 under autocast.
-        vocabulary: size of the logits.
+        hidden: size of what goes from layer to layer, in fp32 under autocast; the largest of all stacks.
+        vocabulary: size of each token's logits.
     """
     itemsize = setting.dtype.itemsize
     factor, entering = (KEPT_CAST, itemsize) if setting.parallel == "fsdp2" else (KEPT_AUTOCAST, MASTER_BYTES)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..patching.stacks import is_stacked_experts
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 
 
@@ -52,10 +53,15 @@ class Part(NamedTuple):
 
 
 def blocks(model: PreTrainedModel) -> dict[str, str | None]:
-    """The transformer layer that each Parameter is in, by name; None for one outside. FSDP2 gathers these layers one by
-    one, as accelerate wraps them."""
+    """The transformer layer that each Parameter is in, by name; None for one outside.
+
+    FSDP2 gathers these layers one by one, as accelerate wraps them. A model that does not name their classes, as Marian
+    does not, has them in its ModuleLists.
+    """
     classes = set(model._no_split_modules or ())
     names = [name for name, module in model.named_modules() if type(module).__name__ in classes]
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    names = names or [f"{name}.{key}" for name, module in lists for key, _ in module.named_children()]
     return {
         parameter: next((name for name in names if parameter.startswith(f"{name}.")), None)
         for parameter, _ in model.named_parameters()
@@ -68,7 +74,7 @@ def parts(model: PreTrainedModel) -> Iterator[Part]:
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            is_stack = parameter.dim() == 3
+            is_stack = parameter.dim() == 3 and is_stacked_experts(prefix, module)
             if not is_stack and not (isinstance(module, nn.Linear | Conv1D) and own == "weight"):
                 continue
             weight = sparse.get(id(parameter))
@@ -84,4 +90,6 @@ def parts(model: PreTrainedModel) -> Iterator[Part]:
 def sharded(parameter: Tensor, ranks: int) -> int:
     """Elements that the first of `ranks` processes holds with FSDP2: its part of the first dimension, to which the
     others pad."""
+    if not parameter.dim():  # CLIP's logit_scale
+        return 1
     return -(-len(parameter) // ranks) * parameter[:1].numel()
