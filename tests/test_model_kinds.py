@@ -1,0 +1,264 @@
+"""Vision models, encoder-decoders and models of two towers: what becomes sparse, and that they live as language models
+do: train in Transformers' own trainers, resume, save, reload, export, are pruned in one shot, and have a plan."""
+
+import math
+import re
+
+import model_kinds
+import pytest
+import torch
+from model_kinds import KINDS, collate, outputs
+from sparse_models import assert_same_state
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    CLIPConfig,
+    CLIPModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_sparse24 import (
+    Sparse24Callback,
+    Sparse24Config,
+    export_model,
+    make_model_card,
+    oneshot,
+    patch_model,
+    sparse_weights,
+    unpatch_model,
+)
+from hf_sparse24_command import main
+
+EVERYTHING = Sparse24Config(target_modules="all-linear")
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+STACKS = {
+    "vit": ["vit.layers"],
+    "deit": ["deit.layers"],
+    "clip": ["text_model.encoder.layers", "vision_model.encoder.layers"],
+    "clip-vision": ["encoder.layers"],
+    "clip-classifier": ["vision_model.encoder.layers"],
+    "t5": ["encoder.block", "decoder.block"],
+    "bart": ["model.encoder.layers", "model.decoder.layers"],
+    "marian": ["model.encoder.layers", "model.decoder.layers"],
+    "whisper": ["model.encoder.layers", "model.decoder.layers"],
+}
+CONVOLUTIONS = {
+    "vit": {"vit.embeddings.patch_embeddings.projection"},
+    "deit": {"deit.embeddings.patch_embeddings.projection"},
+    "clip": {"vision_model.embeddings.patch_embedding"},
+    "clip-vision": {"embeddings.patch_embedding"},
+    "clip-classifier": {"vision_model.embeddings.patch_embedding"},
+    "whisper": {"model.encoder.conv1", "model.encoder.conv2"},
+}
+
+
+@every_kind
+def test_groups_mean_all_stacks_with_cross_attention_and_nothing_outside(name):
+    found = {}
+    for group in ("mlp", "attention", "all-linear"):
+        report = patch_model(model_kinds.build(name), Sparse24Config(target_modules=group))
+        found[group] = set(report.patched)
+        for stack in STACKS[name]:
+            per_block = {"mlp": 2, "attention": 8 if "decoder" in stack else 4}
+            expected = sum(per_block.values()) if group == "all-linear" else per_block[group]
+            assert sum(layer.startswith(f"{stack}.") for layer in report.patched) == 2 * expected
+        assert all(re.match("|".join(STACKS[name]), layer) for layer in report.patched)
+    assert all(re.search(r"\.(fc[12]|wi|wo)$", layer) for layer in found["mlp"])
+    assert found["mlp"] | found["attention"] == found["all-linear"]
+    assert not found["mlp"] & found["attention"]
+
+
+@pytest.mark.parametrize("kept", ["text", "vision"])
+def test_one_of_two_towers_can_be_left_out(kept):
+    left = {"text": "vision", "vision": "text"}[kept]
+    config = Sparse24Config(target_modules="all-linear", exclude_modules=rf"{left}_model\..*")
+    report = patch_model(model_kinds.build("clip"), config)
+    assert len(report.patched) == 12 and all(layer.startswith(f"{kept}_model.") for layer in report.patched)
+
+
+TOWERS = {
+    "siglip": {"text_config": model_kinds.TOWER, "vision_config": model_kinds.VISION},
+    "vision-text-dual-encoder": {
+        "text_config": model_kinds.TOWER | {"model_type": "bert"},  # which has a class that writes text
+        "vision_config": model_kinds.VISION | {"model_type": "vit"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_groups_mean_all_towers_of_a_model_that_writes_no_text(name):
+    model = AutoModel.from_config(AutoConfig.for_model(name, **TOWERS[name]))
+    report = patch_model(model, EVERYTHING)
+    assert not any("does not read text" in why for why in report.skipped.values())
+    assert sum("text" in layer for layer in report.patched) == sum("vision" in layer for layer in report.patched) == 12
+
+
+def test_groups_mean_the_text_part_of_a_model_that_transformers_does_not_know():
+    class OwnConfig(CLIPConfig):
+        model_type = "own_model_of_somebody"
+
+    config = OwnConfig(**KINDS["clip"].config)
+    report = patch_model(CLIPModel(config), EVERYTHING)
+    assert len(report.patched) == 12 and all(layer.startswith("text_model.") for layer in report.patched)
+    assert report.skipped["vision_model.encoder.layers.0.mlp.fc1"].startswith("in CLIPVisionModel, which does not read")
+
+
+@every_kind
+def test_the_report_lists_convolutions_with_their_reason(name):
+    model = model_kinds.build(name)
+    report = patch_model(model, EVERYTHING)
+    found = {layer for layer, why in report.skipped.items() if why == "a convolution: only linear layers become sparse"}
+    assert found == CONVOLUTIONS.get(name, set())
+    linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    assert str(report).startswith(f"2:4 sparse by s-ste: {len(report.patched)} of {linear} linear layers")
+    for layer in found:
+        (row,) = (row for row in report.rows if row.group == layer)
+        assert row.weights == model.get_submodule(layer).weight.numel()
+        assert re.search(rf"{layer} .*a convolution", str(report))
+    assert patch_model(model).skipped == report.skipped
+
+
+def test_a_model_of_convolutions_says_why_none_becomes_sparse():
+    model = ResNetForImageClassification(ResNetConfig(depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8))
+    with pytest.raises(ValueError, match=r"nothing to patch.*convolution: a convolution: only linear layers become sp"):
+        patch_model(model, EVERYTHING)
+
+
+def trainer(name: str, directory, method: str = "s-ste", **overrides) -> Trainer:
+    """Transformers' own, of a patched model that sees the same four rows in each of eight steps."""
+    model = model_kinds.build(name)
+    interval = {"mask_interval": 2} if method == "t-sr-ste" else {}
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear", **interval))
+    is_seq2seq = KINDS[name].labels == "tokens"
+    arguments = {
+        "max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 4, "learning_rate": 1e-2,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+    } | overrides  # fmt: skip
+    if is_seq2seq:
+        args = Seq2SeqTrainingArguments(
+            str(directory), predict_with_generate=True, generation_max_length=6, **arguments
+        )
+    else:
+        args = TrainingArguments(str(directory), **arguments)
+    data = model_kinds.rows(name, 4)
+    run = (Seq2SeqTrainer if is_seq2seq else Trainer)(
+        model, args, train_dataset=data, eval_dataset=data, data_collator=collate
+    )
+    Sparse24Callback.add_to(run)
+    return run
+
+
+LIVES = [
+    *(("s-ste", name) for name in KINDS if name != "clip-vision"),  # which has no loss
+    *(("t-sr-ste", name) for name in ("deit", "clip", "t5")),  # masks, their refreshes and decay, a dense tail
+]
+
+
+@pytest.mark.parametrize(("method", "name"), LIVES)
+def test_life_of_a_model(method, name, tmp_path, capsys):
+    run = trainer(name, tmp_path, method)
+    run.train()
+    logged = [log for log in run.state.log_history if "loss" in log]
+    assert logged[-1]["loss"] < logged[0]["loss"] and any("flip_rate" in log for log in logged)
+    assert math.isfinite(run.evaluate()["eval_loss"])  # where there is a decoder, it generates
+    again = trainer(name, tmp_path, method)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same_state(again.model, run.model)
+
+    model, model_class = run.model, type(run.model)
+    expected = outputs(model, name)
+    model.save_pretrained(tmp_path / "saved")
+    reloaded, loading = model_class.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(loading.values())
+    assert_same_state(reloaded, model)
+    assert torch.equal(outputs(reloaded, name), expected)
+    for format in ("dense", "packed") if method == "s-ste" else ("dense",):  # a dense tail cannot be packed
+        export_model(model, tmp_path / format, format)
+        exported, loading = model_class.from_pretrained(tmp_path / format, output_loading_info=True)
+        assert not any(loading.values()) and not sparse_weights(exported)
+        assert torch.equal(outputs(exported, name), expected)
+        assert main(["verify", str(tmp_path / format)]) == (0 if method == "s-ste" else 1)
+    if method == "s-ste":
+        assert f"all {len(sparse_weights(model))} weights are 2:4" in capsys.readouterr().out
+    card = make_model_card(model, model_id="me/model", format="training").text
+    assert f"model = {model_class.__name__}.from_pretrained(" in card
+    assert f"from transformers import {model_class.__name__}\n" in card
+    assert torch.equal(outputs(unpatch_model(model), name), expected)
+
+
+@every_kind
+def test_gradient_checkpointing_changes_no_gradient(name):
+    model, gradients = model_kinds.build(name), []
+    patch_model(model, Sparse24Config(method="ste", target_modules="all-linear"))
+    enable = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # of old Transformers
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            getattr(model, f"{enable}_checkpointing_enable")()
+        found = model.train()(**model_kinds.batch(name))
+        (found.pooler_output.square().mean() if name == "clip-vision" else found.loss).backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    assert all(gradients[1][key].any() for key in sparse_weights(model))
+
+
+@every_kind
+def test_oneshot_beats_magnitude_in_every_stack(name):
+    data = [model_kinds.batch(name, count=24, seed=seed) for seed in range(4)]
+    dense = outputs(model_kinds.build(name), name)
+    config = Sparse24Config(method="fixed-mask", target_modules="all-linear")
+    layers, error = [], []
+    for arguments in ({"criterion": "magnitude", "reconstruct": None}, {"criterion": "sparsegpt"}):
+        model = model_kinds.build(name)
+        report = oneshot(model, data, config, **arguments)
+        layers.append([layer.error for layer in report.layers])
+        error.append(((outputs(model, name) - dense).norm() / dense.norm()).item())
+    assert all(ours < magnitude for magnitude, ours in zip(*layers))
+    assert error[1] < error[0]
+    assert {block.name for block in report.blocks} == {f"{stack}.{i}" for stack in STACKS[name] for i in range(2)}
+    assert len(report.layers) == len(report.patch.patched)
+
+
+def test_oneshot_counts_the_tokens_of_both_sequences_and_no_padding():
+    batch = model_kinds.batch("t5", count=2)  # 12 tokens in, 8 out
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, 9:] = 0
+    batch["labels"][0, 5:] = -100
+    report = oneshot(model_kinds.build("t5"), [batch], Sparse24Config(method="fixed-mask"), passes=1)
+    assert [layer.tokens for layer in report.layers] == [21] * 4 + [13] * 4  # of 24 and 16
+    attention = Sparse24Config(method="fixed-mask", target_modules=["EncDecAttention.k", "EncDecAttention.q"])
+    report = oneshot(model_kinds.build("t5"), [batch], attention, passes=1)
+    assert {layer.name[-1]: layer.tokens for layer in report.layers} == {"k": 21, "q": 13}
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"decoder_input_ids": batch["input_ids"]}
+    given["labels"] = batch["labels"]
+    report = oneshot(model_kinds.build("t5"), [given], Sparse24Config(method="fixed-mask"), passes=1)
+    assert report.layers[-1].tokens == 21  # one mask for two sequences of a length; these labels nobody reads
+
+
+@every_kind
+def test_the_command_takes_every_kind(name, tmp_path, capsys):
+    config = model_kinds.build(name).config
+    for architectures in ([KINDS[name].model_class], None):
+        config.architectures = architectures
+        config.save_pretrained(tmp_path)
+        for more in (["--gpus", "2", "--parallel", "ddp"], ["--parallel", "fsdp2", "--gradient-checkpointing"]):
+            assert main(["plan", str(tmp_path), "--target-modules", "all-linear", *more]) == 0
+            (activations,) = re.findall(r"activations and logits +(\S+)", capsys.readouterr().out)
+            assert float(activations) > 0
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert re.search(r"\d+ +64 x 32 ", capsys.readouterr().out)
+
+
+def test_whose_class_a_config_does_not_say_is_read_whole(tmp_path, capsys):
+    """Not as the decoder alone, which Whisper, BART and Marian have a class for."""
+    for name in ("whisper", "bart", "marian", "t5", "clip"):
+        model_kinds.build(name).config.save_pretrained(tmp_path / name)
+        assert main(["doctor", str(tmp_path / name)]) == 0
+        rows = re.findall(r"^ *(\d+) +\d+ x \d+ ", capsys.readouterr().out, re.MULTILINE)
+        assert sum(map(int, rows)) == 2 * 2 * len(STACKS[name])
