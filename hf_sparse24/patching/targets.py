@@ -39,7 +39,6 @@ _WRITING_TEXT = {
     *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 
-
 CONVOLUTION = "a convolution: only linear layers become sparse"
 
 
