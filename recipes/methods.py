@@ -57,6 +57,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fixed-mask-late": ("fixed-mask", {"dense_start": 0.5}),
     "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
     "s-ste-no-mvue": ("s-ste", {"weight_grad": "dense"}),
+    "s-ste-greedy": ("s-ste", {"weight_grad": "magnitude"}),
+    "s-ste-mvue-weight": ("s-ste", {"grad_input_weight": "mvue"}),
+    "s-ste-scale-each-step": ("s-ste", {"scale_frozen": False}),
+    "s-ste-gamma-0.5": ("s-ste", {"threshold_gamma": 0.5}),
     "step-paper": ("step", {"update_clip": 0.0}),
 }
 

@@ -28,6 +28,10 @@ WHAT = {
     "fixed-mask-late": "dense for the first half, then one mask, at dense's learning rate",
     "t-sr-ste-no-tail": "`t-sr-ste` without the tail, at its learning rate",
     "s-ste-no-mvue": "`s-ste` with the whole gradient, at its learning rate",
+    "s-ste-greedy": "`s-ste` with the largest gradients in place of MVUE, at its learning rate",
+    "s-ste-mvue-weight": "`s-ste` with MVUE on the weight of grad_input too, at its learning rate",
+    "s-ste-scale-each-step": "`s-ste` with a scale that is computed anew in each step, at its learning rate",
+    "s-ste-gamma-0.5": "`s-ste` with the threshold half-way to the third magnitude, at its learning rate",
     "step-paper": "`step` with the paper's unclipped steps, at its learning rate",
 }
 # What the papers found: (better, worse, source).
@@ -38,6 +42,10 @@ CLAIMS = [
     ("t-sr-ste", "t-sr-ste-no-tail", "Hu et al. 2024 (ICML), dense fine-tuning"),
     ("s-ste", "sr-ste", "S-STE, Table 6"),
     ("s-ste-no-mvue", "s-ste", "S-STE, Table 3: MVUE on dZ costs little"),
+    ("s-ste", "s-ste-mvue-weight", "S-STE, Table 3: MVUE on the weight costs much"),
+    ("s-ste", "s-ste-greedy", "MVUE: greedy pruning of gradients fails"),
+    ("s-ste", "s-ste-scale-each-step", "S-STE, Fig. 4: the scale must be frozen"),
+    ("s-ste", "s-ste-gamma-0.5", "S-STE, Table 1: gamma = 0 is best"),
     ("step", "sr-ste", "STEP, with Adam"),
     ("s-ste", "fixed-mask", "all: dynamic masks beat a fixed one at equal budget"),
     ("s-ste", "fixed-mask-late", "the same, of a mask chosen from trained weights"),

@@ -23,6 +23,10 @@ RATE_OF = {
     "fixed-mask-late": "dense",
     "t-sr-ste-no-tail": "t-sr-ste",
     "s-ste-no-mvue": "s-ste",
+    "s-ste-greedy": "s-ste",
+    "s-ste-mvue-weight": "s-ste",
+    "s-ste-scale-each-step": "s-ste",
+    "s-ste-gamma-0.5": "s-ste",
     "step-paper": "step",
 }
 """Variants that take the learning rate of another instead of a search of their own."""

@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 import squad
 import tiny_tasks
+import torch
 from datasets import load_dataset
 from paths import RECIPES
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForMaskedLM, Trainer
 
-from hf_sparse24 import Sparse24Trainer, sparse_weights
+from hf_sparse24 import (
+    Sparse24Config,
+    Sparse24Controller,
+    Sparse24Trainer,
+    patch_model,
+    sparse_run,
+    sparse_weights,
+)
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -222,3 +230,33 @@ def test_clear_errors(tasks, tmp_path, script, settings, message):
         (tmp_path / "other" / "train.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(ValueError, match=message):
         {"glue": glue, "squad": squad}[script].main(flags(tasks, tmp_path / "out", script, **settings))
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "dense"])
+def test_a_pretrained_2_4_checkpoint_is_fine_tuned_as_the_authors_do(tasks, tmp_path, method):
+    """S-STE's stays sparse, without MVUE and FP8; one of T-SR-STE, which has ended dense, stays dense."""
+    tokenizer = AutoTokenizer.from_pretrained(tasks / "tokenizer")
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=128, pad_token_id=0, **SIZES)
+    model = BertForMaskedLM(config)
+    trained_by = "s-ste" if method == "s-ste" else "t-sr-ste"
+    settings = {"fp8": True} if method == "s-ste" else {"dense_tail": 1}
+    patch_model(model, Sparse24Config(method=trained_by, **settings))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    Sparse24Controller(model, optimizer, total_steps=2)
+    for _ in range(2):
+        model(input_ids=torch.ones(2, 8, dtype=torch.long), labels=torch.ones(2, 8, dtype=torch.long)).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path / "pretrained")
+
+    pretrained = {"model_name_or_path": tmp_path / "pretrained", "model_type": None, "config_overrides": None}
+    settings = {"task": "sst2", "method": method, "max_steps": 6, "max_samples": 64, "logging_steps": 1}
+    argv = flags(tasks, tmp_path / "out", "glue", **settings, **pretrained)
+    argv.remove(str(RECIPES / "finetune" / "glue-toy.yaml"))
+    trainer = glue.main([*argv, "--use_cpu=true", "--bf16=false", "--max_length=32", "--save_strategy=no"])
+    run = sparse_run(trainer.model)
+    phases = {log["sparse_phase"] for log in trainer.state.log_history if "sparse_phase" in log}
+    if method == "dense":
+        assert run is None and type(trainer) is Trainer and not phases
+        return
+    assert phases == {float(method == "s-ste")} and run.is_dense is (method == "t-sr-ste")
+    assert [(gemm.estimator, gemm.precision) for gemm in run.method.gemms] == [("none", "native")] * 3
