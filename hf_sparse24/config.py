@@ -38,7 +38,8 @@ class Sparse24Config(QuantizationConfigMixin):
             whole name, which is what every string is taken for that could not be a name. What matches no linear layer
             is an error. Output embeddings, heads, poolers, routers and all else outside the repeated blocks
             (`nn.ModuleList`) are touched only where their whole names are given, such as `"lm_head"`. The three groups
-            mean the text model alone: vision and audio towers become sparse where names or an expression match them.
+            mean all stacks of a model; of a multi-modal model that writes text, the language model alone: its vision
+            and audio towers become sparse where names or an expression match them.
         exclude_modules: what to leave dense, in the same words.
         layers_to_transform: block indices (an int or a list) to restrict the change to; None for all. What no block
             has is an error.
