@@ -26,6 +26,7 @@ from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
 from .training.dense_flips import DenseFlipRateCallback
 from .training.distillation import DistillationConfig, distill
+from .training.seq2seq import Sparse24Seq2SeqTrainer
 from .training.trainer import Sparse24Trainer
 from .version import __version__
 from .weights.sparse_weight import sparse_weights
@@ -41,6 +42,7 @@ __all__ = [
     "Sparse24Controller",
     "Sparse24Conv1D",
     "Sparse24Linear",
+    "Sparse24Seq2SeqTrainer",
     "Sparse24Trainer",
     "__version__",
     "choose_patterns",

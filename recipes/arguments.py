@@ -125,11 +125,21 @@ TOY_DATA = {
     "runs/stdlib_text": "python recipes/stdlib_text.py",
     "runs/tiny_tasks": "python recipes/tiny_tasks.py",
     "runs/tiny_chats": "python recipes/tiny_chats.py",
+    "runs/tiny_images": "python recipes/tiny_images.py",
+    "runs/tiny_translations": "python recipes/tiny_translations.py",
     "runs/quickstart": "make demo",
     "runs/quickstart-dense": "python recipes/train.py recipes/quickstart.yaml --method dense "
     "--output_dir runs/quickstart-dense",
 }
-_READ = ("dataset", "validation_file", "tokenizer_name", "model_name_or_path", "teacher", "chat_template_path")
+_READ = (
+    "dataset",
+    "validation_file",
+    "tokenizer_name",
+    "image_processor_name",
+    "model_name_or_path",
+    "teacher",
+    "chat_template_path",
+)
 
 
 def check_toy_data(arguments: tuple) -> None:

@@ -53,10 +53,13 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     return resume
 
 
-def sparse_or_dense_trainer(sparse_args: SparseArguments, *, teacher=None, distillation=None, **shared) -> Trainer:
+def sparse_or_dense_trainer(
+    sparse_args: SparseArguments, *, classes=(Sparse24Trainer, Trainer), teacher=None, distillation=None, **shared
+) -> Trainer:
     """A Sparse24Trainer, or a plain Trainer for `method="dense"`, the control run.
 
     Args:
+        classes: of the two.
         teacher, distillation: of Sparse24Trainer.
         shared: what both trainers take.
 
@@ -65,11 +68,11 @@ def sparse_or_dense_trainer(sparse_args: SparseArguments, *, teacher=None, disti
     """
     if sparse_args.method != "dense":
         config = sparse_args.make_config()
-        return Sparse24Trainer(**shared, sparse24_config=config, teacher=teacher, distillation=distillation)
+        return classes[0](**shared, sparse24_config=config, teacher=teacher, distillation=distillation)
     if teacher is not None:
         raise UsageError("teacher is for sparse methods; method='dense' is a plain Trainer")
     check_dense(shared["model"])
-    return Trainer(**shared, callbacks=sparse_args.make_callbacks())
+    return classes[1](**shared, callbacks=sparse_args.make_callbacks())
 
 
 def check_dense(model: PreTrainedModel) -> None:
