@@ -52,7 +52,7 @@ class ImageArguments:
     )
     flip: bool = field(default=False, metadata={"help": "Mirror half of the images to train on."})
     mixup: float = field(default=0.0, metadata={"help": "alpha of mixup; 0: none."})
-    cutmix: float = field(default=0.0, metadata={"help": "alpha of CutMix; 0: none. With both, each has half of the steps."})
+    cutmix: float = field(default=0.0, metadata={"help": "alpha of CutMix; 0: none. With mixup, in half of the steps."})
 
     def __post_init__(self):
         if not 0 < self.smallest_crop <= 1:

@@ -37,21 +37,39 @@ class Verb(NamedTuple):
 
 
 PEOPLE = [
-    Noun(*row.split())
-    for row in (
-        "man Mann m, teacher Lehrer m, king König m, brother Bruder m, woman Frau f, sister Schwester f, "
-        "queen Königin f, child Kind n"
-    ).split(", ")
+    Noun("man", "Mann", "m"),
+    Noun("teacher", "Lehrer", "m"),
+    Noun("king", "König", "m"),
+    Noun("brother", "Bruder", "m"),
+    Noun("woman", "Frau", "f"),
+    Noun("sister", "Schwester", "f"),
+    Noun("queen", "Königin", "f"),
+    Noun("child", "Kind", "n"),
 ]
 THINGS = [
-    Noun(*row.split())
-    for row in (
-        "dog Hund m, apple Apfel m, letter Brief m, table Tisch m, cat Katze f, flower Blume f, lamp Lampe f, "
-        "cup Tasse f, book Buch n, house Haus n, horse Pferd n, picture Bild n"
-    ).split(", ")
+    Noun("dog", "Hund", "m"),
+    Noun("apple", "Apfel", "m"),
+    Noun("letter", "Brief", "m"),
+    Noun("table", "Tisch", "m"),
+    Noun("cat", "Katze", "f"),
+    Noun("flower", "Blume", "f"),
+    Noun("lamp", "Lampe", "f"),
+    Noun("cup", "Tasse", "f"),
+    Noun("book", "Buch", "n"),
+    Noun("house", "Haus", "n"),
+    Noun("horse", "Pferd", "n"),
+    Noun("picture", "Bild", "n"),
 ]
-ADJECTIVES = dict(old="alt", young="jung", small="klein", big="groß", new="neu", beautiful="schön", good="gut")
-ADVERBS = dict(today="heute", now="jetzt", here="hier", often="oft", perhaps="vielleicht")
+ADJECTIVES = {
+    "old": "alt",
+    "young": "jung",
+    "small": "klein",
+    "big": "groß",
+    "new": "neu",
+    "beautiful": "schön",
+    "good": "gut",
+}
+ADVERBS = {"today": "heute", "now": "jetzt", "here": "hier", "often": "oft", "perhaps": "vielleicht"}
 ACTIONS = [
     Verb(("sees", "seen", "see"), ("sieht", "gesehen", "sehen")),
     Verb(("buys", "bought", "buy"), ("kauft", "gekauft", "kaufen")),

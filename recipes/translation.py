@@ -36,11 +36,11 @@ COLUMN = "translation"  # of the WMT data sets: a text by language
 
 @dataclass
 class TranslationArguments:
-    dataset: str = field(default="wmt/wmt14", metadata={"help": "A name on the Hub, or a directory, with WMT's column."})
+    dataset: str = field(default="wmt/wmt14", metadata={"help": "A name on the Hub, or a directory, as WMT's."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset, as de-en."})
     source: str = field(default="en", metadata={"help": "Language to translate from."})
     target: str = field(default="de", metadata={"help": "Language to translate to."})
-    prefix: str = field(default="", metadata={"help": "Put before each source, as T5's 'translate English to German: '."})
+    prefix: str = field(default="", metadata={"help": "Put before each source, as T5's 'translate English to ...: '."})
     max_length: int = field(default=128, metadata={"help": "Tokens of a sentence. Longer ones are not trained on."})
     max_samples: int | None = field(default=None, metadata={"help": "Read this many pairs of each split at most."})
     num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
@@ -52,6 +52,9 @@ ARGUMENTS = (ModelArguments, TranslationArguments, SparseArguments, Seq2SeqTrain
 def make_datasets(args: TranslationArguments, tokenizer) -> tuple[datasets.DatasetDict, dict[tuple[int, ...], str]]:
     """The tokenized splits, and the target texts of those that are evaluated, by their tokens."""
     splits = datasets.load_dataset(args.dataset, args.dataset_config)
+    for split in ("train", "validation"):
+        if split not in splits:
+            raise UsageError(f"{args.dataset} has no split {split!r}, only {sorted(splits)}")
     pair = next(iter(splits["train"].take(1)), {}).get(COLUMN, {})
     if missing := sorted({args.source, args.target} - {*pair}):
         raise UsageError(f"{args.dataset} lacks {missing} in a column {COLUMN!r}; it has {splits['train'].features}")

@@ -18,9 +18,10 @@ class Sparse24Seq2SeqTrainer(Sparse24Trainer, Seq2SeqTrainer):
         >>> sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 99, "pad_token_id": 98}
         >>> model = MarianMTModel(MarianConfig(**sizes, decoder_start_token_id=98, encoder_layers=1, decoder_layers=1))
         >>> data = [{"input_ids": [5, 6, 0], "labels": [6, 5, 0]}] * 4
-        >>> args = Seq2SeqTrainingArguments("out", max_steps=2, report_to="none", predict_with_generate=True)
+        >>> generating = {"predict_with_generate": True, "generation_max_length": 6}
+        >>> args = Seq2SeqTrainingArguments("out", max_steps=2, report_to="none", **generating)
         >>> trainer = Sparse24Seq2SeqTrainer(model, args, train_dataset=data)
         >>> output = trainer.train()
-        >>> len(trainer.predict(data).predictions)  # generated
+        >>> len(trainer.predict(data).predictions)
         4
     """

@@ -3,16 +3,26 @@
 from dataclasses import fields
 
 import glue
+import image_classification
 import pytest
 import squad
 import torch
 import train
+import translation
 import zoo
 from arguments import parse_arguments
 from datasets import Dataset
 from optional import require
 from paths import RECIPES
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, Trainer, TrainingArguments
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_sparse24 import patch_model
 
@@ -26,6 +36,13 @@ PRETRAIN = {  # millions of parameters
     "llama llama-toy toy": 1.3,
     "bert": 113,
     "bert bert-toy toy": 1.1,
+}
+OTHERS = {  # those of other scripts: the script, millions of parameters, images or pairs of sentences in a step
+    "deit-tiny": (image_classification, 5.7, 1024),
+    "deit-tiny deit-small": (image_classification, 22, 1024),
+    "deit-tiny deit-toy": (image_classification, 0.2, None),
+    "transformer-base": (translation, 61, 1024),
+    "transformer-base translation-toy": (translation, 0.6, None),
 }
 VOCABULARY = {"gpt2": 50257, "t5-base": 32100, "bert-base-uncased": 30522}
 
@@ -50,9 +67,30 @@ def test_pretraining(names):
     assert "toy" in names or sequences == (4096 if "bert" in names else 512)
 
 
+@pytest.mark.parametrize("names", OTHERS)
+def test_images_and_translation(names):
+    script, millions, examples = OTHERS[names]
+    files = [str(RECIPES / "pretrain" / f"{name}.yaml") for name in names.split()]
+    arguments = parse_arguments(script.ARGUMENTS, [*files, "--use_cpu=true", "--bf16=false"])
+    model_args, data_args, sparse_args, training_args = arguments
+    fields = {"image_size": 8 if "toy" in names else 224, "num_labels": 10 if "toy" in names else 1000}
+    auto = AutoModelForImageClassification
+    if script is translation:
+        fields = {"vocab_size": 512 if "toy" in names else VOCABULARY["t5-base"], "pad_token_id": 0}
+        auto = AutoModelForSeq2SeqLM
+    config = CONFIG_MAPPING[model_args.model_type](**fields, **model_args.config_overrides)
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.06)
+    assert script is image_classification or data_args.max_length <= config.max_position_embeddings
+    assert patch_model(model, sparse_args.make_config()).patched
+    steps = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * 8
+    assert examples is None or steps == examples
+
+
 def test_every_file_is_used():
     assert {path.stem for path in (RECIPES / "pretrain").iterdir()} == {
-        name for key in PRETRAIN for name in key.split()
+        name for key in (*PRETRAIN, *OTHERS) for name in key.split()
     }
     assert {path.stem for path in (RECIPES / "finetune").iterdir()} == {
         f"{script}{size}" for script in ("glue", "squad", "sft", "lora", "oneshot") for size in ("", "-toy")
@@ -73,7 +111,7 @@ def test_finetuning(script, lengths):
 
 def test_scripts_have_no_flag_twice():
     """Two classes with a field of one name would each get the same flag."""
-    for script in (train, glue, squad):
+    for script in (train, glue, squad, image_classification, translation):
         names = [field.name for cls in script.ARGUMENTS for field in fields(cls) if field.init]
         assert len(names) == len(set(names))
 

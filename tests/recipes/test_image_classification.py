@@ -1,0 +1,220 @@
+"""Image classification: the small data set, crops and mixed images on literal numbers, and the recipe."""
+
+import json
+import sys
+from pathlib import Path
+
+import evaluate
+import image_classification
+import pytest
+import tiny_images
+import torch
+from datasets import ClassLabel, load_dataset
+from paths import RECIPES
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification, Trainer
+
+from hf_sparse24 import Sparse24Trainer, sparse_weights
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", directory / "datasets")
+        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(directory / "modules"))  # it imports metrics from there
+        patch.setattr(sys, "path", list(sys.path))
+        yield
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    return tiny_images.prepare(tmp_path_factory.mktemp("digits"))
+
+
+def flags(digits, output, **settings) -> list[str]:
+    """The toy YAML files, with a smaller model."""
+    settings = {
+        "dataset": digits,
+        "image_processor_name": digits / "processor",
+        "config_overrides": json.dumps({**SIZES, "initializer_range": 0.1}),
+        "output_dir": output,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **settings,
+    }
+    given = [f"--{key}={value}" for key, value in settings.items() if value is not None]
+    return [*(str(RECIPES / "pretrain" / f"{name}.yaml") for name in ("deit-tiny", "deit-toy")), *given]
+
+
+def results(directory: Path) -> dict:
+    return json.loads((directory / "all_results.json").read_text())
+
+
+# --- data ---
+
+
+def test_tiny_images_are_the_same_everywhere(digits, tmp_path):
+    again = tiny_images.prepare(tmp_path / "again")
+    for name in ("train.parquet", "validation.parquet", "processor/preprocessor_config.json", "manifest.json"):
+        assert (again / name).read_bytes() == (digits / name).read_bytes()
+    splits = load_dataset(str(digits))
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 1437, "validation": 360}
+    assert splits["train"].features["label"] == ClassLabel(names=[*"0123456789"])
+    assert splits["validation"][0]["image"].size == (8, 8) and splits["validation"][0]["label"] == 0
+    stamp = (digits / "manifest.json").stat().st_mtime_ns
+    tiny_images.prepare(digits)
+    assert (digits / "manifest.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("ViTImageProcessor", {"size": {"height": 9, "width": 9}}, 9),
+        ("DeiTImageProcessor", {}, 224),  # resized to 256, then cropped
+        ("CLIPImageProcessor", {"crop_size": 7}, 7),
+        ("ConvNextImageProcessor", {"size": {"shortest_edge": 5}}, 5),
+    ],
+)
+def test_image_size(tmp_path, kind, given, expected):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind, **given}))
+    assert image_classification.image_size(AutoImageProcessor.from_pretrained(tmp_path)) == expected
+
+
+def test_random_crops_have_the_size_and_hold_the_area():
+    image = Image.new("L", (40, 30))
+    for x in range(40):
+        for y in range(30):
+            image.putpixel((x, y), x)  # a pixel says in which column it is
+    torch.manual_seed(0)
+    widths = []
+    for _ in range(50):
+        crop = image_classification.random_crop(image, 0.25, 16)
+        assert crop.size == (16, 16) and crop.mode == "RGB"
+        columns = [crop.getpixel((x, 8))[0] for x in (0, 15)]
+        widths.append(columns[1] - columns[0])
+    # A quarter to all of 1200 pixels, 3:4 to 4:3: 15 to 40 columns, less the halves of 16 that are wide at both ends.
+    assert 12 <= min(widths) < 20 and 33 < max(widths) <= 40
+
+
+def test_mixed_images_have_labels_by_their_shares():
+    torch.manual_seed(0)
+    images = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8)
+    labels = torch.arange(4)
+    shares, own = [], []
+    for _ in range(2000):
+        mixed, mixed_labels = image_classification.mix(images, labels, 0.8, 0.0)
+        # Of images 0 and 3, share * 0 + (1 - share) * 3.
+        shares.append(1 - mixed[0, 0, 0, 0].item() / 3)
+        assert mixed[0].unique().numel() == 1 and {*mixed_labels.tolist()} <= {0, 1, 2, 3}
+        assert mixed_labels[0] in (0, 3) and mixed_labels[1] in (1, 2)
+        own.append((mixed_labels == labels).float().mean().item())
+    shares, own = torch.tensor(shares), torch.tensor(own)
+    assert shares.min() >= 0 and shares.max() <= 1 and abs(shares.mean() - 0.5) < 0.03
+    assert torch.corrcoef(torch.stack([shares, own]))[0, 1] > 0.7 and abs((own - shares).mean()) < 0.02
+    assert image_classification.mix(images, labels, 0.0, 0.0) == (images, labels)
+
+
+def test_cut_images_are_a_box_of_another():
+    torch.manual_seed(0)
+    images = torch.arange(2.0)[:, None, None, None].expand(2, 3, 8, 8)
+    labels, boxes, kept = torch.arange(2), [], []
+    for _ in range(1000):
+        cut, cut_labels = image_classification.mix(images, labels, 0.0, 1.0)
+        assert torch.equal(cut[0], 1 - cut[1])
+        inside = cut[0, 0].bool()
+        rows, columns = inside.any(1).sum(), inside.any(0).sum()
+        assert inside.sum() == rows * columns  # a box
+        boxes.append(inside.float().mean().item())
+        kept.append((cut_labels == 0)[0].float().item())
+    assert abs(sum(boxes) / 1000 - (1 - sum(kept) / 1000)) < 0.03 and max(boxes) > 0.5 and min(boxes) == 0
+    assert torch.equal(images[:, 0, 0, 0], torch.arange(2.0))  # the batch itself is not written to
+
+
+def test_accuracy():
+    metric = evaluate.load(str(image_classification.METRIC), keep_in_memory=True)
+    assert metric.compute(predictions=[1, 0, 2, 2], references=[1, 0, 0, 2]) == {"accuracy": 0.75}
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("method", ["dense", "s-ste", "step"])
+def test_trains_evaluates_and_saves(digits, tmp_path, method):
+    settings = {"max_steps": 3, "max_samples": 64, "per_device_train_batch_size": 16, "flip": True}
+    trainer = image_classification.main(flags(digits, tmp_path / "out", method=method, **settings))
+    assert type(trainer) is (Trainer if method == "dense" else Sparse24Trainer)
+    saved = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert saved.config.id2label == dict(enumerate("0123456789")) and saved.config.image_size == 8
+    assert len(sparse_weights(saved)) == (0 if method == "dense" else 2)
+    found = results(tmp_path / "out")
+    assert {"eval_accuracy", "eval_loss", "train_loss"} <= found.keys() and 0 <= found["eval_accuracy"] <= 1
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    pixels = processor(load_dataset(str(digits))["validation"][0]["image"].convert("RGB"), return_tensors="pt")
+    assert saved(**pixels).logits.shape == (1, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dense", "s-ste"])
+def test_learns(digits, tmp_path, method):
+    """A tenth of the digits are of each class."""
+    trainer = image_classification.main(flags(digits, tmp_path / "out", method=method, num_train_epochs=20))
+    assert trainer.state.epoch == 20 and results(tmp_path / "out")["eval_accuracy"] > 0.6
+
+
+def test_goes_on_from_a_checkpoint_with_other_classes(digits, tmp_path):
+    """Its method goes on and its head is a fresh one; of a 2:4 model there is no control run."""
+    image_classification.main(flags(digits, tmp_path / "first", max_samples=64, max_steps=1))
+    rows = load_dataset(str(digits))["train"].take(64)
+    rows = rows.map(lambda row: {"label": row["label"] % 3}).cast_column("label", ClassLabel(names=["a", "b", "c"]))
+    for split in ("train", "validation"):
+        rows.to_parquet(tmp_path / "other" / f"{split}.parquet")
+    again = [
+        f"--model_name_or_path={tmp_path / 'first'}",
+        f"--dataset={tmp_path / 'other'}",
+        f"--output_dir={tmp_path / 'out'}",
+        *("--max_steps=1", "--use_cpu=true", "--report_to=none", "--disable_tqdm=true", "--save_strategy=no"),
+    ]
+    trainer = image_classification.main(again)
+    assert trainer.model.classifier.out_features == 3 and len(sparse_weights(trainer.model)) == 2
+    with pytest.raises(ValueError, match=r"method='dense': .* is a 2:4 model"):
+        image_classification.main([*again, "--method=dense"])
+
+
+def test_resumes(digits, tmp_path):
+    """Without random crops: which of them a resumed run draws depends on what was read ahead."""
+    settings = {
+        "max_samples": 64,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "smallest_crop": 1,
+        "mixup": 0,
+        "cutmix": 0,
+    }
+    settings["save_total_limit"] = 2
+    whole = image_classification.main(flags(digits, tmp_path / "out", **settings, max_steps=4))
+    with pytest.raises(ValueError, match="holds checkpoint-4 of an earlier run"):
+        image_classification.main(flags(digits, tmp_path / "out", **settings, max_steps=4))
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    resumed = image_classification.main(
+        flags(digits, tmp_path / "out", **settings, max_steps=4, resume_from_checkpoint=checkpoint)
+    )
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"smallest_crop": 0}, "smallest_crop=0.0: must be above 0"),
+        ({"mixup": -1}, "mixup=-1.0: must be at least 0"),
+        ({"validation_split": "dev"}, r"has no split 'dev', only \['train', 'validation'\]"),
+        ({"image_column": "img"}, r"lacks the columns \['img'\]; it has \['image', 'label'\]"),
+        ({"config_overrides": '{"hiden_size": 4}'}, r"\['hiden_size'\] are no fields of ViTConfig"),
+        ({"model_type": "vitt"}, "model_type='vitt': must be one of"),
+    ],
+)
+def test_clear_errors(digits, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        image_classification.main(flags(digits, tmp_path / "out", **settings))
