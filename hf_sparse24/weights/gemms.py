@@ -124,8 +124,10 @@ class Gemm:
             return operand
         if self.estimator == "magnitude":
             size = operand.shape[dim]
-            zeros = operand.new_zeros(*operand.shape[:dim], -size % pattern.m, *operand.shape[dim:][1:])
-            return kernels.nm_prune(torch.cat([operand, zeros], dim), *pattern, dim).narrow(dim, 0, size)
+            if size % pattern.m:  # tokens need not fill their groups
+                zeros = operand.new_zeros(*operand.shape[:dim], -size % pattern.m, *operand.shape[dim:][1:])
+                operand = torch.cat([operand, zeros], dim)
+            return kernels.nm_prune(operand, *pattern, dim).narrow(dim, 0, size)
         return cast(Tensor, kernels.mvue(operand, *pattern, dim, self._mvue_estimator, key=key))
 
     def prune_weight(self, weight: Tensor, key: Tensor | None) -> Tensor:
