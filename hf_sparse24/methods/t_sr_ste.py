@@ -5,7 +5,7 @@ Method card
     Backward         dX = dZ (M * W): 2:4 along its own contraction because M is transposable
                      dW = MVUE(dZ^T) X: the gradient pruned 2:4 along tokens, at random and unbiased
     Mask             refreshed every `mask_interval` = 40 optimizer steps, fixed in between; `mask_solver` says how,
-                     `pattern` may be any N:M (Hubara et al. 2021 train 4:8), of which only 2:4 has hardware
+                     `pattern` may be any N:M (Hubara et al. 2021 train 4:8); those within 2:4 have hardware
     Regularisation   g <- g + lambda_W (1 - M) W, after clipping and unscaling, once per optimizer step
     Schedule         the last sixth of training (`dense_tail`) is dense; the trained model *is* dense
     Hyper-parameters masked_decay: 6e-5 GPT-2 124M, 2e-4 GPT-2 350M, 6e-6 BERT (the public sources contradict each
