@@ -13,7 +13,7 @@ import torch
 from benchmarks.gemms import AUTO, LENGTH, MODELS, Layer, layers, published, sets_that_fill
 from benchmarks.run import Row, Run, Section
 from benchmarks.timing import Call
-from kernel_cases import draw
+from kernel_cases import BF16, draw
 from sparse24_kernels import GemmProblem
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ class Layers(Section):
 
     def ways(self, entry: Layer, device: torch.device) -> dict[str, Build]:
         """Each makes a module, which is trained or, where `entry.training` is false, run forward. One is dense."""
-        return trained(partial(linear, entry.inputs, entry.out, entry, device))
+        return trained(partial(linear, entry.inputs, entry.out, entry.bias, device, entry.dtype))
 
     def goals(self, entry: Layer) -> dict[str, float]:
         made = {f"{method}, made": wanted for method, wanted in METHODS.items() if entry.tokens >= 8192}
@@ -105,12 +105,12 @@ def trained(build: Build, target_modules: str = "all-linear") -> dict[str, Build
     return ways
 
 
-def linear(inputs: int, out: int, entry: Layer, device: torch.device) -> nn.Linear:
-    """A linear layer of an entry's dtype, with a bias where it has one: the same weights each time."""
-    layer = nn.Linear(inputs, out, entry.bias, device, entry.dtype)
+def linear(inputs: int, out: int, bias: bool, device: torch.device, dtype: torch.dtype = BF16) -> nn.Linear:
+    """The same weights each time."""
+    layer = nn.Linear(inputs, out, bias, device, dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.copy_(draw(device, tuple(parameter.shape), entry.dtype) / inputs**0.5)
+            parameter.copy_(draw(device, tuple(parameter.shape), dtype) / inputs**0.5)
     return layer
 
 
@@ -119,9 +119,10 @@ class Mlp(nn.Module):
 
     def __init__(self, entry: Layer, device: torch.device, fused: bool = False):
         super().__init__()
-        hidden, inner, self.fused = entry.inputs, entry.out, fused
-        self.gate_proj = None if entry.bias else linear(hidden, inner, entry, device)
-        self.up_proj, self.down_proj = linear(hidden, inner, entry, device), linear(inner, hidden, entry, device)
+        hidden, inner, bias, self.fused = entry.inputs, entry.out, entry.bias, fused
+        make = partial(linear, bias=bias, device=device, dtype=entry.dtype)
+        self.gate_proj = None if bias else make(hidden, inner)
+        self.up_proj, self.down_proj = make(hidden, inner), make(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
