@@ -116,7 +116,7 @@ def test_doctor_plans_and_layers_agree(stand_in, spy, method, pattern):  # noqa:
         model, weight = patched(method, pattern=pattern, **settings)
         for tokens in (16, 30, 32):
             check_agreement(model, weight, tokens, stand_in, spy)
-        if pattern != "2:4":
+        if pattern == "4:8":
             assert not doctor.gemm_plans(weight, 32, torch.bfloat16, CPU)["output"].is_sparse
 
 

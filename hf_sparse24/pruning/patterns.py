@@ -5,6 +5,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..config import Sparse24Config
+from ..methods import ONESHOT_METHOD
 from ..patching.targets import find_candidates
 from ..run import SparseRun
 
@@ -47,7 +48,7 @@ def choose_patterns(
         raise ValueError(f"m={m!r}: must be an int >= 2")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence!r}: must be between 0 and 1")
-    run = SparseRun(Sparse24Config(method="ste", pattern=f"1:{m}", target_modules=target_modules))
+    run = SparseRun(Sparse24Config(method=ONESHOT_METHOD, pattern=f"1:{m}", target_modules=target_modules))
     patterns: dict[str, str] = {}
     for candidate in find_candidates(model, run):
         if candidate.skipped is not None:

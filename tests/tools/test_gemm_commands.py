@@ -207,13 +207,13 @@ def test_tune_without_a_gpu_and_without_kernels(directory, capsys, monkeypatch):
     [
         (["doctor", "/no/such/model"], "hf-sparse24: /no/such/model is no directory\n"),
         (["doctor", "{}", "--target-modules", "mpl"], "no linear layer's name ends in ['mpl']"),
-        (["doctor", "{}/vit"], "Transformers has no language model for ViTConfig with architectures=None"),
+        (["doctor", "{}/depth"], "Transformers has no model for DepthAnythingConfig with architectures=None"),
         (["doctor", "{}", "--method", "best"], "method='best': must be one of"),
         (["doctor", "{}", "--import", "no_such_module"], "No module named 'no_such_module'"),
     ],
 )
 def test_wrong_arguments(directory, arguments, message, capsys):
-    AutoConfig.for_model("vit").save_pretrained(f"{directory}/vit")
+    AutoConfig.for_model("depth_anything").save_pretrained(f"{directory}/depth")
     assert main([argument.format(directory) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -67,7 +67,7 @@ def test_each_log_has_a_line(tmp_path):
     assert start.facts["layers"] == {layer_name(name): weight.parameter.numel() for name, weight in weights.items()}
     assert start.facts["parameters"] == sum(parameter.numel() for parameter in run.model.parameters())
     config = json.loads(json.dumps(patched_config(run.model).to_dict()))
-    assert config.pop("phase") == "dense" and start.facts["config"] == config
+    assert config.pop("phase") == "dense" and config.pop("finished") and start.facts["config"] == config
     assert start.facts["versions"]["hf_sparse24"] == __version__
     assert start.facts["versions"]["torch"] == torch.__version__
     given = start.facts["arguments"]
@@ -82,7 +82,8 @@ def test_stacks_and_shared_weights_have_one_rate(tmp_path, architecture):
     (start,), lines = read_run_log(tmp_path / RUN_LOG)
     distinct = {id(weight.parameter) for weight in sparse_weights(run.model).values()}
     assert len(start.facts["layers"]) == len(distinct) > 1
-    assert list(lines[-1].flip_rates) == list(start.facts["layers"]) == list(watch.seen[4])
+    assert list(lines[1].flip_rates) == list(start.facts["layers"]) == list(watch.seen[2])
+    assert not lines[-1].flip_rates and not watch.seen[4]  # in the dense tail
 
 
 def test_the_callback_in_another_trainer_writes_it_too(tmp_path):
