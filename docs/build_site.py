@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import analysis_page
 import cpu_page
 import pretrained_page
 
@@ -164,6 +165,7 @@ def pages() -> dict[str, str]:
     made["measured/plan.md"] = (RESULTS / "plan.md").read_text()
     made["measured/costs.md"] = costs_page()
     made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
+    made["measured/analysis.md"] = analysis_page.page(RESULTS / "analysis.json")
     made["measured/pretrained.md"] = pretrained_page.page(RESULTS / "pretrained")
     return made
 

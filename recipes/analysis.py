@@ -1,7 +1,6 @@
 """What a step of training was predicted to gain and what it gained, and which masks flip: `results/analysis.json`.
 
-    python recipes/analysis.py                        # the runs that the results lack
-    python recipes/analysis.py --only s-ste --seeds 0 # these alone
+    python recipes/analysis.py      # the runs that the results lack; --only and --seeds choose some
 
 The measurements are those by which two papers argue: S-STE (arXiv 2409.09099, Figures 1 and 2) that hard thresholds
 make training unpredictable, and T-SR-STE (arXiv 2404.01847, section 3) that masks flip where two of them are nearly as
@@ -35,7 +34,7 @@ import torch
 import train
 import transformers
 from arguments import UsageError, parse_arguments
-from methods_runs import EMBEDDING_RATE
+from methods_runs import EMBEDDING_RATE, Run
 from models import make_model
 from running import run as run_script
 from sparse24_kernels import nm_mask, transposable_mask
@@ -48,7 +47,7 @@ from hf_sparse24.metrics import flip_rate
 
 RECIPES = Path(__file__).resolve().parent
 RESULTS = RECIPES / "results" / "analysis.json"
-SETTINGS = {"steps": 1000, "every": 4, "refresh": 40, "learning_rate": 2.5e-3, "embedding_rate": EMBEDDING_RATE}
+SETTINGS = {"steps": 600, "every": 4, "refresh": 40, "learning_rate": 2.5e-3, "embedding_rate": EMBEDDING_RATE}
 NO_TAIL = {"weight_grad": "dense", "dense_tail": 0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
@@ -58,7 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "t-sr-ste": ("t-sr-ste", NO_TAIL),
     "t-sr-ste-6e-3": ("t-sr-ste", NO_TAIL | {"masked_decay": 6e-3}),
 }
-"""Each variant's method and settings. 6e-3 is the decay that the paper's rule finds for this model at warm-up's end."""
+"""Each variant's method and settings. 6e-3 is what the paper's rule found for this model, warmed up for 400 steps."""
 
 Weights = dict[str, Tensor]
 
@@ -124,7 +123,7 @@ class Probe:
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def pruned(self) -> Weights:
-        """All weights as the GEMMs see them."""
+        """The weights as the GEMMs see them."""
         return self.weights() | {name: weight.pruned() for name, weight in sparse_weights(self.model).items()}
 
     def loss(self, weights: Weights, batch: dict[str, Tensor]) -> float:
@@ -148,11 +147,10 @@ class Probe:
             for name, weight in sparse_weights(self.model).items()
         }
 
-    def after(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        """`predicted`, `predicted_pruned`, `actual`, `held` as above, `flip_rate` of the row masks, and the `loss`."""
+    def after(self, batch: dict[str, Tensor], start: float) -> dict[str, float]:
+        """What stands at the top of this file, and `flip_rate` of the row masks; `start` is the loss before."""
         weights, pruned = self.weights(), self.pruned()
         held = weights | {name: piece(weights[name]) for name, piece in self._pieces.items()}
-        start = self.loss(self._pruned, batch)
         return {
             "loss": start,
             "predicted": self._first_order(self._weights, weights),
@@ -181,7 +179,7 @@ class Tiles:
         self.flips += (self.masks ^ masks).sum(1)
         self.masks = masks
 
-    def result(self, shown: int = 300) -> dict[str, Any]:
+    def result(self, shown: int = 300) -> Run:
         """Flips and L1 gap at the end by tenths of the tiles, their rank correlation, and some tiles to draw."""
         gaps = torch.cat([l1_gaps(matrix) for matrix in self.probe.matrices().values()])
         tenths = [(gaps[part].mean(), self.flips[part].mean()) for part in gaps.argsort().chunk(10)]
@@ -202,34 +200,29 @@ class Tiles:
         return torch.cat([tiles(mask) for mask in masks])
 
 
-def measure(
-    variant: str, seed: int, data: str, steps: int, every: int, refresh: int, learning_rate: float, **rates: float
-) -> dict[str, Any]:
+def measure(variant: str, seed: int, data: str, *, steps: int, every: int, refresh: int, **rates: float) -> Run:
     """Train one model and return what was measured at every so many steps."""
-    method, settings = VARIANTS[variant]
     flags = {"dataset": f"{data}/train.jsonl", "validation_file": f"{data}/validation.jsonl"}
-    flags |= {"tokenizer_name": f"{data}/tokenizer", "seed": seed, "output_dir": data, "max_steps": steps}
+    flags |= {"tokenizer_name": f"{data}/tokenizer", "seed": seed, "output_dir": data}
     argv = [f"{RECIPES}/methods.yaml", *(f"--{key}={value}" for key, value in flags.items())]
-    model_args, _, data_args, sparse_args, _, args = parse_arguments(train.ARGUMENTS, argv)
+    model_args, _, data_args, _, _, args = parse_arguments(train.ARGUMENTS, argv)
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer_name)
     model = make_model(model_args, AutoModelForCausalLM, tokenizer, data_args.block_size, args)
     blocks, validation = make_datasets(data_args, tokenizer, seed)
     twin = copy.deepcopy(model)
-    patched = copy.deepcopy(model)
-    patch_model(patched, Sparse24Config(method="ste", target_modules=sparse_args.target_modules))
-    names = list(sparse_weights(patched))
+    names = [name for name, _ in model.named_parameters() if ".mlp." in name]
+    method, settings = VARIANTS[variant]
     if method != "dense":
-        config = {"method": method, "target_modules": sparse_args.target_modules, **settings}
-        patch_model(model, Sparse24Config.from_dict(config))
+        patch_model(model, Sparse24Config.from_dict({"method": method, "target_modules": "mlp", **settings}))
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     hidden = [p for p in model.parameters() if all(p is not end for end in ends)]
     groups = [
-        {"params": [p for p in hidden if p.dim() > 1], "lr": learning_rate},
-        {"params": [p for p in hidden if p.dim() < 2], "lr": learning_rate, "weight_decay": 0.0},
+        {"params": [p for p in hidden if p.dim() > 1], "lr": rates["learning_rate"]},
+        {"params": [p for p in hidden if p.dim() < 2], "lr": rates["learning_rate"], "weight_decay": 0.0},
         {"params": ends, "lr": rates["embedding_rate"]},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, args.adam_beta2), weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay)
     schedule = get_cosine_schedule_with_warmup(optimizer, int(args.warmup_steps * steps), steps)
     if method != "dense":
         Sparse24Controller(model, optimizer, steps, seed=seed, metrics_interval=steps)
@@ -237,16 +230,17 @@ def measure(
     counted = Tiles(probe) if method in ("dense", "t-sr-ste") else None
     points = []
     for step, batch in enumerate(batches(blocks, args.train_batch_size, seed, steps), 1):
-        model(**batch).loss.backward()
-        is_measured = step % every == 0
-        if is_measured:
+        loss = model(**batch).loss
+        loss.backward()
+        if step % every == 0:
             probe.before()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if is_measured:
-            points.append({"step": step} | {name: _short(value) for name, value in probe.after(batch).items()})
+        if step % every == 0:
+            found = probe.after(batch, loss.item())
+            points.append({"step": step} | {name: _short(value) for name, value in found.items()})
         if counted is not None and step % refresh == 0:
             counted.refresh(step)
     held_out = list(batches(validation, args.eval_batch_size, None, len(validation) // args.eval_batch_size))
@@ -295,9 +289,8 @@ def main(argv: list[str] | None = None) -> None:
     if results["settings"] != settings:
         raise UsageError(f"{args.results}: runs of {results['settings']}, not {settings}; name another with --results")
     stdlib_text.prepare(args.data)
-    done = {(run["variant"], run["seed"]) for run in results["runs"]}
     for seed, variant in product(args.seeds, args.only):
-        if (variant, seed) not in done:
+        if (variant, seed) not in {(run["variant"], run["seed"]) for run in results["runs"]}:
             results["runs"].append(measure(variant, seed, args.data, **settings))
             print(f"{variant}, seed {seed}: validation loss {results['runs'][-1]['eval_loss']}", flush=True)
             stdlib_text.replace_file(args.results, json.dumps(results) + "\n")

@@ -5,6 +5,7 @@ import itertools
 import json
 
 import analysis
+import analysis_page
 import pytest
 import stdlib_text
 import torch
@@ -37,7 +38,8 @@ def step(model, probe, batch, rate, method="dense"):
     loss.backward()
     probe.before()
     optimizer.step()
-    return loss.item(), probe.after(batch)
+    assert probe.loss(probe._pruned, batch) == pytest.approx(loss.item(), abs=1e-5)  # what the model itself computes
+    return probe.after(batch, loss.item())
 
 
 @pytest.mark.parametrize("method", ["ste", "s-ste", "t-sr-ste"])
@@ -63,8 +65,7 @@ def test_the_linear_piece_is_the_pruning_function_until_something_flips(method):
 def test_a_short_step_descends_as_the_gradient_by_pruned_weights_predicts(method):
     settings = {"weight_grad": "dense"} if method == "s-ste" else {}
     model, probe, batch = probed(method, **settings)
-    loss, found = step(model, probe, batch, 1e-4, method)
-    assert found["loss"] == pytest.approx(loss, abs=1e-5)
+    found = step(model, probe, batch, 1e-4, method)
     assert found["flip_rate"] == 0
     assert found["actual"] == pytest.approx(found["predicted_pruned"], rel=0.05) and found["actual"] > 0
     assert found["held"] == pytest.approx(found["actual"], rel=1e-3, abs=1e-6)
@@ -77,7 +78,7 @@ def test_a_short_step_descends_as_the_gradient_by_pruned_weights_predicts(method
 def test_flips_are_what_the_held_mask_leaves_out():
     for method, least, most in [("dense", 0, 1e-9), ("ste", 1e-3, 1e9)]:
         model, probe, batch = probed(method)
-        _, found = step(model, probe, batch, 0.5, method)
+        found = step(model, probe, batch, 0.5, method)
         assert found["flip_rate"] > 0
         assert least <= abs(found["actual"] - found["held"]) <= most
 
@@ -151,8 +152,63 @@ def test_the_recipe_measures_what_is_missing_and_repeats_nothing(tmp_path, monke
         analysis.main([*flags, "--only", "ste", "--steps", "6"])
 
 
-def test_two_results_with_one_seed_start_from_the_same_weights_and_batches(tmp_path):
+def test_a_seed_draws_the_same_batches_again_and_each_block_once():
     blocks = [{"input_ids": [i]} for i in range(7)]
-    drawn = [[b["input_ids"].flatten().tolist() for b in analysis.batches(blocks, 3, 0, 4)] for _ in range(2)]
-    assert drawn[0] == drawn[1] and sorted(sum(drawn[0][:2], [])) == sorted(set(sum(drawn[0][:2], [])))
-    assert [b["input_ids"].flatten().tolist() for b in analysis.batches(blocks, 3, None, 2)] == [[0, 1, 2], [3, 4, 5]]
+
+    def drawn(seed, count):
+        return [batch["input_ids"].flatten().tolist() for batch in analysis.batches(blocks, 3, seed, count)]
+
+    assert drawn(0, 4) == drawn(0, 4) != drawn(1, 4)
+    first, second = drawn(0, 2)
+    assert len({*first, *second}) == 6
+    assert drawn(None, 2) == [[0, 1, 2], [3, 4, 5]]
+
+
+def made_up(variant, seed=0, held=0.1, actual=0.1, predicted=0.1, last=0.1):
+    """A run as `measure` returns it, of six measured steps."""
+    tiles = {"flip_rates": [[40, 0.2], [80, 0.3], [120, last]], "tiles": 9, "never": 0.5, "correlation": -0.3}
+    tiles |= {"tenths": [[0.1, 9.0], [0.2, 1.0]], "some": [[0.1, 4]]}
+    rows = {"held": held, "actual": actual, "predicted": predicted, "predicted_pruned": 0.1}
+    points = {key: [value * (1 + step) for step in range(6)] for key, value in rows.items()}
+    points |= {"step": list(range(6)), "flip_rate": [0.1, 0.4, 0.2, 0.1, 0.1, 0.05]}
+    has_tiles = variant == "dense" or variant.startswith("t-sr-ste")
+    return {"variant": variant, "seed": seed, "eval_loss": 3.0, "points": points, "tiles": has_tiles and tiles}
+
+
+def test_the_page_says_of_each_claim_whether_every_seed_shows_it(tmp_path):
+    runs = [made_up(variant, seed) for variant in analysis.VARIANTS for seed in (0, 1) if variant != "ste"]
+    runs += [made_up("ste", 0, held=0.1, actual=0.15, predicted=0.3), made_up("ste", 1, held=0.1, actual=-0.1)]
+    path = tmp_path / "analysis.json"
+    path.write_text(json.dumps({"settings": analysis.SETTINGS, "versions": {"torch": "2.13"}, "runs": runs}))
+    text = analysis_page.page(path)
+    assert "| Flips change the loss less with S-STE than with a hard threshold | seen |" in text
+    assert "| S-STE has fewer steps that ascend than a hard threshold | **seeds differ** |" in text
+    assert "| With a hard threshold, flips raise the loss on the whole | **seeds differ** |" in text
+    assert "| Masks of `t-sr-ste` end calmer with more decay | **not seen** |" in text  # equally calm
+    assert "| `ste` | 0.000 [1.000, -1.000] | -0.25 [0.50, -1.00] |" in text
+    assert "| `ste` | 125.00% [50.00%, 200.00%] | -75.00% [+50.00%, -200.00%] |" in text
+
+
+RUNS = json.loads(analysis.RESULTS.read_text())["runs"]
+
+
+def test_the_committed_results_are_of_every_variant():
+    assert {(run["variant"], run["seed"]) for run in RUNS} == {
+        (name, seed) for name in analysis.VARIANTS for seed in (0, 1)
+    }
+    assert json.loads(analysis.RESULTS.read_text())["settings"] == analysis.SETTINGS
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_the_page_reads_from_the_results(seed):
+    """Its paragraph is written by hand."""
+    runs = {run["variant"]: run for run in RUNS if run["seed"] == seed}
+    hard, soft = runs["ste"], runs["s-ste"]
+    assert min(hard["points"]["actual"]) > 0  # no measured step ascends
+    assert 0 < analysis_page.gain_of_flips(hard) < analysis_page.gain_of_flips(hard, 1 / 3)
+    dense = analysis_page.error(runs["dense"], "predicted_pruned")
+    for variant in ("ste", "sr-ste", "s-ste"):
+        assert abs(analysis_page.error(runs[variant], "predicted_pruned") - dense) < 0.02
+    assert analysis_page.gain_of_flips(runs["t-sr-ste"]) < 0
+    assert analysis_page.by_flips(soft) < 0.001
+    assert sum(soft["points"]["actual"]) < sum(hard["points"]["actual"])
