@@ -118,7 +118,7 @@ _RATES = (
 )
 _CURVES = (
     "![Training loss over the dense control, step by step, after the first quarter of the run: each method in blue, "
-    "and in its panel its variants, dashed; each at its best learning rate](../images/curves.svg)"
+    "and in its panel up to two of its variants; each at its best learning rate](../images/curves.svg)"
 )
 
 
