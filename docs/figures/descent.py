@@ -99,6 +99,7 @@ def by_gap(figure: Figure) -> None:
         _dots(axis, *zip(*found["some"][::2]), GREY if variant == "dense" else GREEN)
         axis.plot(*zip(*found["tenths"]), "o-", color=INK, linewidth=1.6, markersize=4)
         axis.set(title=label, xscale="log")
+        axis.xaxis.set_major_formatter("{x:g}")  # exponents would be too small to read
     axes[1].set(ylabel="flips of a tile's 16 entries")
     axes[2].set(xlabel="L1 gap of the tile at the end")
 
