@@ -269,9 +269,12 @@ class Sparse24Config(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config  # type: ignore[return-value]  # for Transformers
 
 
-def shared_differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
-    """In what two configs differ besides settings and the backend, for messages: `"method='ste', now 's-ste'"`."""
-    pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in SHARED if name != "backend"}
+def fixed_differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
+    """What of another config a patched model cannot take, for messages: `"method='ste', now 's-ste'"`."""
+    fixed = [name for name in SHARED if name != "backend"]
+    if ours.method == theirs.method:
+        fixed += [name for name in method_class(ours.method).settings_of_state if name in theirs.given_settings()]
+    pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in fixed}
     return ", ".join(f"{name}={one!r}, now {other!r}" for name, (one, other) in pairs.items() if one != other)
 
 
@@ -324,9 +327,10 @@ def _check_shared(
 
 
 def _check_pattern(field: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"{field}={shown(value)}: must be 'N:M' with 0 < N < M, such as '2:4'")
-    Pattern.parse(value)
+    try:
+        Pattern.parse(value)
+    except ValueError:
+        raise ValueError(f"{field}={shown(value)}: must be 'N:M' with 0 < N < M, such as '2:4'") from None
 
 
 def _is_index(value: Any) -> bool:

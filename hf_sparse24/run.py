@@ -111,6 +111,13 @@ class SparseRun:
                 f"unpatch_model(model), then patch_model with another config"
             )
         changed = self.config.replace(**settings)
+        for name in self.method.settings_of_state:
+            if getattr(changed, name) != getattr(self.config, name):
+                raise ValueError(
+                    f"{name}={shown(settings[name])}: the state of the weights was made with "
+                    f"{getattr(self.config, name)!r} and is kept; call unpatch_model(model, sparse=False), then "
+                    f"patch_model with another config"
+                )
         self.config.record(settings=changed.settings, _given=changed.given_settings())
         self.method = type(self.method)(changed.settings, self.method.pattern)
         self._others = {}

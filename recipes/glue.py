@@ -3,7 +3,8 @@
     python recipes/glue.py recipes/finetune/glue.yaml --model_name_or_path bert-base-uncased --task mrpc
     python recipes/glue.py recipes/finetune/glue.yaml recipes/finetune/glue-toy.yaml      # a minute, on local data
 
-`--method dense` is the control run. A 2:4 checkpoint stays as it is saved: its method goes on.
+`--method dense` is the control run. A 2:4 checkpoint goes on by its method, which `--method` must name; one
+whose dense tail has ended trains on dense.
 """
 
 import os

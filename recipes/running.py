@@ -68,6 +68,12 @@ def sparse_or_dense_trainer(
     """
     if sparse_args.method != "dense":
         config = sparse_args.make_config()
+        saved = getattr(shared["model"].config, "quantization_config", None)
+        if getattr(saved, "method", config.method) != config.method:
+            raise UsageError(
+                f"method={config.method!r}: {shared['model'].config.name_or_path} was trained by {saved.method!r}, and "
+                f"goes on by that (--method {saved.method}); by another, fine-tune its export (hf-sparse24 export)"
+            )
         return classes[0](**shared, sparse24_config=config, teacher=teacher, distillation=distillation)
     if teacher is not None:
         raise UsageError("teacher is for sparse methods; method='dense' is a plain Trainer")

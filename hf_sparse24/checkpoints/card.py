@@ -140,8 +140,9 @@ def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[st
     what = f"A Transformers model, made from {names}" if names else "A Transformers model"
     if config.phase == "dense":
         return (
-            f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. It was saved in a dense phase of "
-            f"this training: **its weights are dense**."
+            f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. "
+            + ("That training has ended in" if config.finished else "It was saved in")
+            + " a dense phase: **its weights are dense**."
         )
     patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -215,7 +216,7 @@ def _training(config: Sparse24Config, hyperparameters: Mapping[str, Any] | None,
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
-    other = ("quant_method", "phase", "hf_sparse24_version", "pruning")
+    other = ("quant_method", "phase", "finished", "whole_names", "hf_sparse24_version", "pruning", "packed")
     settings = [f"    {key}={value!r}," for key, value in config.to_dict().items() if key not in other]
     parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
     if config.pruning:

@@ -46,6 +46,11 @@ class Listing(NamedTuple):
     patterns: dict[str, Pattern]
     method: str | None
 
+    @property
+    def all_patterns(self) -> str:
+        """Those that its weights have, as text: `"2:4"`, or `"2:4 and 1:4"`."""
+        return " and ".join(dict.fromkeys(str(self.patterns.get(name, self.pattern)) for name in self.weights))
+
 
 class Finding(NamedTuple):
     """The check of a weight, or of a file, which has 0 elements; `problem` is None where nothing is wrong."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
-from ..config import Sparse24Config, shared_differences
+from ..config import Sparse24Config, fixed_differences
 from ..patching.ownership import forget_quantizer
 from ..patching.packing import packed_config, unpack_model
 from ..patching.surgery import patch_model, reject_non_finite
@@ -151,7 +151,7 @@ def _with_passed(saved: Sparse24Config) -> Sparse24Config:
     passed = saved.passed
     if passed is None:
         return saved
-    if others := shared_differences(saved, passed):
+    if others := fixed_differences(saved, passed):
         raise ValueError(
             f"the checkpoint was saved with another config ({others}): load it without quantization_config, then call "
             f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"

@@ -69,6 +69,9 @@ class SparseMethod:
     flips_at_refresh: ClassVar[bool] = False
     """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
 
+    settings_of_state: ClassVar[tuple[str, ...]] = ()
+    """Settings by which `init_state` makes what is kept from then on, so that they cannot change later."""
+
     keeps_zeros: ClassVar[bool] = False
     """Whether what the mask drops stays zero while the model trains: its gradient is that of `mask * weight`, and each
     optimizer step leaves it at zero. Otherwise the gradient goes straight through to the dense master."""

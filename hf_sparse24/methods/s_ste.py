@@ -51,6 +51,7 @@ def _is_gamma(value: Any) -> str | None:
 @register_method("s-ste")
 class SSTE(SparseMethod):
     mask_is_local = True
+    settings_of_state = ("scale_rule", "threshold_gamma")
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(PhaseSettings, GemmSettings):

@@ -49,7 +49,9 @@ def find_place(model: nn.Module, name: str, parameter: str) -> Place:
         block = int(path[start + 1][0])
         between = [text for part, module in path[start + 1 : -1] for text in (part, type(module).__name__)]
         texts = [path[start][0], *between, path[-1][0]]
-    names = dict.fromkeys([layer_name(f"{name}.{parameter}".removeprefix(".")), name])
+    own = [layer_name(f"{name}.{parameter}".removeprefix(".")), name]
+    # Below an adapter of PEFT a layer goes by the name that it has without one, too.
+    names = dict.fromkeys([*own, *(each.replace(".base_layer", "").removeprefix("base_model.model.") for each in own)])
     aliases = [alias for own in names for alias in _aliases(model, own)]
     return Place(path, parameter, aliases, block, _sublayer(texts), any(map(_ROUTER.search, texts)))
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import check_unmerged
-from ..config import Sparse24Config, shared_differences
+from ..config import Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.sparse_module import SparseModule
@@ -81,7 +81,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     if current is None:
         _check_patchable(model)
     elif config is not None:
-        if others := shared_differences(current.config, config):
+        if others := fixed_differences(current.config, config):
             raise ValueError(
                 f"the model is already patched with another config ({others}); call unpatch_model(model) first"
             )

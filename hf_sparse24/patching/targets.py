@@ -103,7 +103,12 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     blocks = _chosen_blocks(config.layers_to_transform, places)
     patterns: dict[str, Pattern] = {}
     for names, pattern in (config.layer_patterns or {}).items():
-        for name in _picked("layer_patterns", names, places):
+        chosen = _picked("layer_patterns", names, places)
+        if places and not chosen & targets:
+            raise ValueError(
+                f"layer_patterns={names!r}: none of its layers is in target_modules={config.target_modules!r}"
+            )
+        for name in chosen:
             patterns.setdefault(name, Pattern.parse(pattern))
     towers = _towers(model) if config.target_modules in TARGET_GROUPS else {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

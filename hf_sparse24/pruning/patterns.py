@@ -22,7 +22,8 @@ def choose_patterns(
     Args:
         model: a dense model of Transformers with zeros, such as one that was pruned to a share of its weights. Not
             changed.
-        m: size of the groups along the input dimension, >= 2.
+        m: size of the groups along the input dimension, >= 2. With 4, layers get 1:4 or 2:4, which have hardware, or
+            3:4; with 8 up to 7:8, of which 1:8 and 2:8 have it.
         confidence: share of groups, in (0, 1).
         target_modules: which layers, as in `Sparse24Config`.
 

@@ -93,7 +93,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     for finding in found:
         if finding.elements:
             _add(groups, group_name(finding.name), 1, finding.problem is None, finding.zeros, finding.elements)
-    rows = [["tensors", "number", str(listing.pattern), "zeros"]]
+    rows = [["tensors", "number", listing.all_patterns or str(listing.pattern), "zeros"]]
     for group, (n, sparse, zeros, elements) in groups.items():
         rows.append([group, str(n), f"{sparse} of {n}", f"{zeros / elements:.1%}"])
     print_table(rows)
@@ -106,7 +106,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     elif not problems:
         files = f", and {count(len(listing.files), 'file')} as exported" if listing.files else ""
         took = f"; read in {duration(progress.seconds)}"
-        print(f"verified: all {len(listing.weights)} weights are {listing.pattern}{files}{took}")
+        print(f"verified: all {len(listing.weights)} weights are {listing.all_patterns}{files}{took}")
     return int(bool(problems) or not listing.weights)
 
 
@@ -126,7 +126,8 @@ def _heading(listing: Listing, tensors: Tensors) -> str:
     has_int8 = any(buffer_names(name)[2] in tensors for name in listing.weights)
     stored = f"{listing.format} with int8 values" if has_int8 else listing.format
     trained = f", trained by {listing.method}" if listing.method else ""
-    return f"{stored}{trained}: {len(listing.weights)} weights are {listing.pattern}, listed in {listing.source}"
+    pattern = listing.all_patterns or listing.pattern
+    return f"{stored}{trained}: {len(listing.weights)} weights are {pattern}, listed in {listing.source}"
 
 
 def _add(groups: dict[str, list[int]], group: str, *numbers: int) -> None:

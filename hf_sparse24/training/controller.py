@@ -11,6 +11,7 @@ from torch import nn
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
+from ..methods.context import DENSE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
@@ -195,8 +196,9 @@ class Sparse24Controller(StepWork):
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
-        self.run.config.record(finished=state["finished"] is True)
-        set_phase(self.model, self.phase)
+        self.run.config.record(finished=False)
+        set_phase(self.model, DENSE if state["finished"] else self.phase)
+        self.run.config.record(finished=bool(state["finished"]))
         self._set_streams()
 
 

@@ -23,6 +23,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from ..html_tables import html_table
 from ..methods.masked_decay import AUTO
+from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import Progress, get_logger
 from ..run import patched_config, sparse_run
@@ -88,6 +89,8 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     if config is None or not hasattr(config, "masked_decay"):
         method = None if config is None else config.method
         raise ValueError(f"method {method!r} has no masked_decay to tune")
+    if config.finished:
+        raise ValueError(f"no masked decay acts: {FINISHED}")
     if steps is not None and steps < MIN_STEPS:
         raise ValueError(f"steps={steps}: a probe needs at least {MIN_STEPS} optimizer steps")
     if not has_trainable_weights(model_of(trainer)):

@@ -10,6 +10,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from ..config import Sparse24Config
+from ..methods import method_class
 from ..patching.ownership import unwrap
 from ..patching.surgery import patch_model
 from ..run import sparse_run
@@ -24,6 +25,9 @@ class DenseFlipRateCallback(TrainerCallback):
 
     Args:
         config: whose masks, and of which layers. A sparse run with this config is what the rates compare with.
+
+    Raises:
+        ValueError: no config, or one of a method that keeps its masks; when training starts, a patched model.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -41,6 +45,8 @@ class DenseFlipRateCallback(TrainerCallback):
     """
 
     def __init__(self, config: Sparse24Config):
+        if not isinstance(config, Sparse24Config) or method_class(config.method).keeps_zeros:
+            raise ValueError(f"config={config!r}: must be a Sparse24Config of a method whose masks change")
         self.config = config
         self._weights: dict[str, SparseWeight] = {}
         self._before: dict[str, Tensor] = {}

@@ -149,7 +149,8 @@ class Sparse24Trainer(HubTrainer):
                 "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
             )
         check_engine(self.accelerator, model)
-        if needs_decay(model):
+        config = patched_config(model)
+        if needs_decay(model) and config is not None and not config.finished:  # then no decay acts
             set_decay(model, self._determine_masked_decay(resume_from_checkpoint))
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -228,11 +229,9 @@ class Sparse24Trainer(HubTrainer):
 
     def _determine_masked_decay(self, resume_from_checkpoint: str | None) -> float:
         """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-        config = patched_config(model_of(self))
-        if not has_trainable_weights(model_of(self)) or (config is not None and config.finished):
+        if not has_trainable_weights(model_of(self)):
             logger.warning(
-                "masked_decay='auto' becomes 0.0: every sparse weight is frozen, or its training goes on dense, so "
-                "there is nothing that it acts on"
+                "masked_decay='auto' becomes 0.0: every sparse weight is frozen, so there is nothing that it acts on"
             )
             return 0.0
         if resume_from_checkpoint:

@@ -6,8 +6,16 @@ import sparse_models
 import torch
 import zoo
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Linear, sparse_weights
+from hf_sparse24 import (
+    Sparse24Config,
+    Sparse24Controller,
+    Sparse24Linear,
+    patch_model,
+    sparse_run,
+    sparse_weights,
+)
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import SparseRun
 
@@ -103,3 +111,20 @@ def test_greedy_pruning_keeps_the_largest_gradients_of_every_four_tokens(tokens)
     pruned = kernels.nm_prune(padded, dim=0)[:tokens]
     torch.testing.assert_close(layer.weight.grad, pruned.t() @ x.detach())
     torch.testing.assert_close(x.grad, kernels.nm_prune(grad) @ layer.sparse_weight())
+
+
+@pytest.mark.parametrize("setting", [{"scale_rule": 3.0}, {"scale_rule": "none"}, {"threshold_gamma": 0.5}])
+def test_a_scale_that_is_frozen_is_not_made_anew_by_another_setting(setting, tmp_path):
+    model = sparse_models.patched("llama", method="s-ste")
+    name = next(iter(setting))
+    with pytest.raises(ValueError, match=rf"already patched with another config \({name}="):
+        patch_model(model, Sparse24Config(method="s-ste", **setting))
+    with pytest.raises(ValueError, match=rf"{name}=.*: the state of the weights was made with"):
+        sparse_run(model).change_settings(**setting)
+    model.save_pretrained(tmp_path)
+    with (
+        pytest.warns(UserWarning, match="You passed .quantization_config."),
+        pytest.raises(ValueError, match=rf"was saved with another config \({name}="),
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Sparse24Config(method="s-ste", **setting))
+    patch_model(model, Sparse24Config(method="s-ste", weight_grad="dense"))

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 import zoo
@@ -375,3 +376,13 @@ def test_a_dense_model_whose_config_says_that_it_is_sparse_is_patched_so(tmp_pat
     model = AutoModelForCausalLM.from_config(config)
     patch_model(model, Sparse24Config(method="ste"))
     assert patched_config(model).method == "ste"
+
+
+@pytest.mark.parametrize("names", [{"target_modules": ["down_proj"]}, {"target_modules": r"model\..*\.down_proj"}])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_layers_below_adapters_go_by_the_names_that_they_have_without(names):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(layer_patterns={"down_proj": "1:4"}, **names))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["down_proj"]))
+    report = patch_model(adapted)
+    assert len(report.patched) == 2 and all(name.endswith("down_proj.base_layer") for name in report.patched)

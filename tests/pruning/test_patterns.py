@@ -24,7 +24,7 @@ EXPECTED = {"down_proj": (1, 4), "gate_proj": (2, 4), "q_proj": (1, 2)}
 
 
 @pytest.mark.parametrize("method", ["ste", "s-ste", "sr-ste", "t-sr-ste", "fixed-mask", "step"])
-def test_each_layer_has_its_pattern_in_training_and_on_disk(method, tmp_path):
+def test_each_layer_has_its_pattern_in_training_and_on_disk(method, tmp_path, capsys):
     config = Sparse24Config(method=method, target_modules="all-linear", layer_patterns=LAYERS, dense_tail=0)
     if method == "step":
         config = config.replace(switch_after=1, switch_by=2)
@@ -49,6 +49,7 @@ def test_each_layer_has_its_pattern_in_training_and_on_disk(method, tmp_path):
     for format in ("dense", "packed"):
         export_model(model, tmp_path / format, format=format)
         assert main(["verify", str(tmp_path / format)]) == 0
+        assert "weights are 1:2 and 2:4 and 2:8 and 1:4" in capsys.readouterr().out
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / format).eval()
         torch.testing.assert_close(exported(**batch).logits, model(**batch).logits)
     unpatch_model(model)
@@ -68,11 +69,12 @@ def test_a_weight_that_is_not_of_its_own_pattern_is_found(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("layer_patterns", "message"),
     [
-        ({"down_proj": "4:2"}, "must be|0 < N < M"),
+        ({"down_proj": "4:2"}, r"layer_patterns\['down_proj'\]='4:2': must be 'N:M'"),
         ({"down_proj": 4}, r"layer_patterns\['down_proj'\]=4: must be 'N:M'"),
         ({"": "1:4"}, "layer_patterns=''"),
         (["1:4"], r"layer_patterns=\['1:4'\]: must be a dict"),
         ({"donw_proj": "1:4"}, r"layer_patterns='donw_proj': no linear layer's name ends in"),
+        ({"q_proj": "1:4"}, r"layer_patterns='q_proj': none of its layers is in target_modules='mlp'"),
     ],
 )
 def test_wrong_patterns(layer_patterns, message):

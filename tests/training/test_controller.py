@@ -435,3 +435,26 @@ def test_no_flips_are_told_of_masks_that_a_dense_tail_leaves_as_they_are():
         run_step(model, optimizer, controller, step)
         told.append("flip_rate" in controller.metrics())
     assert told == [True, False, False, False]
+
+
+def test_fine_tuning_of_what_ended_dense_resumes_dense_in_a_fresh_model():
+    config = {"method": "t-sr-ste", "dense_tail": 1, "mask_interval": 1}
+    model, optimizer = patched(**config)
+    controller = Sparse24Controller(model, optimizer, total_steps=2)
+    for step in range(2):
+        run_step(model, optimizer, controller, step)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    for step in range(4):
+        if step == 2:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), controller.state_dict()))
+        run_step(model, optimizer, controller, step)
+    end = copy.deepcopy(model.state_dict())
+    model, optimizer = patched(**config)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    for part, state in zip((model, optimizer, controller), saved):
+        part.load_state_dict(state)
+    assert controller.phase == "dense" and sparse_run(model).config.finished
+    for step in range(2, 4):
+        run_step(model, optimizer, controller, step)
+    assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())

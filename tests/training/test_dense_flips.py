@@ -53,3 +53,6 @@ def test_a_patched_model_is_refused(tmp_path):
     patch_model(model)
     with pytest.raises(ValueError, match="the model is patched, and its own callback logs flip_rate"):
         train_dense(tmp_path, model, Sparse24Config())
+    for config in (None, Sparse24Config(method="fixed-mask")):
+        with pytest.raises(ValueError, match="must be a Sparse24Config of a method whose masks change"):
+            DenseFlipRateCallback(config)
