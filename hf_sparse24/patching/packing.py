@@ -125,7 +125,7 @@ def check_packable(model: nn.Module) -> SparseRun:
 def check_within_24(pattern: str) -> None:
     """Raise ValueError where what has a pattern need not be 2:4."""
     if not Pattern.parse(pattern).is_within_24:
-        raise ValueError(f"pattern {pattern}: packed weights are 2:4; export with format='dense'")
+        raise ValueError(f"pattern={pattern!r}: packed weights are 2:4; export with format='dense'")
 
 
 def is_packable(weight: SparseWeight) -> bool:
