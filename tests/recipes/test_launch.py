@@ -41,6 +41,7 @@ def flags(data: Path, output: Path, **settings: object) -> list[str]:
         "validation_file": data / "validation.jsonl",
         "tokenizer_name": data / "tokenizer",
         "config_overrides": json.dumps({**sizes, "resid_pdrop": 0}),
+        "sparse24": "{}",  # no FP8, whose scales are those of a process's own part
         "output_dir": output,
         "block_size": 64,
         "max_steps": 12,
