@@ -1,5 +1,6 @@
 """Fixtures for the tests of several recipes."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,19 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     # datasets 5 waits 5 s whenever a shuffled Parquet stream ends.
     monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1, raising=False)
+
+
+@pytest.fixture(scope="module")
+def metrics_cache(tmp_path_factory):
+    """Caches of data sets and metrics of its own, for a module that trains by `evaluate`'s metrics."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", directory / "datasets")
+        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(directory / "modules"))  # it imports metrics from there
+        patch.setattr(sys, "path", list(sys.path))
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "evaluate_modules"]:
+        del sys.modules[name]  # another module's metrics lie elsewhere
 
 
 @pytest.fixture(scope="module")

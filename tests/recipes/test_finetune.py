@@ -1,7 +1,6 @@
 """GLUE and SQuAD: their metrics on literal numbers, the small data sets, and the recipes that train on them."""
 
 import json
-import sys
 from pathlib import Path
 
 import evaluate
@@ -27,14 +26,7 @@ from hf_sparse24 import (
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        directory = tmp_path_factory.mktemp("cache")
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", directory / "datasets")
-        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(directory / "modules"))  # it imports metrics from there
-        patch.setattr(sys, "path", list(sys.path))
-        yield
+pytestmark = pytest.mark.usefixtures("metrics_cache")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Image classification: the small data set, crops and mixed images on literal numbers, and the recipe."""
 
 import json
-import sys
 from pathlib import Path
 
 import evaluate
@@ -19,14 +18,7 @@ from hf_sparse24 import Sparse24Trainer, sparse_weights
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        directory = tmp_path_factory.mktemp("cache")
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", directory / "datasets")
-        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(directory / "modules"))  # it imports metrics from there
-        patch.setattr(sys, "path", list(sys.path))
-        yield
+pytestmark = pytest.mark.usefixtures("metrics_cache")
 
 
 @pytest.fixture(scope="module")
