@@ -6,7 +6,7 @@ from weakref import WeakSet
 from sparse24_kernels import Pattern
 from torch import nn
 
-from .config import Sparse24Config
+from .config import Sparse24Config, fixed_differences
 from .methods import SparseMethod, method_class
 from .methods.context import DENSE
 from .methods.settings import SHARED, shown
@@ -111,13 +111,11 @@ class SparseRun:
                 f"unpatch_model(model), then patch_model with another config"
             )
         changed = self.config.replace(**settings)
-        for name in self.method.settings_of_state:
-            if getattr(changed, name) != getattr(self.config, name):
-                raise ValueError(
-                    f"{name}={shown(settings[name])}: the state of the weights was made with "
-                    f"{getattr(self.config, name)!r} and is kept; call unpatch_model(model, sparse=False), then "
-                    f"patch_model with another config"
-                )
+        if others := fixed_differences(self.config, changed):
+            raise ValueError(
+                f"{others}: the state of the weights was made with the first and is kept; call unpatch_model(model, "
+                f"sparse=False), then patch_model with another config"
+            )
         self.config.record(settings=changed.settings, _given=changed.given_settings())
         self.method = type(self.method)(changed.settings, self.method.pattern)
         self._others = {}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from arguments import SparseArguments, UsageError, check_choice, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
-from running import checkpoint_to_resume, leave, run, save_metrics, sparse_or_dense_trainer, train_and_save
+from running import checkpoint_to_resume, evaluate_splits, leave, run, sparse_or_dense_trainer, train_and_save
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -135,9 +135,7 @@ def main(argv: list[str] | None = None) -> Trainer:
     resume = checkpoint_to_resume(arguments[-1])  # before anything is loaded
     trainer, held_out = make_trainer(*arguments)
     train_and_save(trainer, resume)
-    for name, rows in held_out.items():
-        split = name.replace("validation", "eval")  # eval, or eval_matched and eval_mismatched
-        save_metrics(trainer, split, trainer.evaluate(rows, metric_key_prefix=split))
+    evaluate_splits(trainer, held_out)
     return trainer
 
 

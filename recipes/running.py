@@ -113,6 +113,13 @@ def evaluate_text(trainer: Trainer) -> None:
         save_metrics(trainer, "eval", metrics)
 
 
+def evaluate_splits(trainer: Trainer, held_out: dict[str, Any]) -> None:
+    """Evaluate on each split, and save its metrics: of validation as eval, of validation_matched as eval_matched."""
+    for name, rows in held_out.items():
+        split = name.replace("validation", "eval")
+        save_metrics(trainer, split, trainer.evaluate(rows, metric_key_prefix=split))
+
+
 def save_metrics(trainer: Trainer, split: str, metrics: dict) -> None:
     """Print the metrics, and write them to `<split>_results.json` and into `all_results.json`."""
     trainer.log_metrics(split, metrics)

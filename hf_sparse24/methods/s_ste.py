@@ -15,8 +15,9 @@ Method card
                      which has more variance (`weight_grad="mvue-approx"`). Tokens that are no multiple of four are
                      padded with zeros. FP8 is off unless `fp8=True`, which simulates it as the authors' code does; the
                      paper's GPT-2 results have it. Fine-tuning draws MVUE too; the authors' fine-tuning scripts do not
-                     (`weight_grad="dense"`). beta = 1 for a weight whose S(W) is all zeros (the formula divides by
-                     zero). The mask shown in metrics keeps the lower index at ties, the public code the higher.
+                     (`weight_grad="dense"`, as our recipes set it). beta = 1 for a weight whose S(W) is all zeros (the
+                     formula divides by zero). The mask shown in metrics keeps the lower index at ties, the public code
+                     the higher.
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Hu et al. 2024 (arXiv 2409.09099), section 4.
 """

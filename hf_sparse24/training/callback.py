@@ -16,6 +16,7 @@ from . import reference
 from .controller import SHARED_METRICS, Sparse24Controller
 from .distillation import Distiller, find_distiller
 from .first_loss import check_first_loss
+from .mask_metrics import measuring_interval
 from .resume import check_resumed, find_checkpoint, restore
 from .run_log import RunLog
 
@@ -150,8 +151,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             total_steps=state.max_steps,
             seed=args.seed,
             step=state.global_step,
-            # Logged by the epoch, the last step is not known ahead: measured at every step, the number is never stale.
-            metrics_interval=max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1,
+            metrics_interval=measuring_interval(args, state),
         )
         states: Any = state.stateful_callbacks  # by the names of classes
         saved = states.get(type(self).__name__, {})  # a checkpoint of 0.1 has none

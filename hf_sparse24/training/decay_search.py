@@ -29,6 +29,7 @@ from ..progress import Progress, get_logger
 from ..run import patched_config, sparse_run
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
+from .mask_metrics import fresh_masks
 
 logger = get_logger(__name__)
 
@@ -203,8 +204,7 @@ class _Watch(TrainerCallback):
         if self.progress is not None:
             self.progress.update(note=self.name)
         if self.done >= self.steps - self.steps // 4:
-            parameters = dict(kwargs["model"].named_parameters(remove_duplicate=False))
-            masks = [weight.fresh_mask(parameters[name]) for name, weight in self.weights.items()]
+            masks = fresh_masks(self.weights, kwargs["model"])
             if self.last is not None:
                 self.flips.append(int(count_flips(self.last, masks).sum()) / self.size)
             self.last = masks

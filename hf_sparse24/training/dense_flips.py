@@ -15,6 +15,7 @@ from ..patching.ownership import unwrap
 from ..patching.surgery import patch_model
 from ..run import sparse_run
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from .mask_metrics import fresh_masks, measuring_interval
 
 
 class DenseFlipRateCallback(TrainerCallback):
@@ -49,7 +50,7 @@ class DenseFlipRateCallback(TrainerCallback):
             raise ValueError(f"config={config!r}: must be a Sparse24Config of a method whose masks change")
         self.config = config
         self._weights: dict[str, SparseWeight] = {}
-        self._before: dict[str, Tensor] = {}
+        self._before: list[Tensor] = []
         self._rate: float | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
@@ -61,22 +62,21 @@ class DenseFlipRateCallback(TrainerCallback):
         sketch = copy.deepcopy(model, cast(dict[int, Any], absent))
         patch_model(sketch, self.config)
         self._weights = first_of_each(sparse_weights(sketch))
-        self._before, self._rate = self._masks(model), None
+        self._before, self._rate = fresh_masks(self._weights, model), None
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        interval = max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
-        is_measured = state.global_step == 0 or (state.global_step + 1) % interval == 0
+        is_measured = state.global_step == 0 or (state.global_step + 1) % measuring_interval(args, state) == 0
         if is_measured and not self._method.flips_at_refresh:
-            self._before = self._masks(kwargs["model"])
+            self._before = fresh_masks(self._weights, unwrap(kwargs["model"]))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         is_refreshed = self._method.refreshes_state(state.global_step, state.max_steps)
         if not self._before or (self._method.flips_at_refresh and not is_refreshed):
             return
-        after = self._masks(kwargs["model"])
+        after = fresh_masks(self._weights, unwrap(kwargs["model"]))
         sizes = sum(weight.parameter.numel() for weight in self._weights.values())
-        self._rate = int(count_flips(list(self._before.values()), list(after.values())).sum()) / sizes
-        self._before = after if self._method.flips_at_refresh else {}
+        self._rate = int(count_flips(self._before, after).sum()) / sizes
+        self._before = after if self._method.flips_at_refresh else []
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs: Any):
         if "loss" in logs and self._rate is not None:
@@ -86,7 +86,3 @@ class DenseFlipRateCallback(TrainerCallback):
     @property
     def _method(self) -> Any:
         return next(iter(self._weights.values())).method
-
-    def _masks(self, model: nn.Module) -> dict[str, Tensor]:
-        parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))
-        return {name: weight.fresh_mask(parameters[name].detach()) for name, weight in self._weights.items()}

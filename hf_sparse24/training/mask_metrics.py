@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 import torch
 from sparse24_kernels.masks import count_flips
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.trainer_callback import TrainerState
+from transformers.training_args import TrainingArguments
 
 from ..weights.place import layer_name
 from ..weights.sharding import local, total
@@ -51,6 +53,18 @@ class Flips:
         """The same by layer; a weight that layers share stands under the first of them."""
         sizes = {name: self._weights[name].master.numel() for name in self.counts}
         return {layer_name(name): float(flips) / sizes[name] for name, flips in self.counts.items()}
+
+
+def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
+    """At how many steps each the flip rate is measured in a Trainer's run: at those that log."""
+    # Logged by the epoch, the last step is not known ahead: measured at every step, the number is never stale.
+    return max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
+
+
+def fresh_masks(weights: Mapping[str, SparseWeight], model: nn.Module) -> list[Tensor]:
+    """The masks, as packed bits, that these weights would have with new state and the values that `model` has."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return [weight.fresh_mask(parameters[name]) for name, weight in weights.items()]
 
 
 def kept_share(weights: Mapping[str, SparseWeight]) -> float:
