@@ -91,7 +91,7 @@ def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
 def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensors:
     """A tensor as it is, or with the zeros that the model computes with."""
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
-    if weight is None or weight.run.is_dense:
+    if weight is None or (weight.run.is_dense and not weight.method.reparametrizes):
         return LazyTensors(like, lambda: {name: whole(tensor)})
 
     def compute() -> dict[str, Tensor]:

@@ -163,8 +163,12 @@ class Sparse24Layer(SparseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         sparse = self.sparse24["weight"]
+        method = sparse.method
         if sparse.run.is_dense:
-            return self.dense_class.forward(self, x)
+            if not method.reparametrizes:
+                return self.dense_class.forward(self, x)
+            weight = method.reparametrize(sparse.out_in(sparse.parameter), sparse.parameters)
+            return nn.functional.linear(x, weight, sparse.bias)
         reject_other_graphs()
         weight, bias = trained_parameter(sparse), sparse.bias
         dtype = weight.dtype
@@ -175,8 +179,9 @@ class Sparse24Layer(SparseModule):
             bias = None if bias is None else bias.to(dtype)
         if self.input_dim == -2:
             weight = weight.t()
+        if method.reparametrizes:
+            weight = method.reparametrize(weight, sparse.parameters)
         run, (out, inputs) = sparse.run, weight.shape
-        method = sparse.method
         gemms = method.gemms
         tokens, backend = x.numel() // inputs, run.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)

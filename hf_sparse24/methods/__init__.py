@@ -7,10 +7,12 @@ method imports.
 from ..weights.rules import Magnitude, Mask, Rule, SoftThreshold, Values
 from ..weights.sharding import whole
 from ..weights.view import WeightView
-from . import fixed_mask, s_ste, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
+from . import ast, cast, fixed_mask, s_ste, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
+from .adam_s import AdamS
 from .base import SparseMethod
 from .context import Batch, Piece, Pieces, StepContext
 from .fixed_mask import FixedMask, KeptMaskMethod
+from .masked_adamw import step_param_groups
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .registry import METHODS, method_class, register_method, takes_masks
 from .s_ste import SSTE
@@ -27,7 +29,7 @@ from .settings import (
     with_default,
 )
 from .ste import MagnitudeMethod
-from .step_adamw import StepAdamW, step_param_groups
+from .step_adamw import StepAdamW
 
 DEFAULT_METHOD = SSTE.name
 ONESHOT_METHOD = FixedMask.name
@@ -37,6 +39,7 @@ __all__ = [
     "DEFAULT_METHOD",
     "METHODS",
     "ONESHOT_METHOD",
+    "AdamS",
     "Batch",
     "GemmSettings",
     "KeptMaskMethod",

@@ -1,24 +1,18 @@
 """StepAdamW, the optimizer of STEP: AdamW that freezes the variance of masked weights once it has settled."""
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
-from transformers.trainer_pt_utils import get_parameter_names
+from torch import Tensor
 
-from ..weights.sharding import local, local_gradient
-from ..weights.sparse_weight import sparse_weights
 from .auto_switch import AutoSwitch
-
-# What Transformers' Trainer does not decay, next to everything in an nn.LayerNorm.
-_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+from .masked_adamw import Batch, MaskedAdamW, adamw_step
 
 
-class StepAdamW(torch.optim.Optimizer):
+class StepAdamW(MaskedAdamW):
     """AdamW in two phases: `torch.optim.AdamW` until AutoSwitch fires, then with a frozen variance v*.
 
     With m and v Adam's moments and hats for bias correction, a masked parameter is updated by
@@ -92,13 +86,8 @@ class StepAdamW(torch.optim.Optimizer):
         if not 0 <= update_clip < math.inf:
             raise ValueError(f"update_clip={update_clip!r}: must be a finite number >= 0; 0 clips nothing")
         self.update_clip = update_clip
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masked": False}
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check_group(group)
+        super().__init__(params, lr, betas, eps, weight_decay)
         masked = [group for group in self.param_groups if group["masked"]]
-        if not masked:
-            raise ValueError("no parameter group has 'masked': True; make the groups with step_param_groups(model)")
         if any((group["betas"], group["eps"]) != (masked[0]["betas"], masked[0]["eps"]) for group in masked):
             raise ValueError("masked groups differ in betas or eps; AutoSwitch decides for all of them at once")
         self._make_rule = partial(AutoSwitch, switch_rule, total_steps, switch_after, switch_by)
@@ -134,32 +123,35 @@ class StepAdamW(torch.optim.Optimizer):
         # Kept in a parameter group, and looked up anew: loading replaces the groups.
         return next(group["auto_switch"] for group in self.param_groups if "auto_switch" in group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take one step, and return the loss of `closure` if there is one, as in `torch.optim.AdamW`.
-
-        Raises:
-            RuntimeError: a masked parameter gets its first gradient in phase 2, or a gradient is a sparse tensor.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        batches = [(group, self._gather(group)) for group in self.param_groups]
-        batches = [(group, batch) for group, batch in batches if batch.params]
-        masked = [batch for group, batch in batches if group["masked"]]
+    def before_groups(self, masked: list[Batch]) -> None:
         step = self._auto_switch["step"] = self._auto_switch["step"] + 1
         if not self.switched:
             gradients, variances, owners = ([x for batch in masked for x in batch[i]] for i in (1, 3, 5))
             self._rule.before_step(self._auto_switch, step, gradients, variances, owners)
-        for group, batch in batches:
-            if group["masked"] and self.switched:
-                _frozen_step(group, batch, self.update_clip)
-            else:
-                _adamw_step(group, batch)
-        if not self.switched:
-            self._switch(step)
-        return loss
+
+    def masked_step(self, group: dict[str, Any], batch: Batch) -> None:
+        if self.switched:
+            _frozen_step(group, batch, self.update_clip)
+        else:
+            adamw_step(group, batch)
+
+    def after_groups(self) -> None:
+        """Turn v of all masked parameters into v* in place if it has settled."""
+        step = self._auto_switch["step"]
+        if not self.switched and self._rule.has_settled(self._auto_switch, step):
+            self._auto_switch["switch_step"] = step
+            states = [self.state[parameter] for parameter in self._masked if parameter in self.state]
+            if states:
+                corrections = [1 - self._rule.beta2 ** state["step"].item() for state in states]
+                torch._foreach_div_([state["exp_avg_sq"] for state in states], corrections)
+
+    def check_new(self, parameter: Tensor) -> None:
+        if self.switched:
+            raise RuntimeError(
+                f"a masked parameter of shape {tuple(parameter.shape)} got its first gradient after step "
+                f"{self.switch_step}, when variances were frozen; make it trainable from the start, or put it into a "
+                f"group that is not masked"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the `state_dict()` of a `StepAdamW` with the same groups.
@@ -176,88 +168,8 @@ class StepAdamW(torch.optim.Optimizer):
         self._rule = self._make_rule(beta2=masked["betas"][1], eps=masked["eps"])  # loading may change them
         self._rule.resume(self._auto_switch)
 
-    def _gather(self, group: dict[str, Any]) -> "_Batch":
-        """Return a group's parameters that have a gradient, with their state, which is made at the first gradient."""
-        batch = _Batch([], [], [], [], [], [])
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise RuntimeError("StepAdamW does not support sparse gradients; use nn.Embedding(sparse=False)")
-            state = self.state[parameter]
-            if not state:
-                if group["masked"] and self.switched:
-                    raise RuntimeError(
-                        f"a masked parameter of shape {tuple(parameter.shape)} got its first gradient after step "
-                        f"{self.switch_step}, when variances were frozen; make it trainable from the start, or put it "
-                        f"into a group that is not masked"
-                    )
-                state["step"] = torch.tensor(0.0)  # on the CPU, as AdamW has it: bias correction needs no device
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
-            tensors = (local(parameter), local_gradient(parameter), *moments, state["step"], parameter)
-            for values, value in zip(batch, tensors):
-                values.append(value)
-        return batch
 
-    def _switch(self, step: int) -> None:
-        """Turn v of all masked parameters into v* in place if it has settled."""
-        if self._rule.has_settled(self._auto_switch, step):
-            self._auto_switch["switch_step"] = step
-            states = [self.state[parameter] for parameter in self._masked if parameter in self.state]
-            if states:
-                corrections = [1 - self._rule.beta2 ** state["step"].item() for state in states]
-                torch._foreach_div_([state["exp_avg_sq"] for state in states], corrections)
-
-
-def step_param_groups(
-    model: nn.Module, weight_decay: float = 0.01, decay_names: Collection[str] | None = None
-) -> list[dict[str, Any]]:
-    """Return the trainable parameters of a patched model as groups for `StepAdamW`, in a training loop of your own.
-
-    Args:
-        model: a patched model. Its sparse weights go into groups with `"masked": True`.
-        weight_decay: of the parameters in `decay_names`; the others get 0.
-        decay_names: names of parameters to decay, such as `Trainer.get_decay_parameter_names(model)`. None for
-            Transformers' convention: all but biases and norms.
-
-    Returns:
-        At most four groups, masked and other, decayed and not, each with at least one parameter.
-    """
-    if decay_names is None:
-        decay_names = get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
-    decay_names = set(decay_names)
-    masked_weights = {id(weight.master) for weight in sparse_weights(model).values()}
-    groups: dict[tuple[bool, bool], list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups.setdefault((id(parameter) in masked_weights, name in decay_names), []).append(parameter)
-    return [
-        {"params": parameters, "masked": masked, "weight_decay": weight_decay if decayed else 0.0}
-        for (masked, decayed), parameters in groups.items()
-    ]
-
-
-class _Batch(NamedTuple):
-    """Parallel lists for functions that update many tensors at once: this process's shards, and the whole `owners`."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    owners: list[Tensor]
-
-
-def _adamw_step(group: dict[str, Any], batch: _Batch) -> None:
-    """Take a step of phase 1 by torch's own function, so that it is AdamW to the last bit."""
-    beta1, beta2 = group["betas"]
-    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    adamw(*batch[:4], [], batch.steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **settings)
-
-
-def _frozen_step(group: dict[str, Any], batch: _Batch, update_clip: float) -> None:
+def _frozen_step(group: dict[str, Any], batch: Batch, update_clip: float) -> None:
     """Take a step of phase 2: AdamW's with the frozen variance in `exp_avg_sq`, clipped."""
     lr, beta1 = float(group["lr"]), group["betas"][0]
     torch._foreach_add_(batch.steps, 1)
@@ -276,12 +188,3 @@ def _frozen_step(group: dict[str, Any], batch: _Batch, update_clip: float) -> No
     else:
         step_sizes = [-lr / correction for correction in corrections]
         torch._foreach_addcdiv_(batch.params, batch.exp_avgs, denominators, step_sizes)
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ValueError(f"{name}={group[name]!r}: must be a finite number >= 0")
-    for beta in group["betas"]:
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas={group['betas']!r}: must be in [0, 1)")

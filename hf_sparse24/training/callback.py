@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.packed_weight import packed_weights
 from . import reference
@@ -19,6 +20,8 @@ from .first_loss import check_first_loss
 from .mask_metrics import measuring_interval
 from .resume import check_resumed, find_checkpoint, restore
 from .run_log import RunLog
+
+logger = get_logger(__name__)
 
 
 class Sparse24Callback(TrainerCallback, ExportableState):
@@ -152,7 +155,13 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             seed=args.seed,
             step=state.global_step,
             metrics_interval=measuring_interval(args, state),
+            lr_scheduler=kwargs.get("lr_scheduler"),
         )
+        if self.controller.run.method.teacher_loss is not None and self._distiller is None:
+            logger.warning(
+                f"method {self.controller.run.method.name!r} is published with the dense model as its teacher, and "
+                f"this run has none: pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
+            )
         states: Any = state.stateful_callbacks  # by the names of classes
         saved = states.get(type(self).__name__, {})  # a checkpoint of 0.1 has none
         states.setdefault(type(self).__name__, self.state())

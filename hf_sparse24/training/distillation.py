@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import kl_div
 
 from ..methods import Batch
+from ..run import sparse_run
 from .loss_terms import LossHook, predicting_positions, share_of_batch
 from .teacher import Chunks, Teacher, shifts_labels
 
@@ -36,8 +37,8 @@ class DistillationConfig:
 
         loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student) + hidden_weight * SquareHead
 
-    The defaults are AST's for GPT-2 (arXiv 2407.20584): 1/3 cross entropy + 2/3 KL at T = 2. CAST (arXiv 2509.25996)
-    has weight=1/3 and temperature=1, and found hidden states to hurt.
+    The defaults are AST's for GPT-2 (arXiv 2407.20584): 1/3 cross entropy + 2/3 KL at T = 2. Where no config is given,
+    a model of a method that is published with other numbers (`teacher_loss`) takes those.
 
     Args:
         weight: of the KL divergence, in [0, 1]; the cross entropy has the rest.
@@ -234,7 +235,8 @@ def distill(
             DDP, FSDP2 or torch.compile wraps it.
         teacher: a dense or sparse language model of the same tokens, or its name or directory. Frozen, and no part of
             checkpoints.
-        config: how much the teacher counts; None for `DistillationConfig()`.
+        config: how much the teacher counts; None for what the method of the model is published with, else for
+            `DistillationConfig()`.
         tokenizer: of the model, where its vocabulary and the teacher's differ by padding.
 
     Returns:
@@ -257,7 +259,15 @@ def distill(
     """
     if find_distiller(model) is not None:
         raise ValueError("the model has a teacher already; call end() of what distill returned first")
-    return Distiller(model, teacher, config or DistillationConfig(), tokenizer)
+    return Distiller(model, teacher, config or _published(model), tokenizer)
+
+
+def _published(model: nn.Module) -> DistillationConfig:
+    run = sparse_run(model)
+    if run is None or run.method.teacher_loss is None:
+        return DistillationConfig()
+    weight, temperature = run.method.teacher_loss
+    return DistillationConfig(weight=weight, temperature=temperature)
 
 
 def find_distiller(model: nn.Module) -> Distiller | None:

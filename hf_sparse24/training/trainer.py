@@ -58,7 +58,8 @@ class Sparse24Trainer(HubTrainer):
             model learns beside the labels (see `DistillationConfig`). Frozen, and no part of checkpoints. Evaluation is
             without it: `eval_loss` is the cross entropy, as that of a run without a teacher. The log has
             `cross_entropy` and `distillation_loss` beside `loss`.
-        distillation: how much the teacher counts; `None` for `DistillationConfig()`.
+        distillation: how much the teacher counts; `None` for what the method is published with, else for
+            `DistillationConfig()`.
         kwargs: further arguments of `Trainer`, by name.
 
     Attributes:

@@ -126,6 +126,11 @@ class WeightState(WeightPlace):
         """
         if not self.is_split:
             return
+        if self.parameter_names:
+            raise ValueError(
+                f"tensor parallelism does not split {list(self.parameters)}, which method {self.method.name!r} trains "
+                f"beside {self.name}; use FSDP2, or settings of the method without them"
+            )
         (out, inputs), m = self.sizes, self.method.pattern.m
         if self.cuts_groups(m):
             raise ValueError(

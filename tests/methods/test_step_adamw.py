@@ -14,8 +14,8 @@ from transformers import Trainer
 from zoo import build
 
 from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24.methods import StepAdamW, step_param_groups
 from hf_sparse24.methods.auto_switch import SWITCH_RULES
-from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,7 @@ from arguments import UsageError
 from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, curve, mean, read_runs, training_gaps
 
 from hf_sparse24 import Sparse24Config, patch_model
-from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
+from hf_sparse24.methods import StepAdamW, step_param_groups
 
 GRID = (1e-3, 1.5e-3, 2.2e-3, 3.3e-3, 5e-3, 7.5e-3, 1.1e-2)
 

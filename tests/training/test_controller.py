@@ -10,7 +10,7 @@ import zoo
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
-from hf_sparse24.methods.step_adamw import StepAdamW, step_param_groups
+from hf_sparse24.methods import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import sparse_run

@@ -1,0 +1,158 @@
+"""MaskedAdamW, the base of the methods' own optimizers: AdamW, of whose groups some hold masked weights."""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from transformers.trainer_pt_utils import get_parameter_names
+
+from ..weights.sharding import local, local_gradient
+from ..weights.sparse_weight import sparse_weights
+
+# What Transformers' Trainer does not decay, next to everything in an nn.LayerNorm.
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+class Batch(NamedTuple):
+    """Parallel lists for functions that update many tensors at once: this process's shards, and the whole `owners`."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    owners: list[Tensor]
+
+
+class MaskedAdamW(torch.optim.Optimizer):
+    """AdamW for the groups without `"masked": True`; a subclass says how the others are updated.
+
+    Each process updates its shards of sharded parameters (FSDP2, tensor parallelism).
+
+    Args:
+        params: parameter groups, at least one of them masked. `step_param_groups` makes those of a patched model.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+
+    Raises:
+        ValueError: a value out of its range, or no masked group.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masked": False}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check_group(group)
+        if not any(group["masked"] for group in self.param_groups):
+            raise ValueError("no parameter group has 'masked': True; make the groups with step_param_groups(model)")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take one step, and return the loss of `closure` if there is one, as in `torch.optim.AdamW`.
+
+        Raises:
+            RuntimeError: a gradient is a sparse tensor, or a subclass cannot take the step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches = [(group, self._gather(group)) for group in self.param_groups]
+        batches = [(group, batch) for group, batch in batches if batch.params]
+        self.before_groups([batch for group, batch in batches if group["masked"]])
+        for group, batch in batches:
+            update = self.masked_step if group["masked"] else adamw_step
+            update(group, batch)
+        self.after_groups()
+        return loss
+
+    def before_groups(self, masked: list[Batch]) -> None:
+        """Before any parameter changes, with what the masked groups hold."""
+
+    def masked_step(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update the parameters of a masked group."""
+        raise NotImplementedError
+
+    def after_groups(self) -> None:
+        """After all parameters have changed."""
+
+    def check_new(self, parameter: Tensor) -> None:
+        """Raise RuntimeError where a masked parameter may not get its first gradient now."""
+
+    def _gather(self, group: dict[str, Any]) -> Batch:
+        """Return a group's parameters that have a gradient, with their state, which is made at the first gradient."""
+        batch = Batch([], [], [], [], [], [])
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                name = type(self).__name__
+                raise RuntimeError(f"{name} does not support sparse gradients; use nn.Embedding(sparse=False)")
+            state = self.state[parameter]
+            if not state:
+                if group["masked"]:
+                    self.check_new(parameter)
+                state["step"] = torch.tensor(0.0)  # on the CPU, as AdamW has it: bias correction needs no device
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            tensors = (local(parameter), local_gradient(parameter), *moments, state["step"], parameter)
+            for values, value in zip(batch, tensors):
+                values.append(value)
+        return batch
+
+
+def adamw_step(group: dict[str, Any], batch: Batch) -> None:
+    """Take a step by torch's own function, so that it is AdamW to the last bit."""
+    beta1, beta2 = group["betas"]
+    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    adamw(*batch[:4], [], batch.steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **settings)
+
+
+def step_param_groups(
+    model: nn.Module, weight_decay: float = 0.01, decay_names: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the trainable parameters of a patched model as groups for a method's optimizer, in a loop of your own.
+
+    Args:
+        model: a patched model. Its sparse weights go into groups with `"masked": True`.
+        weight_decay: of the parameters in `decay_names`; the others get 0.
+        decay_names: names of parameters to decay, such as `Trainer.get_decay_parameter_names(model)`. None for
+            Transformers' convention: all but biases and norms. What a method trains beside a weight is never decayed.
+
+    Returns:
+        At most four groups, masked and other, decayed and not, each with at least one parameter.
+    """
+    if decay_names is None:
+        decay_names = get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
+    decay_names = set(decay_names)
+    weights = sparse_weights(model).values()
+    masked_weights = {id(weight.master) for weight in weights}
+    beside = {id(parameter) for weight in weights for parameter in weight.parameters.values()}
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decayed = name in decay_names and id(parameter) not in beside
+            groups.setdefault((id(parameter) in masked_weights, decayed), []).append(parameter)
+    return [
+        {"params": parameters, "masked": masked, "weight_decay": weight_decay if decayed else 0.0}
+        for (masked, decayed), parameters in groups.items()
+    ]
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= group[name] < math.inf:
+            raise ValueError(f"{name}={group[name]!r}: must be a finite number >= 0")
+    for beta in group["betas"]:
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas={group['betas']!r}: must be in [0, 1)")
