@@ -9,6 +9,10 @@ With mu and v Adam's moments, hats for bias correction, and the method's own `de
 
 A decay that is added to the gradient would be smeared over the steps by mu; one that is taken off the weight would not
 be normalised. CAST (arXiv 2509.25996) names it AdamS; AST (arXiv 2407.20584) has the same step with another decay.
+
+As v follows mu and not the gradient, whose noise mu averages out, steps are longer than Adam's at the same learning
+rate: about lr for every entry, and 1 / (1 - beta1) times that at the very first step. So take a lower rate, with a
+warm-up.
 """
 
 from collections.abc import Callable, Iterable, Mapping
