@@ -7,7 +7,7 @@ method imports.
 from ..weights.rules import Magnitude, Mask, Rule, SoftThreshold, Values
 from ..weights.sharding import whole
 from ..weights.view import WeightView
-from . import ast, cast, fixed_mask, s_ste, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
+from . import ast, cast, fixed_mask, s_ste, slope, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
 from .adam_s import AdamS
 from .base import SparseMethod
 from .context import Batch, Piece, Pieces, StepContext

@@ -18,6 +18,7 @@ Method card
 import sparse24_kernels as kernels
 from torch import Tensor
 
+from ..weights.gemms import PRUNED
 from ..weights.rules import Mask
 from ..weights.view import WeightView
 from .base import SparseMethod
@@ -40,7 +41,8 @@ class KeptMaskMethod(SparseMethod):
 
     def check_state(self, view: WeightView) -> str | None:
         mask, (n, m) = self.mask(view), self.pattern
-        for dim in (0, 1) if self.transposable else (view.dim,):
+        both_ways = self.transposable and self.gemms.grad_input.weight == PRUNED
+        for dim in (0, 1) if both_ways else (view.dim,):
             kept = mask.unflatten(dim, (-1, m)).sum(dim + 1)
             bad = int(((kept > n) if self.keeps_fewer else (kept != n)).sum())
             if bad:

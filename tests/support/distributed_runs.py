@@ -16,9 +16,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "step": {"switch_after": 2, "switch_by": 5},
     "step-arithmetic": {"switch_after": 2, "switch_by": 4, "switch_rule": "arithmetic"},
     "fixed-mask": {"dense_start": 2},
+    "slope": {"initial_mask": "random", "dense_start": 2},
     "own": {},
 }
-_NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "own")
+_NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "slope", "own")
 
 
 def settings(name: str) -> dict[str, Any]:

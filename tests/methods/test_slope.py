@@ -1,0 +1,431 @@
+"""SLoPe on literal numbers and against its formulas: two masks, three GEMMs, AdamW on kept values, late adapters."""
+
+import copy
+import math
+
+import pytest
+import torch
+import zoo
+from method_runs import STEPS, loop, run_steps
+from sparse_models import assert_same_state, logits
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from hf_sparse24 import (
+    Sparse24Config,
+    Sparse24Controller,
+    Sparse24Conv1D,
+    Sparse24Linear,
+    export_model,
+    oneshot,
+    patch_model,
+    sparse_weights,
+    unpatch_model,
+)
+from hf_sparse24.methods import METHODS
+from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import SparseRun, sparse_run
+from hf_sparse24.weights.encodings import Wanted
+
+WEIGHT = [
+    [5.0, 1, -4, 2, 3, 0.5, 1, -6],
+    [9, 6, 2, -3, -2, 7, 1, 4],
+    [7, -2, 1, 8, 5, 1, -4, 2],
+    [-2, 3, 4, 1, 1, 2, 9, -3],
+]
+ROW_MASK = [
+    [1, 0, 1, 0, 1, 0, 0, 1],
+    [1, 1, 0, 0, 0, 1, 0, 1],
+    [1, 0, 0, 1, 1, 0, 1, 0],
+    [0, 1, 1, 0, 0, 0, 1, 1],
+]
+BOTH_MASKS = [  # columns 0 and 7 have three entries each, of which the smallest goes
+    [0, 0, 1, 0, 1, 0, 0, 1],
+    [1, 1, 0, 0, 0, 1, 0, 1],
+    [1, 0, 0, 1, 1, 0, 1, 0],
+    [0, 1, 1, 0, 0, 0, 1, 0],
+]
+
+
+def make_layer(weight: torch.Tensor, conv1d: bool = False, **settings) -> nn.Module:
+    """A sparse layer with this weight `[out, in]`."""
+    out, inputs = weight.shape
+    dense = Conv1D(out, inputs) if conv1d else nn.Linear(inputs, out)
+    dense.to(weight.dtype).weight.data = weight.t().contiguous() if conv1d else weight.clone()
+    run = SparseRun(Sparse24Config(method="slope", **settings))
+    return (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, run)
+
+
+def backward_weight(layer: nn.Module) -> torch.Tensor:
+    """What the grad_input GEMM multiplies by, `[out, in]`."""
+    weight = layer.sparse24["weight"]
+    (operand,) = weight.encoded([Wanted("grad_input", "dense", None)], layer.weight.dtype, 16)
+    return operand
+
+
+def largest(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """The mask of the two largest magnitudes of every four along `dim`, by sorting."""
+    groups = weight.abs().movedim(dim, -1).unflatten(-1, (-1, 4))
+    rank = groups.argsort(-1, descending=True).argsort(-1)
+    return (rank < 2).flatten(-2).movedim(-1, dim)
+
+
+def double(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# --- the two masks ---
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_the_two_masks_of_a_weight_written_by_hand(conv1d):
+    layer = make_layer(torch.tensor(WEIGHT), conv1d)
+    mask = layer.sparse24["weight"].mask()
+    assert (mask.t() if conv1d else mask).int().tolist() == ROW_MASK
+    forward = layer.sparse_weight().t() if conv1d else layer.sparse_weight()
+    assert torch.equal(forward, torch.tensor(WEIGHT) * torch.tensor(ROW_MASK))
+    assert torch.equal(backward_weight(layer), torch.tensor(WEIGHT) * torch.tensor(BOTH_MASKS))
+
+
+@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
+def test_at_most_two_of_four_both_ways_and_a_subset(initial_mask):
+    layer = make_layer(torch.randn(64, 96), initial_mask=initial_mask)
+    rows, both = layer.sparse_weight() != 0, backward_weight(layer) != 0
+    assert (rows.unflatten(1, (-1, 4)).sum(2) == 2).all()
+    assert (both.unflatten(1, (-1, 4)).sum(2) <= 2).all() and (both.unflatten(0, (-1, 4)).sum(1) <= 2).all()
+    assert both.sum() < rows.sum() and not (both & ~rows).any()
+
+
+EXTRA_ZEROS = {(2, 4): 0.09375, (1, 2): 0.125, (2, 8): 0.0584}
+"""Of all entries, by the paper's formula; 2:8 rounded, for which the paper says 3.39 %."""
+
+
+@pytest.mark.parametrize(("n", "m"), EXTRA_ZEROS)
+@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
+def test_the_share_of_extra_zeros_is_the_formula(initial_mask, n, m):
+    """sum_{j > N} C(M, j) s^j (1 - s)^(M - j) (j - N) / M. Groups along the output are independent or, of one row's
+    group, negatively correlated, so the variance of their mean is at most theirs over their number: four of its
+    roots are allowed, 5.9e-4 for 2:4."""
+    size, s = 2048, n / m
+    chances = {j: math.comb(m, j) * s**j * (1 - s) ** (m - j) for j in range(m + 1)}
+    extra = {j: max(j - n, 0) / m for j in chances}
+    formula = sum(chances[j] * extra[j] for j in chances)
+    assert formula == pytest.approx(EXTRA_ZEROS[n, m], abs=5e-5)
+    variance = sum(chances[j] * extra[j] ** 2 for j in chances) - formula**2
+    error = 4 * math.sqrt(variance / (size * size / m))
+    torch.manual_seed(0)
+    layer = make_layer(torch.randn(size, size), pattern=f"{n}:{m}", initial_mask=initial_mask)
+    measured = float((backward_weight(layer) == 0).double().mean()) - (1 - s)
+    assert measured == pytest.approx(formula, abs=error) and error < 1e-3
+
+
+def test_what_the_card_says_of_gaussian_weights():
+    """Of the L1 norm of what the row mask keeps, the column mask keeps 88 %, or 92 % where rows are random."""
+    torch.manual_seed(0)
+    weight, kept = torch.randn(1024, 1024), {}
+    for initial_mask in ("magnitude", "random"):
+        layer = make_layer(weight, initial_mask=initial_mask)
+        kept[initial_mask] = float(backward_weight(layer).abs().sum() / layer.sparse_weight().abs().sum())
+    assert kept == pytest.approx({"magnitude": 0.88, "random": 0.916}, abs=2e-3)
+
+
+def test_a_random_mask_follows_from_the_weight_alone():
+    weight = torch.randn(64, 64)
+
+    def mask(weight, initial_mask="random"):
+        return make_layer(weight, initial_mask=initial_mask).sparse24["weight"].mask()
+
+    first = mask(weight)
+    assert torch.equal(mask(weight), first)
+    assert not torch.equal(first, mask(torch.randn(64, 64))) and not torch.equal(first, mask(weight, "magnitude"))
+    assert (first.view(64, 16, 4).sum(2) == 2).all()
+
+
+def test_a_random_mask_is_uniform():
+    """Of the six patterns of a group, by a chi-squared test: with 5 degrees of freedom above 30 by a chance of 1e-5."""
+    torch.manual_seed(0)
+    layer = make_layer(torch.randn(512, 512), initial_mask="random")
+    patterns = layer.sparse24["weight"].mask().view(-1, 4).int() @ torch.tensor([8, 4, 2, 1], dtype=torch.int32)
+    counts = patterns.bincount(minlength=16)[[3, 5, 6, 9, 10, 12]].double()
+    expected = 512 * 512 / 4 / 6
+    assert counts.sum() == 512 * 512 / 4 and float(((counts - expected) ** 2 / expected).sum()) < 30
+
+
+@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
+def test_the_row_mask_is_kept_and_the_column_mask_follows_the_weights(initial_mask):
+    layer = make_layer(torch.randn(16, 16), initial_mask=initial_mask)
+    rows, both = layer.sparse24["weight"].mask(), backward_weight(layer) != 0
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(16, 16))
+    assert torch.equal(layer.sparse24["weight"].mask(), rows)
+    after = backward_weight(layer) != 0
+    assert not torch.equal(after, both) and torch.equal(after, rows & largest(layer.weight * rows, 0))
+
+
+def test_masks_of_oneshot_are_taken():
+    model = zoo.build("llama")
+    oneshot(model, [zoo.batch(seed, rows=4) for seed in range(2)], Sparse24Config(method="slope"))
+    masks = {name: weight.mask() for name, weight in sparse_weights(model).items()}
+    plain = zoo.build("llama")
+    assert any(not torch.equal(mask, largest(plain.get_parameter(name), 1)) for name, mask in masks.items())
+    assert all((mask.unflatten(1, (-1, 4)).sum(2) == 2).all() for mask in masks.values())
+    run_steps(model, *loop(model), 2)
+    assert all(torch.equal(weight.mask(), masks[name]) for name, weight in sparse_weights(model).items())
+
+
+def test_state_is_checked_along_the_input_alone():
+    weight = make_layer(torch.randn(8, 8)).sparse24["weight"]
+    (view,) = weight.views()
+    assert weight.method.check_state(view) is None  # although columns keep more than two of four
+    weight.state["mask_bits"].fill_(255)
+    assert "does not keep exactly 2 of every 4 along the input dimension in 16" in weight.method.check_state(view)
+
+
+# --- the three GEMMs ---
+
+
+@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_forward_and_backward_are_the_formulas(conv1d, initial_mask):
+    torch.manual_seed(0)
+    weight, x, grad = double(16, 24), double(10, 24).requires_grad_(), double(10, 16)
+    layer = make_layer(weight, conv1d, initial_mask=initial_mask)
+    output = layer(x)
+    output.backward(grad)
+    rows = layer.sparse24["weight"].mask()
+    rows = rows.t() if conv1d else rows
+    if initial_mask == "magnitude":
+        assert torch.equal(rows, largest(weight, 1))
+    found = layer.weight.grad.t() if conv1d else layer.weight.grad
+    with torch.no_grad():
+        forward = weight * rows
+        assert_close(output, x @ forward.t() + layer.bias)
+        assert_close(x.grad, grad @ (forward * largest(forward, 0)))
+        assert_close(found, rows * (grad.t() @ x))
+
+
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert one.shape == other.shape and float((one - other).detach().abs().max()) <= 1e-12
+
+
+def test_three_steps_are_adamw_on_the_kept_values_alone():
+    """Two layers, against AdamW on `[out, in / 2]` values, whose gradients are written out."""
+    torch.manual_seed(0)
+    settings = {"lr": 0.1, "weight_decay": 0.3}
+    dense = [double(16, 24), double(8, 16)]
+    model = nn.ModuleList([nn.Linear(24, 16, bias=False), nn.Linear(16, 8, bias=False)]).double()
+    for layer, weight in zip(model, dense):
+        layer.weight.data = weight.clone()
+    patch_model(model, Sparse24Config(method="slope", target_modules="all-linear"))
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    Sparse24Controller(model, optimizer, total_steps=3)
+
+    masks = [largest(weight, 1) for weight in dense]
+    values = [weight[mask].view(len(weight), -1) for weight, mask in zip(dense, masks)]
+    compressed = torch.optim.AdamW(values, **settings)
+
+    for _ in range(3):
+        x, target = double(10, 24), double(10, 8)
+        (model[1](model[0](x)) - target).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        one, two = (torch.zeros_like(mask, dtype=v.dtype).masked_scatter_(mask, v) for mask, v in zip(masks, values))
+        hidden = x @ one.t()
+        grad = 2 * (hidden @ two.t() - target)
+        grads = [(grad @ (two * largest(two, 0))).t() @ x, grad.t() @ hidden]
+        for v, g, mask in zip(values, grads, masks):
+            v.grad = g[mask].view_as(v)
+        compressed.step()
+
+        for layer, v, mask in zip(model, values, masks):
+            moments, kept = optimizer.state[layer.weight], compressed.state[v]
+            assert_close(layer.weight[mask].view_as(v), v)
+            assert_close(moments["exp_avg"][mask].view_as(v), kept["exp_avg"])
+            assert_close(moments["exp_avg_sq"][mask].view_as(v), kept["exp_avg_sq"])
+            for tensor in (layer.weight, moments["exp_avg"], moments["exp_avg_sq"]):
+                assert not tensor[~mask].any()
+
+
+# --- adapters ---
+
+LATE = {"adapter_rank": 3, "adapter_steps": 0.25}
+
+
+def adapted(name: str = "llama", **settings) -> nn.Module:
+    model = zoo.build(name)
+    patch_model(model, Sparse24Config(method="slope", target_modules="all-linear", **LATE | settings))
+    return model
+
+
+def test_phases_and_what_trains_in_each():
+    model = adapted()
+    optimizer, controller = loop(model)
+    weights = sparse_weights(model).values()
+    lefts = [weight.parameters["adapter_left"].detach().clone() for weight in weights]
+    phases, moved = [], []
+    for _ in range(STEPS):
+        phases.append(controller.phase)
+        run_steps(model, optimizer, controller, 1)
+        moved.append(all(weight.parameters["adapter_right"].any() for weight in weights))
+        if phases[-1] == "sparse":  # without a gradient, no step and no decay
+            assert all(torch.equal(w.parameters["adapter_left"], left) for w, left in zip(weights, lefts))
+    assert phases == ["sparse"] * 9 + ["adapters"] * 3 and controller.phase == "adapters"
+    assert moved == [False] * 9 + [True] * 3
+    assert all(torch.equal(weight.parameter, weight.pruned()) for weight in weights)  # the weight stays 2:4
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "phases"),
+    [
+        ({}, 100, ["sparse"] * 100),
+        ({"adapter_rank": 4}, 250, ["sparse"] * 247 + ["adapters"] * 3),  # 1 %, rounded up
+        ({"adapter_rank": 4, "adapter_steps": 2}, 5, ["sparse"] * 3 + ["adapters"] * 2),
+        ({"adapter_rank": 4, "adapter_steps": 9}, 5, ["adapters"] * 5),
+        ({"adapter_rank": 4, "adapter_steps": 3, "dense_start": 3}, 5, ["dense"] * 3 + ["adapters"] * 2),
+        ({"adapter_steps": 2, "dense_tail": 1}, 4, ["sparse"] * 3 + ["dense"]),
+    ],
+)
+def test_phase_by_step(settings, total, phases):
+    method = method_of(settings)
+    assert [method.phase(step, total, None) for step in range(total)] == phases
+
+
+def method_of(settings):
+    return SparseRun(Sparse24Config(method="slope", **settings)).method
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_an_adapted_layer_is_the_formula_and_merges(conv1d):
+    torch.manual_seed(0)
+    weight, x, grad = double(16, 24), double(10, 24).requires_grad_(), double(10, 16)
+    layer = make_layer(weight, conv1d, adapter_rank=3)
+    sparse = layer.sparse24["weight"]
+    left, right = sparse.parameters["adapter_left"], sparse.parameters["adapter_right"]
+    assert left.shape == (24, 3) and right.shape == (3, 16) and not right.any()
+    with torch.no_grad():
+        right.copy_(double(3, 16))
+    forward = weight * largest(weight, 1)
+    assert_close(layer(x), x @ forward.t() + layer.bias)  # not yet
+    sparse.run.set_phase("adapters")
+    output = layer(x)
+    output.backward(grad)
+    with torch.no_grad():
+        backward = forward * largest(forward, 0)
+        assert_close(output, x @ forward.t() + layer.bias + x @ left @ right / 3)
+        assert_close(x.grad, grad @ backward + grad @ right.t() @ left.t() / 3)
+        assert_close(left.grad, x.t() @ (grad @ right.t()) / 3)
+        assert_close(right.grad, (x @ left).t() @ grad / 3)
+        merged = sparse.merged()
+        assert_close(merged.t() if conv1d else merged, forward + (left @ right / 3).t())
+
+
+def test_adapters_start_random_and_different():
+    """N(0, 1) in each layer, another draw in each, the same whenever the same model is patched."""
+    model, again = adapted(adapter_rank=32), adapted(adapter_rank=32)
+    lefts = [weight.parameters["adapter_left"].detach() for weight in sparse_weights(model).values()]
+    assert all(
+        torch.equal(left, weight.parameters["adapter_left"])
+        for left, weight in zip(lefts, sparse_weights(again).values(), strict=True)
+    )
+    firsts = [float(left[0, 0]) for left in lefts]
+    assert len(set(firsts)) == len(firsts) > 4
+    draws = torch.cat([left.flatten() for left in lefts])
+    error = len(draws) ** -0.5
+    assert abs(float(draws.mean())) < 5 * error and abs(float(draws.std()) - 1) < 5 * error
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_adapted_model_is_saved_resumed_exported_and_unpatched(name, tmp_path):
+    model = adapted(name)
+    optimizer, controller = loop(model)
+    run_steps(model, optimizer, controller, 10)  # one step after the adapters began
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), controller.state_dict()))
+    resumed = adapted(name)
+    resumed.load_state_dict(saved[0])
+    other, _ = loop(resumed)
+    other.load_state_dict(saved[1])
+    again = Sparse24Controller(resumed, other, total_steps=STEPS)
+    again.load_state_dict(saved[2])
+    for one in ((model, optimizer, controller), (resumed, other, again)):
+        run_steps(*one, STEPS - 10)
+    assert_same_state(resumed, model)
+
+    model.double()
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert sparse_run(reloaded).phase == "adapters" and torch.equal(logits(reloaded), expected)
+    with pytest.raises(ValueError, match="method 'slope' has not pruned it to 2:4"):
+        export_model(model, tmp_path / "packed", format="packed")
+    export_model(model, tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    unpatch_model(model)
+    for plain in (exported, model):
+        assert_close(logits(plain), expected)
+
+
+@pytest.mark.parametrize("phase", ["sparse", "adapters"])
+def test_compiled_in_one_graph(phase):
+    model = adapted()
+    with torch.no_grad():
+        for weight in sparse_weights(model).values():
+            weight.parameters["adapter_right"].normal_(std=0.1)
+    set_phase(model, phase)
+    mlp, x = model.model.layers[0].mlp, torch.randn(16, 32)
+    mlp(x).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in mlp.named_parameters() if p.grad is not None}
+    mlp.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), mlp(x))
+    compiled(x).square().sum().backward()
+    assert any("adapter_left" in name for name in expected) == (phase == "adapters")
+    for name, gradient in expected.items():
+        torch.testing.assert_close(mlp.get_parameter(name).grad, gradient, atol=1e-5, rtol=1e-4)
+
+
+# --- settings, and layers that cannot be sparse ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"initial_mask": "wanda"}, r"initial_mask='wanda': must be one of \['magnitude', 'random'\]"),
+        ({"adapter_rank": -1}, "adapter_rank=-1: must be an int >= 0"),
+        ({"adapter_rank": 0.5}, r"adapter_rank=0\.5: must be an int >= 0"),
+        ({"adapter_rank": True}, "adapter_rank=True: must be an int >= 0"),
+        ({"adapter_steps": 0}, "adapter_steps=0: must be at least 1 step"),
+        ({"adapter_steps": 1.5}, r"adapter_steps=1\.5: must be an int >= 0"),
+        ({"adapter_rank": 4, "dense_tail": 0.1}, r"adapter_rank=4, dense_tail=0\.1: .* set one of the two to 0"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sparse24Config(method="slope", **settings)
+
+
+def test_what_chose_the_state_cannot_change(tmp_path):
+    assert METHODS["slope"].settings_of_state == ("initial_mask", "adapter_rank")
+    model = adapted()
+    with pytest.raises(ValueError, match="adapter_rank=3, now 4"):
+        patch_model(model, Sparse24Config(method="slope", target_modules="all-linear", **LATE | {"adapter_rank": 4}))
+
+
+def test_both_sizes_must_fill_their_groups():
+    model = zoo.build("llama", intermediate_size=66)
+    report = patch_model(model, Sparse24Config(method="slope", target_modules="all-linear"))
+    assert report.skipped["model.layers.0.mlp.up_proj"] == "output size 66 is not a multiple of 4, as 'slope' needs"
+    assert report.skipped["model.layers.0.mlp.down_proj"] == "input size 66 is not a multiple of 4"
+
+
+def test_a_layer_has_its_own_pattern():
+    patterns = {"model.layers.0.mlp.up_proj": "1:4"}
+    config = Sparse24Config(method="slope", target_modules="mlp", layer_patterns=patterns)
+    model = zoo.build("llama")
+    patch_model(model, config)
+    weight = sparse_weights(model)["model.layers.0.mlp.up_proj.weight"]
+    both = backward_weight(weight.module) != 0
+    assert (weight.mask().unflatten(1, (-1, 4)).sum(2) == 1).all()
+    assert (both.unflatten(0, (-1, 4)).sum(1) <= 1).all()
