@@ -54,6 +54,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "t-sr-ste": ("t-sr-ste", {}),
     "step": ("step", {}),
     "ste": ("ste", {}),
+    "ast": ("ast", {}),
+    "cast": ("cast", {}),
     "fixed-mask-late": ("fixed-mask", {"dense_start": 0.5}),
     "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
     "s-ste-no-mvue": ("s-ste", {"weight_grad": "dense"}),

@@ -87,6 +87,10 @@ VARIANTS = {
     "s-ste from dense, teacher": Variant("s-ste", pruned=False, teacher=True),
     "sr-ste from dense": Variant("sr-ste", pruned=False),
     "sr-ste from dense, teacher": Variant("sr-ste", pruned=False, teacher=True),
+    "ast, teacher": Variant("ast", teacher=True),
+    "ast from dense, teacher": Variant("ast", pruned=False, teacher=True),
+    "cast, teacher": Variant("cast", teacher=True),
+    "cast from dense, teacher": Variant("cast", pruned=False, teacher=True),
     "t-sr-ste from dense": Variant("t-sr-ste", pruned=False, settings=NO_TAIL),
     "t-sr-ste from dense, teacher": Variant("t-sr-ste", pruned=False, teacher=True, settings=NO_TAIL),
 }
