@@ -56,6 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ste": ("ste", {}),
     "ast": ("ast", {}),
     "cast": ("cast", {}),
+    "slope": ("slope", {}),
     "fixed-mask-late": ("fixed-mask", {"dense_start": 0.5}),
     "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
     "s-ste-no-mvue": ("s-ste", {"weight_grad": "dense"}),

@@ -25,6 +25,7 @@ WHAT = {
     "t-sr-ste": "transposable masks, MVUE, decay 6e-5, dense tail of a sixth",
     "step": "dense, then frozen variance and masks",
     "ste": "magnitude masks, straight-through, at `sr-ste`'s learning rate",
+    "slope": "one mask of the initial weights, kept; another one backward",
     "fixed-mask-late": "dense for the first half, then one mask, at dense's learning rate",
     "t-sr-ste-no-tail": "`t-sr-ste` without the tail, at its learning rate",
     "s-ste-no-mvue": "`s-ste` with the whole gradient, at its learning rate",

@@ -18,8 +18,8 @@ from sparse24_kernels import nm_prune
 from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, cells, matrix, picture
 
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
-METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "ste")
-COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, MUTED, GREY)))
+METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "slope", "ste")
+COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, MUTED, INK, GREY)))
 VARIANTS = [variant for variant in methods_page.WHAT if variant not in ("dense", *METHODS)]
 """What `recipes/methods.py` runs besides the methods, each called like its method with a suffix."""
 
@@ -159,7 +159,7 @@ def methods(figure: Figure) -> None:
 def rates(figure: Figure) -> None:
     axis = figure.subplots()
     _draw_search(axis, "dense", INK, "dense", "o--", linewidth=3, markersize=8)
-    for name, marker in zip(METHODS, "os^vDX"):
+    for name, marker in zip(METHODS, "os^vDPX"):
         if name not in methods_runs.RATE_OF:
             _draw_search(axis, name, COLOURS[name], name, f"{marker}-", linewidth=1.8)
     _rate_axis(axis)
@@ -189,8 +189,9 @@ def _rate_axis(axis: Axes) -> None:
     height=620,
 )
 def curves(figure: Figure) -> None:
-    axes = figure.subplots(3, 2, sharex=True, sharey=True)
-    for axis, name in zip(axes.flat, METHODS):
+    shown = [name for name in METHODS if best(name)]
+    axes = figure.subplots(max(-(-len(shown) // 2), 1), 2, sharex=True, sharey=True, squeeze=False)
+    for axis, name in zip(axes.flat, shown):
         # Two variants at most: more lines could not be told apart.
         for variant, colour, line in zip([name, *variants_of(name)[:2]], (BLUE, ORANGE, PURPLE), ("-", "--", ":")):
             _draw_band(axis, _training_gaps(variant), colour, variant, line, "default")
@@ -200,9 +201,9 @@ def curves(figure: Figure) -> None:
         if any(map(_training_gaps, variants_of(name))):
             axis.legend(*_entries(axis, 1), loc="upper left", fontsize=11.5)
     axes[0, 0].locator_params(nbins=4)
-    for axis in axes[2]:
+    for axis in axes[-1]:
         axis.set(xlabel="step")
-    axes[1, 0].set(ylabel="training loss over dense, nats per token")
+    axes[len(axes) // 2, 0].set(ylabel="training loss over dense, nats per token")
 
 
 def _training_gaps(variant: str) -> list[tuple[int, tuple[float, ...]]]:
@@ -237,14 +238,15 @@ def method(name: str, figure: Figure) -> None:
 
     rows = json.loads((RESULTS / "cpu_step_time.json").read_text())["rows"]
     labels = {"gpt2-124m": "GPT-2 124M", "llama-quickstart": "small Llama"}
-    for y, row in enumerate(row for row in rows if row["method"] == name):
+    rows = [row for row in rows if row["method"] == name]
+    for y, row in enumerate(rows):
         times.plot([row["ratio_min"], row["ratio_max"]], [y, y], color=(GREEN, PURPLE)[y], linewidth=2)
         times.plot(row["ratio"], y, "o", color=(GREEN, PURPLE)[y], markersize=8)
         times.text(row["ratio_max"] + 0.02, y, f"{row['ratio']:.2f}", va="center", color=(GREEN, PURPLE)[y])
     times.axvline(1, color=MUTED, linestyle="--", linewidth=1.4)
-    times.set(yticks=[0, 1], ylim=(1.5, -0.6), xlim=(0.6, 1.7))
+    times.set(yticks=range(len(rows)), ylim=(1.5, -0.6), xlim=(0.6, 1.7))
     times.set(title="Step time over dense, on a CPU")
-    times.set_yticklabels([labels[row["model"]] for row in rows if row["method"] == name])
+    times.set_yticklabels([labels[row["model"]] for row in rows])
     times.grid(axis="y", visible=False)
 
 

@@ -22,14 +22,14 @@ Method card
                      mask is not kept. Merged adapters make a weight dense: with them only the dense export works, and
                      it has no zeros in these weights; a dense tail is refused. A schedule that decays to zero leaves
                      the last 1 % almost no learning rate: give adapters longer. Until they take part they have no
-                     gradient, so DDP needs `find_unused_parameters=True`
+                     gradient, so DDP needs `find_unused_parameters=True`; tensor parallelism is refused with them
     Deviations       C is as old as the step (the authors' fast code: up to 100 steps; that for accuracy: new in each
                      backward pass). Kept values alone are their Parameter; here it is the dense master, with zeros.
                      Adapters decay by the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
     Beware           the paper's baseline "Extended SR-STE" also prunes dZ by magnitude, which the paper itself calls
                      divergent: its comparison with SR-STE is not one with the published method
     Measured here    nothing yet
-    Reference        Mozaffari et al. 2025 (arXiv 2405.16325, ICLR).
+    Reference        Mozaffari et al. 2025 (arXiv 2405.16325).
 """
 
 import zlib

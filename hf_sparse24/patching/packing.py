@@ -144,7 +144,10 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
     method = weight.method
     packed = pack_exactly(weight.merged(), weight.input_dim)
     if packed is None:
-        raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
+        raise ValueError(
+            f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}, as where it adds "
+            f"adapters; the dense export has all that the layer computes"
+        )
     return kernels.quantize_packed(packed) if values == "int8" else packed
 
 

@@ -122,14 +122,14 @@ class WeightState(WeightPlace):
         """With tensor parallelism, keep the part of the state that belongs to this process's part of the weight.
 
         Raises:
-            ValueError: the split cuts groups.
+            ValueError: the split cuts groups, or the method has Parameters of its own, which nobody splits.
         """
         if not self.is_split:
             return
         if self.parameter_names:
             raise ValueError(
-                f"tensor parallelism does not split {list(self.parameters)}, which method {self.method.name!r} trains "
-                f"beside {self.name}; use FSDP2, or settings of the method without them"
+                f"method {self.method.name!r} trains tensors {list(self.parameter_names)} beside {self.name}, which "
+                f"tensor parallelism does not split; use DDP or FSDP2, or settings of the method without them"
             )
         (out, inputs), m = self.sizes, self.method.pattern.m
         if self.cuts_groups(m):

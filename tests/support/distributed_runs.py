@@ -17,6 +17,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "step-arithmetic": {"switch_after": 2, "switch_by": 4, "switch_rule": "arithmetic"},
     "fixed-mask": {"dense_start": 2},
     "slope": {"initial_mask": "random", "dense_start": 2},
+    "slope-adapters": {"adapter_rank": 2, "adapter_steps": 3},
     "own": {},
 }
 _NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "slope", "own")

@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import export_model
 from hf_sparse24_command import main
 
+WITH_PARAMETERS = ("own", "slope-adapters")
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "own"])
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in WITH_PARAMETERS])
 def test_two_processes_train_as_one(method):
     # Random gradients are drawn by the features that a process has, so no other split draws the same.
     config = settings(method) | ({"weight_grad": "dense"} if METHODS[method] is not None else {})
@@ -41,6 +43,16 @@ def test_a_split_that_cuts_groups_is_refused():
 
 def _cut(rank, world):
     ranks.make("llama", settings("t-sr-ste"), "tp", 4, sizes={"intermediate_size": 24})
+
+
+@pytest.mark.parametrize("method", WITH_PARAMETERS)
+def test_parameters_beside_a_weight_are_refused(method):
+    with pytest.raises(RuntimeError, match=r"trains tensors \[.*\] beside weight, which tensor parallelism does not"):
+        ranks.run(2, _load, method)
+
+
+def _load(rank, world, method):
+    ranks.make("llama", settings(method), "tp", 4)
 
 
 def test_checkpoints_and_exports(tmp_path):
