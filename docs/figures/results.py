@@ -232,8 +232,9 @@ def method(name: str, figure: Figure) -> None:
     draw_curve(flips, best(name), "flip_rate", BLUE, name, steps_of="steps-post" if name == "t-sr-ste" else "default")
     flips.set(title=f"Flip rate, per {'refresh' if name == 't-sr-ste' else 'step'}", xlabel="step")
     _shade_dense(flips, name)
-    flips.set_ylim(0, None if name != "fixed-mask" else 0.01)
-    if name == "fixed-mask":
+    keeps_mask = name in ("fixed-mask", "slope")
+    flips.set_ylim(0, 0.01 if keeps_mask else None)
+    if keeps_mask:
         flips.text(0.5, 0.5, "zero: the mask is kept", ha="center", va="center", transform=flips.transAxes)
 
     rows = json.loads((RESULTS / "cpu_step_time.json").read_text())["rows"]
