@@ -44,6 +44,8 @@ RESULTS = RECIPES / "results" / "methods"
 SEEDS = (0, 1, 2)
 LEARNING_RATES = (4e-4, 6.3e-4, 1e-3, 1.6e-3, 2.5e-3, 4e-3, 6.3e-3, 1e-2)
 START = LEARNING_RATES[3:6]
+START_OF = {"ast": LEARNING_RATES[1:4], "cast": LEARNING_RATES[1:4]}
+"""AdamS takes longer steps at the same rate."""
 
 # Each variant's method and how it differs from the method's defaults.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,12 +67,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "s-ste-scale-each-step": ("s-ste", {"scale_frozen": False}),
     "s-ste-gamma-0.5": ("s-ste", {"threshold_gamma": 0.5}),
     "step-paper": ("step", {"update_clip": 0.0}),
+    "ast-decay-6e-3": ("ast", {"masked_decay": 6e-3}),
+    "cast-decay-1e-3": ("cast", {"masked_decay": 1e-3}),
 }
 
 
-def next_rate(losses: dict[float, float]) -> float | None:
+def next_rate(losses: dict[float, float], start: tuple[float, ...] = ()) -> float | None:
     """The learning rate that the search tries next, from the validation losses so far; None once the best is inside."""
-    for rate in START:
+    for rate in start or START:
         if rate not in losses:
             return rate
     best = LEARNING_RATES.index(best_rate(losses))
@@ -88,7 +92,7 @@ def missing(variant: str, found: list[dict[str, Any]]) -> Iterator[tuple[float, 
     """
     source = RATE_OF.get(variant, variant)
     tried = search(found, source)
-    rate = next_rate(tried)
+    rate = next_rate(tried, START_OF.get(source, ()))
     if rate is None:
         best = best_rate(tried)
         done = {run["seed"] for run in found if (run["variant"], run["learning_rate"]) == (variant, best)}

@@ -25,6 +25,8 @@ WHAT = {
     "t-sr-ste": "transposable masks, MVUE, decay 6e-5, dense tail of a sixth",
     "step": "dense, then frozen variance and masks",
     "ste": "magnitude masks, straight-through, at `sr-ste`'s learning rate",
+    "ast": "masks by magnitude every 10 steps, AdamS with decay 1e-4, no teacher",
+    "cast": "dense with AdamS, decay 4e-7, scales; pruned at the end; no teacher",
     "slope": "one mask of the initial weights, kept; another one backward",
     "fixed-mask-late": "dense for the first half, then one mask, at dense's learning rate",
     "t-sr-ste-no-tail": "`t-sr-ste` without the tail, at its learning rate",
@@ -33,6 +35,8 @@ WHAT = {
     "s-ste-mvue-weight": "`s-ste` with MVUE on the weight of grad_input too, at its learning rate",
     "s-ste-scale-each-step": "`s-ste` with a scale that is computed anew in each step, at its learning rate",
     "s-ste-gamma-0.5": "`s-ste` with the threshold half-way to the third magnitude, at its learning rate",
+    "ast-decay-6e-3": "`ast` with `sr-ste`'s searched decay, at its learning rate",
+    "cast-decay-1e-3": "`cast` with more decay, at its learning rate",
     "step-paper": "`step` with the paper's unclipped steps, at its learning rate",
 }
 # What the papers found: (better, worse, source).

@@ -28,6 +28,8 @@ RATE_OF = {
     "s-ste-scale-each-step": "s-ste",
     "s-ste-gamma-0.5": "s-ste",
     "step-paper": "step",
+    "ast-decay-6e-3": "ast",
+    "cast-decay-1e-3": "cast",
 }
 """Variants that take the learning rate of another instead of a search of their own."""
 
