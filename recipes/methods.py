@@ -19,7 +19,7 @@ import argparse
 import json
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,16 @@ def missing(variant: str, found: list[dict[str, Any]]) -> Iterator[tuple[float, 
         yield rate, 0
 
 
-def run(variant: str, rate: float, seed: int, data: str, steps: int | None = None) -> dict[str, Any]:
+def run(
+    variant: str,
+    rate: float,
+    seed: int,
+    data: str,
+    steps: int | None = None,
+    variants: Mapping[str, tuple[str, dict[str, Any]]] = VARIANTS,
+) -> dict[str, Any]:
     """Train one model and return what its JSON holds."""
-    method, settings = VARIANTS[variant]
+    method, settings = variants[variant]
     with tempfile.TemporaryDirectory() as output:
         flags = {
             "dataset": f"{data}/train.jsonl",
