@@ -18,8 +18,8 @@ from sparse24_kernels import nm_prune
 from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, cells, matrix, picture
 
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
-METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "slope", "ste")
-COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, MUTED, INK, GREY)))
+METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "slope", "ast", "cast", "ste")
+COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, MUTED, INK, BLUE, ORANGE, GREY)))
 VARIANTS = [variant for variant in methods_page.WHAT if variant not in ("dense", *METHODS)]
 """What `recipes/methods.py` runs besides the methods, each called like its method with a suffix."""
 
@@ -159,9 +159,9 @@ def methods(figure: Figure) -> None:
 def rates(figure: Figure) -> None:
     axis = figure.subplots()
     _draw_search(axis, "dense", INK, "dense", "o--", linewidth=3, markersize=8)
-    for name, marker in zip(METHODS, "os^vDPX"):
+    for name, line in zip(METHODS, ("o-", "s-", "^-", "v-", "D-", "P-", "o:", "s:", "X-")):
         if name not in methods_runs.RATE_OF:
-            _draw_search(axis, name, COLOURS[name], name, f"{marker}-", linewidth=1.8)
+            _draw_search(axis, name, COLOURS[name], name, line, linewidth=1.8)
     _rate_axis(axis)
     axis.set(ylabel="validation loss, seed 0", title=the_model())
     if handles := axis.get_legend_handles_labels()[0]:
@@ -256,6 +256,7 @@ def _shade_dense(axis: Axes, variant: str, label: str = "dense") -> None:
     for run in list(best(variant).values())[:1]:
         total, config = run["arguments"]["max_steps"], run["sparse24"]
         start, tail = config.get("dense_start") or 0, config.get("dense_tail") or 0
+        start = 1.0 if variant.startswith("cast") else start
         for left, right in [(0, start * total), (total - tail * total, total)]:
             if right > left:
                 axis.axvspan(left, right, color=MUTED, alpha=0.15, linewidth=0)
