@@ -26,7 +26,7 @@ from .gemm.problem import GemmProblem, linear_problem, mm_problem
 from .masks import nm_mask, pack_bits, unpack_bits
 from .matmul import compress, packed_linear, sparse_linear, sparse_mm
 from .mvue import mvue
-from .packing import pack_nm, quantize_packed, unpack_nm
+from .packing import gather_nm, pack_nm, quantize_packed, unpack_nm
 from .prune import apply_mask, nm_prune, prune_forms, soft_threshold
 from .scale import s_ste_scale
 from .transposable import transposable_mask
@@ -40,6 +40,7 @@ __all__ = [
     "apply_mask",
     "compress",
     "gated_activation",
+    "gather_nm",
     "linear_problem",
     "masked_decay_",
     "mm_problem",

@@ -1,9 +1,11 @@
-"""Packed matrices: 2:4 matrices without their zeros, made, rounded to int8, and made dense again."""
+"""Packed matrices: 2:4 matrices without their zeros, made, rounded to int8, and made dense again, with the gradient of
+that."""
 
 import torch
 from torch import Tensor
 
-from .checks import INPUTS, check_floating, check_groups, check_packed
+from . import reference
+from .checks import INPUTS, check_device, check_floating, check_groups, check_is, check_packed, described
 from .formats import SCALED, Packed, scale_columns
 from .gemm.operand import unpack
 from .prune import prune_forms
@@ -105,3 +107,35 @@ def unpack_nm(packed: Packed) -> Tensor:
     values, indices, scales = packed
     dense = unpack(values.flatten(0, -2), indices.flatten(0, -2), None if scales is None else scales.flatten(0, -2))
     return dense.view(*values.shape[:-1], 2 * values.shape[-1])
+
+
+def gather_nm(matrix: Tensor, indices: Tensor) -> Tensor:
+    """The elements of a matrix at the places of a packed one: the gradient of `unpack_nm` for its values.
+
+    Plain PyTorch on every device.
+
+    Args:
+        matrix: `[R, K]`, fp64, fp32, bf16 or fp16, any strides.
+        indices: uint8 `[R, K/8]` of a `Packed`.
+
+    Returns:
+        `[R, K/2]` in the dtype of `matrix`, in the order of the packed values.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other.
+
+    Examples:
+        >>> packed = pack_nm(nm_prune(torch.randn(2, 8)))
+        >>> torch.equal(gather_nm(unpack_nm(packed), packed.indices), packed.values)
+        True
+    """
+    check_floating("gather_nm", matrix=matrix)
+    check_is(Tensor, "gather_nm", indices=indices)
+    shape = (matrix.shape[0], matrix.shape[1] // 8) if matrix.dim() == 2 and not matrix.shape[1] % 8 else None
+    if tuple(indices.shape) != shape or indices.dtype != torch.uint8:
+        raise ValueError(
+            f"gather_nm takes a matrix [R, K] and uint8 indices [R, K/8], got {described(matrix)} and "
+            f"{described(indices)}"
+        )
+    check_device("gather_nm", matrix, indices)
+    return reference.packed.gather_nm(matrix, indices)

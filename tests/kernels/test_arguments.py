@@ -35,6 +35,7 @@ CALLS = {
     "fp8_quantize": {"x": X, "format": "e4m3"},
     "fp8_simulate": {"x": X, "format": "e4m3"},
     "gated_activation": {"gate": X, "up": X, "kind": "swiglu"},
+    "gather_nm": {"matrix": X, "indices": PACKED.indices},
     "linear_problem": {"tokens": 16, "out": 16, "inputs": 32, "dtype": BF16},
     "masked_decay_": {"grad": X.clone(), "weight": X, "mask": MASK, "alpha": 0.1},
     "mm_problem": {"m": 16, "n": 16, "k": 32, "dtype": BF16},

@@ -57,6 +57,26 @@ def test_unpacking_in_chunks(rows):
     assert torch.equal(kernels.unpack_nm(kernels.pack_nm(weight)), weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
+def test_gathering_takes_the_elements_that_the_indices_name(dtype):
+    """Bytes 0b1110_0100 and 0b1001_1101: elements 0 and 1 of the first four, 2 and 3, 1 and 3, 1 and 2."""
+    matrix = torch.arange(32).view(2, 16).to(dtype)
+    indices = torch.tensor([[0b1110_0100, 0b1001_1101], [0b1101_1000, 0b0100_1110]], dtype=torch.uint8)
+    expected = [[0, 1, 6, 7, 9, 11, 13, 14], [16, 18, 21, 23, 26, 27, 28, 29]]
+    assert kernels.gather_nm(matrix, indices).tolist() == expected
+    assert kernels.gather_nm(matrix.t().contiguous().t(), indices).tolist() == expected
+    assert kernels.gather_nm(matrix[:0], indices[:0]).shape == (0, 8)
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 5000])
+def test_gathering_is_the_gradient_of_unpacking(rows):
+    packed, grad = kernels.pack_nm(torch.randn(rows, 72)), torch.randn(rows, 72)
+    places = kernels.unpack_nm(packed._replace(values=torch.ones_like(packed.values))).bool()
+    assert torch.equal(kernels.gather_nm(grad, packed.indices), grad[places].view(rows, 36))
+    with pytest.raises(ValueError, match=r"gather_nm takes a matrix \[R, K\] and uint8 indices \[R, K/8\], got"):
+        kernels.gather_nm(grad[:, :64], packed.indices)
+
+
 def test_every_way_has_its_reason(stand_in, dense_math, planned_for_gpu, monkeypatch):  # noqa: F811
     few, many = (linear_problem(tokens, 48, 32, BF16) for tokens in (1, 65))
     known = "until then, the time is that of reading the weight"

@@ -1,4 +1,6 @@
-"""A packed matrix made dense again, and a linear layer with a packed weight."""
+"""A packed matrix made dense again, the elements at its places, and a linear layer with a packed weight."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,21 +21,35 @@ def scaled(values: Tensor, scales: Tensor, group: int = SCALED // 2) -> Tensor:
 
 def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
     """Values `[R, K/2]` and indices `[R, K/8]`, of int8 values with scales -> dense `[R, K]` with zeros."""
-    (rows, half), size = values.shape, values.shape[1] * 2
-    bytes_ = torch.arange(256, device=values.device)
-    nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
-    places = torch.stack([nibbles & 3, nibbles >> 2], -1)  # of the four values that belong to each byte, in their group
-    places = (places + torch.tensor([[0], [4]], device=values.device)).view(256, 4)
-    first = torch.arange(0, size, 8, device=values.device).repeat_interleave(4)
+    rows, half = values.shape
     like = values if scales is None else scales
-    dense = values.new_zeros(rows, size, dtype=integer_of(like))
-    step = max(1, CHUNK // max(half, 1))
-    for top in range(0, rows, step):
-        some = slice(top, top + step)
-        columns = places.index_select(0, indices[some].flatten().int()).view(-1, half).add_(first)
+    dense = values.new_zeros(rows, half * 2, dtype=integer_of(like))
+    for some, columns in _columns(indices):
         part = values[some] if scales is None else scaled(values[some], scales[some])
         dense[some].scatter_(1, columns, part.view(dense.dtype))
     return dense.view(like.dtype)
+
+
+def gather_nm(matrix: Tensor, indices: Tensor) -> Tensor:
+    """The elements of `[R, K]` at the places of indices `[R, K/8]` -> `[R, K/2]`."""
+    values = matrix.new_empty(matrix.shape[0], matrix.shape[1] // 2)
+    for some, columns in _columns(indices):
+        values[some] = matrix[some].gather(1, columns)
+    return values
+
+
+def _columns(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """For some rows of indices `[R, K/8]` at a time, the column of each value: int64 `[rows, K/2]`."""
+    rows, half = indices.shape[0], indices.shape[1] * 4
+    bytes_ = torch.arange(256, device=indices.device)
+    nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
+    places = torch.stack([nibbles & 3, nibbles >> 2], -1)  # of the four values that belong to each byte, in their group
+    places = (places + torch.tensor([[0], [4]], device=indices.device)).view(256, 4)
+    first = torch.arange(0, 2 * half, 8, device=indices.device).repeat_interleave(4)
+    step = max(1, CHUNK // max(half, 1))
+    for top in range(0, rows, step):
+        some = slice(top, top + step)
+        yield some, places.index_select(0, indices[some].flatten().int()).view(-1, half).add_(first)
 
 
 def packed_linear(
