@@ -295,7 +295,9 @@ def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[
             raise TypeError(f"Sparse24Config has no argument {name!r}; {known}")
     for name, value in given.items():
         if name not in own:
-            raise ValueError(f"{name}={shown(value)}: method {method.name!r} has no {name}; leave it None")
+            others = [other.name for other in METHODS.values() if name in _names_of(other.Settings)]
+            way = f"leave it None, or take a method that has it: {others}"
+            raise ValueError(f"{name}={shown(value)}: method {method.name!r} has no {name}; {way}")
 
 
 def _check_shared(

@@ -153,11 +153,13 @@ def sparse_run(model: nn.Module) -> SparseRun | None:
         model: any model.
 
     Returns:
-        The `SparseRun` that its sparse weights share; None of a model that is not patched.
+        The `SparseRun` that its sparse weights, or its packed masters, share; None of a model that is not patched.
     """
     for module in model.modules():
-        for weight in module.__dict__.get("sparse24", {}).values():
-            return weight.run
+        for key in ("sparse24", "packed24"):
+            for weight in module.__dict__.get(key, {}).values():
+                if weight.run is not None:  # as of packed weights that do not train
+                    return weight.run
     return None
 
 

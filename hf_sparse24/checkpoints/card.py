@@ -23,8 +23,8 @@ from ..methods import ONESHOT_METHOD, method_class
 from ..patching.report import shown_count
 from ..run import patched_config
 from ..version import __version__
-from ..weights.packed_weight import format_version
-from ..weights.sparse_weight import first_of_each, sparse_weights
+from ..weights.packed_weight import format_version, packed_masters, trained_weights
+from ..weights.sparse_weight import first_of_each
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
 
 Format = Literal["dense", "packed", "training"]
@@ -145,8 +145,9 @@ def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[st
             + " a dense phase: **its weights are dense**."
         )
     patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(sparse_weights(model)).values())
+    dropped = sum(weight.master.numel() for weight in packed_masters(model).values())
+    total = sum(parameter.numel() for parameter in model.parameters()) + dropped
+    zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(trained_weights(model)).values())
     return (
         f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
         f"along the input dimension of a sparse layer, {config.m - config.n} are zero"

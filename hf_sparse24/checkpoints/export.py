@@ -26,7 +26,14 @@ from ..patching.ownership import adopt, check_not_offloaded, unwrap
 from ..patching.packing import check_packable, packed_config
 from ..patching.surgery import reject_non_finite
 from ..progress import Progress, get_logger
-from ..weights.packed_weight import PACKED_INDEX, PackedFormat, format_version, packed_weights
+from ..weights.packed_weight import (
+    PACKED_INDEX,
+    PackedFormat,
+    format_version,
+    packed_masters,
+    packed_weights,
+    trained_weights,
+)
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
@@ -110,8 +117,8 @@ def export_model(
 
 
 def _export(model: Any, directory: Path, format: str, max_shard_size: int | str, values: str) -> None:
-    weights = sparse_weights(model)
-    wrong = wrong_states(weights)
+    weights = trained_weights(model)
+    wrong = wrong_states(sparse_weights(model))
     if wrong:
         raise ValueError(f"the model is damaged, load it again: {wrong}")
     reject_non_finite(model.named_parameters(), NOT_FINITE)
@@ -156,6 +163,7 @@ def _files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -
 def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, version: int) -> None:
     """Write a whole checkpoint into the empty folder `new`."""
     config: Sparse24Config = model.config.quantization_config
+    config = config if config.packed is None else packed_config(config, None)
     fingerprint = _fingerprint(model, files)
     if len(files) > 1:
         # Who has read the index of another export finds its files or an error, never these in their place.
@@ -243,12 +251,12 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
-    if packed_weights(model):
+    if packed_weights(model) and not packed_masters(model):
         raise ValueError(
             f"the model is packed: call unpack_model(model), then patch_model(model, Sparse24Config(method="
             f"{ONESHOT_METHOD!r})), which keeps its zeros, and export that"
         )
-    if not sparse_weights(model):
+    if not trained_weights(model):
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
     check_not_offloaded(model)
     if not hasattr(model, "config"):

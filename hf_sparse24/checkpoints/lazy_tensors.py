@@ -1,7 +1,7 @@
 """The tensors that an export writes: their names, dtypes and shapes are known at once, their values on request."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import sparse24_kernels as kernels
 import torch
@@ -12,7 +12,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..patching.packing import is_packable, packed_form
 from ..patching.surgery import reject_non_finite
-from ..weights.packed_weight import buffer_names, format_version
+from ..weights.packed_weight import PackedWeight, buffer_names, format_version, packed_weight_name
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed
@@ -35,11 +35,15 @@ class LazyTensors(NamedTuple):
 
     like: Mapping[str, Tensor]
     compute: Callable[[], Mapping[str, Tensor]]
-    weight: SparseWeight | None = None
+    weight: SparseWeight | PackedWeight | None = None
     packed: str | None = None
 
 
-def packed_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight], values: str) -> list[LazyTensors]:
+Weights = Mapping[str, SparseWeight | PackedWeight]
+"""Those that the model was patched with, by name."""
+
+
+def packed_tensors(model: PreTrainedModel, weights: Weights, values: str) -> list[LazyTensors]:
     """All tensors of the packed checkpoint, by the names in the model's own `state_dict`."""
     return [
         _packed(name, weights[name], values)
@@ -49,7 +53,7 @@ def packed_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight], val
     ]
 
 
-def dense_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> list[LazyTensors]:
+def dense_tensors(model: PreTrainedModel, weights: Weights) -> list[LazyTensors]:
     """All tensors of the dense checkpoint, by the names and in the layout of the architecture's own checkpoints."""
     own = [_dense(name, tensor, weights.get(name)) for name, tensor in _saved_tensors(model, weights).items()]
     like = {name: tensor for lazy in own for name, tensor in lazy.like.items()}
@@ -72,10 +76,10 @@ def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
     return lazy._replace(compute=lambda: revert_weight_conversion(model, dict(lazy.compute())))
 
 
-def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
+def _packed(name: str, weight: SparseWeight | PackedWeight, values: str) -> LazyTensors:
     """The values and indices of a sparse weight, and the scales of int8 values."""
-    parameter = weight.parameter
-    form = empty_packed((*parameter.shape[:-2], *weight.sizes), parameter.dtype, format_version(values))
+    master = weight.master
+    form = empty_packed((*master.shape[:-2], *weight.sizes), master.dtype, format_version(values))
     like = {key: tensor for key, tensor in zip(buffer_names(name), form) if tensor is not None}
 
     def compute() -> dict[str, Tensor]:
@@ -88,7 +92,7 @@ def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
     return LazyTensors(like, compute, weight, name)
 
 
-def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensors:
+def _dense(name: str, tensor: Tensor, weight: SparseWeight | PackedWeight | None) -> LazyTensors:
     """A tensor as it is, or with the zeros that the model computes with."""
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
     if weight is None or (weight.run.is_dense and not weight.method.reparametrizes):
@@ -102,9 +106,18 @@ def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensor
     return LazyTensors(like, compute, weight)
 
 
-def _saved_tensors(model: PreTrainedModel, weights: dict[str, SparseWeight]) -> dict[str, Tensor]:
-    """What a dense model of this architecture saves, by name: no state of the method, shared tensors once."""
-    state_dict = model.state_dict()
+def _saved_tensors(model: PreTrainedModel, weights: Weights) -> dict[str, Tensor]:
+    """What a dense model of this architecture saves, by name: no state of the method, shared tensors once. In place of
+    packed masters stand dense tensors on the meta device."""
+    state_dict = {}
+    for name, tensor in model.state_dict().items():
+        master = packed_weight_name(name)
+        weight = weights.get(master) if master else None
+        if not isinstance(weight, PackedWeight):
+            state_dict[name] = tensor
+        elif name == buffer_names(cast(str, master))[0]:
+            dense = tensor.new_empty(weight.sizes, device="meta")
+            state_dict[cast(str, master)] = weight.out_in(dense)
     beside = {name for key, weight in weights.items() for name in weight.beside(key)}
     ignored = {*(model._keys_to_ignore_on_save or ()), *beside}
     others = {name: x for name, x in state_dict.items() if name not in weights and name not in ignored}

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layers.packed import pack_weight
 from ..patching.stacks import find_input_dim, stacked_parameters
+from ..run import SparseRun
 from ..weights.packed_weight import VALUES, PackedFormat, buffer_names, packed_weight_name, packed_weights
 from .safetensors_file import DTYPES, header_hash
 
@@ -61,8 +62,9 @@ def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, version: int) -> Pa
     return Packed(values, torch.empty(*rows, inputs // 8, dtype=torch.uint8, device="meta"), scales)
 
 
-def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
-    """Replace weights of a model on the meta device by packed ones without values, where its checkpoint has these.
+def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | None = None) -> None:
+    """Replace weights of a model on the meta device by packed ones without values, where its checkpoint has these; by
+    packed masters with the `run` of these.
 
     ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
     """
@@ -77,7 +79,8 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat) -> None:
         *stack, out, inputs = weight.shape if input_dim == -1 else weight.transpose(-1, -2).shape
         if inputs % 8:
             raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
-        pack_weight(module, attribute, input_dim, empty_packed((*stack, out, inputs), weight.dtype, packed.version))
+        empty = empty_packed((*stack, out, inputs), weight.dtype, packed.version)
+        pack_weight(module, attribute, input_dim, empty, run)
         # Or Transformers would initialise the weight: a copy that is unpacked for that, and lost.
         module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     if not packed_weights(model):

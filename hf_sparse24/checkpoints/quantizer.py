@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import Sparse24Config, fixed_differences
-from ..patching.ownership import forget_quantizer
+from ..patching.masters import list_masters, wants_packed_master
+from ..patching.ownership import forget_quantizer, write_config
 from ..patching.packing import packed_config, unpack_model
 from ..patching.surgery import patch_model, reject_non_finite
-from ..run import patched_config
+from ..run import SparseRun, patched_config
 from ..weights.packed_weight import PackedFormat, packed_weights
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights
@@ -37,6 +38,12 @@ class Sparse24Quantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: Sparse24Config
     names_in_files: Set[str] = frozenset()  # of a packed checkpoint
+    run: SparseRun | None = None  # of packed masters
+
+    @property
+    def has_packed_master(self) -> bool:
+        config = self.quantization_config
+        return wants_packed_master(config if config.packed is not None else config.passed or config)
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
@@ -55,7 +62,10 @@ class Sparse24Quantizer(HfQuantizer):
         if self.quantization_config.packed is not None:
             if checkpoint_files:  # not where the user passes a state_dict
                 self.names_in_files = check_files(self.quantization_config.packed, checkpoint_files)
-            make_packed(model, self.quantization_config.packed)
+            self.run = SparseRun(self.quantization_config) if self.has_packed_master else None
+            make_packed(model, self.quantization_config.packed, self.run)
+            return
+        if self.has_packed_master:  # the checkpoint is dense: packed once it is loaded
             return
         kept = {name: getattr(self.quantization_config, name) for name in ("pruning", "finished")}
         self.quantization_config = _with_passed(self.quantization_config)
@@ -77,6 +87,12 @@ class Sparse24Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
         if self.quantization_config.packed is not None:
             return self._finish_packed(model)
+        if self.has_packed_master:
+            config = _with_passed(self.quantization_config)
+            del model.config.quantization_config
+            forget_quantizer(model)
+            patch_model(model, config).config.record(pruning=self.quantization_config.pruning)
+            return model
         weights = sparse_weights(model)
         for name, weight in weights.items():
             check_supported(name, weight.master)  # Transformers has split it by now
@@ -106,11 +122,16 @@ class Sparse24Quantizer(HfQuantizer):
     def _finish_packed(self, model: PreTrainedModel) -> PreTrainedModel:
         check_packed(model, self.names_in_files)
         model.config.__dict__.pop("transformers_weights", None)  # of these files, not of the model
+        if self.run is not None:
+            self.run.config.record(pruning=self.quantization_config.pruning)
+            write_config(model, self.run)
+            list_masters(model, self.run)
+            forget_quantizer(model)  # the values are an ordinary Parameter
         if self.quantization_config.passed is not None:
             # It has no master weights and no state to go on with: training starts anew from its sparse weights.
             unpack_model(model)
             patch_model(model, self.quantization_config.passed)
-        else:
+        elif self.run is None:
             # Without the hashes of the files that were read: saved again, the model has others.
             version = self.quantization_config.packed.version
             own = PackedFormat(tuple(packed_weights(model)), {}, version)

@@ -1,9 +1,12 @@
-"""Packed weights: 2:4 weights without their zeros, in 9/16 of the bytes in bf16, for inference and under adapters.
+"""Packed weights: 2:4 weights without their zeros, in 9/16 of the bytes in bf16, for inference and under adapters; and
+packed masters, whose values train.
 
 A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
 `sparse24_kernels.Packed`), in the place of the Parameter `weight`, which is a property now: it unpacks a dense copy at
 every read. Where values are int8, a third buffer has the scales. So a packed layer computes, lets gradients through to
-its input, and does not train.
+its input, and does not train. Of a packed master (`master="packed"`, where the mask never changes) the values are an
+ordinary Parameter, whose gradient is that of the kept places.
+
 `hf_sparse24.patching.packing` packs and unpacks models.
 """
 
@@ -18,9 +21,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from ..weights.gemms import PRUNED
 from ..weights.packed_weight import PackedWeight, buffer_names
+from ..weights.rules import encode
+from ..weights.view import WeightRun, WeightView
 from .made_classes import Made, made_class
 from .sparse_module import NO_REPLICAS, reject_other_graphs
+
+BLOCK_BYTES = 4 << 20
+"""Of the dense gradient that a packed master makes at a time: it stays in a CPU's cache until its values are taken."""
+ROWS = 32
+"""Its rows are a multiple of these."""
 
 
 class _PackedLinearFunction(torch.autograd.Function):
@@ -41,6 +52,52 @@ class _PackedLinearFunction(torch.autograd.Function):
         return grad_x, grad_bias, *[None] * 4
 
 
+class _PackedMasterFunction(torch.autograd.Function):
+    """The three GEMMs, in `dtype`, of a layer whose packed values train. What is saved is the Parameter itself: casts
+    and dense weights are made again for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, values, indices, bias, input_dim, dtype, method):
+        ctx.save_for_backward(x, values, indices)
+        ctx.dtype, ctx.method = dtype, method
+        output = _packed_linear(x, Packed(values.to(dtype), indices), bias, input_dim)
+        return torch.ops.aten._unsafe_view(output, output.shape)  # as above
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, values, indices = ctx.saved_tensors
+        grad_x = grad_values = grad_bias = None
+        rows = grad.reshape(-1, grad.shape[-1])  # [T, out]
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ _grad_input_weight(values, indices, ctx.dtype, ctx.method)
+        if ctx.needs_input_grad[1]:
+            grad_values = _grad_values(rows, x.reshape(-1, x.shape[-1]), indices, values.dtype)
+        if ctx.needs_input_grad[3]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_values, None, grad_bias, None, None, None
+
+
+def _grad_input_weight(values: Tensor, indices: Tensor, dtype: torch.dtype, method: Any) -> Tensor:
+    """The weight `[out, in]` of dX = dZ W: the packed one, or what the method makes of it in the master's precision."""
+    if method.gemms.grad_input.weight == PRUNED:
+        return kernels.unpack_nm(Packed(values.to(dtype), indices))
+    view = WeightView(kernels.unpack_nm(Packed(values, indices)), 1, {})
+    return encode(method.prune_grad_input(view), view, method.pattern, {"dense": None}, dtype)[0]
+
+
+def _grad_values(grad: Tensor, x: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW = dZ^T X from `[T, out]` and `[T, in]` at the kept places: `[out, in / 2]` in `dtype`, some rows at a time, so
+    that a dense gradient of the layer is never there."""
+    out, inputs = grad.shape[1], x.shape[1]
+    values = grad.new_empty(out, inputs // 2, dtype=dtype)
+    step = max(ROWS, BLOCK_BYTES // (inputs * x.element_size()) // ROWS * ROWS)
+    for top in range(0, out, step):
+        some = slice(top, top + step)
+        values[some] = kernels.gather_nm(grad[:, some].t() @ x, indices[some])
+    return values
+
+
 def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) -> Tensor:
     if input_dim == -2 and x.device.type == "cpu" and unsupported_device(x.device, x.dtype):
         # How a weight lies in memory decides in which order dense math on a CPU sums: as Conv1D's, for the same bits.
@@ -48,27 +105,44 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
     return packed_layer(x, packed, bias)
 
 
-def pack_weight(module: nn.Module, name: str, input_dim: int, packed: Packed) -> None:
-    """Put `packed`, the form of a weight `[..., out, in]`, in place of the Parameter `name`."""
+def pack_weight(
+    module: nn.Module, name: str, input_dim: int, packed: Packed, run: WeightRun | None = None, trains: bool = True
+) -> None:
+    """Put `packed`, the form of a weight `[..., out, in]`, in place of the Parameter `name`, or of its packed form.
+
+    With the `run` of a model it is a packed master: the values are a Parameter, which `trains` or is frozen.
+    """
     module.__dict__.setdefault("dense_class", type(module))
-    module.__dict__.setdefault("packed24", {})[name] = PackedWeight(module, name, input_dim)
-    del module._parameters[name]
-    for key, tensor in zip(buffer_names(name), packed):
-        if tensor is not None:
-            module.register_buffer(key, tensor)
+    module.__dict__.setdefault("packed24", {})[name] = PackedWeight(module, name, input_dim, run)
+    values, indices, scales = buffer_names(name)
+    for key in (name, values):
+        module._parameters.pop(key, None)
+    for key, tensor in zip((values, indices, scales), packed):
+        if key == values and run is not None:
+            own = packed.values  # a Parameter that an optimizer may have stays the same object
+            _put_first(module, key, own if isinstance(own, nn.Parameter) else nn.Parameter(own, requires_grad=trains))
+        elif tensor is not None:
+            module.register_buffer(key, tensor.detach())
     _choose_class(module)
 
 
 def unpack_weight(weight: PackedWeight) -> None:
     """Undo `pack_weight`: the Parameter is the dense weight, with its zeros."""
-    module, dense = weight.module, nn.Parameter(weight.dense().contiguous())
-    for key in weight.buffer_names:
-        del module._buffers[key]
+    trains = weight.run is None or weight.master.requires_grad
+    module, dense = weight.module, nn.Parameter(weight.dense().contiguous(), requires_grad=trains)
+    for key in buffer_names(weight.name):
+        module._parameters.pop(key, None)
+        module._buffers.pop(key, None)
     del module.__dict__["packed24"][weight.name]
     _choose_class(module)
+    _put_first(module, weight.name, dense)
+
+
+def _put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Let the weight come before the bias, in the order in which optimizers count."""
     others = dict(module._parameters)
     module._parameters.clear()
-    module._parameters.update({weight.name: dense} | others)  # in the order in which optimizers count
+    module._parameters.update({name: parameter} | others)
 
 
 class PackedModule(nn.Module):
@@ -103,18 +177,25 @@ class PackedLayer(PackedModule):
         reject_other_graphs()
         weight, bias = self.packed24["weight"], cast(Tensor | None, self.bias)
         packed = weight.packed
+        dtype = packed.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, packed = x.to(dtype), packed.to(dtype)
+            x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
+        if weight.run is not None and torch.is_grad_enabled():
+            return _PackedMasterFunction.apply(
+                x, packed.values, packed.indices, bias, weight.input_dim, dtype, weight.method
+            )
+        packed = packed.to(dtype)
         if torch.is_grad_enabled():
             return _PackedLinearFunction.apply(x, bias, weight.input_dim, *packed)
         return _packed_linear(x, packed, bias, weight.input_dim)
 
     def extra_repr(self) -> str:
-        packed = self.packed24["weight"].packed
-        out, half = packed.values.shape
-        text = f"in={2 * half}, out={out}, bias={self.bias is not None}, dtype={packed.dtype}"
+        weight = self.packed24["weight"]
+        (out, inputs), packed = weight.sizes, weight.packed
+        text = f"in={inputs}, out={out}, bias={self.bias is not None}, dtype={packed.dtype}"
+        text = text if weight.run is None else f"{text}, master"
         return text if packed.scales is None else f"{text}, int8 values"
 
 
@@ -123,7 +204,8 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its wei
 
     The weight lies in two buffers, `packed_weight_values` `[out, in / 2]` in the model's dtype and
     `packed_weight_indices` uint8 `[out, in / 8]`; where values are int8, `packed_weight_scales` `[out, ceil(in / 128)]`
-    has the model's dtype. Gradients reach the input, not the weight.
+    has the model's dtype. Gradients reach the input, not the weight; with `master="packed"` they reach the values,
+    a Parameter then.
 
     Attributes:
         weight: the dense `[out, in]` weight with its zeros, a fresh copy at every read; writes to it are lost.

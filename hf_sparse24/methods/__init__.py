@@ -19,6 +19,7 @@ from .s_ste import SSTE
 from .schedule import to_steps
 from .settings import (
     GemmSettings,
+    MasterSettings,
     MethodSettings,
     PhaseSettings,
     is_length,
@@ -48,6 +49,7 @@ __all__ = [
     "Mask",
     "MaskedDecayMethod",
     "MaskedDecaySettings",
+    "MasterSettings",
     "MethodSettings",
     "PhaseSettings",
     "Piece",

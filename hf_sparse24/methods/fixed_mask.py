@@ -6,7 +6,8 @@ Method card
     Mask             N largest magnitudes of every M when the model is patched, or what `oneshot` chose
     Dropped weights  zero from the first optimizer step on, whatever the optimizer does, also in what is saved; before,
                      or frozen, they are what they were (`oneshot` has made them zero)
-    Hyper-parameters none
+    Hyper-parameters none. `master="packed"`: the Parameter is the kept values alone, and weights, gradients and the
+                     optimizer's state take half the memory (docs/guides/packed_master.md)
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks
     Deviations       ASP masks gradients when the optimizer steps, after clipping; here backward does. It zeroes weights
                      when it prunes; here the first optimizer step does. It can permute channels before it prunes by
@@ -15,14 +16,17 @@ Method card
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
 
+from dataclasses import dataclass
+
 import sparse24_kernels as kernels
 from torch import Tensor
 
 from ..weights.gemms import PRUNED
 from ..weights.rules import Mask
 from ..weights.view import WeightView
-from .base import SparseMethod
+from .base import SparseMethod, StandardSettings
 from .registry import register_method
+from .settings import MasterSettings
 
 
 class KeptMaskMethod(SparseMethod):
@@ -55,6 +59,11 @@ class KeptMaskMethod(SparseMethod):
 @register_method("fixed-mask")
 class FixedMask(KeptMaskMethod):
     keeps_zeros = True
+    settings_of_state = ("master",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(MasterSettings, StandardSettings):
+        pass
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}

@@ -210,3 +210,31 @@ class PhaseSettings(MethodSettings):
         super().__post_init__()
         if sum(length for length in (self.dense_start, self.dense_tail) if isinstance(length, float)) >= 1:
             raise ValueError(f"dense_start={self.dense_start}, dense_tail={self.dense_tail}: leave no sparse step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterSettings(MethodSettings):
+    """What the optimizer updates, for a method whose mask never changes. Goes first among a method's groups.
+
+    Attributes:
+        master: whether the Parameter is the dense weight or the packed values alone.
+    """
+
+    master: str = setting(
+        "dense",
+        one_of("dense", "packed"),
+        "what the optimizer updates: 'dense' the whole weight; 'packed' the kept values alone, so that weights, "
+        "gradients and the optimizer's state take half the memory (2:4 and linear layers only)",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.master == "dense":
+            return
+        for field in (field for group in (PhaseSettings, GemmSettings) for field in dataclasses.fields(group)):
+            value = getattr(self, field.name, field.default)
+            if value != field.default:
+                raise ValueError(
+                    f"{field.name}={shown(value)}: a packed master has no zeros to train densely, and its GEMMs are "
+                    f"dense math; leave {field.name} at {field.default!r}, or take master='dense'"
+                )

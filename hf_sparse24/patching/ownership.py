@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..run import SparseRun
+from ..weights.packed_weight import trained_weights
 from ..weights.place import layer_name
-from ..weights.sparse_weight import sparse_weights
+from .masters import list_masters
 
 MODEL_METHODS: dict[str, Callable] = {}
 """Functions of a model that a patched one has in place of its class's methods; `checkpoints/hub.py` adds them."""
@@ -32,7 +33,7 @@ def adopt(model: nn.Module) -> SparseRun | None:
     Raises:
         ValueError: parts have different configs: one controller cannot run them, one file not describe them.
     """
-    weights = sparse_weights(model)
+    weights = trained_weights(model)
     if not weights:
         return None
     run = cast(SparseRun, next(iter(weights.values())).run)
@@ -47,7 +48,7 @@ def adopt(model: nn.Module) -> SparseRun | None:
     wholes = list(outermost(model))
     for whole in wholes:
         says_nothing = getattr(whole.config, "quantization_config", None) is None or is_dequantized(whole)
-        if says_nothing and sparse_weights(whole):
+        if says_nothing and trained_weights(whole):
             write_config(whole, run)
             if len(wholes) == 1:  # several share one config, which cannot name the layers of each
                 name_layers(whole, run)
@@ -105,8 +106,11 @@ def is_dequantized(model: nn.Module) -> bool:
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
     """Let an owner's config name the layers that are sparse, one by one, or say no more that any are."""
-    names = [layer_name(name) for name in sparse_weights(owner)]
+    names = [layer_name(name) for name in trained_weights(owner)]
+    list_masters(owner, run)
     if not names:
+        if run.config.packed is not None:
+            owner.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on
         for name in MODEL_METHODS:
             owner.__dict__.pop(name, None)
     owner_config: Any = owner.config

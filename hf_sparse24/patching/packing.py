@@ -11,10 +11,19 @@ from ..adapters.merging import check_unmerged
 from ..config import Sparse24Config
 from ..layers.packed import pack_weight, unpack_weight
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import PackedFormat, format_version, pack_exactly, packed_weights
-from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.packed_weight import (
+    PackedFormat,
+    PackedWeight,
+    format_version,
+    pack_exactly,
+    packed_masters,
+    packed_weights,
+    trained_weights,
+)
+from ..weights.sparse_weight import SparseWeight
+from .masters import wants_packed_master
 from .ownership import check_not_offloaded, forget_quantizer, outermost
-from .surgery import reject_non_finite, release, restore
+from .surgery import reject_non_finite, release, restore, unpatch_model
 
 
 @torch.no_grad()
@@ -54,17 +63,18 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     if whole is not None:
         raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
     before = _bytes(model)
-    weights = sparse_weights(model)
-    reject_non_finite((name, weight.parameter) for name, weight in weights.items())
+    weights = trained_weights(model)
+    reject_non_finite((name, weight.master) for name, weight in weights.items())
     names = {id(weight): name for name, weight in weights.items()}
 
-    def convert(group: list[SparseWeight]) -> None:
+    def convert(group: list[SparseWeight | PackedWeight]) -> None:
         # All first, then written, as the weights may share a Parameter.
-        forms = {id(weight.parameter): packed_form(names[id(weight)], weight, values) for weight in group}
-        chosen = [(weight, forms[id(weight.parameter)]) for weight in group]
+        forms = {id(weight.master): packed_form(names[id(weight)], weight, values) for weight in group}
+        chosen = [(weight, forms[id(weight.master)]) for weight in group]
         results = [weight.merged() if form is None else None for weight, form in chosen]
         for (weight, _), result in zip(chosen, results):
-            restore(weight, result)
+            if isinstance(weight, SparseWeight):
+                restore(weight, result)
         for weight, form in chosen:
             if form is not None:
                 pack_weight(weight.module, weight.name, weight.input_dim, form)
@@ -89,6 +99,8 @@ def unpack_model(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not packed, has an adapter that is merged, or is offloaded by its `device_map`.
     """
+    if packed_masters(model):
+        return unpatch_model(model)
     weights = packed_weights(model)
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
@@ -115,9 +127,9 @@ def check_packable(model: nn.Module) -> SparseRun:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.is_dense:
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
-    if not any(is_packable(weight) for weight in sparse_weights(model).values()):
+    if not any(is_packable(weight) for weight in trained_weights(model).values()):
         raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
-    for weight in sparse_weights(model).values():
+    for weight in trained_weights(model).values():
         check_within_24(str(weight.pattern))
     return run
 
@@ -128,12 +140,12 @@ def check_within_24(pattern: str) -> None:
         raise ValueError(f"pattern={pattern!r}: packed weights are 2:4; export with format='dense'")
 
 
-def is_packable(weight: SparseWeight) -> bool:
+def is_packable(weight: SparseWeight | PackedWeight) -> bool:
     """Whether a weight has a packed form by its sizes: a byte has the indices of eight elements."""
     return weight.sizes[1] % 8 == 0
 
 
-def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
+def packed_form(name: str, weight: SparseWeight | PackedWeight, values: str) -> Packed | None:
     """What a sparse weight computes with, packed; None where its input size is no multiple of 8.
 
     Raises:
@@ -142,7 +154,10 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
     if not is_packable(weight):
         return None
     method = weight.method
-    packed = pack_exactly(weight.merged(), weight.input_dim)
+    if isinstance(weight, PackedWeight):
+        packed: Packed | None = weight.whole()
+    else:
+        packed = pack_exactly(weight.merged(), weight.input_dim)
     if packed is None:
         raise ValueError(
             f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}, as where it adds "
@@ -151,9 +166,9 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
     return kernels.quantize_packed(packed) if values == "int8" else packed
 
 
-def packed_config(config: Sparse24Config, packed: PackedFormat) -> Sparse24Config:
-    """The config of the packed model that a model with `config` becomes."""
-    changed = config.replace()
+def packed_config(config: Sparse24Config, packed: PackedFormat | None) -> Sparse24Config:
+    """The config of the packed model that a model with `config` becomes, or of its dense export. No master trains."""
+    changed = config.replace(**({"master": "dense"} if wants_packed_master(config) else {}))
     changed.record(packed=packed, pruning=config.pruning)
     return changed
 

@@ -66,8 +66,11 @@ class PatchReport(TableReport):
 
     def _title(self) -> str:
         layers = len(self.patched) + sum(reason != CONVOLUTION for reason in self.skipped.values())
+        method = self.config.method
+        if getattr(self.config, "master", "dense") == "packed":
+            method = f"{method}, master: packed (half the memory)"
         return (
-            f"{self.config.pattern} sparse by {self.config.method}: {len(self.patched)} of {layers} linear layers, "
+            f"{self.config.pattern} sparse by {method}: {len(self.patched)} of {layers} linear layers, "
             f"{shown_count(self.patched_parameters)} of {shown_count(self.total_parameters)} parameters; "
             f"{self.sparse_share:.1%} of all parameters are zero"
         )

@@ -1,6 +1,6 @@
 """patch_model and unpatch_model: make a model's linear layers 2:4 sparse in place, and back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,11 +15,14 @@ from ..adapters.merging import check_unmerged
 from ..config import Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
+from ..layers.packed import unpack_weight
 from ..layers.sparse_module import SparseModule
 from ..metrics import all_finite
 from ..run import SparseRun, sparse_run
+from ..weights.packed_weight import PackedWeight, packed_masters, trained_weights
 from ..weights.sharding import check_whole, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from .masters import check_masters, pack_masters, wants_packed_master
 from .ownership import adopt, check_not_offloaded, is_dequantized, name_layers, write_config
 from .report import PatchReport, make_report
 from .targets import Candidate, find_candidates
@@ -39,7 +42,8 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     """Make the linear layers of `model` that `config` names N:M sparse, in place.
 
     Parameters stay what they are (same objects, same names), so optimizers, tied weights, hooks and `state_dict`
-    keys survive; layers change their class and gain buffers. Nothing is changed when an error is raised.
+    keys survive; layers change their class and gain buffers. Nothing is changed when an error is raised. Only with
+    `master="packed"` the weights become other Parameters, of the kept values: make the optimizer afterwards.
 
     A part of a model, such as `model.model`, can be patched by itself. It does not know what it is a part of: before
     you save the whole, call `patch_model(model)`, train it, or export it, so that its config says what is sparse.
@@ -58,7 +62,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     Raises:
         ValueError: the model is compiled or wrapped, quantized, already patched by another method or in other layers,
             has lazy Parameters, an adapter that is merged, or no layer that the config names, has NaN or inf in a
-            weight that would be patched, or DeepSpeed ZeRO-3 is chosen.
+            weight that would be patched, or what `master="packed"` cannot train; or DeepSpeed ZeRO-3 is chosen.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -77,6 +81,11 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
             "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
         )
+    if packed_masters(model):
+        raise ValueError(
+            "the model has packed masters already (master='packed'), and trains as it is: leave out patch_model, and "
+            "sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
+        )
     current = sparse_run(model)
     if current is None:
         _check_patchable(model)
@@ -94,7 +103,10 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         is_pretrained = bool(getattr(model, "name_or_path", "")) and _loses_weights(candidates, run.config)
         _make_sparse(model, run, candidates)
     adopt(model)
-    return make_report(model, run.config, candidates, is_pretrained)
+    report = make_report(model, run.config, candidates, is_pretrained)
+    if wants_packed_master(run.config):
+        pack_masters(model, run)
+    return report
 
 
 def named_config(model: Any) -> Sparse24Config | None:
@@ -136,6 +148,8 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
                 layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
                 layer_class.from_dense(target.module, run, target.pattern)
         _reject_doubled_parameters(sparse_weights(model))
+        if wants_packed_master(run.config):
+            check_masters(model, run)
         run.config.record(whole_names=any(target.against for target in targets))
         write_config(model, run)
         attach_adapters(model)
@@ -156,7 +170,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     Args:
         model: a model that `patch_model` changed.
         sparse: keep the weights the model computes with, so that its outputs stay the same: the sparse ones in the
-            sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights.
+            sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights. Packed masters
+            become dense weights with zeros either way.
 
     Returns:
         The same model.
@@ -172,7 +187,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         tensor(0.5000)
     """
     _check_module(model)
-    weights = sparse_weights(model)
+    weights = trained_weights(model)
     for name, weight in weights.items():
         if is_sharded(weight.master):
             raise ValueError(
@@ -183,7 +198,10 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     if not weights:
         raise ValueError("the model is not patched; there is nothing to undo")
 
-    def write(group: list[SparseWeight]) -> None:
+    def write(group: list[SparseWeight | PackedWeight]) -> None:
+        if isinstance(group[0], PackedWeight):
+            unpack_weight(group[0])  # none is shared
+            return
         # All first, then written: layers that share one weight must not prune what another has pruned already.
         keeps_master = not sparse or group[0].run.is_dense
         if keeps_master:
@@ -191,13 +209,17 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         else:
             results = [weight.merged() for weight in group]
         for weight, result in zip(group, results):
-            restore(weight, result)
+            restore(cast(SparseWeight, weight), result)
 
     release(model, weights, write)
     return model
 
 
-def release(model: nn.Module, weights: dict[str, SparseWeight], convert: Callable[[list[SparseWeight]], None]) -> None:
+def release(
+    model: nn.Module,
+    weights: Mapping[str, SparseWeight | PackedWeight],
+    convert: Callable[[list[SparseWeight | PackedWeight]], None],
+) -> None:
     """Take all sparse weights of a model out of their training: `convert` detaches them, one group after the other.
 
     A group has the weights of one module, and those that share a Parameter with them. Controllers end first; afterwards
@@ -208,9 +230,9 @@ def release(model: nn.Module, weights: dict[str, SparseWeight], convert: Callabl
     for run in runs.values():
         if run.controller is not None:
             run.controller.end()
-    groups: dict[int, list[SparseWeight]] = {}
+    groups: dict[int, list[SparseWeight | PackedWeight]] = {}
     for weight in weights.values():
-        keys = id(weight.module), id(weight.parameter)
+        keys = id(weight.module), id(weight.master)
         group = next((groups[key] for key in keys if key in groups), [])
         group.append(weight)
         groups |= dict.fromkeys(keys, group)

@@ -17,6 +17,7 @@ from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import get_logger
+from ..weights.packed_weight import trained_weights
 from ..weights.sparse_weight import sparse_weights
 from .mask_metrics import kept_share
 from .optimizers import check_optimizer, followed, planned_rates, warn_of_lost_updates
@@ -66,7 +67,7 @@ class Sparse24Controller(StepWork):
     Attributes:
         model: the model, out of what was put around it.
         optimizer: the optimizer that is followed, never a wrapper.
-        weights: the sparse weights by name.
+        weights: the sparse weights by name; empty where they are packed masters, to which nothing is to be done.
         total_steps: optimizer steps of the whole run.
         step: optimizer steps done.
         micro_step: micro-batches done since.
@@ -117,14 +118,16 @@ class Sparse24Controller(StepWork):
         if run.config.finished:
             logger.info(FINISHED)
         self.optimizer = followed(optimizer, run.method)
-        check_optimizer(self.weights, self.optimizer)
-        warn_of_lost_updates(self.weights, self.optimizer)
+        # Packed masters train as ordinary Parameters: nothing is done to them, and their masks never flip.
+        masters = trained_weights(model)
+        check_optimizer(masters, self.optimizer)
+        warn_of_lost_updates(masters, self.optimizer)
         super().__init__(model, run, self.weights, self.optimizer, total_steps, seed, step, metrics_interval)
         if step and self._has_own_optimizer and not self.optimizer.state:
             logger.warning(f"step={step}: the optimizer of method {run.method.name!r} has no state; load that first")
         numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
         try:
-            check_ranks_agree(self.weights, run.config.to_dict() | numbers)
+            check_ranks_agree(masters, run.config.to_dict() | numbers)
         except ValueError:
             self.end()
             raise
@@ -154,9 +157,12 @@ class Sparse24Controller(StepWork):
             `sparse_phase` is 1.0 while sparse, 0.0 while dense. `kept_magnitude` is the share of the sparse weights' L1
             norm that the masks keep. `flip_rate` is the share of sparse weights that entered or left the mask in the
             last measured step, or, where masks change at refreshes alone, in the last refresh; it is absent before the
-            first. And what the method adds. Where weights are sharded, all processes must call this.
+            first. And what the method adds. Packed masters have `sparse_phase` alone. Where weights are sharded, all
+            processes must call this.
         """
-        values = {"sparse_phase": float(not self._context().is_dense), "kept_magnitude": kept_share(self.weights)}
+        values = {"sparse_phase": float(not self._context().is_dense)}
+        if self.weights:
+            values["kept_magnitude"] = kept_share(self.weights)
         rate = self._flips.rate()
         if rate is not None:
             values["flip_rate"] = rate

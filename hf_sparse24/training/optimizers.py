@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..methods import Piece, SparseMethod
 from ..progress import get_logger
+from ..weights.packed_weight import PackedWeight
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
 from .zero import ZeroOptimizer, is_deepspeed
@@ -24,7 +25,7 @@ def followed(optimizer: Any, method: SparseMethod) -> Any:
     return ZeroOptimizer(optimizer, method) if is_deepspeed(optimizer) else optimizer
 
 
-def check_optimizer(weights: dict[str, SparseWeight], optimizer: Any) -> None:
+def check_optimizer(weights: Mapping[str, SparseWeight | PackedWeight], optimizer: Any) -> None:
     """It is one that can be followed, and holds all that is trainable of whole weights."""
     if not isinstance(optimizer, torch.optim.Optimizer | ZeroOptimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
@@ -42,7 +43,7 @@ def check_optimizer(weights: dict[str, SparseWeight], optimizer: Any) -> None:
                 )
 
 
-def warn_of_lost_updates(weights: dict[str, SparseWeight], optimizer: Any) -> None:
+def warn_of_lost_updates(weights: Mapping[str, SparseWeight | PackedWeight], optimizer: Any) -> None:
     """Warn where master weights are in bf16 or fp16 and steps of Adam, of about the learning rate, too small for them:
     less than half the distance from an entry to the next, >= |entry| eps / 4, rounds to nothing in every step anew."""
     if isinstance(optimizer, ZeroOptimizer):  # which has fp32 masters
@@ -75,7 +76,7 @@ def planned_rates(optimizer: Any, lr_scheduler: Any, total_steps: int) -> list[f
     return [float(groups[index]["lr"])] * total_steps if is_constant else None
 
 
-def _check_all_sharded(weights: dict[str, SparseWeight], optimizer: Any) -> None:
+def _check_all_sharded(weights: Mapping[str, SparseWeight | PackedWeight], optimizer: Any) -> None:
     """FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later."""
     if not any(is_sharded(weight.master) and not weight.is_split for weight in weights.values()):
         return

@@ -16,7 +16,7 @@ from ..patching.packing import unpack_model
 from ..patching.surgery import set_phase, unpatch_model
 from ..progress import get_logger
 from ..run import patched_config, sparse_run
-from ..weights.packed_weight import packed_weights
+from ..weights.packed_weight import packed_weights, trained_weights
 from ..weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
@@ -85,7 +85,7 @@ def check_plain_callback(args: TrainingArguments, policy: nn.Module) -> None:
 def _weights(policy: nn.Module) -> dict[str, Tensor]:
     """The weights that `policy` computes with, by name."""
     tensors = policy.state_dict()
-    for name, weight in sparse_weights(policy).items():
+    for name, weight in trained_weights(policy).items():
         if not weight.run.is_dense:
             tensors[name] = weight.merged()
     return tensors

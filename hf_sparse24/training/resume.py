@@ -164,7 +164,7 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
         for name in ours | theirs
         if ours.get(name) not in (theirs.get(name), AUTO) and name not in _NOT_COMPUTED
     }
-    refused = [text for name, text in differences.items() if name in SHARED]
+    refused = [text for name, text in differences.items() if name in (*SHARED, "master")]
     if refused:
         raise ValueError(
             f"cannot resume from {checkpoint}, which was saved with {'; '.join(refused)}: patch the model with the "

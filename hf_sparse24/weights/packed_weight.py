@@ -2,6 +2,7 @@
 
 A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
 `sparse24_kernels.Packed`), in the place of the Parameter `weight`; int8 values have a third, `packed_weight_scales`.
+Of a packed master, which trains, the values are a Parameter.
 """
 
 import re
@@ -15,7 +16,10 @@ from sparse24_kernels.formats import scale_columns
 from torch import Tensor, nn
 
 from ..metrics import all_finite
+from . import sharding
 from .place import WeightPlace, named_weights
+from .sparse_weight import SparseWeight, sparse_weights
+from .view import WeightRun
 
 PACKED_WEIGHTS = "packed.safetensors"
 PACKED_INDEX = "packed.safetensors.index.json"
@@ -70,10 +74,19 @@ class PackedFormat:
 
 
 class PackedWeight(WeightPlace):
-    """One packed weight; `packed_weights(model)` finds them. Its module has no Parameter: `dense` unpacks a copy."""
+    """One packed weight; `packed_weights(model)` finds them. Its module has no Parameter of its name: `dense` unpacks
+    a copy.
 
-    def __init__(self, module: nn.Module, name: str, input_dim: int):
+    Attributes:
+        run: that of the model where the weight is a packed master: its values are a Parameter. None of any other.
+    """
+
+    parameters: ClassVar[dict[str, Tensor]] = {}
+    """What a method trains beside the weight: nothing."""
+
+    def __init__(self, module: nn.Module, name: str, input_dim: int, run: WeightRun | None = None):
         super().__init__(module, name, input_dim)
+        self.run: Any = run
         self._keys = buffer_names(name)
 
     @property
@@ -81,13 +94,50 @@ class PackedWeight(WeightPlace):
         return self.dense()
 
     @property
-    def buffer_names(self) -> list[str]:
-        return [key for key in self._keys if key in self.module._buffers]
+    def master(self) -> Tensor:
+        """The values, where they are what optimizers update."""
+        return self.packed.values
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        rows, half = self.packed.values.shape[-2:]
+        return rows, 2 * half
 
     @property
     def packed(self) -> Packed:
         buffers = self.module._buffers
-        return Packed(*map(buffers.get, self._keys))  # type: ignore[arg-type]  # values and indices are always there
+        if self.run is None:
+            return Packed(*map(buffers.get, self._keys))  # type: ignore[arg-type]  # values and indices are always there
+        return Packed(self.module._parameters[self._keys[0]], buffers[self._keys[1]])  # type: ignore[arg-type]  # as above
+
+    @property
+    def method(self) -> Any:
+        """That of the run, of a packed master."""
+        return self.run.method
+
+    @property
+    def pattern(self) -> Any:
+        """That of the run, of a packed master."""
+        return self.method.pattern
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What a packed master keeps beside its values, by name."""
+        return {self._keys[1]: self.packed.indices}
+
+    def beside(self, name: str) -> dict[str, Tensor]:
+        """What has a name besides that of the weight: nothing."""
+        return {}
+
+    @torch.no_grad()
+    def whole(self) -> Packed:
+        """The packed form, whose values are gathered where FSDP2 shards them: all processes must call it."""
+        values, indices, scales = self.packed
+        return Packed(sharding.whole(values), indices, scales)
+
+    def merged(self) -> Tensor:
+        """The weight that the model computes with, in the layout that the Parameter had; gathered as by `whole`."""
+        return self.out_in(kernels.unpack_nm(self.whole()))
 
     @torch.no_grad()
     def dense(self) -> Tensor:
@@ -117,6 +167,16 @@ def packed_weight_name(buffer: str) -> str | None:
 def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of `model` by the dense weight's name, in module order; shared modules count once."""
     return cast(dict[str, PackedWeight], named_weights(model, "packed24"))
+
+
+def packed_masters(model: nn.Module) -> dict[str, PackedWeight]:
+    """Those of `packed_weights` that train, by name."""
+    return {name: weight for name, weight in packed_weights(model).items() if weight.run is not None}
+
+
+def trained_weights(model: nn.Module) -> dict[str, SparseWeight | PackedWeight]:
+    """The weights that a method trains: `sparse_weights`, or `packed_masters`."""
+    return {**sparse_weights(model), **packed_masters(model)}
 
 
 def format_version(values: str, format: str = "packed") -> int:

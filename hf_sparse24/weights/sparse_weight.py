@@ -16,7 +16,7 @@ and is split as the weight is, so a part must hold whole groups.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import sparse24_kernels as kernels
 import torch
@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from . import sharding
 from .encodings import Encodings, Wanted
 from .gemms import GRAD_INPUT, PRUNED
-from .place import named_weights
+from .place import WeightPlace, named_weights
 from .rules import Forms, Rule, encode, groups_above, is_exact, mask_of
 from .state import WeightState
 from .view import WeightRun, WeightView
+
+W = TypeVar("W", bound=WeightPlace)
 
 _OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
 """Forms of a weight `[out, in]` by the forms of its transpose, as which it may be stored."""
@@ -233,7 +235,7 @@ def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:
     return cast(dict[str, SparseWeight], named_weights(model, "sparse24"))
 
 
-def first_of_each(weights: Mapping[str, SparseWeight]) -> dict[str, SparseWeight]:
+def first_of_each(weights: Mapping[str, W]) -> dict[str, W]:
     """Without those that share an earlier one's Parameter: a gradient is decayed once, a number counted once."""
     first: dict[int, str] = {}
     for name, weight in weights.items():

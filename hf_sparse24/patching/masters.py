@@ -1,0 +1,76 @@
+"""Packed masters: sparse layers whose Parameter is the kept values alone (`master="packed"`).
+
+Such a layer is a `PackedLinear` whose values train. Its mask never changes, so it has no state, and nothing happens
+between steps; its run, and the model's config, are those of a patched model.
+"""
+
+from typing import Any, cast
+
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import Packed
+from torch import nn
+
+from ..adapters.merging import adapters_in
+from ..config import Sparse24Config
+from ..layers.packed import pack_weight
+from ..layers.sparse_module import SparseModule
+from ..run import SparseRun
+from ..weights.packed_weight import PackedFormat, packed_masters
+from ..weights.place import layer_name
+from ..weights.sparse_weight import first_of_each, sparse_weights
+
+
+def wants_packed_master(config: Sparse24Config) -> bool:
+    """Whether a config says `master="packed"`."""
+    return getattr(config, "master", "dense") == "packed"
+
+
+def check_masters(model: nn.Module, run: SparseRun) -> None:
+    """Raise ValueError where a patched model cannot have packed masters; its text says what can."""
+    weights = sparse_weights(model)
+    way = "leave it dense with exclude_modules, or take master='dense'"
+    if run.config.backend != "auto":
+        raise ValueError(f"backend={run.config.backend!r}: master='packed' has dense math only; leave it 'auto'")
+    if adapters_in(model):
+        raise ValueError("master='packed': the model has adapters already; patch it first, then add them")
+    first = first_of_each(weights)
+    for name, weight in weights.items():
+        layer, (_, inputs) = layer_name(name), weight.sizes
+        if weight.is_stack:
+            raise ValueError(f"{layer} is a stack of experts, and master='packed' trains linear layers only: {way}")
+        if weight.pattern != (2, 4):
+            raise ValueError(f"pattern='{weight.pattern}' of {layer}: master='packed' keeps two of every four: {way}")
+        if inputs % 8:
+            raise ValueError(f"{layer} has {inputs} inputs, and master='packed' needs a multiple of 8: {way}")
+        if weight.parameter_names:
+            own = list(weight.parameters)
+            raise ValueError(
+                f"{layer}: its method trains {own} beside the weight; take master='dense', or none of them"
+            )
+        if name not in first:
+            raise ValueError(f"{layer} shares its weight with another layer, and packed masters are not shared: {way}")
+
+
+@torch.no_grad()
+def pack_masters(model: nn.Module, run: SparseRun) -> None:
+    """Let every sparse weight of a patched model be its packed values alone: one after the other, so that no more than
+    one weight is there twice."""
+    for weight in sparse_weights(model).values():
+        matrix, mask = weight.out_in(weight.parameter.detach()), weight.out_in(weight.mask())
+        packed = cast(Packed, kernels.prune_forms(matrix, ["packed"], "mask", mask=mask)[0])
+        module, trains = weight.module, weight.parameter.requires_grad
+        weight.detach()
+        if isinstance(module, SparseModule):
+            module.to_dense()
+        pack_weight(module, weight.name, weight.input_dim, packed, run, trains)
+    for owner in run.owners:
+        list_masters(owner, run)
+
+
+def list_masters(owner: Any, run: SparseRun) -> None:
+    """Let the config of a model with packed masters list them, as the files of `save_pretrained` need it."""
+    names = tuple(name.replace(".base_layer.", ".") for name in packed_masters(owner))
+    if names:
+        run.config.record(packed=PackedFormat(names, {}))
+        owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`
