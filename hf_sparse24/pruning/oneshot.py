@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class, takes_masks
 from ..metrics import kept_magnitude
+from ..patching.masters import wants_packed_master
 from ..patching.packing import check_within_24, is_packable
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import Progress, get_logger
@@ -258,6 +259,11 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, options: _Options
     if not takes_masks(method_class(config.method)):
         raise ValueError(
             f"method={config.method!r}: oneshot chooses masks once and for all, as {ONESHOT_METHOD!r} keeps them"
+        )
+    if wants_packed_master(config):
+        raise ValueError(
+            "master='packed': oneshot prunes dense weights; leave it out, and afterwards call patch_model("
+            "unpatch_model(model), config) with it, which keeps the zeros"
         )
     if getattr(config, "dense_start", 0):
         raise ValueError(f"dense_start={config.dense_start!r}: other masks would be chosen after it; leave it at 0")

@@ -1,0 +1,119 @@
+"""Packed masters on disk: checkpoints that train on, and exports in both formats."""
+
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+import zoo
+from sparse_models import logits
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import Sparse24Config, export_model, make_model_card, patch_model, sparse_run, sparse_weights
+from hf_sparse24.weights.packed_weight import PackedWeight, packed_masters, packed_weights
+from hf_sparse24_command import main
+
+pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
+CONFIG = Sparse24Config(method="fixed-mask", target_modules="all-linear", master="packed")
+
+
+def made(name: str = "llama"):
+    model = zoo.build(name).eval()
+    patch_model(model, CONFIG)
+    with torch.no_grad():
+        for weight in packed_masters(model).values():
+            weight.master.add_(torch.randn_like(weight.master))  # magnitudes no longer say where they are
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mistral"])
+def test_a_checkpoint_trains_on(name, tmp_path):
+    model = made(name)
+    model.save_pretrained(tmp_path / "saved")
+    loaded, report = zoo.auto_class(name).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(report.values()) and torch.equal(logits(loaded), logits(model))
+    assert packed_masters(loaded).keys() == packed_masters(model).keys()
+    assert [n for n, p in loaded.named_parameters()] == [n for n, p in model.named_parameters()]
+    assert all(weight.master.requires_grad for weight in packed_masters(loaded).values())
+    config = loaded.config.quantization_config
+    assert config is sparse_run(loaded).config and config == model.config.quantization_config == CONFIG
+    assert config.packed == model.config.quantization_config.packed
+    assert not getattr(loaded, "is_quantized", False) and loaded.double().dtype == torch.float64
+    loaded.float().save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(zoo.auto_class(name).from_pretrained(tmp_path / "again")), logits(model))
+
+
+def test_dtypes(tmp_path):
+    made().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {weight.master.dtype for weight in packed_masters(loaded).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("format, values", [("dense", "float"), ("packed", "float"), ("packed", "int8")])
+def test_exports(name, format, values, tmp_path, capsys):
+    model = made(name)
+    export_model(model, tmp_path, format, values=values, max_shard_size="20KB")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()) and not packed_masters(loaded) and not sparse_weights(loaded)
+    assert bool(packed_weights(loaded)) == (format == "packed")
+    assert not any("packed" in name for name, _ in loaded.named_parameters())
+    tolerance = {"rtol": 0, "atol": 0} if values == "float" else {"rtol": 0.1, "atol": 0.5}
+    torch.testing.assert_close(logits(loaded), logits(model), **tolerance)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert f"all {len(packed_masters(model))} weights are 2:4" in capsys.readouterr().out
+    listed = json.loads((tmp_path / "sparse24.json").read_text())["config"]
+    assert listed["master"] == "dense" and "packed" not in listed
+    assert packed_masters(model) and sparse_run(model).config.master == "packed"
+
+
+def test_an_export_makes_one_dense_weight_at_a_time(tmp_path, monkeypatch):
+    model, alive, most, merged = made(), weakref.WeakSet(), [], PackedWeight.merged
+
+    def counted(weight):
+        gc.collect()
+        most.append(len(alive))
+        dense = merged(weight)
+        alive.add(dense)
+        return dense
+
+    monkeypatch.setattr(PackedWeight, "merged", counted)
+    export_model(model, tmp_path / "dense")
+    assert len(most) == 14 and max(most) <= 1
+    export_model(model, tmp_path / "packed", format="packed")
+    assert len(most) == 14
+
+
+def test_every_way_in(tmp_path):
+    """From dense weights, an export, and a checkpoint, with a config beside them; and out to a dense master."""
+    dense, model = zoo.build("llama"), made()
+    dense.save_pretrained(tmp_path / "dense")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=CONFIG)
+    patch_model(dense, CONFIG)
+    assert torch.equal(logits(loaded), logits(dense)) and len(packed_masters(loaded)) == 14
+    export_model(model, tmp_path / "packed", "packed")
+    model.save_pretrained(tmp_path / "saved")
+    for source in ("packed", "saved"):
+        with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / source, quantization_config=CONFIG)
+        assert torch.equal(logits(loaded), logits(model)) and len(packed_masters(loaded)) == 14
+    masked = Sparse24Config(method="fixed-mask", target_modules="all-linear")
+    with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=masked)
+    assert torch.equal(logits(loaded), logits(model)) and len(sparse_weights(loaded)) == 14
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    model = made()
+    model.model.layers[0].mlp.up_proj.packed_weight_indices.fill_(0)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"damaged, .*up_proj.weight: its indices are not in ascending order"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_card_counts_what_is_not_stored():
+    model = made()
+    dense = sum(parameter.numel() for parameter in zoo.build("llama").parameters())
+    zero = sum(weight.master.numel() for weight in packed_masters(model).values())
+    assert f"{zero / dense:.1%} of all" in str(make_model_card(model))
