@@ -5,9 +5,9 @@
 
 Results go to recipes/results/packed_master.json. Memory is the process's peak (VmHWM, Linux) minus what it had before
 the model was made (VmRSS). Before that, a tiny model has taken a step, so that the code of PyTorch and the library is
-loaded. All trainings have the same aids: freed memory goes back to the system at once, and the rows that tied embeddings
-look up are added to the gradient of the head, where autograd keeps two or three of that size for a while (113 MB of
-SmolLM2's). "without_aids" is what comes out without them.
+loaded. All trainings have the same aids: freed memory goes back to the system at once, and the rows that tied
+embeddings look up are added to the gradient of the head, where autograd keeps two or three of that size for a while
+(113 MB of SmolLM2's). "without_aids" is what comes out without them.
 """
 
 import argparse
@@ -132,22 +132,23 @@ def in_process(shape: str, kind: str, steps: int, aids: bool = True) -> dict[str
 
 
 def paired(shape: str, turns: int) -> dict[str, Any]:
-    """Seconds of a step of each kind by turns, in one process; packed masters also with dW in one whole GEMM."""
+    """CPU seconds of a step of each kind by turns, in one process, so that other work on the machine counts little;
+    packed masters also with dW in one whole GEMM."""
     trainings = {kind: Training(shape, kind) for kind in KINDS}
     block = packed.BLOCK_BYTES
     times: dict[str, list[float]] = {}
     for turn in range(-1, turns):  # the first warms up
         for name in (*KINDS, "packed master, whole dW"):
             packed.BLOCK_BYTES = 1 << 40 if name.endswith("whole dW") else block
-            began = time.perf_counter()
+            began = time.process_time()
             trainings[name.partition(",")[0]].step()
             if turn >= 0:
-                times.setdefault(name, []).append(time.perf_counter() - began)
+                times.setdefault(name, []).append(time.process_time() - began)
     packed.BLOCK_BYTES = block
     dense, blocks = times["dense"], times["packed master"]
     return {
         "turns": turns,
-        "seconds": {name: round(statistics.median(found), 3) for name, found in times.items()},
+        "cpu_seconds": {name: round(statistics.median(found), 3) for name, found in times.items()},
         "over_dense": {
             name: round(statistics.median(a / b for a, b in zip(found, dense)), 3) for name, found in times.items()
         },

@@ -41,8 +41,8 @@ class Unmerged:
         self.state = {} if self.sparse is None else self.sparse.state
         self.tensors: dict[str, Tensor] = {}
         self.packed = layer.packed24["weight"].packed if isinstance(layer, PackedLayer) else None
-        self.run = layer.packed24["weight"].run if isinstance(layer, PackedLayer) else None
         if self.packed is not None:
+            self.run, self.trains = layer.packed24["weight"].run, self.packed.values.requires_grad
             unpack_weight(layer.packed24["weight"])
         for name, parameter in layer._parameters.items():
             if parameter is not None and not (name == "weight" and self.packed is not None):
@@ -97,7 +97,8 @@ class Unmerged:
         layer, device = self.layer, self.layer.weight.device
         if isinstance(layer, PackedLayer):
             unpack_weight(layer.packed24["weight"])
-        pack_weight(layer, "weight", input_dim_of(layer), packed.to(layer.weight.dtype, device), self.run)
+        packed = packed.to(layer.weight.dtype, device)
+        pack_weight(layer, "weight", input_dim_of(layer), packed, self.run, self.trains)
 
 
 def keep_merges_sparse(adapter: Any) -> None:

@@ -166,7 +166,7 @@ def _loading(
     source = json.dumps(model_id, ensure_ascii=False)  # as a Python string too: with quotes, backslashes, newlines
     load = [f"from transformers import {name}", "", f"model = {name}.from_pretrained({source}{options})"]
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
-    if format == "packed":
+    if format == "packed" or (format == "training" and config.packed is not None):  # or of packed masters
         stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
         text = [
             f"The sparse weights are packed: their {stored} and 2-bit indices. **Reading them takes hf_sparse24**:",

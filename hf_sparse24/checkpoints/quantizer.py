@@ -85,6 +85,11 @@ class Sparse24Quantizer(HfQuantizer):
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
+        if self.has_packed_master and (getattr(model, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                "master='packed': tensor parallelism splits weights, and not the places of packed ones; use DDP or "
+                "FSDP2 (fully_shard), or master='dense'"
+            )
         if self.quantization_config.packed is not None:
             return self._finish_packed(model)
         if self.has_packed_master:

@@ -34,6 +34,7 @@ from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
 from ..methods import method_class
 from ..methods.context import DENSE
+from ..patching.packing import packed_config
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..run import patched_config
 from ..weights.packed_weight import PackedWeight, packed_weights
@@ -127,7 +128,7 @@ def _config_of(model: nn.Module) -> Sparse24Config | None:
     """The config of a patched or packed model, None for any other."""
     if packed_weights(model):
         config = getattr(getattr(model, "config", None), "quantization_config", None)
-        return config.replace() if isinstance(config, Sparse24Config) else None
+        return packed_config(config, None) if isinstance(config, Sparse24Config) else None
     return patched_config(model)
 
 

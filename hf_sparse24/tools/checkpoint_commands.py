@@ -34,7 +34,8 @@ def export(options: argparse.Namespace) -> int:
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
     config = read_config(source)
     own = getattr(config, "quantization_config", None) or {}
-    if own.get("quant_method") != "sparse24" or "packed" in own:
+    is_export = "packed" in own and own.get("master") != "packed"
+    if own.get("quant_method") != "sparse24" or is_export:
         raise ValueError(
             f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported. Of a packed "
             f"export, unpack_model(model).save_pretrained(directory) makes ordinary weights"

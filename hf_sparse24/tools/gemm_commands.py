@@ -9,6 +9,7 @@ from sparse24_kernels.gemm import autotune, cusparselt
 from transformers import PreTrainedModel
 
 from ..config import Sparse24Config
+from ..patching.masters import wants_packed_master
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
 from ..weights.sparse_weight import sparse_weights
@@ -105,6 +106,11 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     sparse = Sparse24Config.from_dict(own)
+    if wants_packed_master(sparse):
+        raise ValueError(
+            f"{options.model} has packed masters (master='packed'), whose memory and GEMMs are not planned: give the "
+            f"dense model, with --method {sparse.method}"
+        )
     if options.method and options.method != sparse.method:
         sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
     if options.target_modules:

@@ -11,8 +11,8 @@ from paths import SUPPORT
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import export_model, pack_model, patch_model, unpack_model
-from hf_sparse24.weights.packed_weight import packed_weights
+from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model
+from hf_sparse24.weights.packed_weight import packed_masters, packed_weights
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -45,6 +45,26 @@ def test_the_same_as_on_the_sparse_base(base, kind):
         each(**zoo.batch()).loss.backward()
     for name, parameter in trained(model).items():
         torch.testing.assert_close(parameter.grad, trained(expected)[name].grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_around_packed_masters(kind):
+    """The base is frozen, merges stay packed masters, and are undone bit for bit."""
+    model = zoo.build("llama").eval()
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear", master="packed"))
+    model = peft.get_peft_model(model, lora("llama", **KINDS[kind])).eval()
+    masters = packed_masters(model)
+    assert masters and not any(weight.master.requires_grad for weight in masters.values())
+    model(**zoo.batch()).loss.backward()
+    assert all(parameter.grad is not None for parameter in trained(model).values())
+    before, computed = {name: x.clone() for name, x in model.state_dict().items()}, logits(model)
+    model.merge_adapter()
+    assert packed_masters(model).keys() == masters.keys()
+    assert not any(weight.master.requires_grad for weight in packed_masters(model).values())
+    torch.testing.assert_close(logits(model), computed, atol=2e-6, rtol=1e-5)
+    model.unmerge_adapter()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert len(packed_masters(model.merge_and_unload())) == len(masters)
 
 
 @pytest.mark.parametrize("base", TARGETS)

@@ -112,8 +112,22 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_commands(tmp_path, capsys):
+    """`export` takes a checkpoint of packed masters, `plan` refuses it by name."""
+    model, saved, directory = made(), str(tmp_path / "saved"), str(tmp_path / "export")
+    model.save_pretrained(saved)
+    assert main(["export", saved, directory]) == 0 and main(["verify", directory]) == 0
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
+    with pytest.raises(ValueError, match="holds a training checkpoint"):
+        export_model(model, saved)
+    assert main(["plan", saved]) != 0
+    assert "has packed masters (master='packed'), whose memory and GEMMs are not planned" in capsys.readouterr().err
+
+
 def test_the_card_counts_what_is_not_stored():
     model = made()
     dense = sum(parameter.numel() for parameter in zoo.build("llama").parameters())
     zero = sum(weight.master.numel() for weight in packed_masters(model).values())
     assert f"{zero / dense:.1%} of all" in str(make_model_card(model))
+    card = str(make_model_card(model, format="training"))
+    assert "**Reading them takes hf_sparse24**" in card and "the dense master weights" not in card

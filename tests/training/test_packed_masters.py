@@ -113,6 +113,17 @@ def test_two_processes_train_as_one(engine):
     check_equal(2, "llama", PACKED, engine)
 
 
+def test_tensor_parallelism_is_refused_by_name():
+    for error in ranks.run(2, _split):
+        assert "master='packed': tensor parallelism splits weights" in error and "use DDP or FSDP2" in error
+
+
+def _split(rank, world):
+    with pytest.raises(ValueError) as error:
+        ranks.make("llama", PACKED, "tp", 2)
+    return str(error.value)
+
+
 @pytest.mark.slow
 def test_four_processes_train_as_one():
     check_equal(4, "gpt2", PACKED, "fsdp2")
