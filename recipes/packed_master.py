@@ -126,7 +126,7 @@ def measure(shape: str, kind: str, steps: int) -> dict[str, Any]:
 def in_process(shape: str, kind: str, steps: int, aids: bool = True) -> dict[str, Any]:
     """`measure` in a process of its own."""
     own = [sys.executable, __file__, "--model", shape, "--steps", str(steps), "--kind", kind]
-    given = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} if aids else {NO_AIDS: "1"}
+    given = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384"} if aids else {NO_AIDS: "1"}
     out = subprocess.run(own, env=os.environ | given, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.splitlines()[-1])
 
