@@ -6,6 +6,7 @@ import torch
 import zoo
 from distributed_runs import check_equal
 from training_runs import arguments, dataset, train
+from transformers.distributed import DistributedConfig
 
 from hf_sparse24 import (
     Sparse24Config,
@@ -113,14 +114,17 @@ def test_two_processes_train_as_one(engine):
     check_equal(2, "llama", PACKED, engine)
 
 
-def test_tensor_parallelism_is_refused_by_name():
-    for error in ranks.run(2, _split):
+def test_tensor_parallelism_is_refused_by_name(tmp_path):
+    zoo.build("llama").save_pretrained(tmp_path)
+    for error in ranks.run(2, _split, str(tmp_path)):
         assert "master='packed': tensor parallelism splits weights" in error and "use DDP or FSDP2" in error
 
 
-def _split(rank, world):
+def _split(rank, world, directory):
+    sharded = {"distributed_config": DistributedConfig(tp_size=world), "quantization_config": CONFIG}
     with pytest.raises(ValueError) as error:
-        ranks.make("llama", PACKED, "tp", 2)
+        zoo.auto_class("llama").from_pretrained(directory, **sharded)
+    torch.distributed.barrier()
     return str(error.value)
 
 
