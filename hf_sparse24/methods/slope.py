@@ -24,11 +24,11 @@ Method card
                      the last 1 % almost no learning rate: give adapters longer. Until they take part they have no
                      gradient, so DDP needs `find_unused_parameters=True`; tensor parallelism is refused with them
     Deviations       C is as old as the step (the authors' fast code: up to 100 steps; that for accuracy: new in each
-                     backward pass). Kept values alone are their Parameter; here it is the dense master, with zeros.
-                     Adapters decay by the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
+                     backward pass). Kept values alone are their Parameter; here with `master="packed"`. Adapters decay by
+                     the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
     Beware           the paper's baseline "Extended SR-STE" also prunes dZ by magnitude, which the paper itself calls
                      divergent: its comparison with SR-STE is not one with the published method
-    Measured here    nothing yet
+    Measured here    recipes/results/methods.md, on a small Llama
     Reference        Mozaffari et al. 2025 (arXiv 2405.16325).
 """
 
@@ -46,7 +46,7 @@ from .base import StandardSettings
 from .fixed_mask import KeptMaskMethod
 from .registry import register_method
 from .schedule import to_steps
-from .settings import LENGTH, is_positive_length, one_of, setting
+from .settings import LENGTH, MasterSettings, is_positive_length, one_of, setting
 
 ADAPTERS = "adapters"
 """The phase in which low-rank adapters take part."""
@@ -68,10 +68,10 @@ class SLoPe(KeptMaskMethod):
     keeps_zeros = True
     transposable = True  # by the weight of grad_input, not by the mask that is state
     phases = ("sparse", ADAPTERS, "dense")
-    settings_of_state = ("initial_mask", "adapter_rank")
+    settings_of_state = ("initial_mask", "adapter_rank", "master")
 
     @dataclass(frozen=True, kw_only=True)
-    class Settings(StandardSettings):
+    class Settings(MasterSettings, StandardSettings):
         initial_mask: str = setting(
             "magnitude",
             one_of("magnitude", "random"),
@@ -106,7 +106,8 @@ class SLoPe(KeptMaskMethod):
         return {"mask_bits": kernels.pack_bits(mask)}
 
     def prune_grad_input(self, view: WeightView) -> Values:
-        kept = kernels.apply_mask(view.matrix, view.state["mask_bits"])
+        bits = view.state.get("mask_bits")  # none of packed values, which are masked already
+        kept = view.matrix if bits is None else kernels.apply_mask(view.matrix, bits)
         return Values(kernels.nm_prune(kept, *self.pattern, 1 - view.dim))
 
     # Adapters: [in, r] and [r, out].

@@ -51,9 +51,10 @@ def run(name: str, config: dict, optimizer: str, steps: int = 6):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_it_trains_as_the_masked_master_does(name, optimizer):
-    expected, _, expected_log, _ = run(name, FIXED, optimizer)
-    model, _, log, controller = run(name, PACKED, optimizer)
+@pytest.mark.parametrize("method", ["fixed-mask", "slope"])
+def test_it_trains_as_the_masked_master_does(name, optimizer, method):
+    expected, _, expected_log, _ = run(name, FIXED | {"method": method}, optimizer)
+    model, _, log, controller = run(name, PACKED | {"method": method}, optimizer)
     torch.testing.assert_close(torch.tensor(log), torch.tensor(expected_log), rtol=2e-7, atol=1e-7)  # losses are fp32
     assert controller.metrics() == {"sparse_phase": 1.0} and controller.layer_flip_rates() == {}
     masked = dict(unpatch_model(expected).named_parameters())
