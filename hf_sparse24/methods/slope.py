@@ -24,8 +24,8 @@ Method card
                      the last 1 % almost no learning rate: give adapters longer. Until they take part they have no
                      gradient, so DDP needs `find_unused_parameters=True`; tensor parallelism is refused with them
     Deviations       C is as old as the step (the authors' fast code: up to 100 steps; that for accuracy: new in each
-                     backward pass). Kept values alone are their Parameter; here with `master="packed"`. Adapters decay by
-                     the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
+                     backward pass). Kept values alone are their Parameter; here with `master="packed"`. Adapters decay
+                     by the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
     Beware           the paper's baseline "Extended SR-STE" also prunes dZ by magnitude, which the paper itself calls
                      divergent: its comparison with SR-STE is not one with the published method
     Measured here    recipes/results/methods.md, on a small Llama

@@ -96,7 +96,7 @@ def make(name: str, settings: dict[str, Any], engine: str, steps: int, **options
     else:
         patch_model(model, config)
     shared = shard(model, engine, **options)
-    if settings["method"] == "step":
+    if settings["method"] in ("step", "ast", "cast"):  # which have an optimizer of their own
         groups = step_param_groups(model)
         optimizer = sparse_run(model).method.make_optimizer(groups, total_steps=steps, lr=1e-2, betas=(0.9, 0.5))
     else:
