@@ -20,6 +20,9 @@ dimension that is contracted*. Each GEMM contracts a different dimension, so eac
     T-SR-STE  W sparse     W sparse      dZ sparse (MVUE)
     STEP      W sparse     dense         dense              once it has switched; dense before
     fixed     W sparse     dense         dense
+    SLoPe     W sparse     W sparse      dense              another mask in grad_input, along out
+    AST       W sparse     dense         dense
+    CAST      dense        dense         dense              in training; sparse once it is trained
 
 A config can ask for more: dZ pruned in the grad_input GEMM, X pruned in the output GEMM, operands in FP8. What is asked
 for is data, `gemms.Gemms`; this file runs it.
