@@ -17,7 +17,7 @@ warm-up.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import sparse24_kernels as kernels
 import torch
@@ -111,7 +111,6 @@ class AdamSMethod(KeptMaskMethod):
     """A method that trains by AdamS: masks by magnitude, made anew every `mask_interval` steps. `decay` is its own."""
 
     flips_at_refresh = True
-    teacher_loss: ClassVar[tuple[float, float] | None] = None
 
     def decay(self, update: Tensor, weight: Tensor, mask: Tensor, step: int, total_steps: int) -> None:
         """Change the update of dropped weights in place, in the step that comes after `step` of `total_steps`."""

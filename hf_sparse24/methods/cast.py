@@ -81,7 +81,7 @@ class CAST(AdamSMethod):
 
     def decay(self, update: Tensor, weight: Tensor, mask: Tensor, step: int, total_steps: int) -> None:
         share = step / total_steps
-        masked_decay_(update, update.clone(), mask, -share)
+        masked_decay_(update, update, mask, -share)
         masked_decay_(update, weight.sign(), mask, share * self.settings.masked_decay)
 
     def warning(self, rates: Sequence[float], context: StepContext) -> str | None:

@@ -22,7 +22,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
 from ..html_tables import html_table
-from ..methods.masked_decay import AUTO
+from ..methods import method_class
+from ..methods.masked_decay import AUTO, MaskedDecayMethod
 from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import Progress, get_logger
@@ -87,7 +88,7 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     if bad:
         raise ValueError(f"candidates={tuple(candidates)!r}: {bad} are no finite numbers >= 0")
     config = patched_config(model_of(trainer))
-    if config is None or not hasattr(config, "masked_decay"):
+    if config is None or not issubclass(method_class(config.method), MaskedDecayMethod):
         method = None if config is None else config.method
         raise ValueError(f"method {method!r} has no masked_decay to tune")
     if config.finished:

@@ -216,9 +216,9 @@ def cast_run(tmp_path, **overrides: Any) -> Sparse24Trainer:
 
 
 def test_a_run_that_cannot_reach_zero_is_warned_of(tmp_path, caplog):
-    # Linear to zero in 4 steps: lr_t = 0.01 (1, 3/4, 1/2, 1/4), t / T = (0, 1/4, 1/2, 3/4): 0.0025 * (.75 + 1 + .75)
-    cast_run(tmp_path).train()
-    assert "are larger than 0.0063" in caplog.text and "ends at" not in caplog.text
+    # Linear to zero in 20 steps, the sum of 0.0022 (1 - t / 20) (t / 20): 0.0022 (190 / 20 - 2470 / 400)
+    cast_run(tmp_path, max_steps=20, learning_rate=2.2e-3).train()
+    assert "are larger than 0.0073" in caplog.text and "ends at" not in caplog.text
     caplog.clear()
     trainer = cast_run(tmp_path, learning_rate=1e-2, lr_scheduler_type="constant")
     trainer.train()
