@@ -314,7 +314,7 @@ def _check_shared(
         raise ValueError(f"layer_patterns={shown(layer_patterns)}: must be a dict such as {{'down_proj': '1:4'}}")
     for names, other in (layer_patterns or {}).items():
         check_module_names("layer_patterns", names)
-        _check_pattern(f"layer_patterns[{names!r}]", other)
+        _check_pattern(f"layer_patterns={shown(layer_patterns)}: {names!r}", other)
     _check_pattern("pattern", pattern)
     check_module_names("target_modules", target_modules)
     if exclude_modules is not None:

@@ -66,7 +66,7 @@ def test_json_round_trip(method):
     [
         (
             {"method": "sste"},
-            r"method='sste': must be one of \['fixed-mask', .*'t-sr-ste'\]; import "
+            r"method='sste': must be one of \['ast', .*'t-sr-ste'\]; import "
             r"the module of a method of your own first",
         ),
         ({"method": ["ste"]}, r"method=\['ste'\]: must be one of"),

@@ -53,6 +53,15 @@ class AdamS(MaskedAdamW):
 
     Reference: CAST (arXiv 2509.25996), AdamS; AST (arXiv 2407.20584). Neither states the betas: torch's are the
     defaults.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> _ = patch_model(model, Sparse24Config(method="cast"))
+        >>> optimizer = AdamS(step_param_groups(model), lr=1e-4)
+        >>> controller = Sparse24Controller(model, optimizer, total_steps=1000)
+        >>> controller.phase
+        'dense'
     """
 
     def __init__(

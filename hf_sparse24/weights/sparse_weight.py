@@ -150,8 +150,12 @@ class SparseWeight(WeightState):
         if not method.reparametrizes:
             return views
         parameters = {name: sharding.whole(tensor) for name, tensor in self.parameters.items()}
-        matrices = [self.out_in(method.reparametrize(self.out_in(view.matrix), parameters)) for view in views]
-        return [view._replace(matrix=matrix) for view, matrix in zip(views, matrices)]
+        made = []
+        for index, view in enumerate(views):
+            own = {name: tensor[index] if self.is_stack else tensor for name, tensor in parameters.items()}
+            matrix = self.out_in(method.reparametrize(self.out_in(view.matrix), own))
+            made.append(view._replace(matrix=matrix))
+        return made
 
     def _pruned_to(self, operand: str, dtype: torch.dtype) -> Tensor:
         """A weight operand in the shape and layout of the Parameter."""

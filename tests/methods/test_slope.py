@@ -407,7 +407,7 @@ def test_wrong_settings(settings, message):
 
 
 def test_what_chose_the_state_cannot_change(tmp_path):
-    assert METHODS["slope"].settings_of_state == ("initial_mask", "adapter_rank")
+    assert METHODS["slope"].settings_of_state == ("initial_mask", "adapter_rank", "master")
     model = adapted()
     with pytest.raises(ValueError, match="adapter_rank=3, now 4"):
         patch_model(model, Sparse24Config(method="slope", target_modules="all-linear", **LATE | {"adapter_rank": 4}))

@@ -109,7 +109,7 @@ def test_wrong_type_in_yaml(tmp_path, capsys):
         ({"distillation": '{"weight": 1}'}, ValueError, "distillation is for a teacher"),
         ({"distillation": '{"wait": 1}', "teacher": "t"}, ValueError, r"\['wait'\] are no fields of Distillation"),
         ({"distillation": '{"weight": 2}', "teacher": "t"}, ValueError, "weight=2: must be in"),
-        ({"method": "magic"}, ValueError, "method='magic': must be one of dense, fixed-mask, .*s-ste"),
+        ({"method": "magic"}, ValueError, "method='magic': must be one of dense, ast, .*s-ste"),
         ({"sparse24": '{"patern": "2:4"}'}, ValueError, r"unknown keys in a Sparse24Config: \['patern'\]"),
         ({"block_size": 64}, ValueError, "sequences of 64 tokens: the model has 32 positions"),
         ({"block_size": 1}, ValueError, "block_size=1: must be at least 2"),
