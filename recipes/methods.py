@@ -36,7 +36,7 @@ from running import run as run_script
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from hf_sparse24 import __version__
+from hf_sparse24 import __version__, sparse_weights
 from hf_sparse24.progress import Progress
 
 RECIPES = Path(__file__).resolve().parent
@@ -142,7 +142,7 @@ def run(
         "loss": [log["loss"] for log in training],
         "flip_rate": [log.get("flip_rate") for log in training],
         "model": trainer.model.config.model_type,
-        "parameters": trainer.model.num_parameters(),
+        "parameters": trainer.model.num_parameters() - _beside(trainer.model),
         "tokens": args.max_steps * args.train_batch_size * len(trainer.train_dataset[0]["input_ids"]),
         "sparse24": getattr(getattr(trainer.model.config, "quantization_config", None), "to_dict", dict)(),
         "arguments": {
@@ -156,6 +156,11 @@ def run(
         },
         "device": f"{args.device.type}, {torch.get_num_threads()} thread(s)",
     }
+
+
+def _beside(model: torch.nn.Module) -> int:
+    """How many parameters a method trains beside the model's own."""
+    return sum(tensor.numel() for weight in sparse_weights(model).values() for tensor in weight.parameters.values())
 
 
 def _create_optimizer(trainer: Trainer, create: Callable[..., Optimizer], *args: Any) -> Optimizer:
