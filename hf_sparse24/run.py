@@ -93,6 +93,8 @@ class SparseRun:
         """
         if phase not in self.method.phases:
             raise ValueError(f"phase={phase!r}: must be one of {list(self.method.phases)}")
+        if self.config.packed is not None and phase != "sparse":
+            raise ValueError(f"phase={phase!r}: packed masters (master='packed') have the phase 'sparse' alone")
         self.config.record(phase=phase, finished=self.config.finished and phase == DENSE)
 
     def change_settings(self, **settings: Any) -> None:

@@ -79,6 +79,12 @@ class AdamS(MaskedAdamW):
     def set_decay(self, masks: Mapping[Tensor, Tensor], decay: Decay) -> None:
         """What the next step, and no other, goes by: the mask of each masked Parameter that has a gradient (of what
         this process updates), and the method's decay."""
+        masked = {parameter for group in self.param_groups if group["masked"] for parameter in group["params"]}
+        if set(masks) - masked:
+            raise ValueError(
+                "a sparse weight is in a group without 'masked': True, where AdamS would not decay it; make the groups "
+                "with step_param_groups(model)"
+            )
         self._masks, self._decay = masks, decay
 
     def masked_step(self, group: dict[str, Any], batch: Batch) -> None:
@@ -86,8 +92,9 @@ class AdamS(MaskedAdamW):
         for weight, gradient, mu, v, step, owner in zip(*batch):
             if self._decay is None or (owner not in self._masks and weight.numel()):
                 raise RuntimeError(
-                    "AdamS has no masks for this step: make a Sparse24Controller(model, optimizer, total_steps), or "
-                    "train by Sparse24Trainer, which brings them"
+                    "AdamS has no mask for a masked parameter: it trains the sparse weights of the methods 'ast' and "
+                    "'cast', with a Sparse24Controller(model, optimizer, total_steps) or Sparse24Trainer, which bring "
+                    "the masks"
                 )
             step += 1
             mu.lerp_(gradient, 1 - beta1)
@@ -138,14 +145,16 @@ class AdamSMethod(KeptMaskMethod):
         super().check_run(total_steps, optimizer)
         if not isinstance(optimizer, AdamS):
             raise ValueError(
-                f"method {self.name!r} is an optimizer as much as a mask, and {type(optimizer).__name__} is not it: "
-                f"use AdamS(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
+                f"method {self.name!r} needs its own optimizer, AdamS, not {type(optimizer).__name__}: use "
+                f"AdamS(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
             )
 
     def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
+        if not isinstance(context.optimizer, AdamS):
+            return  # any other trains adapters alone, or what has no masks
+
         def decay(update: Tensor, weight: Tensor, mask: Tensor) -> None:
             self.decay(update, weight, mask, context.step, context.total_steps)
 
         masks = {context.weights[piece.name].master: piece.mask for piece in pieces}
-        assert isinstance(context.optimizer, AdamS)
         context.optimizer.set_decay(masks, decay)

@@ -9,7 +9,8 @@ Method card
     Loss             1/3 cross entropy + 2/3 T^2 KL(teacher || student), T = 2, once a teacher is given: the dense model
                      before it was patched (`Sparse24Trainer(teacher=...)`, `distill`)
     Hyper-parameters masked_decay = lambda = 1e-4 (GPT-2), reached linearly over the first quarter (`decay_ramp`).
-                     The update's scale is the gradient's, so the right size depends on model and batch
+                     It counts beside the momentum of the gradient, so smaller models and batches need more:
+                     `kept_magnitude` in the logs should rise, and `flip_rate` fade
     Deviations       For LLaMA2-7B the authors add up to 6e-5 W to the gradient instead, after 3,000 of 15,000 steps,
                      with 1/3 KL; here there is one way. No low-rank boost (SLoRB): merged, its weight is dense. Their
                      GPT-2 code takes `~mask` of an int32 mask, so it makes weights grow; their LLaMA code and this do

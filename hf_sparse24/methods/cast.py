@@ -4,20 +4,22 @@ Method card
     Forward          Z = X (A * W)^T, dense to the last step: no GEMM is sparse in training
     Scales           A, one trained factor for each row and each of `scale_blocks` = 2 blocks of columns, 1 at first.
                      A group of M has one factor. Exports multiply it into the weight
-    Mask             N largest magnitudes of every M, refreshed every `mask_interval` = 10 steps. The optimizer alone
-                     goes by it, until the run ends: then the model computes with M * A * W
-    Optimizer        `AdamS`: u = mu of what is kept; (1 - a) mu + a lambda sign(W) of what is dropped, with a = t / T
-                     the share of the run that is done; v the variance of u; W <- W - lr u^ / (sqrt(v^) + eps).
-                     `Sparse24Trainer` makes it; in a loop of your own you make it
+    Mask             N largest magnitudes of every M, refreshed every `mask_interval` = 10 steps. Until the run ends,
+                     only the optimizer uses it; then the model computes with M * A * W
+    Optimizer        `AdamS`: where the mask keeps, u = mu; where it drops, u = (1 - a) mu + a lambda sign(W), with
+                     a = t / T the share of the run that is done. v is the variance of u, and W <- W - lr u^ / (sqrt(v^)
+                     + eps). `Sparse24Trainer` makes it; in a loop of your own you make it
     Loss             2/3 cross entropy + 1/3 KL(teacher || student), T = 1, once a teacher is given: the dense model
                      before it was patched
     Hyper-parameters masked_decay = lambda = 4e-7 (the paper's LLaMA2-7B, learning rate 2e-5)
-    Known limits     The last step cuts off what is left of dropped weights. When the gradient's share has faded, a step
-                     is about the learning rate whatever lambda is, so the run can move a weight by about the sum of
-                     lr_t a_t, and what is left is about the last learning rate: let that fall to 0. Before a run the
-                     method warns where weights are larger than that sum. `kept_magnitude` in the logs nears 1 as the
-                     rest fades; evaluation before the end is that of the dense model. Stacked experts stay dense.
-                     DeepSpeed ZeRO has no place for an optimizer of a method's own
+    Known limits     The last step cuts off what is left of dropped weights. Watch `kept_magnitude` in the logs: it must
+                     rise to 1. The decay wins over the gradient once a lambda > (1 - a) |mu|, so with a lambda far
+                     below the gradient's size nothing fades (4e-7 is, on small models): raise it. A dropped weight
+                     can move by the sum of lr_t a_t at the most, and ends at about the last learning rate: let that
+                     fall to 0. The method warns before a run where weights are larger than that sum, and at its end
+                     where much was cut off. Evaluations before the end are those of the dense model, so leave
+                     `load_best_model_at_end` off. Stacked experts stay dense. DeepSpeed ZeRO has no place for an
+                     optimizer of a method's own
     Deviations       The paper states neither betas nor the learning rate's schedule: torch's, and yours. Blocks of
                      columns are contiguous, our reading. Weight decay is AdamW's, as the optimizer is given it. There
                      is no public code, and a re-run by others (LLaMA2-7B, perplexity 6.14) is far from the paper's 5.58
@@ -29,19 +31,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from sparse24_kernels import apply_mask
 from sparse24_kernels.decay import masked_decay_
 from torch import Tensor
 
+from ..progress import get_logger
 from ..weights.sharding import local
 from ..weights.view import WeightView
 from .adam_s import AdamSMethod, MaskIntervalSettings
-from .context import StepContext
+from .context import Pieces, StepContext
 from .registry import register_method
 from .schedule import Schedule
 from .settings import is_non_negative, one_of, setting
 
+logger = get_logger(__name__)
+
 _SAMPLE = 10_000
 """Dropped weights of each layer that a warning looks at."""
+LARGE = 0.02
+"""Share of the L1 norm that the end of a run should not cut off."""
 
 
 @register_method("cast")
@@ -84,6 +92,14 @@ class CAST(AdamSMethod):
         masked_decay_(update, update, mask, -share)
         masked_decay_(update, weight.sign(), mask, share * self.settings.masked_decay)
 
+    def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
+        super().change_gradients(pieces, context)
+        if context.step == context.total_steps - 1 and (cut := _cut_off(pieces)) > LARGE:
+            logger.warning(
+                f"method {self.name!r}: the last step cuts off {cut:.0%} of the weights' L1 norm, which had not faded; "
+                f"raise masked_decay={self.settings.masked_decay:g} until kept_magnitude rises to 1 in the logs"
+            )
+
     def warning(self, rates: Sequence[float], context: StepContext) -> str | None:
         reach = sum(rate * step / len(rates) for step, rate in enumerate(rates))
         dropped = torch.cat([_dropped(weight.master, weight.local_mask()) for weight in context.weights.values()])
@@ -95,7 +111,7 @@ class CAST(AdamSMethod):
                 f"this run can move them (the sum of lr_t t / T): the last step will cut off the rest. Train longer, "
                 f"or with a higher learning rate"
             )
-        if rates[-1] > max(rates) / 10:
+        if rates[-1] > max(rates) * max(0.1, 2 / len(rates)):  # a short run falls to 0 in long steps
             found.append(
                 f"the learning rate ends at {rates[-1]:.2g}, and dropped weights keep about that size: take a "
                 f"lr_scheduler_type that falls to 0, such as 'cosine' or 'linear'"
@@ -106,6 +122,13 @@ class CAST(AdamSMethod):
 def _by_column(scales: Tensor, columns: int) -> Tensor:
     """Scales `[out, blocks]` as `[out, columns]`."""
     return scales.repeat_interleave(columns // scales.shape[1], 1)
+
+
+def _cut_off(pieces: Pieces) -> float:
+    """The share of the pieces' L1 norm that their masks drop."""
+    sums = [(apply_mask(piece.values, piece.mask).abs().sum(), piece.values.abs().sum()) for piece in pieces]
+    kept, whole = (float(sum(part)) for part in zip(*sums)) if sums else (1.0, 1.0)
+    return 1 - kept / max(whole, 1e-38)
 
 
 def _dropped(master: Tensor, mask: Tensor) -> Tensor:

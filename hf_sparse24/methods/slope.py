@@ -18,16 +18,16 @@ Method card
                      Its C is by magnitude and without a factor, in its code as here, so dX is biased. Of Gaussian
                      weights, C keeps 88 % of the L1 norm of R * W with R by magnitude, 92 % with R at random
     Known limits     both sizes of a layer must be multiples of M. Stacked experts stay dense, as they have one weight
-                     for both passes. "random" drops half of a trained model, and what was pruned before by another
-                     mask is not kept. Merged adapters make a weight dense: with them only the dense export works, and
+                     for both passes. "random" drops half of a trained model, also of one whose zeros are there by
+                     another mask. Merged adapters make a weight dense: with them only the dense export works, and
                      it has no zeros in these weights; a dense tail is refused. A schedule that decays to zero leaves
                      the last 1 % almost no learning rate: give adapters longer. Until they take part they have no
                      gradient, so DDP needs `find_unused_parameters=True`; tensor parallelism is refused with them
-    Deviations       C is as old as the step (the authors' fast code: up to 100 steps; that for accuracy: new in each
-                     backward pass). Kept values alone are their Parameter; here with `master="packed"`. Adapters decay
-                     by the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
+    Deviations       C is made once in each step; the authors' fast code makes it every 100 steps, their other code in
+                     each backward pass. Their Parameter has the kept values alone, as ours with `master="packed"`.
+                     Adapters decay by the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
     Beware           the paper's baseline "Extended SR-STE" also prunes dZ by magnitude, which the paper itself calls
-                     divergent: its comparison with SR-STE is not one with the published method
+                     divergent. So it does not compare with the published SR-STE
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Mozaffari et al. 2025 (arXiv 2405.16325).
 """

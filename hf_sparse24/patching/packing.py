@@ -158,11 +158,13 @@ def packed_form(name: str, weight: SparseWeight | PackedWeight, values: str) -> 
         packed: Packed | None = weight.whole()
     else:
         packed = pack_exactly(weight.merged(), weight.input_dim)
-    if packed is None:
+    if packed is None and weight.parameters:
         raise ValueError(
-            f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}, as where it adds "
-            f"adapters; the dense export has all that the layer computes"
+            f"{name} is not {method.pattern} with the {list(weight.parameters)} that method {method.name!r} trains "
+            f"beside it merged; export with format='dense', which has all that the layer computes"
         )
+    if packed is None:
+        raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
     return kernels.quantize_packed(packed) if values == "int8" else packed
 
 

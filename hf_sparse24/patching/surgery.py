@@ -170,8 +170,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     Args:
         model: a model that `patch_model` changed.
         sparse: keep the weights the model computes with, so that its outputs stay the same: the sparse ones in the
-            sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights. Packed masters
-            become dense weights with zeros either way.
+            sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights, scaled
+            where the method scales them. Packed masters become dense weights with zeros either way.
 
     Returns:
         The same model.

@@ -102,7 +102,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     for finding in problems[:20]:
         print(f"FAILED {finding.name}: {finding.problem}")
     if not listing.weights:
-        why = "; a run that ends in a dense tail, or with adapters of its method, is dense" if listing.method else ""
+        why = "; one in a dense phase, or with adapters of its method, is dense" if listing.method else ""
         print(f"no weight of this checkpoint is sparse{why}")
     elif not problems:
         files = f", and {count(len(listing.files), 'file')} as exported" if listing.files else ""

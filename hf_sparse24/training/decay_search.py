@@ -90,7 +90,7 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     config = patched_config(model_of(trainer))
     if config is None or not issubclass(method_class(config.method), MaskedDecayMethod):
         method = None if config is None else config.method
-        raise ValueError(f"method {method!r} has no masked_decay to tune")
+        raise ValueError(f"method {method!r} has no masked_decay that this search's rule is for; set a number, if any")
     if config.finished:
         raise ValueError(f"no masked decay acts: {FINISHED}")
     if steps is not None and steps < MIN_STEPS:

@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import Sparse24Config
+from ..methods import method_class
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..patching.surgery import set_phase
@@ -164,7 +165,8 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
         for name in ours | theirs
         if ours.get(name) not in (theirs.get(name), AUTO) and name not in _NOT_COMPUTED
     }
-    refused = [text for name, text in differences.items() if name in (*SHARED, "master")]
+    fixed = (*SHARED, *method_class(config.method).settings_of_state)
+    refused = [text for name, text in differences.items() if name in fixed]
     if refused:
         raise ValueError(
             f"cannot resume from {checkpoint}, which was saved with {'; '.join(refused)}: patch the model with the "

@@ -174,7 +174,7 @@ class StepWork:
     def _zero_dropped(self) -> None:
         """Set what the masks drop to zero: moments of a dense start and optimizers such as Muon move it without a
         gradient, and a patched dense model begins with its own weights."""
-        weights = list(first_of_each(self._trained).values())
+        weights = [weight for weight in first_of_each(self._trained).values() if weight.master.requires_grad]
         values, masks = [local(w.master) for w in weights], [w.local_mask(packed=True) for w in weights]
         foreach_masked_decay_(values, values, masks, [-1.0] * len(weights))  # w - w
 

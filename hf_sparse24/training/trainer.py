@@ -17,7 +17,7 @@ from ..patching.report import PatchReport
 from ..patching.surgery import patch_model
 from ..progress import get_logger
 from ..run import patched_config, sparse_run
-from ..weights.packed_weight import packed_weights
+from ..weights.packed_weight import packed_masters, packed_weights
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
 from .decay_search import (
@@ -225,6 +225,8 @@ class Sparse24Trainer(HubTrainer):
             save_config(model_of(self), str(self.args.output_dir if output_dir is None else output_dir))
 
     def _patch(self, model: nn.Module) -> None:
+        if packed_masters(model) and patched_config(model) == self.sparse24_config:
+            return
         if self.sparse24_config is not None or not packed_weights(model):  # around a packed one adapters train
             self.patch_report = patch_model(model, self.sparse24_config)
 

@@ -45,7 +45,8 @@ class WeightState(WeightPlace):
         with torch.no_grad():
             state = weight._fresh_state()
             beside = weight._fresh_parameters(state)
-            parameters = {key: nn.Parameter(x) for key, x in beside.items()}
+            trains = weight.parameter.requires_grad  # below adapters nothing does
+            parameters = {key: nn.Parameter(x, requires_grad=trains) for key, x in beside.items()}
         # Everything that can fail comes before the first change.
         for key in (*state, *parameters):
             if hasattr(module, weight.attribute(key)):

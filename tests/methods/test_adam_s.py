@@ -9,6 +9,7 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from method_runs import dataset
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from training_runs import arguments
 from transformers import AutoModelForCausalLM
@@ -203,22 +204,67 @@ def test_the_optimizer_says_what_it_lacks():
     patch_model(model, Sparse24Config(method="ast", target_modules="all-linear"))
     optimizer = AdamS(step_param_groups(model))
     model.layers[0](torch.ones(1, 8, dtype=torch.float64)).sum().backward()
-    with pytest.raises(RuntimeError, match="AdamS has no masks for this step: make a Sparse24Controller"):
+    with pytest.raises(RuntimeError, match="AdamS has no mask for a masked parameter"):
         optimizer.step()
-    with pytest.raises(ValueError, match="method 'ast' is an optimizer as much as a mask, and AdamW is not it"):
+    with pytest.raises(ValueError, match="method 'ast' needs its own optimizer, AdamS, not AdamW"):
         Sparse24Controller(model, torch.optim.AdamW(model.parameters()), total_steps=2)
 
 
-def cast_run(tmp_path, **overrides: Any) -> Sparse24Trainer:
+def test_a_weight_outside_of_the_masked_groups_is_refused():
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="ast"))
+    weights = [weight.master for weight in sparse_weights(model).values()]
+    others = [p for p in model.parameters() if all(p is not weight for weight in weights)]
+    optimizer = AdamS([{"params": weights[:1], "masked": True}, {"params": weights[1:] + others}])
+    controller = Sparse24Controller(model, optimizer, total_steps=2)
+    model(**zoo.batch(0)).loss.backward()
+    with pytest.raises(ValueError, match="a sparse weight is in a group without 'masked': True"):
+        optimizer.step()
+    controller.end()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+@pytest.mark.parametrize("method", ["ast", "cast"])
+def test_adapters_train_on_it_by_any_optimizer(method):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method=method, target_modules="all-linear"))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert trained and all("lora" in name for name in trained)
+    optimizer = torch.optim.AdamW(trained.values())
+    controller = Sparse24Controller(adapted, optimizer, total_steps=2)
+    adapted(**zoo.batch(0)).loss.backward()
+    optimizer.step()
+    assert controller.step == 1
+
+
+def test_what_is_beside_a_frozen_weight_is_frozen():
+    model = zoo.build("llama").requires_grad_(False)
+    for method, settings in (("cast", {}), ("slope", {"adapter_rank": 2})):
+        patch_model(model, Sparse24Config(method=method, **settings))
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        unpatch_model(model, sparse=False)
+
+
+def test_another_number_of_scales_is_refused_by_name(tmp_path):
+    cast_run(tmp_path, save_strategy="steps", save_steps=2).train()
+    trainer = cast_run(tmp_path, scale_blocks=4)
+    with pytest.raises(ValueError, match="scale_blocks=2, now 4"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def cast_run(tmp_path, scale_blocks: int = 2, **overrides: Any) -> Sparse24Trainer:
     settings = {"max_steps": 4, "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
     args = arguments(tmp_path, **settings | overrides)
-    return Sparse24Trainer(zoo.build("llama"), args, train_dataset=dataset(), sparse24_config=Sparse24Config("cast"))
+    config = Sparse24Config("cast", scale_blocks=scale_blocks)
+    return Sparse24Trainer(zoo.build("llama"), args, train_dataset=dataset(), sparse24_config=config)
 
 
 def test_a_run_that_cannot_reach_zero_is_warned_of(tmp_path, caplog):
     # Linear to zero in 20 steps, the sum of 0.0022 (1 - t / 20) (t / 20): 0.0022 (190 / 20 - 2470 / 400)
     cast_run(tmp_path, max_steps=20, learning_rate=2.2e-3).train()
     assert "are larger than 0.0073" in caplog.text and "ends at" not in caplog.text
+    assert "of the weights' L1 norm, which had not faded; raise masked_decay=4e-07" in caplog.text
     caplog.clear()
     trainer = cast_run(tmp_path, learning_rate=1e-2, lr_scheduler_type="constant")
     trainer.train()
@@ -226,6 +272,18 @@ def test_a_run_that_cannot_reach_zero_is_warned_of(tmp_path, caplog):
     caplog.clear()
     patched("cast", total_steps=1000, lr=1.0)
     assert "larger" not in caplog.text
+
+
+def test_a_run_that_fades_is_not_warned_of(caplog):
+    model, optimizer, _ = patched("cast", total_steps=400, lr=0.1, scale_blocks=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 400)
+    for _ in range(400):
+        model.layers[0].weight.grad = torch.zeros_like(model.layers[0].weight)
+        optimizer.step()
+        schedule.step()
+    assert "cuts off" not in caplog.text
+    dropped = model.layers[0].weight[~torch.tensor(MASK).bool()]
+    assert dropped.abs().max() < 1e-2
 
 
 def test_a_teacher_counts_as_the_paper_has_it(tmp_path, caplog):

@@ -155,3 +155,9 @@ def test_models_that_it_cannot_train_are_refused():
     assert type(shared.model.layers[0].mlp.up_proj) is not PackedLinear
     with pytest.raises(ValueError, match=r"packed masters already .*: leave out patch_model, and sparse24_config of"):
         patch_model(made(), Sparse24Config(**PACKED))
+
+
+def test_it_has_one_phase():
+    model = made()
+    with pytest.raises(ValueError, match=r"phase='dense': packed masters .* have the phase 'sparse' alone"):
+        sparse_run(model).set_phase("dense")
