@@ -141,7 +141,8 @@ def _methods(best: dict[str, dict[int, Run]]) -> str:
     notes = (
         "Compare seed 0 with seed 0 and means with means: a method with one seed has no mean yet. Over dense is the "
         "loss minus that of dense training with the same seed, at dense's own best rate; seeds counts those that both "
-        "have. Flip rates are per step; those of `t-sr-ste` per mask refresh, every 40 steps."
+        "have. Flip rates are per step; those of `t-sr-ste` per mask refresh, every 40 steps, of `ast` "
+        "and `cast` every 10."
     )
     return "\n".join([*lines, "", notes])
 

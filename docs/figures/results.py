@@ -191,6 +191,8 @@ def _rate_axis(axis: Axes) -> None:
 def curves(figure: Figure) -> None:
     shown = [name for name in METHODS if best(name)]
     axes = figure.subplots(max(-(-len(shown) // 2), 1), 2, sharex=True, sharey=True, squeeze=False)
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
     for axis, name in zip(axes.flat, shown):
         # Two variants at most: more lines could not be told apart.
         for variant, colour, line in zip([name, *variants_of(name)[:2]], (BLUE, ORANGE, PURPLE), ("-", "--", ":")):
@@ -244,6 +246,8 @@ def method(name: str, figure: Figure) -> None:
         times.plot([row["ratio_min"], row["ratio_max"]], [y, y], color=(GREEN, PURPLE)[y], linewidth=2)
         times.plot(row["ratio"], y, "o", color=(GREEN, PURPLE)[y], markersize=8)
         times.text(row["ratio_max"] + 0.02, y, f"{row['ratio']:.2f}", va="center", color=(GREEN, PURPLE)[y])
+    if not rows:
+        times.text(0.5, 0.5, "not measured", ha="center", va="center", transform=times.transAxes)
     times.axvline(1, color=MUTED, linestyle="--", linewidth=1.4)
     times.set(yticks=range(len(rows)), ylim=(1.5, -0.6), xlim=(0.6, 1.7))
     times.set(title="Step time over dense, on a CPU")
