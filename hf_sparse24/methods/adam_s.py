@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sparse24_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..weights.view import WeightView
 from .context import Pieces, StepContext
 from .fixed_mask import KeptMaskMethod
 from .masked_adamw import Batch, MaskedAdamW
@@ -131,9 +129,6 @@ class AdamSMethod(KeptMaskMethod):
     def decay(self, update: Tensor, weight: Tensor, mask: Tensor, step: int, total_steps: int) -> None:
         """Change the update of dropped weights in place, in the step that comes after `step` of `total_steps`."""
         raise NotImplementedError
-
-    def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 
     def refreshes_state(self, step: int, total_steps: int) -> bool:
         return step % max(1, to_steps(self.settings.mask_interval, total_steps)) == 0

@@ -30,8 +30,8 @@ from .settings import MasterSettings
 
 
 class KeptMaskMethod(SparseMethod):
-    """A method whose mask is state: the buffer `mask_bits`, packed along the last dimension. `init_state` chooses it:
-    `{"mask_bits": kernels.pack_bits(mask)}`."""
+    """A method whose mask is state: the buffer `mask_bits`, packed along the last dimension. `init_state` chooses it,
+    by magnitude unless a subclass returns another `{"mask_bits": kernels.pack_bits(mask)}`."""
 
     mask_is_local = True
 
@@ -39,6 +39,9 @@ class KeptMaskMethod(SparseMethod):
     def keeps_fewer(self) -> bool:
         """Whether a mask may keep fewer than N of every M."""
         return False
+
+    def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
+        return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 
     def prune(self, view: WeightView) -> Mask:
         return Mask(view.state["mask_bits"])
@@ -64,9 +67,6 @@ class FixedMask(KeptMaskMethod):
     @dataclass(frozen=True, kw_only=True)
     class Settings(MasterSettings, StandardSettings):
         pass
-
-    def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 
     def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
         return {"mask_bits": kernels.pack_bits(mask)}
