@@ -100,7 +100,8 @@ def seeds(runs: list[Run], folder: Path) -> str:
     rows = []
     for variant, tokens in sorted({(run["variant"], run["tokens"]) for run in runs}):
         best = best_rate(runs, variant, tokens)
-        found = [r for r in at(runs, tokens) if (r["variant"], r["learning_rate"]) == (variant, best["learning_rate"])]
+        rate = best and best["learning_rate"]
+        found = [r for r in at(runs, tokens) if (r["variant"], r["learning_rate"]) == (variant, rate)]
         if len(found) > 1:
             losses = [[loss(run, name) for run in found] for name in SHORT]
             cells = [f"{sum(each) / len(each):.3f} [{min(each):.3f}, {max(each):.3f}]" for each in losses]
@@ -108,21 +109,19 @@ def seeds(runs: list[Run], folder: Path) -> str:
     return (rows and table(["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)], rows)) or ""
 
 
-def moving_masks(runs: list[Run], folder: Path) -> str:
-    def settings(run: Run) -> tuple[Any, ...]:
-        return run["tokens"], run["seed"], run["learning_rate"]
-
-    fixed = {settings(run): run for run in runs if run["variant"] == "fixed-mask, teacher"}
-    moving = [run for run in runs if run["variant"] in ("sr-ste, teacher", "s-ste, teacher") and settings(run) in fixed]
-    if not moving:
-        return ""
+def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
+    names = ("sr-ste, teacher", "s-ste, teacher", "slope, teacher", "ast, teacher", "cast, teacher")
     rows = []
-    for run in sorted(moving, key=lambda run: (run["variant"], *settings(run))):
-        cells = [ratio(run, fixed[settings(run)], name) for name in SHORT]
-        rows.append([f"`{run['variant']}`", number(run["tokens"]), str(run["seed"]), *cells])
-    head = ["variant", "tokens", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
+    for name, tokens, seed in sorted({(run["variant"], run["tokens"], run["seed"]) for run in runs}):
+        pair = [best_rate(runs, variant, tokens, seed) for variant in (name, "fixed-mask, teacher")]
+        if name in names and None not in pair:
+            cells = [ratio(*pair, corpus) for corpus in SHORT]
+            rows.append([f"`{name}`", number(tokens), f"{pair[0]['learning_rate']:g}", str(seed), *cells])
+    if not rows:
+        return ""
+    head = ["variant", "tokens", "learning rate", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
     text = "All start from the model that `oneshot` pruned. **x fixed** is the perplexity over that of a fixed mask\n"
-    text += "with the teacher, the same tokens, learning rate and seed: above 1, masks that move lose.\n\n"
+    text += "with the teacher, the same tokens and seed, each at its best learning rate: above 1, the method loses.\n\n"
     return text + table(head, rows)
 
 
@@ -197,7 +196,7 @@ SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {
     "Pruned in one shot": one_shot,
     "Quality against tokens": by_tokens,
     "Perplexity and bits per byte": bits,
-    "Do masks that follow the weights help?": moving_masks,
+    "Does a method beat the fixed mask?": beside_fixed_mask,
     "Seeds": seeds,
     "Learning rates": rates,
     "Samples": samples,
@@ -221,10 +220,10 @@ def at(runs: Iterable[Run], tokens: int) -> list[Run]:
     return [run for run in runs if run["tokens"] == tokens]
 
 
-def best_rate(runs: list[Run], variant: str, tokens: int) -> Run:
-    """The run of seed 0, where there is one, with the lowest validation loss."""
-    found = [run for run in at(runs, tokens) if run["variant"] == variant]
-    return min(found, key=lambda run: (run["seed"], loss(run, "validation")))
+def best_rate(runs: list[Run], variant: str, tokens: int, seed: int = 0) -> Run | None:
+    """The run with the lowest validation loss."""
+    found = [run for run in at(runs, tokens) if (run["variant"], run["seed"]) == (variant, seed)]
+    return min(found, key=lambda run: loss(run, "validation"), default=None)
 
 
 def loss(run: Run, corpus: str) -> float:
@@ -244,9 +243,9 @@ def bits_per_byte(run: Run, corpus: str) -> float:
 
 def over_dense(runs: list[Run], run: Run, corpus: str) -> str:
     """The ratio of perplexities to the dense control's of as many tokens, with its range over documents."""
-    if not any(each["variant"] == "dense" and each["tokens"] == run["tokens"] for each in runs):
-        return ""
     control = best_rate(runs, "dense", run["tokens"])
+    if control is None:
+        return ""
     return "1" if control is run else ratio(run, control, corpus)
 
 

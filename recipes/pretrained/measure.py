@@ -87,6 +87,7 @@ VARIANTS = {
     "s-ste from dense, teacher": Variant("s-ste", pruned=False, teacher=True),
     "sr-ste from dense": Variant("sr-ste", pruned=False),
     "sr-ste from dense, teacher": Variant("sr-ste", pruned=False, teacher=True),
+    "slope, teacher": Variant("slope", teacher=True),
     "ast, teacher": Variant("ast", teacher=True),
     "ast from dense, teacher": Variant("ast", pruned=False, teacher=True),
     "cast, teacher": Variant("cast", teacher=True),
@@ -99,6 +100,7 @@ VARIANTS = {
 RATE_OF = {
     "fixed-mask": "fixed-mask, teacher",
     "lora": "lora, teacher",
+    "slope, teacher": "fixed-mask, teacher",
     "sr-ste, teacher": "fixed-mask, teacher",
     "s-ste, teacher": "fixed-mask, teacher",
     "s-ste from dense, teacher": "s-ste from dense",
