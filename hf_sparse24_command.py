@@ -95,19 +95,22 @@ def make_parser() -> argparse.ArgumentParser:
 
     text = "save what a training checkpoint computes with, for others to use, and its tokenizer"
     export = command("export", "checkpoint_commands:export", text)
+    text = "make an export of a sparse-24-bitmask checkpoint of compressed-tensors, which nothing loads any more"
+    convert = command("convert", "checkpoint_commands:convert", text)
     text = "which weights of an export are sparse, and how large it is"
     inspect = command("inspect", "checkpoint_commands:inspect", text)
     text = "read an export, and prove that what is said to be sparse is; exit status 1 if not"
     verify = command("verify", "checkpoint_commands:verify_checkpoint", text)
-    for each in (export, inspect, verify):
+    for each in (export, convert, inspect, verify):
         each.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory, or a name on the Hub")
-    export.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
-    formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
-    export.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
+    size = "of one file, in bytes or as 500MB (default 5GB)"
+    for each in (export, convert):
+        each.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
+        formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
+        each.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
+        each.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=size)
     text = "of a packed export: float (default), as they are; int8: rounded, with scales, 5/16 of the bytes"
     export.add_argument("--values", choices=("float", "int8"), default="float", help=text)
-    text = "of one file, in bytes or as 500MB (default 5GB)"
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=text)
 
     own = "a Python module that registers a method of your own; may be repeated"
     for each in commands.choices.values():

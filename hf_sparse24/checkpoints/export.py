@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ WEIGHT_FILES = re.compile(
 )
 """Names of the weight files of a model, which are removed when an export replaces it."""
 
-_NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its weights are packed"
+NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its weights are packed"
 """What a packed export has in place of a file's name, which the quantizer knows; Transformers' error shows it."""
 
 MARK = "hf_sparse24_export"
@@ -127,7 +127,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
     adopt(model)  # where a part was patched by itself
     with _own_layout(model):
         tensors = packed_tensors(model, weights, values) if format == "packed" else dense_tensors(model, weights)
-        files = _files(tensors, format, max_shard_size)
+        files = in_files(tensors, format, max_shard_size)
         refuse_other_models(directory)
         if _is_sharded(model) and rank() != 0:
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
@@ -151,7 +151,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(is_sharded(tensor) for tensor in model.parameters())
 
 
-def _files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> dict[str, list[LazyTensors]]:
+def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> dict[str, list[LazyTensors]]:
     """The tensors by the name of their file, in the order of writing."""
     shards = split_state_dict_into_shards_factory(
         {str(i): lazy for i, lazy in enumerate(tensors)},
@@ -166,10 +166,7 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
     """Write a whole checkpoint into the empty folder `new`."""
     config: Sparse24Config = model.config.quantization_config
     config = config if config.packed is None else packed_config(config, None)
-    fingerprint = _fingerprint(model, files)
-    if len(files) > 1:
-        # Who has read the index of another export finds its files or an error, never these in their place.
-        files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
+    fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
     fields: dict[str, Any] = model.config.__dict__
     hidden: dict[str, Any] = {
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
@@ -179,13 +176,13 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
         for path in new.glob("*.safetensors"):
             path.unlink()
         index = PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME
-        sparse, hashes = _write_weights(new, files, index, fingerprint)
+        sparse, hashes = write_weights(new, files, index, fingerprint)
         if format == "packed":
             names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
-            packed = PackedFormat(names, {file: header_hash(new / file) for file in files}, version)
+            packed = PackedFormat(names, {file: header_hash(new / file) for file in hashes}, version)
             model.config.quantization_config = packed_config(config, packed)
             model.config.save_pretrained(new)
-            values = read_json(new / CONFIG) | {"transformers_weights": _NO_FILE}
+            values = read_json(new / CONFIG) | {"transformers_weights": NO_FILE}
             (new / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     finally:
         fields.update(hidden)
@@ -193,7 +190,7 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
     write_manifest(new, format, sparse, hashes, config.to_dict(), patterns)
 
 
-def _write_weights(
+def write_weights(
     new: Path, files: dict[str, list[LazyTensors]], index_name: str, fingerprint: str
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Write the files of the weights, and their index where there are several.
@@ -201,6 +198,9 @@ def _write_weights(
     Returns:
         The dimension of the groups of each sparse tensor, and the sha256 of each file, by name.
     """
+    if len(files) > 1:
+        # Who has read the index of another export finds its files or an error, never these in their place.
+        files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
     metadata = {"format": "pt", MARK: fingerprint}
     sparse: dict[str, int] = {}
     hashes: dict[str, str] = {}
@@ -224,18 +224,20 @@ def _computed(group: list[LazyTensors], sparse: dict[str, int], progress: Progre
         if lazy.packed is not None:
             sparse[lazy.packed] = -1
         for name, tensor in lazy.compute().items():
-            if lazy.weight is not None and lazy.packed is None:
-                dim = sparse_dim(tensor, lazy.weight.input_dim, lazy.weight.method.pattern)
+            if lazy.groups is not None:
+                dim = sparse_dim(tensor, *lazy.groups)
                 sparse |= {} if dim is None else {name: dim}
             yield name, tensor
         progress.update()
 
 
-def _fingerprint(model: PreTrainedModel, files: dict[str, list[LazyTensors]]) -> str:
+def make_fingerprint(
+    settings: dict[str, Any], files: dict[str, list[LazyTensors]], weights: Iterable[tuple[str, Tensor]]
+) -> str:
     """A hash of a sample of the weights, the settings, and what lies where: the same in all files of one export."""
     layout = {file: [list(lazy.like) for lazy in group] for file, group in files.items()}
-    digest = hashlib.sha256(repr((model.config.quantization_config.to_dict(), layout)).encode())
-    for name, tensor in model.state_dict().items():
+    digest = hashlib.sha256(repr((settings, layout)).encode())
+    for name, tensor in weights:
         tensor = local(tensor)
         flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)
         sample = flat[:: max(1, flat.numel() // 256)].contiguous().view(torch.uint8).cpu()

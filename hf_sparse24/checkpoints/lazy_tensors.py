@@ -5,6 +5,7 @@ from typing import NamedTuple, cast
 
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import Pattern
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -29,13 +30,14 @@ class LazyTensors(NamedTuple):
     Attributes:
         like: meta tensors of the same dtypes and shapes by name, in the order of writing.
         compute: returns the tensors by name, in the same order.
-        weight: the sparse weight that they come from, None for any other tensor.
-        packed: the name of that weight where the tensors are its packed form, None where they are dense.
+        groups: the dimension (-1 or -2) and the pattern of the groups that the tensors should be sparse by, None where
+            nothing says so.
+        packed: the name of the weight where the tensors are its packed form, None where they are dense.
     """
 
     like: Mapping[str, Tensor]
     compute: Callable[[], Mapping[str, Tensor]]
-    weight: SparseWeight | PackedWeight | None = None
+    groups: tuple[int, Pattern] | None = None
     packed: str | None = None
 
 
@@ -89,7 +91,7 @@ def _packed(name: str, weight: SparseWeight | PackedWeight, values: str) -> Lazy
         form = kernels.quantize_packed(form) if values == "int8" else form
         return dict(zip(like, (part for part in form if part is not None)))
 
-    return LazyTensors(like, compute, weight, name)
+    return LazyTensors(like, compute, packed=name)
 
 
 def _dense(name: str, tensor: Tensor, weight: SparseWeight | PackedWeight | None) -> LazyTensors:
@@ -103,7 +105,7 @@ def _dense(name: str, tensor: Tensor, weight: SparseWeight | PackedWeight | None
         reject_non_finite([(name, merged)], NOT_FINITE)
         return {name: merged}
 
-    return LazyTensors(like, compute, weight)
+    return LazyTensors(like, compute, (weight.input_dim, weight.method.pattern))
 
 
 def _saved_tensors(model: PreTrainedModel, weights: Weights) -> dict[str, Tensor]:

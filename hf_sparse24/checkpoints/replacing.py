@@ -35,7 +35,7 @@ CONFIG = "config.json"
 def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iterator[Path]:
     """Yield an empty folder to write a model to; when the block ends, these files replace the model in `directory`.
 
-    Where the block raises, the old model stays.
+    Where the block raises, the old model stays, and no directory that was made for the new one.
 
     Args:
         directory: made if absent; a link to one stays a link. Files that the new model does not have are kept.
@@ -46,6 +46,7 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
         OSError: the directory holds a model, and its file system has no symbolic links.
     """
     root = Path(os.path.realpath(directory))
+    is_made = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root):
         _settle(root)  # what a process that was killed has left
@@ -60,6 +61,8 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
             raise
         finally:
             _settle(root)
+            if is_made and not any(root.iterdir()):
+                root.rmdir()
 
 
 def _switch(root: Path, outdated: Pattern[str]) -> None:

@@ -1,13 +1,16 @@
-"""`hf-sparse24 export | inspect | verify`: checkpoints in a directory or on the Hub."""
+"""`hf-sparse24 export | convert | inspect | verify`: checkpoints in a directory or on the Hub."""
 
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 
+from ..checkpoints.bitmask import convert_checkpoint
 from ..checkpoints.export import export_model, refuse_other_models
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
 from ..patching.report import group_name, shown_count
@@ -38,19 +41,45 @@ def export(options: argparse.Namespace) -> int:
     if own.get("quant_method") != "sparse24" or is_export:
         raise ValueError(
             f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported. Of a packed "
-            f"export, unpack_model(model).save_pretrained(directory) makes ordinary weights"
+            f"export, unpack_model(model).save_pretrained(directory) makes ordinary weights; of a sparse-24-bitmask "
+            f"checkpoint, hf-sparse24 convert"
         )
     model = model_class(config).from_pretrained(source)
-    try:
+    with _alone():
         export_model(model, options.directory, options.format, options.max_shard_size, options.values)
+    return _finish(source, options.directory)
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Make an export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
+    refuse_other_models(Path(options.directory))
+    source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
+    empty = None
+    if options.format == "packed":
+        config = read_config(source)
+        with torch.device("meta"):
+            empty = model_class(config)._from_config(config)
+    with _alone():
+        convert_checkpoint(source, options.directory, empty, options.max_shard_size)
+    return _finish(source, options.directory)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:  # another process is exporting there
         raise OSError(str(error)) from error
+
+
+def _finish(source: Path, directory: str) -> int:
+    """Copy the tokenizer's files, and print what was written."""
     for path in (path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)):
         if not any(path.match(pattern) for pattern in _OF_A_MODEL):
-            copy = Path(options.directory) / path.relative_to(source)
+            copy = Path(directory) / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy2(path, copy)
-    return inspect(argparse.Namespace(checkpoint=options.directory))
+    return inspect(argparse.Namespace(checkpoint=directory))
 
 
 def inspect(options: argparse.Namespace) -> int:
