@@ -218,6 +218,9 @@ def test_what_is_in_the_way_and_an_interruption(tmp_path, capsys, monkeypatch):
     assert main(["convert", str(source), str(source)]) == 2
     assert "another model that is no export" in capsys.readouterr().err
     assert read(source) == before
+    for command in (["verify", str(source)], ["export", str(source), str(out)]):
+        assert main(command) == 2
+        assert "hf-sparse24 convert" in capsys.readouterr().err
     decompress, calls = library.decompress, []
 
     def interrupted(*arguments):
