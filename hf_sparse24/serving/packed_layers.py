@@ -1,0 +1,63 @@
+"""Which layers of a serving engine are packed, and how they may be split: names and numbers, no engine.
+
+Engines stack some layers, such as q_proj, k_proj and v_proj, to one, and split layers over processes.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from sparse24_kernels.formats import SCALED
+
+from ..weights.packed_weight import PackedFormat
+
+WAY_OUT = "serve a dense export instead: hf-sparse24 export CHECKPOINT DIRECTORY"
+
+
+def read_format(config: Mapping[str, Any]) -> PackedFormat:
+    """What the `quantization_config` of a checkpoint says of its packed weights.
+
+    Raises:
+        ValueError: it is a training checkpoint, or of a version that is not known.
+    """
+    packed = config.get("packed")
+    if packed is None:
+        raise ValueError(
+            f"this is a training checkpoint (method={config.get('method')!r}), whose weights are not yet pruned; serve "
+            f"an export of it: hf-sparse24 export CHECKPOINT DIRECTORY --format packed"
+        )
+    return PackedFormat.from_dict(packed)
+
+
+def is_packed(name: str, stacked: Mapping[str, Sequence[str]], weights: Collection[str]) -> bool:
+    """Whether a linear layer of the engine is packed.
+
+    Args:
+        name: of the layer, such as `"model.layers.0.self_attn.qkv_proj"`.
+        stacked: by the last part of a stacked layer's name, those of its parts: `{"qkv_proj": ["q_proj", ...]}`.
+        weights: names of the packed weights.
+
+    Raises:
+        ValueError: some of its parts are packed, and others not.
+    """
+    path, dot, last = name.rpartition(".")
+    parts = [f"{path}{dot}{part}.weight" for part in stacked.get(last, ())]
+    packed = [part for part in parts if part in weights]
+    if packed and len(packed) < len(parts):
+        others = sorted({*parts} - {*packed})
+        raise ValueError(f"{name} is one layer here, of which {packed} are packed and {others} are not; {WAY_OUT}")
+    return bool(packed) or f"{name}.weight" in weights
+
+
+def check_split(name: str, inputs: int, whole: int, has_scales: bool) -> None:
+    """Check the `inputs` of a layer's `whole` input size that a process has.
+
+    Raises:
+        ValueError: they cut through a byte of indices, or through weights that share a scale.
+    """
+    step = SCALED if has_scales else 8
+    if inputs != whole and inputs % step:
+        what = f"{step} weights share a scale" if has_scales else f"{step} weights share a byte of indices"
+        raise ValueError(
+            f"{name}: tensor parallelism gives each process {inputs} of {whole} inputs, and {what}: use a size with a "
+            f"multiple of {step} inputs for each process, or {WAY_OUT}"
+        )
