@@ -49,7 +49,8 @@ def export(way: str, folder: Path) -> Path:
         from hf_sparse24 import Sparse24Config, export_model, patch_model
         from recipes.pretrained import material
 
-        source = material.smollm2(folder / material.MODEL, material.packages(folder / "packages"))
+        made = ROOT / "runs/pretrained"
+        source = material.smollm2(made / material.MODEL, material.packages(made / "packages"))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
         patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
         export_model(model, path, **FORMATS[way])

