@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import serving
 import sparse_models
 import torch
 import zoo
@@ -10,16 +11,9 @@ from checkpoints import patched
 
 from hf_sparse24 import export_model
 
-WITHOUT_US = """
+LOAD = """
 import sys
-from importlib.abc import MetaPathFinder
 
-class Blocked(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("hf_sparse24", "sparse24_kernels"):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Blocked())
 import torch, transformers
 torch.set_num_threads(1)
 for name, directory in zip(sys.argv[1::2], sys.argv[2::2]):
@@ -38,7 +32,7 @@ def test_a_process_that_cannot_import_us_loads_an_export_and_says_nothing(tmp_pa
         export_model(model, tmp_path / name)
         torch.save((tokens, sparse_models.logits(model, input_ids=tokens)), tmp_path / name / "expected.pt")
         arguments += [zoo.auto_class(name).__name__, str(tmp_path / name)]
-    command = [sys.executable, "-W", "error", "-c", WITHOUT_US, *arguments]
+    command = [sys.executable, "-W", "error", "-c", serving.WITHOUT_US + LOAD, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "quantization" not in done.stderr  # as of a training checkpoint

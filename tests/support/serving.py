@@ -14,6 +14,18 @@ ENGINES = ROOT / "tests/serving/engines.txt"
 # SmolLM2 after magnitude pruning: from each, the second best of 16 tokens is always 0.1 of a logit behind the best.
 PROMPTS = ["def fibonacci(n):", "Water boils at"]
 NEW_TOKENS = 16
+# How the code of a process begins that must not find this library.
+WITHOUT_US = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hf_sparse24", "sparse24_kernels"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+"""
 
 
 def prompts(folder: Path) -> list[torch.Tensor]:
