@@ -115,7 +115,7 @@ def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
     for name, tokens, seed in sorted({(run["variant"], run["tokens"], run["seed"]) for run in runs}):
         pair = [best_rate(runs, variant, tokens, seed) for variant in (name, "fixed-mask, teacher")]
         if name in names and None not in pair:
-            cells = [ratio(*pair, corpus) for corpus in SHORT]
+            cells = [ratio(*pair, corpus, digits=3) for corpus in SHORT]
             rows.append([f"`{name}`", number(tokens), f"{pair[0]['learning_rate']:g}", str(seed), *cells])
     if not rows:
         return ""
@@ -249,7 +249,7 @@ def over_dense(runs: list[Run], run: Run, corpus: str) -> str:
     return "1" if control is run else ratio(run, control, corpus)
 
 
-def ratio(run: Run, control: Run, corpus: str) -> str:
+def ratio(run: Run, control: Run, corpus: str, digits: int = 2) -> str:
     """The ratio of two perplexities, with its range over documents."""
     ours, theirs = run["corpora"][corpus], control["corpora"][corpus]
     difference = torch.tensor(ours["nats"], dtype=torch.float64) - torch.tensor(theirs["nats"], dtype=torch.float64)
@@ -257,7 +257,8 @@ def ratio(run: Run, control: Run, corpus: str) -> str:
     drawn = torch.randint(len(tokens), (DRAWS, len(tokens)), generator=torch.Generator().manual_seed(0))
     ratios = (difference[drawn].sum(1) / tokens[drawn].sum(1)).exp()
     low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return f"{(difference.sum() / tokens.sum()).exp().item():.2f} [{low:.2f}, {high:.2f}]"
+    mean = (difference.sum() / tokens.sum()).exp().item()
+    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def number(value: int) -> str:
