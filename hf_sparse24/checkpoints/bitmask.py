@@ -58,7 +58,7 @@ def convert_checkpoint(
             Transformers renames its tensors while it loads them; or `directory` has another model than an export.
         OSError: a file is missing or cut short.
     """
-    config, is_bitmask = _read_config(source, empty is not None)
+    config, is_bitmask = read_dense_config(source, empty is not None)
     tensors = _read_tensors(source)
     lazy = _lazy_tensors(source, tensors, is_bitmask, empty is not None)
     packed = tuple(each.packed for each in lazy if each.packed is not None)
@@ -84,8 +84,11 @@ def convert_checkpoint(
         write_manifest(new, format, sparse, hashes, ours.to_dict(), {})
 
 
-def _read_config(source: Path, to_pack: bool) -> tuple[dict[str, Any], bool]:
-    """What `config.json` of the dense checkpoint says, and whether this one has bitmasks."""
+def read_dense_config(source: Path, to_pack: bool) -> tuple[dict[str, Any], bool]:
+    """What `config.json` of the dense checkpoint says, and whether this one has bitmasks.
+
+    ValueError: there is nothing to convert, or what there is cannot be packed.
+    """
     path = source / CONFIG
     config = read_json(path)
     said = [config.pop(key, None) for key in ("quantization_config", "compression_config")]
@@ -119,6 +122,9 @@ def _read_tensors(source: Path) -> Tensors:
 def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool, to_pack: bool) -> list[LazyTensors]:
     """All tensors of the export, in the order of the files."""
     made: dict[str, LazyTensors] = {}
+    masked = next((name for name in tensors.names if name.endswith(".bitmask")), None)
+    if masked and not is_bitmask:
+        raise ValueError(f"{source} has {masked}, and its config.json says that weights are dense; download it again")
     for name, file in tensors.names.items():
         module, _, part = name.rpartition(".")
         if not (is_bitmask and part in _PARTS):
@@ -151,6 +157,9 @@ def _sparse(where: str, tensors: Tensors, module: str, to_pack: bool) -> LazyTen
     if not fits or columns % 2 or bitmask.dtype != torch.uint8:
         parts = f"compressed {tuple(values.shape)}, bitmask {bitmask.dtype} {tuple(bitmask.shape)}, shape {sizes}"
         raise ValueError(f"{where}: these do not fit each other: {parts}")
+
+    if to_pack and (values.itemsize == 1 or not values.dtype.is_floating_point):
+        raise ValueError(f"{where}: values of {values.dtype} are not packed; take --format dense")
 
     def dense() -> Tensor:
         return _finite(where, decompress(where, tensors.read(names[0]), tensors.read(names[1])))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 
-from ..checkpoints.bitmask import convert_checkpoint
+from ..checkpoints.bitmask import convert_checkpoint, read_dense_config
 from ..checkpoints.export import export_model, refuse_other_models
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
 from ..patching.report import group_name, shown_count
@@ -33,7 +33,7 @@ _OF_A_MODEL = (*_OF_A_MODEL, "sparse24*.json", "adapter_*.json")
 
 def export(options: argparse.Namespace) -> int:
     """Export a training checkpoint, with its tokenizer."""
-    refuse_other_models(Path(options.directory))  # before anything is downloaded or loaded
+    _check_destination(options.directory)  # before anything is downloaded or loaded
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
     config = read_config(source)
     own = getattr(config, "quantization_config", None) or {}
@@ -52,16 +52,23 @@ def export(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Make an export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
-    refuse_other_models(Path(options.directory))
+    _check_destination(options.directory)
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
     empty = None
     if options.format == "packed":
+        read_dense_config(source, to_pack=True)  # or Transformers ends in errors of its own
         config = read_config(source)
         with torch.device("meta"):
             empty = model_class(config)._from_config(config)
     with _alone():
         convert_checkpoint(source, options.directory, empty, options.max_shard_size)
     return _finish(source, options.directory)
+
+
+def _check_destination(directory: str) -> None:
+    if not directory:
+        raise ValueError("the directory to write to is empty: name one")
+    refuse_other_models(Path(directory))
 
 
 @contextmanager

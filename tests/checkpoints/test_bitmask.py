@@ -197,6 +197,26 @@ def test_a_leftover_of_a_dense_checkpoint_is_removed_and_all_else_kept(key, tmp_
     assert_same(out, source)
 
 
+def test_a_config_that_does_not_fit_and_an_empty_destination(tmp_path, capsys, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    tensors = write_bitmask(prune(zoo.build("llama")), source)
+
+    def refused(message, *flags, to=out):
+        assert main(["convert", str(source), str(to), *flags]) == 2
+        assert message in capsys.readouterr().err and not out.exists()
+
+    tensors[f"{UP}.compressed"] = tensors[f"{UP}.compressed"].to(torch.int32)
+    write_files(source, tensors)
+    refused(f"{UP}: values of torch.int32 are not packed; take --format dense", "--format", "packed")
+    monkeypatch.chdir(tmp_path)
+    refused("the directory to write to is empty", to="")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    set_quantization(source, sparsity_config=SPARSITY | {"format": "dense"})
+    refused(".bitmask, and its config.json says that weights are dense")
+    (source / "config.json").write_text("null")
+    refused("config.json", "--format", "packed")
+
+
 def test_names_that_transformers_changes_are_no_packed_export(tmp_path, capsys):
     model = prune(zoo.build("mixtral"))
     source = tmp_path / "source"
