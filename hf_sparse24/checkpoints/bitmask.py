@@ -121,10 +121,10 @@ def _read_tensors(source: Path) -> Tensors:
 
 def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool, to_pack: bool) -> list[LazyTensors]:
     """All tensors of the export, in the order of the files."""
-    made: dict[str, LazyTensors] = {}
     masked = next((name for name in tensors.names if name.endswith(".bitmask")), None)
     if masked and not is_bitmask:
         raise ValueError(f"{source} has {masked}, and its config.json says that weights are dense; download it again")
+    made: dict[str, LazyTensors] = {}
     for name, file in tensors.names.items():
         module, _, part = name.rpartition(".")
         if not (is_bitmask and part in _PARTS):
@@ -157,7 +157,6 @@ def _sparse(where: str, tensors: Tensors, module: str, to_pack: bool) -> LazyTen
     if not fits or columns % 2 or bitmask.dtype != torch.uint8:
         parts = f"compressed {tuple(values.shape)}, bitmask {bitmask.dtype} {tuple(bitmask.shape)}, shape {sizes}"
         raise ValueError(f"{where}: these do not fit each other: {parts}")
-
     if to_pack and (values.itemsize == 1 or not values.dtype.is_floating_point):
         raise ValueError(f"{where}: values of {values.dtype} are not packed; take --format dense")
 

@@ -43,9 +43,6 @@ class Variant:
         self.process.communicate()  # the end of its requests ends it
 
 
-ANSWER = "answer: "
-
-
 def serve(load: Callable[[], Loaded]) -> None:
     """Load, then answer a request per line of stdin. Every answer has the process's peak memory until then."""
     start = time.perf_counter()
