@@ -43,25 +43,25 @@ FORMATS |= {"int8": {"format": "packed", "values": "int8"}}
 
 
 @pytest.fixture(scope="session")
-def binaries() -> Path:
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return kept | settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or two processes want two NUMA nodes
+
+
+@pytest.fixture(scope="session")
+def binaries(environment) -> Path:
     """The folder of programs of an environment with vLLM and this checkout."""
     folder = ROOT / "runs" / "vllm"
     stamp, text = folder / "requirements.txt", "\n".join(REQUIREMENTS)
     if not stamp.exists() or stamp.read_text() != text:
         venv.create(folder, clear=True, with_pip=True)
         pip = [folder / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", *REQUIREMENTS], check=True)
-        subprocess.run([*pip, "uninstall", "-y", *UNFIT], check=True)
-        subprocess.run([*pip, "install", "--no-deps", "-e", ROOT], check=True)
+        for command in (["install", *REQUIREMENTS], ["uninstall", "-y", *UNFIT], ["install", "--no-deps", "-e", ROOT]):
+            # Without PYTHONPATH, where pip would find torch and not install it.
+            subprocess.run([*pip, *command], check=True, env=environment)
         stamp.write_text(text)
     return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    return kept | settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or two processes want two NUMA nodes
 
 
 @pytest.fixture(scope="module")

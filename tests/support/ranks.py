@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ from hf_sparse24.weights.sharding import whole
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
-# The server looks for modules where Python does by itself, and passes over what it does not find.
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
 
 
 def run(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
@@ -41,6 +40,10 @@ def run(world: int, function: Callable, *args: Any, timeout: float = 120) -> lis
     Raises:
         RuntimeError: with the traceback of each process that failed, or did not end in time.
     """
+    # The server looks for modules where Python does by itself, and passes over what it does not find.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
     for is_last in (False, False, True):
         with tempfile.TemporaryDirectory() as folder:
             arguments = [(folder, rank, world, function, args) for rank in range(world)]
