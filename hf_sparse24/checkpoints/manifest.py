@@ -94,9 +94,10 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / single).exists() or not index.exists():
         return sorted(directory.glob(single))
     files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"{index} must have a weight_map from tensors to files")
-    return [directory / name for name in sorted(set(files.values()))]
+    names: list[Any] = list(files.values()) if isinstance(files, dict) else [None]
+    if not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
+        raise ValueError(f"{index} must have a weight_map from tensors to files beside it")
+    return [directory / name for name in sorted(set(names))]
 
 
 def read_listing(directory: Path) -> Listing:

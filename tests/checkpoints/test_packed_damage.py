@@ -18,6 +18,7 @@ from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model
+from hf_sparse24.checkpoints.manifest import Tensors
 from hf_sparse24.checkpoints.safetensors_file import header_hash
 from hf_sparse24.weights.packed_weight import PackedFormat, buffer_names
 
@@ -117,6 +118,15 @@ def test_a_file_too_many(copied):
     index["weight_map"]["extra"] = "extra.safetensors"
     (directory / "packed.safetensors.index.json").write_text(json.dumps(index))
     reject(directory, "not the files that were exported together with config.json")
+
+
+@pytest.mark.parametrize("file", ["../many/model.safetensors", "/model.safetensors", "", ["a"]])
+def test_an_index_that_names_no_file_beside_it(copied, file):
+    directory = copied("many")
+    index = directory / "packed.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {VALUES: file}}))
+    with pytest.raises(ValueError, match="must have a weight_map from tensors to files beside it"):
+        Tensors(directory)
 
 
 def test_two_tensors_have_changed_places_in_the_header(copied):
