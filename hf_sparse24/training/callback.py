@@ -196,10 +196,19 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             self.run_log.after_pause()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self.controller is not None:
-            self.controller.end()
-        if args.load_best_model_at_end and not self.is_idle and state.best_model_checkpoint is not None:
+        if self.controller is None:
+            return
+        self.controller.end()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            run = self.controller.run
+            was_nm = run.is_nm
             restore(kwargs["model"], state.best_model_checkpoint)
+            if was_nm and not run.is_nm:
+                logger.warning(
+                    f"load_best_model_at_end: {state.best_model_checkpoint} was saved in the {run.phase} phase, so the "
+                    f"model is not {run.config.pattern} now, as it was at the end of training; for that one, load the "
+                    f"last checkpoint"
+                )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         if "loss" not in logs:  # evaluation and the closing summary

@@ -179,12 +179,12 @@ def test_tensorboard_shows_the_metrics(tmp_path, monkeypatch):
     assert len(events.Scalars("train/flip_rate")) == 4
 
 
-def test_the_best_model_computes_as_it_did(tmp_path):
-    """A best checkpoint from the sparse phase, of a run that ends dense."""
+def train_to_the_best(path, config) -> Sparse24Trainer:
+    """A run of six steps whose first checkpoint of three is the best."""
     run = Sparse24Trainer(
         zoo.build("llama"),
         arguments(
-            tmp_path,
+            path,
             max_steps=6,
             learning_rate=1e-2,
             eval_strategy="steps",
@@ -197,18 +197,30 @@ def test_the_best_model_computes_as_it_did(tmp_path):
         ),
         train_dataset=dataset(),
         eval_dataset=dataset(4),
-        sparse24_config=Sparse24Config(method="t-sr-ste", dense_tail=2),
+        sparse24_config=config,
     )
-    losses = iter([1.0, 2.0, 3.0])  # the first checkpoint is the best, and sparse
+    losses = iter([1.0, 2.0, 3.0])
     evaluate = run.evaluate
     run.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_runtime": next(losses)}
     run.train()
     assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+    return run
+
+
+def test_the_best_model_computes_as_it_did(tmp_path):
+    """A best checkpoint from the sparse phase, of a run that ends dense."""
+    run = train_to_the_best(tmp_path, Sparse24Config(method="t-sr-ste", dense_tail=2))
     assert patched_config(run.model).phase == "sparse"
     best = AutoModelForCausalLM.from_pretrained(run.state.best_model_checkpoint)
     inputs = zoo.batch()
     with torch.no_grad():
         assert torch.equal(run.model.eval()(**inputs).logits, best(**inputs).logits)
+
+
+def test_a_dense_best_model_of_a_run_that_ends_sparse_warns(tmp_path, caplog):
+    run = train_to_the_best(tmp_path, Sparse24Config(method="cast"))
+    assert patched_config(run.model).phase == "dense"
+    assert "checkpoint-2 was saved in the dense phase, so the model is not 2:4 now" in caplog.text
 
 
 def test_going_on_longer_starts_the_new_sparse_phase_afresh(tmp_path):
