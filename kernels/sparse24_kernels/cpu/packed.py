@@ -15,7 +15,7 @@ def packed_linear(
 
     Sums are fp32. Their order is the path's (see native/), and the same in every call and for any number of threads.
     Where a weight is zero, inf and NaN of x may not show. Few tokens and int8 values: AVX-512 with VNNI rounds x to
-    8 bits, with a scale for each token and 128 inputs. More tokens: AMX rounds the weight to bf16.
+    8 bits, with a scale for each token and 128 inputs. More tokens: what multiplies in bf16 rounds the weight to it.
     """
     _check(x, values, indices, bias, scales)
     x, values, indices = x.contiguous(), values.contiguous(), indices.contiguous()

@@ -89,6 +89,18 @@ def test_products(path, dtype, int8):
             assert bool(((y.double() - product).abs() <= allowed).all()), (k, tokens, rows, with_bias)
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["floating", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_and_tokens_than_are_multiplied_at_once(path, dtype, int8):
+    """Each row and token as where they are few."""
+    x, packed, bias = operands(dtype, 136, int8)
+    rows, tokens = torch.randint(ROWS, (600,)), torch.randint(TOKENS, (530,))
+    part = Packed(*(None if tensor is None else tensor[rows] for tensor in packed))
+    y = operators.packed_linear(x[tokens], *part[:2], bias[rows], part.scales)
+    few = operators.packed_linear(x, *packed[:2], bias, packed.scales)
+    assert torch.equal(y, few[tokens][:, rows])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_weights(path, dtype):
     """Bit for bit those of the reference, also of values that no arithmetic must touch, and of int8 values."""

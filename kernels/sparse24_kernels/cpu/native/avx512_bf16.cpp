@@ -1,11 +1,12 @@
-// Few tokens on CPUs with AVX-512 VBMI, VNNI and BF16: bf16 values by `vdpbf16ps`, int8 values by `vpdpbusd`.
+// CPUs with AVX-512 VBMI, VNNI and BF16. Few tokens: bf16 values by `vdpbf16ps`, int8 values by `vpdpbusd`. Many tokens
+// in bf16: bf16_pairs.h.
 //
-// The kernels pick x by the indices instead of expanding the weights, so each instruction multiplies kept values only:
-// `vpmultishiftqb` moves the two bits of every value to a byte, and `vpermb` picks the bytes of x. One row at a time is
-// as fast as memory is read, because rows follow each other.
+// With few tokens the kernels pick x by the indices instead of expanding the weights, so each instruction multiplies
+// kept values only: `vpmultishiftqb` moves the two bits of every value to a byte, and `vpermb` picks the bytes of x. One
+// row at a time is as fast as memory is read, because rows follow each other.
 #include <immintrin.h>
 
-#include "problem.h"
+#include "bf16_pairs.h"
 
 extern const Path path_avx512;
 
@@ -167,8 +168,9 @@ int few_tokens_int8(const Linear& p) {
 
 int linear(const Linear& p) {
   if (p.value_dtype == INT8 && p.tokens <= 4) return few_tokens_int8(p);
+  if (p.dtype != BF16) return path_avx512.linear(p);
   if (p.value_dtype == BF16 && p.tokens <= 8) return few_tokens_bf16(p);
-  return path_avx512.linear(p);
+  return many_tokens(p, p.value_dtype == INT8 ? multiply_task<int8_t> : multiply_task<bf16>, 4);
 }
 
 int unpack(const Linear& p) { return path_avx512.unpack(p); }
