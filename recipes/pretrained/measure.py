@@ -27,8 +27,9 @@ from evaluation import Evaluation, read_documents, samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 import hf_sparse24_command
-from hf_sparse24 import Sparse24Config, Sparse24Trainer, __version__, export_model, oneshot, patch_model
+from hf_sparse24 import DistillationConfig, Sparse24Config, Sparse24Trainer, export_model, oneshot, patch_model
 from hf_sparse24.progress import Progress
+from hf_sparse24.version import __version__
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from methods_runs import best_rate
@@ -63,6 +64,7 @@ class Variant:
         method: as in `Sparse24Config`; None trains a dense model, the control.
         pruned: whether it starts from the model that `oneshot` pruned, and not from the dense one.
         teacher: whether it learns the dense model's predictions.
+        distillation: how much they count; None for what the method is published with, else the default.
         lora: whether an adapter is trained, and merged under the mask.
         settings: of the method.
     """
@@ -70,6 +72,7 @@ class Variant:
     method: str | None
     pruned: bool = True
     teacher: bool = False
+    distillation: DistillationConfig | None = None
     lora: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -79,6 +82,10 @@ VARIANTS = {
     "dense": Variant(None, pruned=False),
     "fixed-mask": Variant("fixed-mask"),
     "fixed-mask, teacher": Variant("fixed-mask", teacher=True),
+    # With the weights of CAST's paper: labels count more, which alone helps on text of the kinds that training has.
+    "fixed-mask, teacher at 1/3": Variant(
+        "fixed-mask", teacher=True, distillation=DistillationConfig(weight=1 / 3, temperature=1.0)
+    ),
     "lora": Variant("fixed-mask", lora=True),
     "lora, teacher": Variant("fixed-mask", teacher=True, lora=True),
     "sr-ste, teacher": Variant("sr-ste", teacher=True),
@@ -99,6 +106,7 @@ VARIANTS = {
 
 RATE_OF = {
     "fixed-mask": "fixed-mask, teacher",
+    "fixed-mask, teacher at 1/3": "fixed-mask, teacher",
     "lora": "lora, teacher",
     "slope, teacher": "fixed-mask, teacher",
     "sr-ste, teacher": "fixed-mask, teacher",
@@ -227,7 +235,8 @@ def train(material: Material, variant: Variant, tokens: int, rate: float, seed: 
             from peft import LoraConfig, get_peft_model
 
             model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-        trainer = Sparse24Trainer(model, **shared, teacher=material.teacher if variant.teacher else None)
+        teacher = material.teacher if variant.teacher else None
+        trainer = Sparse24Trainer(model, **shared, teacher=teacher, distillation=variant.distillation)
     trainer.train()
     return trainer
 
@@ -287,7 +296,8 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def save(folder: Path, result: dict[str, Any]) -> None:
-    name = "{variant}-{tokens}-lr{learning_rate:g}-seed{seed}".format(**result).replace(", ", "-").replace(" ", "-")
+    name = "{variant}-{tokens}-lr{learning_rate:g}-seed{seed}".format(**result)
+    name = re.sub(r",? |/", "-", name)
     replace_file(folder / f"{name}.json", json.dumps(result) + "\n")
     print(f"{name}: {validation_loss(result):.4f}, {result['cost']}", flush=True)
 

@@ -78,7 +78,7 @@ def _without_samples(material, model, with_samples=True):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-@pytest.mark.parametrize("name", ["dense", "fixed-mask, teacher", "lora", "t-sr-ste from dense"])
+@pytest.mark.parametrize("name", ["dense", "fixed-mask, teacher at 1/3", "lora", "t-sr-ste from dense"])
 def test_a_run_trains_verifies_and_evaluates(name, material):
     result = measure.run(material, name, 96, 1e-3, 0)
     assert result["verified"] is (None if name == "dense" else True) and len(result["loss"]) == 3
@@ -98,13 +98,16 @@ def test_the_page_compares_with_the_dense_control_of_as_many_tokens(tmp_path):
     found += [a_run("dense", 30_000, 1e-4, 2.9), a_run("fixed-mask", 30_000, 2e-4, 3.0)]
     found += [a_run("fixed-mask", 30_000, 2e-4, 3.1, seed=1), a_run("fixed-mask", 30_000, 4e-4, 3.05)]
     found += [a_run("fixed-mask, teacher", 30_000, 2e-4, 3.0), a_run("sr-ste, teacher", 30_000, 2e-4, 3.2)]
+    found += [a_run("fixed-mask, teacher at 1/3", 30_000, 2e-4, 3.1), a_run("cast, teacher", 30_000, 1e-4, 3.1)]
     for i, run in enumerate(found):
         (tmp_path / "runs" / f"{i}.json").write_text(json.dumps(run))
     text = pretrained_page.page(tmp_path)
     assert "leaves\n0.50 on validation" in text  # half of SparseGPT's gap
     assert "| `fixed-mask` | 30,000 | 0.0002 | 1.11 [1.11, 1.11] |" in text  # exp(0.1)
     assert "3.050 [3.000, 3.100]" in text  # two seeds
-    assert "| `sr-ste, teacher` | 30,000 | 0.0002 | 0 | 1.221 [1.221, 1.221] |" in text  # exp(0.2)
+    over, light = "| `fixed-mask, teacher` | 30,000 | 0.000", "| `fixed-mask, teacher at 1/3` | 30,000 | 0.000"
+    assert f"| `sr-ste, teacher` {over}2 | 0 | 1.221 [1.221, 1.221] |" in text  # exp(0.2)
+    assert f"| `cast, teacher` {over}1 | 0 | 1.105 [" in text and f"| `cast, teacher` {light}1 | 0 | 1.000 [" in text
 
 
 @pytest.mark.skipif(not list(COMMITTED.glob("*.json")), reason="nothing is committed yet")
