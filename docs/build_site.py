@@ -56,6 +56,7 @@ def method_page(name: str) -> str:
     rows = "\n".join(f"| **{label}** | {_cell(text)} |" for label, text in card)
     rows = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", rows)
     rows = rows.replace("recipes/results/methods.md", "[Methods side by side](../measured/methods.md)")
+    rows = rows.replace("docs/measured/pretrained.md", "[A pretrained model](../measured/pretrained.md)")
     settings = "\n".join(f"| `{key}` | {_cell(text)} |" for key, text in describe_settings(name).items())
     return f"""# `{name}`
 

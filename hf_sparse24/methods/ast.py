@@ -17,7 +17,7 @@ Method card
                      not. They train without weight decay on LLaMA; here it is AdamW's, as the optimizer is given it
     Known limits     without a teacher it is SR-STE with another placement of the decay. DeepSpeed ZeRO has no place for
                      an optimizer of a method's own
-    Measured here    recipes/results/methods.md, on a small Llama
+    Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Huang et al. 2024 (arXiv 2407.20584), sections 3.2 to 3.4, and the authors' code.
 """
 

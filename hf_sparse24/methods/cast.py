@@ -23,7 +23,7 @@ Method card
     Deviations       The paper states neither betas nor the learning rate's schedule: torch's, and yours. Blocks of
                      columns are contiguous, our reading. Weight decay is AdamW's, as the optimizer is given it. There
                      is no public code, and a re-run by others (LLaMA2-7B, perplexity 6.14) is far from the paper's 5.58
-    Measured here    recipes/results/methods.md, on a small Llama
+    Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Huang et al. 2025 (arXiv 2509.25996).
 """
 

@@ -12,7 +12,7 @@ Method card
     Deviations       ASP masks gradients when the optimizer steps, after clipping; here backward does. It zeroes weights
                      when it prunes; here the first optimizer step does. It can permute channels before it prunes by
                      magnitude; here only `oneshot` permutes them. Convolutions stay dense
-    Measured here    recipes/results/methods.md, on a small Llama
+    Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """
 

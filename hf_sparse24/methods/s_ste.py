@@ -18,7 +18,7 @@ Method card
                      (`weight_grad="dense"`, as our recipes set it). beta = 1 for a weight whose S(W) is all zeros (the
                      formula divides by zero). The mask shown in metrics keeps the lower index at ties, the public code
                      the higher.
-    Measured here    recipes/results/methods.md, on a small Llama
+    Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Hu et al. 2024 (arXiv 2409.09099), section 4.
 """
 

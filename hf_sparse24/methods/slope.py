@@ -28,7 +28,7 @@ Method card
                      Adapters decay by the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once
     Beware           the paper's baseline "Extended SR-STE" also prunes dZ by magnitude, which the paper itself calls
                      divergent. So it does not compare with the published SR-STE
-    Measured here    recipes/results/methods.md, on a small Llama
+    Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Mozaffari et al. 2025 (arXiv 2405.16325).
 """
 

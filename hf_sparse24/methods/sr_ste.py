@@ -13,7 +13,7 @@ Method card
                      lr lambda_W (1 - mask) W off the weight itself, as decoupled weight decay does; with plain SGD
                      both are the same. Convolutions, of which most of the paper's networks consist, stay dense.
     Known limits     as STE's, milder
-    Measured here    recipes/results/methods.md, on a small Llama
+    Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Zhou et al. 2021 (arXiv 2102.04010), eq. (7).
 """
 
