@@ -24,8 +24,16 @@ import transformers
 from stdlib_text import replace_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, __version__, export_model, oneshot, patch_model
-from hf_sparse24.methods import METHODS, StepAdamW, step_param_groups
+from hf_sparse24 import (
+    Sparse24Config,
+    Sparse24Controller,
+    __version__,
+    export_model,
+    oneshot,
+    patch_model,
+    sparse_run,
+)
+from hf_sparse24.methods import METHODS, step_param_groups
 from hf_sparse24.progress import Progress, count, duration
 
 QUICKSTART = LlamaConfig(
@@ -52,11 +60,14 @@ def random_ids(config, *shape: int) -> torch.Tensor:
 def training_step(model: PreTrainedModel, batch: tuple[int, int], method: str) -> Callable[[], object]:
     """A step of a model's training, which it is patched for unless the method is "dense"."""
     model.train()
+    optimizer = None
     if method != "dense":
-        patch_model(model, Sparse24Config(method=method))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if method == "step":  # switched after the warm-up: what it costs while it is sparse
-        optimizer = StepAdamW(step_param_groups(model), lr=1e-4, total_steps=100_000, switch_after=1, switch_by=1)
+        # STEP switched after its first step: what it costs while it is sparse.
+        settings = {"switch_after": 1, "switch_by": 1} if method == "step" else {}
+        patch_model(model, Sparse24Config(method=method, **settings))
+        optimizer = sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps=100_000, lr=1e-4)
+    if optimizer is None:  # any will do
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if method != "dense":
         Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=10)
     ids = random_ids(model.config, *batch)
