@@ -143,7 +143,8 @@ def _costs(result: dict[str, Any]) -> str:
 _COSTS = (
     "Time of this library over that of the dense model, paired round by round: median, lowest and highest of the "
     "rounds. A CPU has no sparse tensor cores, so this is what pruning costs, not what 2:4 sparsity gains. The machine "
-    "is shared and noisy: see the ranges."
+    "is shared and noisy: see the ranges. Masks that stay for some steps (`t-sr-ste`, `ast`, `cast`) are chosen in the "
+    "warm-up step, so choosing them is not in these times."
 )
 
 

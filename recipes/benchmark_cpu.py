@@ -60,15 +60,14 @@ def random_ids(config, *shape: int) -> torch.Tensor:
 def training_step(model: PreTrainedModel, batch: tuple[int, int], method: str) -> Callable[[], object]:
     """A step of a model's training, which it is patched for unless the method is "dense"."""
     model.train()
-    optimizer = None
     if method != "dense":
         # STEP switched after its first step: what it costs while it is sparse.
         settings = {"switch_after": 1, "switch_by": 1} if method == "step" else {}
         patch_model(model, Sparse24Config(method=method, **settings))
-        optimizer = sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps=100_000, lr=1e-4)
-    if optimizer is None:  # any will do
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if method != "dense":
+    run = sparse_run(model)
+    own = run and run.method.make_optimizer(step_param_groups(model), total_steps=100_000, lr=1e-4)
+    optimizer = own or torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if run:
         Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=10)
     ids = random_ids(model.config, *batch)
 
