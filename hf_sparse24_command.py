@@ -21,13 +21,11 @@ _STOPPED = "hf-sparse24: stopped; measurements so far are kept, and an export ha
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 where all is well, 1 where a check failed, 2 for a wrong argument."""
     try:
-        options = make_parser().parse_args(arguments)
-        if options.modules:  # may lie here, where a console script does not look; behind all that is installed
-            sys.path.append(os.getcwd())
+        imports, others = _import_option().parse_known_args(arguments)  # before the command or after it
+        options = make_parser().parse_args(others)
         module, function = options.run.split(":")
         with _ending_at_once():
-            for own in options.modules:
-                importlib.import_module(own)
+            _import_modules(imports.modules)
             commands = importlib.import_module(f"hf_sparse24.tools.{module}")
         return getattr(commands, function)(options)
     except (ImportError, OSError, ValueError) as error:
@@ -36,6 +34,18 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(_STOPPED, file=sys.stderr)
         return 130
+
+
+def _import_modules(modules: list[str]) -> None:
+    """Import modules that are installed or in the working directory, where a console script does not look."""
+    if modules:
+        sys.path.append(os.getcwd())  # behind all that is installed
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a module can raise anything
+            text = f"--import {name}: {type(error).__name__}: {error} (looked in {os.getcwd()} too)"
+            raise ImportError(text) from error
 
 
 @contextmanager
@@ -53,9 +63,17 @@ def _ending_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def _import_option() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-sparse24", add_help=False, allow_abbrev=False)
+    text = "a Python module to import first, which registers methods; may be repeated, and may follow COMMAND"
+    parser.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=text)
+    return parser
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command and all its subcommands."""
-    parser = argparse.ArgumentParser(prog="hf-sparse24", description="2:4 sparse training for Transformers")
+    text = "2:4 sparse training for Transformers"
+    parser = argparse.ArgumentParser(prog="hf-sparse24", description=text, parents=[_import_option()])
     parser.add_argument("--version", action="version", version=f"hf-sparse24 {version('hf_sparse24')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -111,10 +129,6 @@ def make_parser() -> argparse.ArgumentParser:
         each.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=size)
     text = "of a packed export: float (default), as they are; int8: rounded, with scales, 5/16 of the bytes"
     export.add_argument("--values", choices=("float", "int8"), default="float", help=text)
-
-    own = "a Python module that registers a method of your own; may be repeated"
-    for each in commands.choices.values():
-        each.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=own)
     return parser
 
 

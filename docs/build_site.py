@@ -89,12 +89,10 @@ print(patch_model(model, Sparse24Config(method="{name}")))
 def command_line_page() -> str:
     parser = make_parser()
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for command in commands.choices.values():
+    shown = {"hf-sparse24": parser, **{f"hf-sparse24 {name}": command for name, command in commands.choices.items()}}
+    for command in shown.values():
         command.formatter_class = partial(argparse.HelpFormatter, width=98)  # whatever terminal this runs in
-    sections = [
-        f"## `hf-sparse24 {name}`\n\n```text\n{command.format_help().rstrip()}\n```"
-        for name, command in commands.choices.items()
-    ]
+    sections = [f"## `{name}`\n\n```text\n{command.format_help().rstrip()}\n```" for name, command in shown.items()]
     intro = "What `hf-sparse24 COMMAND --help` prints. The guides show the commands in use: [tuning and the doctor]"
     intro += "(../guides/tuning.md), [reading the logs](../guides/logs.md), [export and the Hub](../guides/export.md)."
     return "\n\n".join(["# Command line", intro, *sections]) + "\n"

@@ -138,8 +138,13 @@ def test_only_a_module_that_is_asked_for_comes_from_the_working_directory(tmp_pa
     before = list(sys.path)
     (tmp_path / "my_own_method.py").write_text("")
     assert main(["doctor"]) == 0 and sys.path == before
-    assert main(["doctor", "--import", "my_own_method"]) == 0 and sys.path == [*before, str(tmp_path)]
-    assert sys.modules.pop("my_own_method").__file__ == str(tmp_path / "my_own_method.py")
+    for arguments in (["--import", "my_own_method", "doctor"], ["doctor", "--import", "my_own_method"]):
+        assert main(arguments) == 0 and sys.path == [*before, str(tmp_path)]
+        assert sys.modules.pop("my_own_method").__file__ == str(tmp_path / "my_own_method.py")
+        sys.path[:] = before
+    (tmp_path / "my_own_method.py").write_text("1 / 0")
+    assert main(["--import", "my_own_method", "doctor"]) == 2
+    assert "--import my_own_method: ZeroDivisionError: division by zero" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -209,7 +214,7 @@ def test_tune_without_a_gpu_and_without_kernels(directory, capsys, monkeypatch):
         (["doctor", "{}", "--target-modules", "mpl"], "no linear layer's name ends in ['mpl']"),
         (["doctor", "{}/depth"], "Transformers has no model for DepthAnythingConfig with architectures=None"),
         (["doctor", "{}", "--method", "best"], "method='best': must be one of"),
-        (["doctor", "{}", "--import", "no_such_module"], "No module named 'no_such_module'"),
+        (["--import", "no_such_module", "doctor", "{}"], "--import no_such_module: ModuleNotFoundError"),
     ],
 )
 def test_wrong_arguments(directory, arguments, message, capsys):
