@@ -10,8 +10,8 @@ Method card
                      optimizer's state take half the memory (docs/guides/packed_master.md)
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks
     Deviations       ASP masks gradients when the optimizer steps, after clipping; here backward does. It zeroes weights
-                     when it prunes; here the first optimizer step does. It can permute channels before it prunes by
-                     magnitude; here only `oneshot` permutes them. Convolutions stay dense
+                     when it prunes; here the first optimizer step does. It can permute channels first; here nothing
+                     does. Convolutions stay dense
     Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Mishra et al. 2021 (arXiv 2104.08378), section 4: train dense, prune once, repeat the training.
 """

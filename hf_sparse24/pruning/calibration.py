@@ -155,33 +155,6 @@ def _samples(
     return [BlockSample(call, output, count) for call, output, count in zip(ours, outputs, counts)]
 
 
-def input_statistics(
-    model: nn.Module, weights: dict[str, SparseWeight], batches: list[Batch], kind: type[Gram | Sample]
-) -> dict[str, Gram | Sample]:
-    """Return statistics of the inputs of all `weights` by name, from one pass of the model as it is over `batches`.
-
-    Arguments, and the errors that weights and inputs raise, are those of `calibrate`.
-    """
-    found = {name: kind(weight, len(batches)) for name, weight in weights.items()}
-
-    def before_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        last_input.add_to(found[name], _first(args, kwargs))
-
-    device = next(model.parameters()).device
-    with Progress("measuring inputs", len(batches), "batch") as progress, evaluating(model), ExitStack() as hooks:
-        for name, weight in weights.items():
-            hook = functools.partial(before_layer, name)
-            hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
-        for batch in batches:
-            last_input = LastInput(padding_masks(batch))
-            model(**{name: value.to(device) for name, value in batch.items()})
-            progress.update()
-    _check(found)
-    for statistics in found.values():
-        statistics.finish()
-    return found
-
-
 def _first(args: tuple, kwargs: dict) -> Tensor:
     return args[0] if args else next(iter(kwargs.values()))
 

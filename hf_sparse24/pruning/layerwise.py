@@ -1,4 +1,4 @@
-"""Pruning one linear layer from the Gram matrix of its inputs: masks, SparseGPT, ALPS, the best weights for a mask.
+"""Pruning one linear layer from the Gram matrix of its inputs: masks, SparseGPT, the best weights for a mask.
 
 What pruning does to a layer's output, summed over all calibration tokens, is a quadratic form in the change of weights:
 
@@ -22,25 +22,6 @@ def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int) -> Tensor:
     Reference: Sun et al. 2023 (arXiv 2306.11695), eq. (1).
     """
     return kernels.nm_mask(weight.abs() * squares.sqrt(), n, m)
-
-
-def ria_mask(weight: Tensor, squares: Tensor, n: int, m: int, power: float = 0.5) -> Tensor:
-    """Return the mask of the `n` of every `m` inputs with the largest relative importance: bool, shape of `weight`.
-
-    That is `(|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^power`: a weight counts for its share of what
-    its input and its output have, so that no row or column is lost whole. Arguments as those of `wanda_mask`.
-
-    Reference: Zhang et al. 2024, "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models"
-    (ICLR 2024, openreview Tr0lPx9woF), eq. (3), with their power.
-    """
-    return kernels.nm_mask(relative_importance(weight, squares, power), n, m)
-
-
-def relative_importance(weight: Tensor, squares: Tensor, power: float = 0.5) -> Tensor:
-    """Return the score of `ria_mask`, `[out, in]`."""
-    size, tiny = weight.abs(), torch.finfo(weight.dtype).tiny
-    shares = size / size.sum(0).clamp(min=tiny) + size / size.sum(1, keepdim=True).clamp(min=tiny)
-    return shares * squares.pow(power / 2)
 
 
 def ridge(gram: Tensor, damping: float) -> float:
@@ -102,61 +83,6 @@ def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
         if not failed:
             return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True), damping
         damping = max(10 * damping, 1e-6)
-
-
-def alps(
-    weight: Tensor, gram: Tensor, n: int, m: int, damping: float, settled: float = 1e-3, max_iterations: int = 300
-) -> tuple[Tensor, Tensor]:
-    """Choose the mask and its weights together, by ADMM.
-
-    With `H = gram + ridge`, scaled to a diagonal of ones, it minimises `tr((W - B) H (W - B)^T)` over all B, and has B
-    equal an N:M sparse D by a multiplier V:
-
-        B = (W H - V + rho D) (H + rho)^-1,    D = the n largest of every m of B + V / rho,    V += rho (B - D)
-
-    Small rho lets the masks change, large rho makes B and D agree: it starts at 0.1, and grows every three iterations
-    by 1.3, 1.2 or 1.1 where more than 10 %, 0.5 % or less of the mask has changed since.
-
-    Args:
-        weight: `[out, in]`, `in` a multiple of `m`. gram: `[in, in]`.
-        damping: see `ridge`; rho makes any Gram matrix positive definite.
-        settled: stop once at most this share of the mask has changed in three iterations; 24 to 60 of them are usual.
-
-    Returns:
-        The pruned weight, and its mask (bool, `n` of every `m`). Weights of inputs that are never active stay as they
-        are where the mask keeps them.
-
-    Reference: Meng et al. 2024 (arXiv 2406.07831), Algorithm 1; rho and its growth are those of their code
-    (github.com/mazumder-lab/ALPS). Our deviations: an inverse for each rho and one GEMM for each iteration, instead of
-    one eigendecomposition and two GEMMs; they stop when the mask changes no more; `least_squares` takes the place of
-    the conjugate gradients that they run afterwards.
-    """
-    mask = old = kernels.nm_mask(weight, n, m)
-    if not (weight * ~old).any():
-        return weight.clone(), old  # N:M sparse already
-    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    damped = gram + ridge(gram, damping) * identity
-    scale = damped.diagonal().sqrt()
-    scale = scale.masked_fill(scale == 0, 1)
-    damped = damped / (scale * scale[:, None])
-    target = weight * scale
-    sparse, multiplier, rho = target, torch.zeros_like(target), 0.1
-    gradient = target @ damped
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped + rho * identity))
-    for iteration in range(1, max_iterations + 1):
-        full = (gradient - multiplier + rho * sparse) @ inverse
-        sparse = full + multiplier / rho
-        mask = kernels.nm_mask(sparse, n, m)
-        sparse = sparse * mask
-        multiplier = multiplier + rho * (full - sparse)
-        if iteration % 3 == 0:
-            changed = (mask != old).sum().item() / (2 * mask.sum().item())
-            if changed <= settled:
-                break
-            old = mask
-            rho *= 1.3 if changed > 0.1 else 1.2 if changed > 0.005 else 1.1
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped + rho * identity))
-    return torch.where(gram.diagonal() == 0, weight, sparse / scale) * mask, mask
 
 
 def least_squares(

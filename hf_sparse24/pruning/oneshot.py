@@ -8,7 +8,7 @@ kept, and for each batch the output of the last finished block; see `replay`.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from os import PathLike
 from typing import Any, NamedTuple
@@ -33,15 +33,12 @@ from . import layerwise
 from .blockwise import reconstruct_block
 from .calibration import CalibratedBlock, calibrate, check_batch
 from .finished_blocks import FinishedBlocks
-from .permutation import permute_channels
 from .report import BlockReport, LayerReport, OneshotReport
 from .statistics import Gram, Sample, matrix
 
 logger = get_logger(__name__)
 
-CRITERIA = ("magnitude", "wanda", "ria", "sparsegpt", "alps", "existing")
-FROM_GRAM = ("sparsegpt", "alps")
-"""Criteria that need a Gram matrix, and move weights."""
+CRITERIA = ("magnitude", "wanda", "sparsegpt")
 RECONSTRUCTIONS = ("block", "layer", None)
 
 PASSES, STEPS = 8, 1_000
@@ -71,7 +68,6 @@ def oneshot(
     learning_rate: float = 0.01,
     damping: float = 0.01,
     values: str = "float",
-    permute: bool = False,
     resume_dir: str | PathLike | None = None,
 ) -> OneshotReport:
     """Prune a pretrained model to N:M with calibration data, in place.
@@ -82,7 +78,7 @@ def oneshot(
 
     Takes memory for the output of one block for every batch (and of those that skip blocks, such as an encoder's last
     one), and at first of all blocks for one batch; on the CPU, for the dense weights of the targeted layers; with
-    `reconstruct`, "sparsegpt" or "alps", for an `[in, in]` matrix of every targeted layer of one block, of the largest
+    `reconstruct` or "sparsegpt", for an `[in, in]` matrix of every targeted layer of one block, of the largest
     for two or three.
 
     Args:
@@ -95,16 +91,10 @@ def oneshot(
             the layers as in `patch_model`.
         criterion: the score by which N weights of every group of M inputs are kept:
 
-            * `"magnitude"`: its absolute value;
+            * `"magnitude"`: its absolute value. An N:M sparse model stays as it is;
             * `"wanda"`: its absolute value times the norm of its input (arXiv 2306.11695);
-            * `"ria"`: its shares of the sums of its row and its column, times the root of the norm of its input (ICLR
-              2024, openreview Tr0lPx9woF);
             * `"sparsegpt"`: the output error of pruning it once the weights to its right have made up for it, as they
-              then do (arXiv 2301.00774); weights of inputs that are never active become zero;
-            * `"alps"`: its magnitude in the solution of the whole layer's problem, whose values the weights then have
-              (arXiv 2406.07831): the least output error, in six to ten times the time of `"sparsegpt"`;
-            * `"existing"`: its absolute value, for a model that has zeros already, which are dropped first; `dropped`
-              in the report counts the non-zeros that had to go. An N:M sparse model stays as it is.
+              then do (arXiv 2301.00774); weights of inputs that are never active become zero.
         reconstruct: what makes up for the weights that are dropped:
 
             * `"block"`: the kept weights, norms and biases of each block train to give what the dense model's block
@@ -126,10 +116,6 @@ def oneshot(
             then stores exactly, chosen for the layer's output where the export alone rounds to nearest. Do it in the
             dtype that is exported, and export before the weights are trained on. Layers whose input size is no multiple
             of 8, which are not packed, are not rounded. It takes the memory of `reconstruct="layer"`.
-        permute: first order the hidden channels of MLPs, and those inside attention heads, so that the masks of the
-            layers that read them lose less (Pool & Yu 2021, for magnitudes). The model is the same function in another
-            order of weights, which it keeps. It takes one more pass over the data. Not done for `"existing"` zeros,
-            whose groups it would break.
         resume_dir: a directory that gets a file for each finished block. The same call goes on behind them after an
             interruption. Delete it afterwards: it holds the model's weights once more.
 
@@ -142,12 +128,12 @@ def oneshot(
             which are not calibrated; an unknown `criterion` or `values`, or int8 ones of a pattern that is not within
             2:4; a negative `damping`; no data, or batches of something else; batches with the same names that run other
             blocks; a model that runs parts of its blocks, or whose blocks leave more behind than what they return;
-            targeted layers that no token reaches; activations with NaN or inf; `"existing"` for a model without zeros.
+            targeted layers that no token reaches; activations with NaN or inf.
 
     Reference: Hubara et al. 2021 (arXiv 2102.08124), section 4, for the reconstruction. Our deviations from their code:
     one damped least-squares problem for weights and bias, solved by conjugate gradients instead of 1000 steps of Adam;
     every criterion, magnitude too, sees the inputs that the pruned blocks before it give. For block reconstruction see
-    `blockwise`, for the order of channels `permutation`.
+    `blockwise`.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -175,16 +161,13 @@ def oneshot(
     reports: dict[str, LayerReport] = {}
     blocks: list[BlockReport] = []
     masks: dict[Tensor, Tensor] = {}
-    undo = ExitStack()
     try:
-        _check_weights(weights, criterion)
+        _check_weights(weights)
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
-        settings = options._asdict() | {"permute": permute}
+        settings = options._asdict()
         finished = FinishedBlocks(resume_dir, model, batches, settings | {"config": config.to_dict()})
-        if permute and criterion != "existing":
-            permute_channels(model, weights, batches, undo)
         # A Gram matrix costs as much as running the block: only what moves weights by it needs it.
-        kind = Gram if reconstruct == "layer" or criterion in FROM_GRAM or values == "int8" else Sample
+        kind = Gram if reconstruct == "layer" or criterion == "sparsegpt" or values == "int8" else Sample
         total = len({id(weight.parameter) for weight in weights.values()})
         pruning = Progress(f"pruning by {criterion}", total, "layer", logger.info)
         calibrated = calibrate(model, weights, batches, kind, reconstruct == "block", finished)
@@ -214,7 +197,6 @@ def oneshot(
     except BaseException:
         for parameter, original in originals.items():
             parameter.copy_(original)
-        undo.close()
         unpatch_model(model, sparse=False)
         raise
     tokens = max(report.tokens for report in reports.values())
@@ -271,7 +253,7 @@ def _check_arguments(model: nn.Module, config: Sparse24Config, options: _Options
         raise ValueError("the model is already patched; call unpatch_model(model) first")
 
 
-def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
+def _check_weights(weights: dict[str, SparseWeight]) -> None:
     stacks = [name for name, weight in weights.items() if weight.is_stack]
     if stacks:
         names = sorted({name.rpartition(".")[2] for name in stacks})
@@ -286,8 +268,6 @@ def _check_weights(weights: dict[str, SparseWeight], criterion: str) -> None:
         raise ValueError(
             f"{layer_name(meta[0])} has no weight yet (meta device, or offloaded): load the model onto a device first"
         )
-    if criterion == "existing" and all(weight.parameter.all() for weight in weights.values()):
-        raise ValueError("criterion='existing': the targeted weights have no zeros; use 'wanda', or 'magnitude'")
 
 
 def _prune_block(
@@ -338,10 +318,6 @@ def _prune_weight(
                 f"{layer_name(name)}: Gram matrix not positive definite with damping={options.damping}; used {used:g}"
             )
         options = options._replace(damping=used)
-    elif isinstance(inputs, Gram) and options.criterion == "alps":
-        pruned, mask = layerwise.alps(dense, inputs.matrix[:-1, :-1], n, m, options.damping)
-    elif options.criterion == "ria":
-        mask = layerwise.ria_mask(dense, inputs.squares, n, m)
     elif options.criterion == "wanda":
         mask = layerwise.wanda_mask(dense, inputs.squares, n, m)
     else:

@@ -205,7 +205,6 @@ def test_a_batch_of_padding_alone_changes_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [0, 1])
 def test_an_interrupt_in_training_restores_the_model(block, dtype):
-    """The order of its channels included, which is another one by then."""
     model = build().to(dtype)
     model.model.embed_tokens.weight.requires_grad_(False)
     needed = [parameter.requires_grad for parameter in model.parameters()]

@@ -1,7 +1,5 @@
 """The algorithms of oneshot on one layer, against literal solutions and the numbers of the official code."""
 
-import itertools
-
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -10,11 +8,8 @@ from sparse24_kernels import nm_mask
 
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning.layerwise import (
-    alps,
     least_squares,
     output_norm,
-    relative_importance,
-    ria_mask,
     ridge,
     round_to_int8,
     sparsegpt,
@@ -216,58 +211,3 @@ def test_rounding_to_int8_lowers_the_error_and_is_found_again(dtype):
         other = round_to_int8(weight, gram, 0.0, dtype, sweeps, width=37)
         assert (other != rounded).float().mean() < 0.01
     assert errors == sorted(errors, reverse=True) and errors[1] < 0.6 * errors[0], errors
-
-
-def test_relative_importance_on_literal_numbers():
-    """Of eq. (3): a weight that is all its column has counts more than a larger one in a large column."""
-    weight = torch.tensor([[1.0, -3.0, 2.0, 4.0], [1.0, 9.0, 0.0, -4.0]])
-    squares = torch.tensor([1.0, 1.0, 16.0, 0.0])  # norms 1, 1, 4, 0; their roots 1, 1, 2, 0
-    columns = torch.tensor([[1 / 2, 3 / 12, 1, 1 / 2], [1 / 2, 9 / 12, 0, 1 / 2]])
-    rows = torch.tensor([[1 / 10, 3 / 10, 2 / 10, 0], [1 / 14, 9 / 14, 0, 0]])
-    scale = torch.tensor([1, 1, 2, 0])
-    torch.testing.assert_close(relative_importance(weight, squares), (rows + columns) * scale)
-    assert torch.equal(ria_mask(weight, squares, 2, 4), torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0]]).bool())
-    assert ria_mask(0 * weight, squares, 2, 4).sum() == 4  # rows and columns of zeros divide nothing by zero
-
-
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8)])
-def test_alps_is_at_most_the_error_of_sparsegpt(n, m):
-    """On every random problem, with the best weights for either mask; its own weights are close to their best."""
-    for seed in range(5):
-        x, weight = correlated(600, 64, seed=seed), randn64(48, 64)
-        gram, zero = x.T @ x, torch.zeros(64, dtype=torch.float64)
-        pruned, mask = alps(weight, gram, n, m, 1e-4)
-        updated, other, _ = sparsegpt(weight, gram, n, m, 1e-4)
-        assert mask.unflatten(1, (-1, m)).sum(2).eq(n).all() and not pruned[~mask].any()
-        errors = [
-            output_norm(weight - each, gram)
-            for each in (
-                least_squares(weight, mask, gram, zero, pruned, tolerance=0),
-                pruned,
-                least_squares(weight, other, gram, zero, updated, tolerance=0),
-            )
-        ]
-        assert errors[0] <= errors[1] < 1.05 * errors[0] and errors[0] < errors[2], errors
-
-
-def test_alps_against_every_mask():
-    """Of two groups, 36 masks: the error above that of the best is less than half of SparseGPT's, on average."""
-    x, weight = correlated(60, 8), randn64(64, 8)
-    gram = x.T @ x
-    pairs = [[i in pair for i in range(4)] for pair in itertools.combinations(range(4), 2)]
-    errors = []
-    for left, right in itertools.product(pairs, pairs):
-        kept = torch.tensor(left + right)
-        best = torch.linalg.solve(gram[kept][:, kept], gram[kept] @ weight.T).T
-        change = weight - torch.zeros_like(weight).masked_scatter(kept.expand_as(weight), best)
-        errors.append(((change @ gram) * change).sum(1))
-    least = torch.stack(errors).amin(0)
-
-    def excess(mask: torch.Tensor) -> torch.Tensor:
-        zero = torch.zeros(8, dtype=torch.float64)
-        change = weight - least_squares(weight, mask, gram, zero, weight * mask, tolerance=0)
-        return ((change @ gram) * change).sum(1) / least - 1
-
-    found, sequential = excess(alps(weight, gram, 2, 4, 0.0)[1]), excess(sparsegpt(weight, gram, 2, 4, 0.0)[1])
-    assert found.min() > -1e-6 and sequential.min() > -1e-6
-    assert found.mean() < 0.5 * sequential.mean()

@@ -42,7 +42,6 @@ X = torch.ones(3, 16)
         (None, batches(1), {"config": Sparse24Config()}, "method='s-ste': oneshot chooses masks once and for all"),
         (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5: other masks would be chosen"),
         (None, batches(1), {"config": fixed_mask(target_modules=["nope"])}, "no linear layer's name ends in"),
-        (None, batches(1), {"criterion": "existing"}, "criterion='existing': the targeted weights have no zeros"),
         (HalfUsed, [{"x": X}], {}, "no calibration tokens reach blocks.1.mlp; use more data, or leave them out"),
         (None, [{**zoo.batch(), "attention_mask": torch.zeros(2, 12)}], {}, "no calibration tokens .* and 2 more"),
         (lambda: OneLayer(nn.Linear(16, 8)), [{"x": X * torch.inf}], {}, "NaN or inf in the inputs of blocks.0.mlp"),

@@ -16,7 +16,7 @@ def batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [zoo.batch(seed=seed, rows=4, length=24) for seed in range(count)]
 
 
-LAYERWISE = {"reconstruct": "layer", "permute": False}
+LAYERWISE = {"reconstruct": "layer"}
 """Arguments of `oneshot` with which each layer's result depends on its own problem alone."""
 
 
