@@ -7,7 +7,7 @@ import torch
 import zoo
 
 from hf_sparse24 import Sparse24Config, describe_settings, oneshot, patch_model
-from hf_sparse24.html_tables import html_table
+from hf_sparse24.tables import html_table
 from hf_sparse24.training.decay_search import DecayTuning
 
 

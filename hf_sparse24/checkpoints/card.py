@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,7 @@ from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
 from ..patching.report import shown_count
 from ..run import patched_config
+from ..tables import markdown_table
 from ..version import __version__
 from ..weights.packed_weight import format_version, packed_masters, trained_weights
 from ..weights.sparse_weight import first_of_each
@@ -209,7 +210,7 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
         other = dense.get(name)
         compared = ["", ""] if other is None else [_number(other), f"{value - other:+.4g}"]
         rows.append([labels[name], _number(value), *compared][: len(columns)])
-    return f"## Results\n\n{_table(columns, rows)}"
+    return f"## Results\n\n{markdown_table(columns, rows)}"
 
 
 def _training(config: Sparse24Config, hyperparameters: Mapping[str, Any] | None, plot: str | None) -> str:
@@ -222,10 +223,10 @@ def _training(config: Sparse24Config, hyperparameters: Mapping[str, Any] | None,
     parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
     if config.pruning:
         rows = [[name, _number(value) if type(value) is int else str(value)] for name, value in config.pruning.items()]
-        parts += ["Masks and weights began with those of `oneshot`:", _table(["oneshot", "value"], rows)]
+        parts += ["Masks and weights began with those of `oneshot`:", markdown_table(["oneshot", "value"], rows)]
     if hyperparameters:
         rows = [[name.replace("_", " "), str(value)] for name, value in hyperparameters.items()]
-        parts.append(_table(["hyper-parameter", "value"], rows))
+        parts.append(markdown_table(["hyper-parameter", "value"], rows))
     if plot:
         parts.append(f"![Losses by the step]({plot})")
     return "\n\n".join(parts)
@@ -257,11 +258,6 @@ def _replaced(text: str, section: str) -> str:
 
 def _python(*lines: str) -> str:
     return "\n".join(["```python", *lines, "```"])
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(" | ".join(["", *(cell.replace("|", "&#124;") for cell in line), ""]).strip() for line in lines)
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping
 
-from ..html_tables import html_table
+from ..tables import html_table
 from .registry import method_class
 
 

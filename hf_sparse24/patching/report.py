@@ -8,7 +8,7 @@ from sparse24_kernels import Pattern
 from torch import nn
 
 from ..config import Sparse24Config
-from ..html_tables import TableReport
+from ..tables import TableReport
 from .targets import CONVOLUTION, Candidate
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..html_tables import TableReport
 from ..patching.report import PatchReport, group_name
+from ..tables import TableReport
 
 
 @dataclass(frozen=True)

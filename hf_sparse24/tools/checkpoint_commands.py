@@ -15,9 +15,9 @@ from ..checkpoints.export import export_model, refuse_other_models
 from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
 from ..patching.report import group_name, shown_count
 from ..progress import Progress, count, duration
+from ..tables import print_table
 from ..weights.packed_weight import buffer_names
 from .models import check_name, model_class, read_config
-from .tables import print_table
 
 _WEIGHTS = ("*.safetensors", "*.json")
 _OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")

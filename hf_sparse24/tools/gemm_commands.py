@@ -12,6 +12,7 @@ from ..config import Sparse24Config
 from ..patching.masters import wants_packed_master
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
+from ..tables import print_table
 from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
 from .models import model_class, read_config
@@ -19,7 +20,6 @@ from .plan import plan_training
 from .plan_text import print_plan
 from .pruning_costs import FLOPS_PER_BYTE
 from .sizes import Setting
-from .tables import print_table
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -3,10 +3,10 @@
 from transformers import PreTrainedModel
 
 from ..progress import count
+from ..tables import print_table
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from .plan import KEPT_AUTOCAST, KEPT_CAST, Plan
 from .pruning_costs import break_even
-from .tables import print_table
 
 
 def print_plan(name: str, model: PreTrainedModel, plan: Plan, memory: float, flops_per_byte: int) -> None:

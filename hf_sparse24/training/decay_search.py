@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
-from ..html_tables import html_table
 from ..methods import method_class
 from ..methods.masked_decay import AUTO, MaskedDecayMethod
 from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import Progress, get_logger
 from ..run import patched_config, sparse_run
+from ..tables import TableReport
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
 from .mask_metrics import fresh_masks
@@ -42,7 +42,7 @@ STEPS_WITHOUT_WARM_UP = 100
 
 
 @dataclass(frozen=True, repr=False)
-class DecayTuning:
+class DecayTuning(TableReport):
     """What the probes found. Print it.
 
     Attributes:
@@ -54,16 +54,10 @@ class DecayTuning:
     dense_flip_rate: float
     mu: dict[float, float]
     chosen: float | None
-
-    def __str__(self) -> str:
-        rows = (f"{candidate:>9}  mu {mu}  {verdict}".rstrip() for candidate, mu, verdict in self._rows())
-        return "\n".join([self._title(), *rows])
+    _columns = ("masked_decay", "mu", "")
 
     def __repr__(self) -> str:
         return f"<DecayTuning: chosen={self.chosen} of {list(self.mu)}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._title(), ("masked_decay", "mu", ""), self._rows())
 
     def _title(self) -> str:
         return f"masked decay, by flip rate over that of dense training ({self.dense_flip_rate:.2e} per step)"

@@ -162,7 +162,7 @@ def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "hf_sparse24.training.trainer.tune_masked_decay", lambda *_: DecayTuning(1e-3, {6e-5: 1.8}, None)
     )
-    with pytest.raises(ValueError, match=r"no candidate has mu in \[0.60, 0.95\](?s:.*)mu 1.800"):
+    with pytest.raises(ValueError, match=r"no candidate has mu in \[0.60, 0.95\](?s:.*)6.0e-05  1.800"):
         decay_trainer(tmp_path, decay="auto").train()
 
 

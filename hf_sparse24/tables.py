@@ -1,0 +1,65 @@
+"""Tables as text, HTML and Markdown, and the base of reports that show themselves as one."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import zip_longest
+
+Row = Sequence[object]
+
+
+class TableReport:
+    """A report that shows itself as a table, in text and in notebooks; subclasses give it a title and rows."""
+
+    _columns: tuple[str, ...] = ()
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _rows(self) -> Iterable[tuple[str, ...]]:
+        raise NotImplementedError
+
+    def _advice(self) -> str | None:
+        """A sentence below the table; None for none."""
+        return None
+
+    def __str__(self) -> str:
+        parts = [self._title(), text_table([self._columns, *self._rows()]), self._advice()]
+        return "\n".join(part for part in parts if part)
+
+    def _repr_html_(self) -> str:
+        advice = self._advice()
+        return html_table(self._title(), self._columns, self._rows()) + (f"<p>{escape(advice)}</p>" if advice else "")
+
+
+def text_table(rows: Iterable[Row], indent: str = "") -> str:
+    """Return rows as aligned lines; the first row may be the head. Numbers stand on the right of their column."""
+    columns = []
+    for cells in zip_longest(*([str(cell) for cell in row] for row in rows), fillvalue=""):
+        width = max(map(len, cells))
+        is_number = all(cell[:1].isdigit() for cell in cells[1:])
+        columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
+    return "\n".join((indent + "  ".join(line)).rstrip() for line in zip(*columns))
+
+
+def print_table(rows: Iterable[Row]) -> None:
+    """Print rows as aligned and indented lines."""
+    print(text_table(rows, indent="  "))
+
+
+def html_table(title: str, head: Row, rows: Iterable[Row]) -> str:
+    """Return a small HTML table without colours, for pages and notebooks, light or dark. Every cell is escaped."""
+    lines = [_html_row("th", head), *(_html_row("td", row) for row in rows)]
+    return f"<p>{escape(title)}</p><table>{''.join(lines)}</table>"
+
+
+def _html_row(tag: str, cells: Row) -> str:
+    if not cells:
+        return ""
+    return "<tr>" + "".join(f'<{tag} style="text-align: left">{escape(str(cell))}</{tag}>' for cell in cells) + "</tr>"
+
+
+def markdown_table(head: Row, rows: Iterable[Row]) -> str:
+    """Return a table in Markdown; a `|` within a cell is escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    cells = ([str(cell).replace("|", "&#124;") for cell in line] for line in lines)
+    return "\n".join(" | ".join(["", *line, ""]).strip() for line in cells)
