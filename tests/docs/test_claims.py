@@ -1,0 +1,69 @@
+"""Figures on the README and the guides equal the committed results, and every one has a source; see claims.py."""
+
+import json
+import re
+import shutil
+
+import claims
+import pages
+import pytest
+from paths import ROOT
+
+RESULTS = ROOT / "recipes" / "results"
+CHECKED = r"README\.md"
+GUIDES = [page for page in pages.PAGES if re.fullmatch(CHECKED, page)]
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def missing(page: str, figures: dict[str, float]) -> list[str]:
+    """What the page should state, and does not."""
+    text = plain(pages.PAGES[page])
+    return [
+        said for said in (plain(each.format(**figures)) for each in claims.STATED.get(page, [])) if said not in text
+    ]
+
+
+@pytest.mark.parametrize("page", claims.STATED)
+def test_stated_figures_equal_the_results(page):
+    assert not missing(page, claims.figures(RESULTS)), f"{page} lacks these; correct the page, or claims.py"
+
+
+@pytest.mark.parametrize("page", claims.PUBLISHED)
+def test_published_figures_stand_beside_their_source(page):
+    text = plain(pages.PAGES[page])
+    for said, source in claims.PUBLISHED[page]:
+        assert said in text and source in text, (said, source)
+
+
+UNITS = r"%|times|x\b|nats|ms\b|us\b|[GMk]B\b|CPU s|seconds|tokens (?:per|a) second"
+MEASURED = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= ?(?:{UNITS}))|(?<![\w./:-])\d+\.\d+(?![\w./])")
+PRODUCTS = "torch|Transformers|vLLM|PEFT|TRL|Python|Triton|cuSPARSELt|accelerate|capability|hf_sparse24|bitsandbytes"
+VERSION = rf"\d+\.\d+\.\d[\w.]*|\b(?:{PRODUCTS})(?: of)? \d+\.\d+"
+ARXIV = r"\b\d{4}\.\d{4,5}\b"
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_every_figure_has_a_source(page):
+    """What looks measured is in `STATED`, `PUBLISHED` or `EXACT`. Code, links and versions do not count."""
+    figures = claims.figures(RESULTS)
+    text = plain(re.sub(r"```.*?```|\$\$.*?\$\$", " ", pages.PAGES[page], flags=re.DOTALL))
+    known = [each.format(**figures) for each in claims.STATED.get(page, [])] + claims.EXACT
+    for said in known + [said for said, _ in claims.PUBLISHED.get(page, [])]:
+        text = text.replace(plain(said), " ")
+    text = re.sub(rf"`[^`]+`|\]\([^)]*\)|{VERSION}|{ARXIV}", " ", text)
+    found = [text[max(each.start() - 60, 0) : each.end() + 30] for each in MEASURED.finditer(text)]
+    assert not found, f"{page}: no source in tests/support/claims.py"
+
+
+def test_a_changed_result_is_noticed(tmp_path):
+    """One loss in one result file moves, and the pages that state it no longer agree."""
+    copy = shutil.copytree(RESULTS, tmp_path / "results")
+    path = copy / "pretrained/runs/oneshot-0-lr0-seed0.json"
+    run = json.loads(path.read_text())
+    run["corpora"]["validation"]["nats"][0] *= 1.05
+    path.write_text(json.dumps(run))
+    lacking = missing("README.md", claims.figures(copy))
+    assert len(lacking) >= 3
