@@ -42,26 +42,22 @@ def patched(directory: Path, method: str = "s-ste", dtype: torch.dtype = torch.f
 
 
 @pytest.mark.parametrize("method", ["ste", "fixed-mask", "t-sr-ste"])
-def test_an_adapter_fits_its_base_in_every_dtype_and_no_other_masks(method, tmp_path):
-    """Rounding makes ties, by which masks of the same base differ: by 3 to 7 % of the norm of its pruned weights."""
-    zoo.build("llama", num_hidden_layers=1, hidden_size=64).save_pretrained(tmp_path / "dense")
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for trained_in in dtypes:
-        base = patched(tmp_path / "dense", method, trained_in)
-        peft.get_peft_model(base, lora()).save_pretrained(tmp_path / "adapter")
-        for dtype in dtypes:
-            loaded = peft.PeftModel.from_pretrained(load(tmp_path / "dense", dtype=dtype), tmp_path / "adapter")
-            assert masks(loaded) == [True] * 2
-            other = patched(tmp_path / "dense", "ste" if method == "t-sr-ste" else "t-sr-ste", dtype)
-            with pytest.raises(ValueError, match=r"other sparse weights .* \(\d\d% of their norm apart\)"):
-                peft.PeftModel.from_pretrained(other, tmp_path / "adapter")
+def test_an_adapter_fits_its_base_in_every_dtype_and_no_other_method(method, dense, tmp_path):
+    peft.get_peft_model(patched(dense, method), lora()).save_pretrained(tmp_path / "adapter")
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = peft.PeftModel.from_pretrained(load(dense, dtype=dtype), tmp_path / "adapter")
+        assert masks(loaded) == [True] * 2
+    other = patched(dense, "ste" if method == "t-sr-ste" else "t-sr-ste")
+    with pytest.raises(ValueError, match=f"method='{method}', this model "):
+        peft.PeftModel.from_pretrained(other, tmp_path / "adapter")
 
 
-def test_an_adapter_of_an_earlier_version_has_no_sketch_of_the_masters_and_loads(dense, tmp_path):
+def test_an_adapter_whose_files_have_no_names_of_weights_loads(dense, tmp_path):
+    """Files of 0.1, and those with a sketch of the base's weights in place of names."""
     peft.get_peft_model(patched(dense, "ste"), lora()).save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
     saved = json.loads(file.read_text())
-    del saved["auto_mapping"]["sparse24"]["base"]["masters"]
+    del saved["auto_mapping"]["sparse24"]["weights"]
     file.write_text(json.dumps(saved | {"peft_type": "LORA"}))
     assert masks(peft.PeftModel.from_pretrained(load(dense), tmp_path)) == [True] * 2
 
