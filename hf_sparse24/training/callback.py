@@ -74,19 +74,19 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {}, "controller": controller, "id": uuid4().hex}
 
     @classmethod
-    def add_to(cls, trainer: Trainer, match_reference: bool = True) -> "Sparse24Callback":
+    def add_to(cls, trainer: Trainer, check_reference: bool = True) -> "Sparse24Callback":
         """Install the callback in a Trainer, ahead of those that report logs. Call it before `trainer.train()`.
 
         Args:
             trainer: any `transformers.Trainer` whose model is patched.
-            match_reference: give the reference model of TRL's trainers (DPO, KTO, GRPO, RLOO) the weights that the
-                patched policy begins with; False leaves it as it is, which may be the dense checkpoint.
+            check_reference: compare the reference model that TRL's trainers (DPO, KTO, GRPO, RLOO) load with what the
+                patched policy computes; False takes any.
 
         Returns:
             The callback, or the one that is there already.
 
         Raises:
-            ValueError: a reference that cannot be what the policy is at the start.
+            ValueError: a reference that is not what the policy is at the start.
 
         Examples:
             >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -103,8 +103,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         """
         callback = next((present for present in trainer.callback_handler.callbacks if isinstance(present, cls)), cls())
         callback._put_first(trainer)
-        if match_reference and not trainer.state.global_step:
-            reference.match_reference(trainer)
+        if check_reference and not trainer.state.global_step:
+            reference.check_reference(trainer)
         if not callback._knows_trainer:
             callback._knows_trainer = True
             load = trainer._load_optimizer_and_scheduler

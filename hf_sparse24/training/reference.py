@@ -1,75 +1,64 @@
-"""The reference model of TRL's trainers: what the policy computes before training.
+"""Checks of the reference model of TRL's trainers.
 
-DPO, KTO, GRPO and RLOO compare a policy with a frozen copy of what it was. They build that copy from the checkpoint
-that the policy's config names, which holds dense weights where the policy was patched in memory: the reference then
-differs from the policy before the first step. Here it gets the weights that the policy begins to train with.
+DPO, KTO, GRPO and RLOO compare a policy with a frozen reference. TRL loads that from the checkpoint that the policy's
+config names, which is dense where the policy was patched in memory: the two then differ before the first step.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from ..patching.packing import unpack_model
-from ..patching.surgery import set_phase, unpatch_model
-from ..progress import get_logger
-from ..run import patched_config, sparse_run
-from ..weights.packed_weight import packed_weights, trained_weights
-from ..weights.sparse_weight import sparse_weights
-
-logger = get_logger(__name__)
+from ..methods.context import DENSE
+from ..run import sparse_run
+from ..weights.packed_weight import trained_weights
 
 _LONG_RUN = 10**9
 """Steps of a run in which no length of a phase rounds to nothing."""
 
 
 @torch.no_grad()
-def match_reference(trainer: Trainer) -> None:
-    """Let the reference of a trainer of TRL compute what its patched policy computes at step 0; call it before that.
+def check_reference(trainer: Trainer) -> None:
+    """Raise ValueError where the reference of a trainer of TRL is not what its patched policy computes at step 0.
 
-    A reference with another name in its config than the policy's (`_name_or_path`) was not built by TRL, and is left
-    as it is. With adapters there is none: TRL switches them off, and the sparse base is what remains.
-
-    Raises:
-        ValueError: `sync_ref_model`, or log-probabilities that TRL computed beforehand and that are not the policy's.
+    A reference with another name in its config than the policy's (`_name_or_path`) was not loaded by TRL, and is not
+    checked. With adapters there is none: TRL switches them off, and the sparse base is what remains.
     """
-    if not hasattr(trainer, "ref_model"):
-        return
     policy: Any = trainer.model
     run = sparse_run(policy)
-    if run is None:
+    if run is None or not hasattr(trainer, "ref_model") or hasattr(policy, "peft_config"):
         return
-    if getattr(trainer.args, "sync_ref_model", False):
+    arguments: Any = trainer.args
+    if getattr(arguments, "sync_ref_model", False):
         raise ValueError(
             "sync_ref_model=True mixes the policy's dense master weights into the reference, and a sparse policy does "
             "not compute with them; set sync_ref_model=False"
         )
-    optimizer: Any = trainer.optimizer  # None but for STEP
-    phase = run.phase if run.config.finished else run.method.phase(0, _LONG_RUN, optimizer)
-    if phase != run.phase:  # as the controller does when it begins
-        set_phase(policy, phase)
-        for weight in () if run.is_dense else sparse_weights(policy).values():
-            weight.init_state()
-    reference = trainer.ref_model
-    if reference is None:
-        _check_precomputed(trainer, policy)
-        return
-    reference = trainer.accelerator.unwrap_model(reference)
-    name = getattr(policy.config, "_name_or_path", "")
-    if hasattr(policy, "peft_config") or not name or getattr(reference.config, "_name_or_path", "") != name:
-        return
-    if packed_weights(reference):
-        unpack_model(reference)
-    if patched_config(reference) is not None:
-        unpatch_model(reference)  # computes the same, and masters cannot be mistaken for weights
-    if _copy(_weights(policy), reference):
-        logger.warning(
-            f"the reference model is {name!r} as it is on disk, which is not what the patched policy computes: it gets "
-            f"the weights that the policy begins with. To keep another reference that you passed yourself, call "
-            f"Sparse24Callback.add_to(trainer, match_reference=False)"
+    if getattr(arguments, "precompute_ref_log_probs", False):
+        raise ValueError(
+            "precompute_ref_log_probs=True: TRL finds the numbers again by the dense master weights, which do not say "
+            "how they are pruned; set precompute_ref_log_probs=False"
         )
+    if trainer.ref_model is None:
+        return
+    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+    name = getattr(policy.config, "_name_or_path", "")
+    if not name or getattr(reference.config, "_name_or_path", "") != name:
+        return
+    optimizer: Any = trainer.optimizer  # None but for STEP
+    begins_dense = run.is_dense or (not run.config.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE)
+    tensors, sparse = reference.state_dict(), trained_weights(reference)
+    for key, weight in trained_weights(policy).items():
+        ours = weight.master if begins_dense else weight.merged()
+        theirs = sparse[key].merged() if key in sparse else tensors[key]
+        if not torch.equal(ours.to(theirs.device, theirs.dtype), theirs):
+            raise ValueError(
+                f"the reference model is {name!r} as it is on disk, which is not what the patched policy computes "
+                f"({key} differs): save the patched policy with its tokenizer (policy.save_pretrained), load it by "
+                f"from_pretrained with hf_sparse24 imported, and train that. Or pass ref_model=, and call "
+                f"Sparse24Callback.add_to(trainer, check_reference=False)"
+            )
 
 
 def check_plain_callback(args: TrainingArguments, policy: nn.Module) -> None:
@@ -77,48 +66,6 @@ def check_plain_callback(args: TrainingArguments, policy: nn.Module) -> None:
     `sync_ref_model`: a callback cannot reach it."""
     if hasattr(args, "sync_ref_model") and getattr(args, "beta", None) != 0 and not hasattr(policy, "peft_config"):
         raise ValueError(
-            f"{type(args).__name__}: TRL takes the reference model from disk, dense, where a callback cannot reach it. "
+            f"{type(args).__name__}: TRL loads the reference model from disk, where a callback cannot check it. "
             f"Call Sparse24Callback.add_to(trainer) before train(), instead of passing callbacks=[Sparse24Callback()]"
-        )
-
-
-def _weights(policy: nn.Module) -> dict[str, Tensor]:
-    """The weights that `policy` computes with, by name."""
-    tensors = policy.state_dict()
-    for name, weight in trained_weights(policy).items():
-        if not weight.run.is_dense:
-            tensors[name] = weight.merged()
-    return tensors
-
-
-def _copy(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
-    """Write `tensors` into the model's; whether that changed any."""
-    changed = False
-    for name, own in model.state_dict().items():
-        new = tensors[name].to(own.device, own.dtype)
-        if not torch.equal(own, new):
-            own.copy_(new)
-            changed = True
-    return changed
-
-
-def _check_precomputed(trainer: Any, policy: nn.Module) -> None:
-    """Compare what `precompute_ref_log_probs=True` has left in the data with the policy, on the first rows.
-
-    TRL finds such numbers again by the weights in `state_dict`, which do not tell whether, or how, they are sparse.
-    """
-    columns = getattr(trainer.train_dataset, "column_names", None) or []
-    if hasattr(policy, "peft_config") or "ref_chosen_logps" not in columns:
-        return
-    rows = [trainer.train_dataset[row] for row in range(min(4, len(trainer.train_dataset)))]
-    batch = trainer._prepare_inputs(trainer.data_collator(rows))
-    was_training = policy.training
-    now = torch.cat(trainer.compute_ref_log_probs(policy.eval(), batch))
-    policy.train(was_training)
-    before = torch.cat([batch["ref_chosen_logps"], batch["ref_rejected_logps"]])
-    if not torch.allclose(now.float(), before.float(), rtol=0.02, atol=0.02):
-        raise ValueError(
-            "precompute_ref_log_probs=True: the numbers in train_dataset are not those of the policy at step 0. It was "
-            "patched after the trainer was made, begins dense (dense_start), or TRL found the numbers of the same "
-            "weights without 2:4 in its cache: patch first, and set precompute_ref_log_probs=False"
         )

@@ -1,4 +1,4 @@
-"""TRL's trainers on a patched model, with the callback: they train, resume, and their reference is the policy."""
+"""TRL's trainers on a patched model, with the callback: they train, resume, and refuse a reference that differs."""
 
 import math
 
@@ -9,7 +9,7 @@ from datasets import Dataset
 from training_runs import weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Linear, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Linear, export_model, patch_model, sparse_weights
 from hf_sparse24.run import patched_config
 
 # TRL and PEFT still use names of Transformers 4 that Transformers 5 is renaming.
@@ -37,10 +37,20 @@ def start(tmp_path_factory) -> str:
     return str(directory)
 
 
-def policy(start: str, auto=AutoModelForCausalLM, config: Sparse24Config | None = None, **settings):
+CONFIG = Sparse24Config(method="t-sr-ste", mask_interval=2, dense_tail=2)
+
+
+def policy(start: str, auto=AutoModelForCausalLM, config: Sparse24Config = CONFIG, **settings):
     model = auto.from_pretrained(start, **settings)
-    patch_model(model, config or Sparse24Config(method="t-sr-ste", mask_interval=2, dense_tail=2))
+    patch_model(model, config)
     return model
+
+
+def saved_policy(start: str, directory, config: Sparse24Config = CONFIG):
+    """A policy whose reference TRL finds on disk."""
+    policy(start, config=config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(start).save_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(directory)
 
 
 def arguments(kind, tmp_path, **settings):
@@ -71,7 +81,8 @@ def sft(start, tmp_path, model=None, **settings):
 def dpo(start, tmp_path, model=None, **settings):
     passed = {name: settings.pop(name) for name in ("peft_config", "ref_model") if name in settings}
     args = arguments(trl.DPOConfig, tmp_path, max_length=48, **settings)
-    return trl.DPOTrainer(model or policy(start), args=args, train_dataset=Dataset.from_dict(PAIRS), **passed)
+    model = model or saved_policy(start, tmp_path / "policy")
+    return trl.DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(PAIRS), **passed)
 
 
 def grpo(start, tmp_path, model=None, **settings):
@@ -82,7 +93,8 @@ def grpo(start, tmp_path, model=None, **settings):
     def reward(completions, **kwargs) -> list[float]:
         return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
-    return trl.GRPOTrainer(model or policy(start), reward, args=args, train_dataset=data)
+    model = model or saved_policy(start, tmp_path / "policy")
+    return trl.GRPOTrainer(model, reward, args=args, train_dataset=data)
 
 
 def reward(start, tmp_path, model=None, **settings):
@@ -127,7 +139,8 @@ METHODS = [
 
 @pytest.mark.parametrize("config", METHODS, ids=lambda config: config.method)
 def test_at_step_0_the_loss_of_dpo_is_that_of_two_equal_models(start, tmp_path, config):
-    run = dpo(start, tmp_path, policy(start, config=config), save_strategy="no", max_steps=4)
+    model = policy(start, config=config) if config.dense_start else saved_policy(start, tmp_path / "policy", config)
+    run = dpo(start, tmp_path, model, save_strategy="no", max_steps=4)
     Sparse24Callback.add_to(run)
     run.train()
     first = run.state.log_history[0]
@@ -136,13 +149,26 @@ def test_at_step_0_the_loss_of_dpo_is_that_of_two_equal_models(start, tmp_path, 
     assert run.state.log_history[2]["loss"] != pytest.approx(math.log(2), abs=1e-4)
 
 
-def test_without_the_callback_the_reference_would_be_the_dense_original(start, tmp_path):
-    run = dpo(start, tmp_path, save_strategy="no", max_steps=4)
-    Sparse24Callback.add_to(run, match_reference=False)
-    original = AutoModelForCausalLM.from_pretrained(start)
-    assert torch.equal(weights(run.ref_model), weights(original))
+def test_a_reference_that_is_not_what_the_policy_computes_is_refused(start, tmp_path):
+    run = dpo(start, tmp_path, policy(start), save_strategy="no", max_steps=4)
+    with pytest.raises(ValueError, match=r"gate_proj\.weight differs.*policy\.save_pretrained"):
+        Sparse24Callback.add_to(run)
+    Sparse24Callback.add_to(run, check_reference=False)
     run.train()
     assert run.state.log_history[0]["rewards/chosen"] != 0
+    assert patched_config(run.model).phase == "dense"  # the tail; its reference on disk is sparse or dense, and another
+    with pytest.raises(ValueError, match="differs"):
+        Sparse24Callback.add_to(dpo(start, tmp_path, run.model, save_strategy="no"))
+
+
+def test_a_dense_reference_that_computes_the_same_is_taken(start, tmp_path):
+    """As of a policy that begins dense, or of a dense export that is patched."""
+    dense_first = policy(start, config=Sparse24Config(method="ste", dense_start=2))
+    export_model(policy(start), tmp_path / "export")
+    AutoTokenizer.from_pretrained(start).save_pretrained(tmp_path / "export")
+    exported = policy(tmp_path / "export", config=Sparse24Config(method="fixed-mask"))
+    for model in (dense_first, exported):
+        Sparse24Callback.add_to(dpo(start, tmp_path, model))
 
 
 def test_at_step_0_grpo_has_no_kl_divergence(start, tmp_path):
@@ -153,50 +179,16 @@ def test_at_step_0_grpo_has_no_kl_divergence(start, tmp_path):
     assert divergences[0] == 0 and max(divergences) > 1e-4
 
 
-def test_the_reference_of_a_sparse_checkpoint_and_of_a_policy_after_its_tail(start, tmp_path):
-    """TRL patches the first as it loads it. The second is dense, and begins sparse again."""
-    policy(start).save_pretrained(tmp_path / "sparse")
-    AutoTokenizer.from_pretrained(start).save_pretrained(tmp_path / "sparse")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
-    for _ in range(2):
-        run = dpo(start, tmp_path / "out", loaded, save_strategy="no", max_steps=4)
-        Sparse24Callback.add_to(run)
-        assert patched_config(run.ref_model) is None
-        run.train()
-        assert run.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-        assert patched_config(loaded).phase == "dense"
-
-
-def test_a_reference_of_another_name_stays(start, tmp_path):
-    reference = AutoModelForCausalLM.from_pretrained(start)
-    reference.save_pretrained(tmp_path / "other")
+def test_a_reference_of_another_name_is_not_checked(start, tmp_path):
+    AutoModelForCausalLM.from_pretrained(start).save_pretrained(tmp_path / "other")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
-    before = weights(reference)
-    Sparse24Callback.add_to(dpo(start, tmp_path, ref_model=reference))
-    assert torch.equal(weights(reference), before)
+    Sparse24Callback.add_to(dpo(start, tmp_path, policy(start), ref_model=reference))
 
 
-def test_precomputed_references_are_those_of_the_policy(start, tmp_path):
-    run = dpo(start, tmp_path, precompute_ref_log_probs=True, save_strategy="no")
-    Sparse24Callback.add_to(run)
-    run.train()
-    assert run.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-
-
-def test_precomputed_references_that_are_not_those_of_the_policy_are_refused(start, tmp_path):
-    dense_first = policy(start, config=Sparse24Config(method="ste", dense_start=2))
-    patched_later = AutoModelForCausalLM.from_pretrained(start)
-    for model in (dense_first, patched_later):
-        run = dpo(start, tmp_path, model, precompute_ref_log_probs=True)
-        if model is patched_later:
-            patch_model(model)
-        with pytest.raises(ValueError, match="precompute_ref_log_probs=True: the numbers in train_dataset are not"):
-            Sparse24Callback.add_to(run)
-
-
-def test_a_reference_that_follows_the_masters_is_refused(start, tmp_path):
-    with pytest.raises(ValueError, match="sync_ref_model=True mixes the policy's dense master weights"):
-        Sparse24Callback.add_to(dpo(start, tmp_path, sync_ref_model=True))
+@pytest.mark.parametrize("setting", ["sync_ref_model", "precompute_ref_log_probs"])
+def test_settings_that_take_masters_for_weights_are_refused(setting, start, tmp_path):
+    with pytest.raises(ValueError, match=f"{setting}=True"):
+        Sparse24Callback.add_to(dpo(start, tmp_path, **{setting: True}))
 
 
 @pytest.mark.parametrize("make", [sft, dpo])
@@ -223,7 +215,7 @@ def test_a_plain_callback_is_refused_where_there_is_a_reference(start, tmp_path,
     if make in (sft, reward):
         run.train()
     else:
-        with pytest.raises(ValueError, match=f"{type(run.args).__name__}: TRL takes the reference model from disk"):
+        with pytest.raises(ValueError, match=f"{type(run.args).__name__}: .*add_to"):
             run.train()
 
 
