@@ -30,7 +30,7 @@ lower-bounds: .venv/.test-installed
 # Every method on a small Llama, its learning rate searched, three seeds: the runs that recipes/results/methods/ lacks
 # (from nothing some 50, each several minutes of one core), then the page.
 methods: .venv/.recipes-installed
-	$(BIN)/python recipes/methods.py
+	$(BIN)/python recipes/compare_methods.py
 
 # The page of a real pretrained model: its material in runs/pretrained, what recipes/results/pretrained/ lacks (from nothing
 # some 15 hours of one core), then the page.

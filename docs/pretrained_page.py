@@ -128,7 +128,7 @@ def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
     text += (
         f"`cast` is published with 1/3 of the teacher's loss at T = 1, the others here with 2/3 at T = 2: `{light}`\n"
     )
-    text += "is a fixed mask with what `cast` has.\n\n"
+    text += "is a fixed mask with what `cast` has. Commit 49d34cb has the code that ran `cast`.\n\n"
     return text + table(head, rows)
 
 

@@ -30,7 +30,7 @@ class Sparse24Config(QuantizationConfigMixin):
 
     Args:
         method: the name of a registered method: `"s-ste"` (the default), `"t-sr-ste"`, `"sr-ste"`, `"step"`,
-            `"fixed-mask"`, `"slope"`, `"ast"`, `"cast"`, `"ste"`, or one of your own (`register_method`). `METHODS` has
+            `"fixed-mask"`, `"slope"`, `"ste"`, or one of your own (`register_method`). `METHODS` has
             them all.
         pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Sparse tensor cores and
             packed weights take `"2:4"` and what is within it: one of any M, two of a multiple of four.

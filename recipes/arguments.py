@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 
 import yaml
@@ -30,12 +31,17 @@ class SparseArguments:
         metadata={"help": "mlp, attention, all-linear, a regular expression, or several name endings."},
     )
     sparse24: dict | str | None = field(default=None, metadata={"help": "JSON of further Sparse24Config fields."})
+    method_module: str | None = field(
+        default=None, metadata={"help": "A module to import first, which registers the method, as methods.ast."}
+    )
     flips_of: str | None = field(
         default=None,
         metadata={"help": "With method dense: log the flip rate that masks of this method would have."},
     )
 
     def __post_init__(self):
+        if self.method_module is not None:
+            import_module(self.method_module)
         check_choice("method", self.method, ("dense", *sorted(METHODS)))
         if self.flips_of is not None:
             check_choice("flips_of", self.flips_of, sorted(METHODS))

@@ -1,8 +1,8 @@
 """A method of one's own: masks that change by the gradient (dynamic sparse training), against a mask that is kept.
 
     python recipes/stdlib_text.py
-    python recipes/dynamic_masks.py magnitude-100                              # one run; as long as those of methods.py
-    python recipes/dynamic_masks.py never sign-100 magnitude-100 --steps 1000  # shorter ones, one after the other
+    python recipes/dynamic_masks.py magnitude-100                   # one run; as long as one of compare_methods.py
+    python recipes/dynamic_masks.py never sign-100 magnitude-100 --steps 1000  # shorter ones, in turn
 
 Dropped weights are zero. Every `interval` steps some kept weights leave the mask: those whose sign has flipped since
 the last exchange (`drop="sign"`; DeepR, Bellec et al. 2018, arXiv 1711.05136; pytorch/ao#3222), or the smallest of the

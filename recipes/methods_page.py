@@ -1,4 +1,4 @@
-"""The page and the picture of `methods.py`, from its runs: `results/methods.md`.
+"""The page and the picture of `compare_methods.py`, from its runs: `results/methods.md`.
 
 Every variant is shown at its best learning rate, the one with the lowest validation loss of seed 0. Two variants are
 compared seed by seed, because one seed gives both the same initial weights and the same batches. Numbers of seed 0 and
@@ -15,8 +15,8 @@ from pathlib import Path
 import matplotlib
 from methods_runs import EMBEDDING_RATE, RATE_OF, Run, best_rate, best_runs, curve, gaps, mean, search, training_gaps
 
-# Each variant of `methods.VARIANTS`, in the order of the tables, and what they say of it. A variant of a method has
-# the method's name with a suffix.
+# The variants of `compare_methods.VARIANTS` and those that it ran once, in the order of the tables, and what these say
+# of each. A variant of a method has the method's name with a suffix.
 WHAT = {
     "dense": "the control",
     "fixed-mask": "one mask of the initial weights, kept",
@@ -26,7 +26,7 @@ WHAT = {
     "step": "dense, then frozen variance and masks",
     "ste": "magnitude masks, straight-through, at `sr-ste`'s learning rate",
     "ast": "masks by magnitude every 10 steps, AdamS with decay 1e-4, no teacher",
-    "cast": "dense with AdamS, decay 4e-7, scales; pruned at the end; no teacher",
+    "cast": "dense with AdamS, decay 4e-7, scales; pruned at the end; no teacher; code of 49d34cb",
     "slope": "one mask of the initial weights, kept; another one backward",
     "fixed-mask-late": "dense for the first half, then one mask, at dense's learning rate",
     "t-sr-ste-no-tail": "`t-sr-ste` without the tail, at its learning rate",
@@ -36,7 +36,7 @@ WHAT = {
     "s-ste-scale-each-step": "`s-ste` with a scale that is computed anew in each step, at its learning rate",
     "s-ste-gamma-0.5": "`s-ste` with the threshold half-way to the third magnitude, at its learning rate",
     "ast-decay-6e-3": "`ast` with `sr-ste`'s searched decay, at its learning rate",
-    "cast-decay-1e-3": "`cast` with more decay, at its learning rate",
+    "cast-decay-1e-3": "`cast` with more decay, at its learning rate; code of 49d34cb",
     "step-paper": "`step` with the paper's unclipped steps, at its learning rate",
 }
 # What the papers found: (better, worse, source).

@@ -1,4 +1,4 @@
-"""The runs of `methods.py` as its search, its page and the site's figures read them.
+"""The runs of `compare_methods.py` as its search, its page and the site's figures read them.
 
 There may be any of them: a variant may lack seeds or be missing, and a search may have tried any learning rates.
 """
@@ -15,7 +15,7 @@ EMBEDDING_RATE = 5e-3
 """Learning rate of the embeddings and the head in all runs."""
 
 Run = dict[str, Any]
-"""What `methods.run` returns, one JSON file each."""
+"""What `compare_methods.run` returns, one JSON file each."""
 
 
 RATE_OF = {

@@ -15,7 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the compiled tests a
 if not torch.cuda.is_available() or not any(argument.endswith("gpu") for argument in sys.argv):  # pytest -m gpu
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported: they run on CPU tensors then
 
-import own_method  # noqa: F401  registers itself, so that tests of every method cover it
+import methods.ast  # noqa: F401  the example outside the package: tests of every method cover it
+import own_method  # noqa: F401  registers itself for the same
 import pytest
 import transformers
 from accelerate.state import GradientState

@@ -407,8 +407,8 @@ def flip_rate_decay(figure: Figure) -> None:
 
 @picture(
     "phases",
-    "When each method is sparse in a run of 300 steps with default settings: s-ste, sr-ste, ste, fixed-mask, slope and "
-    "ast throughout; cast at its end alone; t-sr-ste for five sixths, with a mask refresh every 40 steps, then dense; "
+    "When each method is sparse in a run of 300 steps with default settings: s-ste, sr-ste, ste, fixed-mask and "
+    "slope throughout; t-sr-ste for five sixths, with a mask refresh every 40 steps, then dense; "
     "step dense until its switch, which comes between 10 and 50 percent",
     height=420,
 )

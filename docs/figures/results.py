@@ -1,6 +1,6 @@
 """Figures of committed results: recipes/results.
 
-Of `recipes/methods.py` any runs may be there; what has none is left out.
+Of `recipes/compare_methods.py` any runs may be there; what has none is left out.
 """
 
 import json
@@ -18,10 +18,10 @@ from sparse24_kernels import nm_prune
 from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, cells, matrix, picture
 
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
-METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "slope", "ast", "cast", "ste")
-COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, MUTED, INK, BLUE, ORANGE, GREY)))
+METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "slope", "ste")
+COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, MUTED, INK, GREY)))
 VARIANTS = [variant for variant in methods_page.WHAT if variant not in ("dense", *METHODS)]
-"""What `recipes/methods.py` runs besides the methods, each called like its method with a suffix."""
+"""What `recipes/compare_methods.py` runs or ran besides the methods, each called like its method with a suffix."""
 
 
 def variants_of(method: str) -> list[str]:
@@ -159,7 +159,7 @@ def methods(figure: Figure) -> None:
 def rates(figure: Figure) -> None:
     axis = figure.subplots()
     _draw_search(axis, "dense", INK, "dense", "o--", linewidth=3, markersize=8)
-    for name, line in zip(METHODS, ("o-", "s-", "^-", "v-", "D-", "P-", "o:", "s:", "X-")):
+    for name, line in zip(METHODS, ("o-", "s-", "^-", "v-", "D-", "P-", "X-")):
         if name not in methods_runs.RATE_OF:
             _draw_search(axis, name, COLOURS[name], name, line, linewidth=1.8)
     _rate_axis(axis)
@@ -260,7 +260,6 @@ def _shade_dense(axis: Axes, variant: str, label: str = "dense") -> None:
     for run in list(best(variant).values())[:1]:
         total, config = run["arguments"]["max_steps"], run["sparse24"]
         start, tail = config.get("dense_start") or 0, config.get("dense_tail") or 0
-        start = 1.0 if variant.startswith("cast") else start
         for left, right in [(0, start * total), (total - tail * total, total)]:
             if right > left:
                 axis.axvspan(left, right, color=MUTED, alpha=0.15, linewidth=0)

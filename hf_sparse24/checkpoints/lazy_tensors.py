@@ -97,7 +97,7 @@ def _packed(name: str, weight: SparseWeight | PackedWeight, values: str) -> Lazy
 def _dense(name: str, tensor: Tensor, weight: SparseWeight | PackedWeight | None) -> LazyTensors:
     """A tensor as it is, or with the zeros that the model computes with."""
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
-    if weight is None or (weight.run.is_dense and not weight.method.reparametrizes):
+    if weight is None or weight.run.is_dense:
         return LazyTensors(like, lambda: {name: whole(tensor)})
 
     def compute() -> dict[str, Tensor]:

@@ -21,8 +21,6 @@ dimension that is contracted*. Each GEMM contracts a different dimension, so eac
     STEP      W sparse     dense         dense              once it has switched; dense before
     fixed     W sparse     dense         dense
     SLoPe     W sparse     W sparse      dense              another mask in grad_input, along out
-    AST       W sparse     dense         dense
-    CAST      dense        dense         dense              in training; sparse once it is trained
 
 A config can ask for more: dZ pruned in the grad_input GEMM, X pruned in the output GEMM, operands in FP8. What is asked
 for is data, `gemms.Gemms`; this file runs it.
@@ -168,10 +166,7 @@ class Sparse24Layer(SparseModule):
         sparse = self.sparse24["weight"]
         method = sparse.method
         if sparse.run.is_dense:
-            if not method.reparametrizes:
-                return self.dense_class.forward(self, x)
-            weight = method.reparametrize(sparse.out_in(sparse.parameter), sparse.parameters)
-            return nn.functional.linear(x, weight, sparse.bias)
+            return self.dense_class.forward(self, x)
         reject_other_graphs()
         weight, bias = trained_parameter(sparse), sparse.bias
         dtype = weight.dtype
@@ -182,8 +177,6 @@ class Sparse24Layer(SparseModule):
             bias = None if bias is None else bias.to(dtype)
         if self.input_dim == -2:
             weight = weight.t()
-        if method.reparametrizes:
-            weight = method.reparametrize(weight, sparse.parameters)
         run, (out, inputs) = sparse.run, weight.shape
         gemms = method.gemms
         tokens, backend = x.numel() // inputs, run.backend

@@ -7,12 +7,11 @@ method imports.
 from ..weights.rules import Magnitude, Mask, Rule, SoftThreshold, Values
 from ..weights.sharding import whole
 from ..weights.view import WeightView
-from . import ast, cast, fixed_mask, s_ste, slope, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
-from .adam_s import AdamS
+from . import fixed_mask, s_ste, slope, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
 from .base import SparseMethod
 from .context import Batch, Piece, Pieces, StepContext
 from .fixed_mask import FixedMask, KeptMaskMethod
-from .masked_adamw import step_param_groups
+from .masked_adamw import GroupTensors, MaskedAdamW, step_param_groups
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .registry import METHODS, method_class, register_method, takes_masks
 from .s_ste import SSTE
@@ -40,13 +39,14 @@ __all__ = [
     "DEFAULT_METHOD",
     "METHODS",
     "ONESHOT_METHOD",
-    "AdamS",
     "Batch",
     "GemmSettings",
+    "GroupTensors",
     "KeptMaskMethod",
     "Magnitude",
     "MagnitudeMethod",
     "Mask",
+    "MaskedAdamW",
     "MaskedDecayMethod",
     "MaskedDecaySettings",
     "MasterSettings",

@@ -1,7 +1,6 @@
 """SparseMethod: everything that a method decides, in one class."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +45,6 @@ class SparseMethod:
         pattern: N:M of the config.
         gemms: the three GEMMs of a layer, by the settings.
         has_own_mask: whether `mask` is the class's own, and says more than the rule of `prune`.
-        reparametrizes: whether `reparametrize` is the class's own.
     """
 
     name: ClassVar[str]
@@ -71,9 +69,6 @@ class SparseMethod:
     flips_at_refresh: ClassVar[bool] = False
     """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
 
-    refreshes_in_dense: ClassVar[bool] = False
-    """Whether state is refreshed in the dense phase too, for an optimizer that goes by the masks there."""
-
     teacher_loss: ClassVar[tuple[float, float] | None] = None
     """Weight and temperature of the KL divergence of a method that is published with its dense model as teacher. They
     count where a teacher is given without a `DistillationConfig`."""
@@ -94,7 +89,6 @@ class SparseMethod:
             pattern, transposable=self.transposable, own_grad_input=own_grad_input, **chosen
         )
         self.has_own_mask = type(self).mask is not SparseMethod.mask
-        self.reparametrizes = type(self).reparametrize is not SparseMethod.reparametrize
 
     # What the GEMMs multiply by.
 
@@ -146,12 +140,6 @@ class SparseMethod:
         """
         return {}
 
-    def reparametrize(self, weight: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        """The weight `[out, in]` that stands for the master in every phase, a differentiable function of it and of the
-        weight's own `parameters`: the dense phase multiplies by it, and `prune` sees it; `init_state` sees the master.
-        Default: the master itself."""
-        return weight
-
     def adapt_output(self, x: Tensor, output: Tensor, parameters: dict[str, Tensor], phase: str) -> Tensor:
         """What a layer returns in `phase`, given its input, the result of its GEMM, and its own `parameters`."""
         return output
@@ -192,11 +180,6 @@ class SparseMethod:
         """Raise ValueError where a run cannot work: a schedule that does not fit, an unresolved setting, an optimizer
         that is not the method's own."""
         self.schedule(total_steps)
-
-    def warning(self, rates: Sequence[float], context: StepContext) -> str | None:
-        """What a user should know before a run whose steps have these learning rates; None where there is nothing. Does
-        not run where they are not known ahead."""
-        return None
 
     def make_optimizer(
         self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any

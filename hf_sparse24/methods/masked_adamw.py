@@ -1,4 +1,4 @@
-"""MaskedAdamW, the base of the methods' own optimizers: AdamW, of whose groups some hold masked weights."""
+"""MaskedAdamW, the base of the methods' own optimizers: AdamW with a step of its own for groups of masked weights."""
 
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -16,7 +16,7 @@ from ..weights.sparse_weight import sparse_weights
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-class Batch(NamedTuple):
+class GroupTensors(NamedTuple):
     """Parallel lists for functions that update many tensors at once: this process's shards, and the whole `owners`."""
 
     params: list[Tensor]
@@ -34,7 +34,10 @@ class MaskedAdamW(torch.optim.Optimizer):
 
     Args:
         params: parameter groups, at least one of them masked. `step_param_groups` makes those of a patched model.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        lr: as in `torch.optim.AdamW`.
+        betas: as there.
+        eps: as there.
+        weight_decay: as there.
 
     Raises:
         ValueError: a value out of its range, or no masked group.
@@ -75,10 +78,10 @@ class MaskedAdamW(torch.optim.Optimizer):
         self.after_groups()
         return loss
 
-    def before_groups(self, masked: list[Batch]) -> None:
+    def before_groups(self, masked: list[GroupTensors]) -> None:
         """Before any parameter changes, with what the masked groups hold."""
 
-    def masked_step(self, group: dict[str, Any], batch: Batch) -> None:
+    def masked_step(self, group: dict[str, Any], batch: GroupTensors) -> None:
         """Update the parameters of a masked group."""
         raise NotImplementedError
 
@@ -88,9 +91,9 @@ class MaskedAdamW(torch.optim.Optimizer):
     def check_new(self, parameter: Tensor) -> None:
         """Raise RuntimeError where a masked parameter may not get its first gradient now."""
 
-    def _gather(self, group: dict[str, Any]) -> Batch:
+    def _gather(self, group: dict[str, Any]) -> GroupTensors:
         """Return a group's parameters that have a gradient, with their state, which is made at the first gradient."""
-        batch = Batch([], [], [], [], [], [])
+        batch = GroupTensors([], [], [], [], [], [])
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -111,7 +114,7 @@ class MaskedAdamW(torch.optim.Optimizer):
         return batch
 
 
-def adamw_step(group: dict[str, Any], batch: Batch) -> None:
+def adamw_step(group: dict[str, Any], batch: GroupTensors) -> None:
     """Take a step by torch's own function, so that it is AdamW to the last bit."""
     beta1, beta2 = group["betas"]
     settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .auto_switch import AutoSwitch
-from .masked_adamw import Batch, MaskedAdamW, adamw_step
+from .masked_adamw import GroupTensors, MaskedAdamW, adamw_step
 
 
 class StepAdamW(MaskedAdamW):
@@ -123,13 +123,13 @@ class StepAdamW(MaskedAdamW):
         # Kept in a parameter group, and looked up anew: loading replaces the groups.
         return next(group["auto_switch"] for group in self.param_groups if "auto_switch" in group)
 
-    def before_groups(self, masked: list[Batch]) -> None:
+    def before_groups(self, masked: list[GroupTensors]) -> None:
         step = self._auto_switch["step"] = self._auto_switch["step"] + 1
         if not self.switched:
             gradients, variances, owners = ([x for batch in masked for x in batch[i]] for i in (1, 3, 5))
             self._rule.before_step(self._auto_switch, step, gradients, variances, owners)
 
-    def masked_step(self, group: dict[str, Any], batch: Batch) -> None:
+    def masked_step(self, group: dict[str, Any], batch: GroupTensors) -> None:
         if self.switched:
             _frozen_step(group, batch, self.update_clip)
         else:
@@ -169,7 +169,7 @@ class StepAdamW(MaskedAdamW):
         self._rule.resume(self._auto_switch)
 
 
-def _frozen_step(group: dict[str, Any], batch: Batch, update_clip: float) -> None:
+def _frozen_step(group: dict[str, Any], batch: GroupTensors, update_clip: float) -> None:
     """Take a step of phase 2: AdamW's with the frozen variance in `exp_avg_sq`, clipped."""
     lr, beta1 = float(group["lr"]), group["betas"][0]
     torch._foreach_add_(batch.steps, 1)

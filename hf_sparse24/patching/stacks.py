@@ -31,8 +31,6 @@ def unsupported_method(method: SparseMethod) -> str | None:
         return f"stacked experts: method {method.name!r} multiplies by another weight in the backward pass"
     if type(method).adapt_output is not SparseMethod.adapt_output:
         return f"stacked experts: method {method.name!r} adds to what a layer returns"
-    if method.reparametrizes:
-        return f"stacked experts: method {method.name!r} multiplies by another weight than the master"
     return None
 
 

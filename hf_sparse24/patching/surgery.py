@@ -204,10 +204,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
             return
         # All first, then written: layers that share one weight must not prune what another has pruned already.
         keeps_master = not sparse or group[0].run.is_dense
-        if keeps_master:
-            results = [weight.dense() if weight.method.reparametrizes else None for weight in group]
-        else:
-            results = [weight.merged() for weight in group]
+        results = [None if keeps_master else weight.merged() for weight in group]
         for weight, result in zip(group, results):
             restore(cast(SparseWeight, weight), result)
 

@@ -103,10 +103,10 @@ def _averages(method: SparseMethod) -> tuple[float, float]:
     """The share of a long run's steps that are sparse, and how often one of them computes masks or scales anew."""
     schedule = method.schedule(_LONG_RUN)
     last = _LONG_RUN if schedule.first_tail is None else schedule.first_tail
-    first = 0 if method.refreshes_in_dense else schedule.first_sparse
     # What is computed when sparsity begins is no cost of a step.
-    refreshed = sum(method.refreshes_state(step, _LONG_RUN) for step in range(first + 1, last + 1))
-    return (last - schedule.first_sparse) / _LONG_RUN, refreshed / (last - first)
+    refreshed = sum(method.refreshes_state(step, _LONG_RUN) for step in range(schedule.first_sparse + 1, last + 1))
+    sparse = last - schedule.first_sparse
+    return sparse / _LONG_RUN, refreshed / sparse
 
 
 def _memory(

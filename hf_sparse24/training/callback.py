@@ -155,7 +155,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             seed=args.seed,
             step=state.global_step,
             metrics_interval=measuring_interval(args, state),
-            lr_scheduler=kwargs.get("lr_scheduler"),
         )
         if self.controller.run.method.teacher_loss is not None and self._distiller is None:
             logger.warning(

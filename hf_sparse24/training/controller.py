@@ -11,7 +11,6 @@ from torch import nn
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
-from ..methods import SparseMethod
 from ..methods.context import DENSE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
@@ -20,7 +19,7 @@ from ..progress import get_logger
 from ..weights.packed_weight import trained_weights
 from ..weights.sparse_weight import sparse_weights
 from .mask_metrics import kept_share
-from .optimizers import check_optimizer, followed, planned_rates, warn_of_lost_updates
+from .optimizers import check_optimizer, followed, warn_of_lost_updates
 from .ranks import check_ranks_agree
 from .step_work import StepWork
 
@@ -56,7 +55,6 @@ class Sparse24Controller(StepWork):
         step: optimizer steps already done, when resuming.
         metrics_interval: the flip rate is measured at steps 1 and every multiple of this; measuring costs two mask
             computations.
-        lr_scheduler: of the optimizer, by which some methods judge a run before it starts; None for a constant rate.
 
     Raises:
         ValueError: the model is not patched, the schedule does not fit `total_steps`, a trainable sparse weight is
@@ -98,7 +96,6 @@ class Sparse24Controller(StepWork):
         seed: int = 0,
         step: int = 0,
         metrics_interval: int = 1,
-        lr_scheduler: Any = None,
     ):
         _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
         _check_ints(0, total_steps, step=step)
@@ -132,10 +129,6 @@ class Sparse24Controller(StepWork):
             self.end()
             raise
         self.follow()
-        if type(run.method).warning is not SparseMethod.warning and not (step or self._keeps_phase):
-            rates = planned_rates(self.optimizer, lr_scheduler, total_steps)
-            if rates is not None and (text := run.method.warning(rates, self._context())):
-                logger.warning(f"method {run.method.name!r}: {text}")
 
     def after_micro_step(self) -> None:
         """Call after the backward pass of each micro-batch, so that the next one draws other MVUE samples.

@@ -63,19 +63,6 @@ def warn_of_lost_updates(weights: Mapping[str, SparseWeight | PackedWeight], opt
                 return
 
 
-def planned_rates(optimizer: Any, lr_scheduler: Any, total_steps: int) -> list[float] | None:
-    """The learning rate of each step of a run, of the first masked group or of all; None where it is not known ahead:
-    of schedulers other than those that compute it from the step, as Transformers' do."""
-    groups = optimizer.param_groups
-    index = next((index for index, group in enumerate(groups) if group.get("masked")), 0)
-    scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # accelerate's
-    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        base, factor = float(scheduler.base_lrs[index]), scheduler.lr_lambdas[index]
-        return [base * factor(step) for step in range(total_steps)]
-    is_constant = scheduler is None and "initial_lr" not in groups[index]  # which a scheduler adds
-    return [float(groups[index]["lr"])] * total_steps if is_constant else None
-
-
 def _check_all_sharded(weights: Mapping[str, SparseWeight | PackedWeight], optimizer: Any) -> None:
     """FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later."""
     if not any(is_sharded(weight.master) and not weight.is_split for weight in weights.values()):

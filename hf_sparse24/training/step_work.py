@@ -141,13 +141,12 @@ class StepWork:
         self.micro_step = 0
         self._masks = {}
         turns_sparse = self._enter_phase()
-        is_without_masks = self.run.is_dense and not self.run.method.refreshes_in_dense
-        if is_without_masks and self.run.method.flips_at_refresh:
+        if self.run.is_dense and self.run.method.flips_at_refresh:
             self._flips.counts = {}  # no mask is refreshed any more
         if self.step == self.total_steps and not self._keeps_phase:
             self.run.config.record(finished=self.run.is_dense)
-        has_new_state = turns_sparse or is_without_masks
-        if not has_new_state and self.run.method.refreshes_state(self.step, self.total_steps):
+        keeps_state = turns_sparse or self.run.is_dense
+        if not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps):
             self._refresh()
         self._flips.finish()  # of a step and of the refresh after it
         if self.run.method.keeps_zeros and not self.run.is_dense:

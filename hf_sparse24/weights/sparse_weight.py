@@ -101,16 +101,11 @@ class SparseWeight(WeightState):
     @torch.no_grad()
     def merged(self) -> Tensor:
         """The one weight that computes what the layer computes, for export and `unpatch_model`: the pruned weight with
-        what the method adds to the output; in the dense phase `dense`."""
+        what the method adds to the output; in the dense phase the master."""
         if self.run.is_dense:
-            return self.dense()
+            return sharding.whole(self.parameter)
         parameters = {name: sharding.whole(tensor) for name, tensor in self.parameters.items()}
         return self.out_in(self.method.merge(self.out_in(self.pruned()), parameters, self.run.phase))
-
-    @torch.no_grad()
-    def dense(self) -> Tensor:
-        """The weight that the layer multiplies by in the dense phase: the master, as the method reparametrizes it."""
-        return self.stacked([view.matrix for view in self._reparametrized()])
 
     def kept_pruned(self, tokens: int) -> Tensor:
         """The pruned weight, kept as `encodings.py` says, for code that multiplies so many tokens by it itself."""
@@ -141,21 +136,7 @@ class SparseWeight(WeightState):
 
     def _of_each(self, function: Callable[[WeightView], Tensor], parameter: Tensor | None = None) -> Tensor:
         """What a function gives for the weight, or for each matrix of a stack, in the shape of the Parameter."""
-        views = self._reparametrized() if parameter is None else self.views(parameter)
-        return self.stacked([function(view) for view in views])
-
-    def _reparametrized(self) -> list[WeightView]:
-        """Views of what stands for the master where it is pruned and multiplied by."""
-        method, views = self.method, self.views()
-        if not method.reparametrizes:
-            return views
-        parameters = {name: sharding.whole(tensor) for name, tensor in self.parameters.items()}
-        made = []
-        for index, view in enumerate(views):
-            own = {name: tensor[index] if self.is_stack else tensor for name, tensor in parameters.items()}
-            matrix = self.out_in(method.reparametrize(self.out_in(view.matrix), own))
-            made.append(view._replace(matrix=matrix))
-        return made
+        return self.stacked([function(view) for view in self.views(parameter)])
 
     def _pruned_to(self, operand: str, dtype: torch.dtype) -> Tensor:
         """A weight operand in the shape and layout of the Parameter."""
@@ -181,7 +162,7 @@ class SparseWeight(WeightState):
         checks = operand not in self._checked and self.run.is_nm
         checks = checks and not (torch.compiler.is_compiling() or self.parameter.is_meta)
         made = []
-        for view in self._reparametrized():
+        for view in self.views():
             rule = method.prune_grad_input(view) if operand == GRAD_INPUT else method.prune(view)
             if checks and not is_exact(rule):
                 self._check_rule(rule, view, operand)
@@ -214,8 +195,7 @@ class SparseWeight(WeightState):
         tokens: int,
         make: Callable[[str, Forms], Sequence[Tensor]],
     ) -> list[Tensor]:
-        beside = self.state | (self.parameters if self.method.reparametrizes else {})
-        made_from = [self.parameter, *(sharding.local(tensor) for tensor in beside.values())]
+        made_from = [self.parameter, *(sharding.local(tensor) for tensor in self.state.values())]
         if sharding.is_sharded(self.parameter):
             raise ValueError(
                 f"{self.name} is a DTensor while its layer computes, as torch's parallelize_module leaves it, and "

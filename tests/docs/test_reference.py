@@ -143,7 +143,6 @@ def examples() -> list[doctest.DocTest]:
 EXAMPLES = examples()
 MAIN = {
     "DistillationConfig",
-    "methods.AdamS",
     "methods.StepAdamW",
     "Sparse24Callback.add_to",
     "Sparse24Config",

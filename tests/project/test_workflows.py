@@ -87,7 +87,8 @@ def test_the_citation_has_the_papers_of_the_methods():
     cited = {
         paper["identifiers"][0]["value"].removeprefix("arXiv:") for paper in read(ROOT / "CITATION.cff")["references"]
     }
-    cards = "".join(path.read_text() for path in (ROOT / "hf_sparse24" / "methods").glob("*.py"))
+    folders = ROOT / "hf_sparse24" / "methods", ROOT / "recipes" / "methods"
+    cards = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     baseline = {"1308.3432"}  # of STE
     settings = {"2102.08124", "2203.10991"}  # masks that are transposable, and MVUE
     assert cited == set(re.findall(r"Reference .*?\(arXiv ([\d.]+)\)", cards)) - baseline | settings

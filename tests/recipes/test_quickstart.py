@@ -12,8 +12,8 @@ from contextlib import redirect_stdout, suppress
 from itertools import product
 from types import SimpleNamespace
 
+import compare_methods as methods
 import mask_quality
-import methods
 import pytest
 import quickstart
 import stdlib_text

@@ -19,10 +19,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "slope": {"initial_mask": "random", "dense_start": 2},
     "slope-adapters": {"adapter_rank": 2, "adapter_steps": 3},
     "ast": {"masked_decay": 0.05, "mask_interval": 2},
-    "cast": {"masked_decay": 0.05, "mask_interval": 2},
     "own": {},
 }
-_NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "slope", "ast", "cast", "own")
+_NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "slope", "ast", "own")
 
 
 def settings(name: str) -> dict[str, Any]:

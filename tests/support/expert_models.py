@@ -8,7 +8,7 @@ from hf_sparse24 import patch_model
 from hf_sparse24.methods import METHODS
 
 EXPERTS = "model.layers.1.mlp.experts"
-OF_LAYERS = {"own", "slope", "cast"}  # multiply by another weight than the master, or backward: only layers can
+OF_LAYERS = {"own", "slope"}  # multiply by another weight in the backward pass: only layers can
 EVERY_METHOD = [("gpt_oss", method) for method in sorted(set(METHODS) - OF_LAYERS)]
 
 

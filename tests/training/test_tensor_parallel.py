@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import export_model
 from hf_sparse24_command import main
 
-WITH_PARAMETERS = ("own", "slope-adapters", "cast")
+WITH_PARAMETERS = ("own", "slope-adapters")
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in WITH_PARAMETERS])

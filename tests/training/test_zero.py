@@ -24,7 +24,7 @@ from hf_sparse24.training.engines import check_engine
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install deepspeed")
 
-SUPPORTED = [name for name in METHODS if settings(name)["method"] not in ("step", "ast", "cast", "own")]
+SUPPORTED = [name for name in METHODS if settings(name)["method"] not in ("step", "ast", "own")]
 WORLD, STEPS, CLIP = 2, 6, 0.5
 
 
@@ -266,7 +266,7 @@ def test_other_optimizers_of_deepspeed_are_refused(name):
         Sparse24Controller(model, _optimizer(name), total_steps=STEPS)
 
 
-@pytest.mark.parametrize("method", ["step", "ast", "cast", "own"])
+@pytest.mark.parametrize("method", ["step", "ast", "own"])
 def test_methods_that_need_whole_weights_are_refused(method):
     model, _ = _make(method)
     with pytest.raises(ValueError, match=f"method '{method}' has an optimizer of its own, and DeepSpeed ZeRO .* FSDP2"):

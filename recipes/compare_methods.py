@@ -1,9 +1,9 @@
 """Every method on the same small model and text, each at its best learning rate: `results/methods.md`.
 
     make methods                                  # all runs that are missing, then the page
-    python recipes/methods.py --shard 0/2         # every second method; --shard 1/2, elsewhere or beside it: the others
-    python recipes/methods.py --only s-ste        # these methods alone
-    python recipes/methods.py --report            # only the page, from the runs that are there
+    python recipes/compare_methods.py --shard 0/2   # every second method; --shard 1/2, elsewhere: the others
+    python recipes/compare_methods.py --only s-ste  # these methods alone
+    python recipes/compare_methods.py --report      # only the page, from the runs that are there
 
 Seed 0 finds each method's learning rate: it goes up or down the grid of `LEARNING_RATES` from the three it starts with
 until the best has a worse one on either side. The other seeds then run at the best. One JSON per run in
@@ -44,8 +44,10 @@ RESULTS = RECIPES / "results" / "methods"
 SEEDS = (0, 1, 2)
 LEARNING_RATES = (4e-4, 6.3e-4, 1e-3, 1.6e-3, 2.5e-3, 4e-3, 6.3e-3, 1e-2)
 START = LEARNING_RATES[3:6]
-START_OF = {"ast": LEARNING_RATES[1:4], "cast": LEARNING_RATES[1:4]}
+START_OF = {"ast": LEARNING_RATES[1:4]}
 """AdamS takes longer steps at the same rate."""
+MODULE_OF = {"ast": "methods.ast"}
+"""Modules of the methods that are not in the package."""
 
 # Each variant's method and how it differs from the method's defaults.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,7 +59,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("step", {}),
     "ste": ("ste", {}),
     "ast": ("ast", {}),
-    "cast": ("cast", {}),
     "slope": ("slope", {}),
     "fixed-mask-late": ("fixed-mask", {"dense_start": 0.5}),
     "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
@@ -68,7 +69,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "s-ste-gamma-0.5": ("s-ste", {"threshold_gamma": 0.5}),
     "step-paper": ("step", {"update_clip": 0.0}),
     "ast-decay-6e-3": ("ast", {"masked_decay": 6e-3}),
-    "cast-decay-1e-3": ("cast", {"masked_decay": 1e-3}),
 }
 
 
@@ -117,6 +117,7 @@ def run(
             "validation_file": f"{data}/validation.jsonl",
             "tokenizer_name": f"{data}/tokenizer",
             "method": method,
+            **({"method_module": MODULE_OF[method]} if method in MODULE_OF else {}),
             "sparse24": json.dumps(settings),
             "learning_rate": rate,
             "seed": seed,
