@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
-CHECKED = r"README\.md"
+CHECKED = r"(README|docs/(index|faq|start/(does_it_help|limits)|methods/index))\.md"
 GUIDES = [page for page in pages.PAGES if re.fullmatch(CHECKED, page)]
 
 
@@ -38,8 +38,8 @@ def test_published_figures_stand_beside_their_source(page):
         assert said in text and source in text, (said, source)
 
 
-UNITS = r"%|times|x\b|nats|ms\b|us\b|[GMk]B\b|CPU s|seconds|tokens (?:per|a) second"
-MEASURED = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= ?(?:{UNITS}))|(?<![\w./:-])\d+\.\d+(?![\w./])")
+UNITS = r"%|times|nats|ms\b|us\b|[GMk]B\b|CPU s|seconds|tokens (?:per|a) second"
+MEASURED = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= ?(?:{UNITS})|x\b)|(?<![\w./:-])\d+\.\d+(?![\w./])")
 PRODUCTS = "torch|Transformers|vLLM|PEFT|TRL|Python|Triton|cuSPARSELt|accelerate|capability|hf_sparse24|bitsandbytes"
 VERSION = rf"\d+\.\d+\.\d[\w.]*|\b(?:{PRODUCTS})(?: of)? \d+\.\d+"
 ARXIV = r"\b\d{4}\.\d{4,5}\b"
