@@ -20,7 +20,8 @@ from train import collate_causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from hf_sparse24 import oneshot
-from hf_sparse24.pruning.oneshot import CRITERIA, RECONSTRUCTIONS
+from hf_sparse24.pruning.criteria import CRITERIA
+from hf_sparse24.pruning.options import RECONSTRUCTIONS
 from hf_sparse24.pruning.report import OneshotReport
 
 
@@ -41,7 +42,7 @@ class OneshotArguments(SparseArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("criterion", self.criterion, CRITERIA)
+        check_choice("criterion", self.criterion, list(CRITERIA))
         check_choice("reconstruct", self.reconstruct, [way or "none" for way in RECONSTRUCTIONS])
         if self.calibration_blocks < 1:
             raise UsageError(f"calibration_blocks={self.calibration_blocks}: must be at least 1")

@@ -26,7 +26,7 @@ WARM_UP = 0.05
 """Share of the steps in which the learning rate rises."""
 
 
-class BlockSample(NamedTuple):
+class BlockExample(NamedTuple):
     """A call of a block with the inputs of the pruned model, and the dense model's output there.
 
     Attributes:
@@ -53,7 +53,7 @@ class BlockSample(NamedTuple):
 def reconstruct_block(
     block: nn.Module,
     masks: dict[Tensor, Tensor],
-    samples: list[BlockSample],
+    examples: list[BlockExample],
     passes: int,
     rate: float,
     on_step: Callable[[], object],
@@ -66,15 +66,15 @@ def reconstruct_block(
     Args:
         block: whose linear layers are pruned, in eval mode.
         masks: of the pruned weights, in the layout of the Parameter.
-        samples: each is one step of Adam in every pass.
-        passes: over all samples.
+        examples: each is one step of Adam in every pass.
+        passes: over all examples.
         rate: learning rate relative to the root mean square of each parameter; it rises over the first steps and then
             falls to zero like a cosine.
         on_step: called after each step.
     """
     trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
     start = [parameter.detach().clone() for parameter in trained]
-    before = _mean_error(samples)
+    before = _mean_error(examples)
     if not trained:  # it shares all that it has with blocks before it
         return before, before
     with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
@@ -82,13 +82,13 @@ def reconstruct_block(
         smallest = min((size for size in sizes if size), default=1.0)  # for biases that are zero, and could not move
         groups = [{"params": [p], "lr": rate * (size or smallest)} for p, size in zip(trained, sizes)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
-        steps = passes * len(samples)
+        steps = passes * len(examples)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))
         order = torch.Generator().manual_seed(0)
         for _ in range(passes):
-            for i in torch.randperm(len(samples), generator=order).tolist():
+            for i in torch.randperm(len(examples), generator=order).tolist():
                 with torch.enable_grad():
-                    samples[i].error().mean().backward()
+                    examples[i].error().mean().backward()
                 for parameter, mask in masks.items():
                     if parameter.grad is not None:
                         parameter.grad.mul_(mask)
@@ -96,7 +96,7 @@ def reconstruct_block(
                 schedule.step()
                 optimizer.zero_grad()
                 on_step()
-    after = _mean_error(samples)
+    after = _mean_error(examples)
     if not after < before:
         for parameter, values in zip(trained, start):
             parameter.copy_(values)
@@ -105,8 +105,8 @@ def reconstruct_block(
     return before, after
 
 
-def _mean_error(samples: list[BlockSample]) -> float:
-    errors = torch.cat([sample.error() for sample in samples])
+def _mean_error(examples: list[BlockExample]) -> float:
+    errors = torch.cat([example.error() for example in examples])
     return errors.mean().sqrt().item()
 
 

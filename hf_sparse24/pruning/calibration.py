@@ -2,27 +2,24 @@
 
 import functools
 import inspect
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..progress import Progress, get_logger
 from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
-from .blockwise import BlockSample
-from .replay import Batch, Call, Course, Effect, Replay, tensors
-from .statistics import Gram, LastInput, Sample, counted, padding_masks
+from .blockwise import BlockExample
+from .replay import Call, Course, Effect, ModelInputs, Replay, tensors
+from .statistics import Gram, InputNorms, LastInput, counted, padding_masks
 
 logger = get_logger(__name__)
 
 
-def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Module | None = None) -> Batch:
+def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Module) -> ModelInputs:
     """Return a batch as keyword arguments of `model`, without what only the loss reads.
-
-    Labels stay where an encoder-decoder makes its decoder's input of them.
 
     Raises:
         ValueError: neither a dict of tensors nor a tensor of input_ids.
@@ -30,16 +27,17 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Modu
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     if isinstance(inputs, Mapping):
         has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        # An encoder-decoder makes its decoder's input of the labels.
         reads_labels = has_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}
         left_out = {"return_loss"} if reads_labels else {"return_loss", "labels"}
         inputs = {name: value for name, value in inputs.items() if name not in left_out}
-    if not isinstance(inputs, Mapping) or not all(isinstance(value, Tensor) for value in inputs.values()):
-        found = {k: type(v).__name__ for k, v in inputs.items()} if isinstance(inputs, Mapping) else type(batch)
-        raise ValueError(
-            f"batch {index} of data is {found}: must be a dict of tensors, as a DataLoader with a collator gives, or "
-            f"a tensor of input_ids"
-        )
-    return dict(inputs)
+        if all(isinstance(value, Tensor) for value in inputs.values()):
+            return inputs
+    found = {k: type(v).__name__ for k, v in inputs.items()} if isinstance(inputs, Mapping) else type(batch)
+    raise ValueError(
+        f"batch {index} of data is {found}: must be a dict of tensors, as a DataLoader with a collator gives, or a "
+        f"tensor of input_ids"
+    )
 
 
 class CalibratedBlock(NamedTuple):
@@ -48,20 +46,20 @@ class CalibratedBlock(NamedTuple):
     Attributes:
         name: as in `Replay.blocks`.
         statistics: of the inputs of its weights, by the weight's name.
-        samples: its calls, with what it gives in the dense model; empty unless asked for.
+        examples: its calls, with what it gives in the dense model; empty unless asked for.
     """
 
     name: str
-    statistics: dict[str, Gram | Sample]
-    samples: list[BlockSample]
+    statistics: dict[str, Gram | InputNorms]
+    examples: list[BlockExample]
 
 
 def calibrate(
     model: nn.Module,
     weights: dict[str, SparseWeight],
-    batches: list[Batch],
-    kind: type[Gram | Sample],
-    with_samples: bool = False,
+    batches: list[ModelInputs],
+    kind: type[Gram] | type[InputNorms],
+    with_examples: bool = False,
     finished: Container[str] = (),
 ) -> Generator[CalibratedBlock, None, None]:
     """Yield the blocks that have `weights`, in the order that they run.
@@ -72,78 +70,79 @@ def calibrate(
     Args:
         model: runs on every batch.
         weights: of linear layers by name, each inside some `nn.ModuleList`; a block is a member of the outermost one.
-        batches: keyword arguments, see `check_batch`. All with the same names must run the same blocks in the same
-            order, which a first pass over one of them finds.
+        batches: see `check_batch`. All with the same names must run the same blocks in the same order, which a first
+            pass over one of them finds.
         kind: of statistics.
-        with_samples: whether blocks come with samples. That runs every block a third time for each batch, and takes
+        with_examples: whether blocks come with examples. That runs every block a third time for each batch, and takes
             memory for three outputs of a block for every batch.
-        finished: names of blocks that the caller puts back as they were pruned before; they come without statistics
-            and samples.
+        finished: names of blocks that the caller restores as they were pruned before; they come without statistics
+            and examples.
 
     Raises:
         ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run;
-            the model cannot be run block by block, see `Replay.study` and `_survey`; or, with samples, it runs other
+            the model cannot be run block by block, see `Replay.study` and `_survey`; or, with examples, it runs other
             blocks between two calls of one block.
     """
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():
         blocks.setdefault(_block_of(model, name), {})[name] = weight
     unpruned = set(weights)
-    found: dict[str, Gram | Sample] = {}
-    effects: list[list[Effect]] = [[] for _ in batches]
+    found: dict[str, Gram | InputNorms] = {}
+    pruned_effects: list[list[Effect]] = [[] for _ in batches]
     dense_effects: list[list[Effect]] = [[] for _ in batches]
-    total = len(batches) * len(blocks)
-    is_measuring = False
+    last_input: LastInput | None = None  # of the pass that measures; None in others
 
     def before_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not is_measuring:
+        if last_input is None:
             return
         if name in unpruned:
             replay.final = False
         if name in found:
-            last_input.add_to(found[name], _first(args, kwargs))
+            last_input.add_to(found[name], args[0] if args else next(iter(kwargs.values())))
 
-    progress = Progress("calibration", total, "batch", logger.info)
-    with progress, evaluating(model), Replay(model) as replay:
+    progress = Progress("calibration", len(batches) * len(blocks), "batch", logger.info)
+    with progress, evaluating(model), _without_caches(model), Replay(model) as replay, ExitStack() as hooks:
         order, courses = _survey(replay, blocks, batches)
-        with ExitStack() as hooks:
-            for name, weight in weights.items():
-                hook = functools.partial(before_layer, name)
-                hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
-            for block in order:
-                is_new = block not in finished
-                found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items() if is_new}
-                samples: list[BlockSample] = []
-                for batch, kept, dense in zip(batches, effects, dense_effects):
-                    course = courses[frozenset(batch)]
-                    if block in course.ends:
-                        calls: list[tuple[Call, Effect]] = []
-                        targets: list[tuple[Call, Effect]] = []
-                        if is_new:
-                            last_input = LastInput(padding_masks(batch))
-                            is_measuring = True
-                            replay.run(batch, course, kept, course.ends[block], calls)
-                            is_measuring = False
-                        if with_samples:
-                            replay.run(batch, course, dense, course.ends[block], targets)
-                        if with_samples and is_new:
-                            samples += _samples(replay, block, calls, targets, batch)
-                    progress.update()
-                _check(found)
-                for statistics in found.values():
-                    statistics.finish()
-                yield CalibratedBlock(block, found, samples)
-                unpruned -= blocks[block].keys()
+        for name, weight in weights.items():
+            hook = functools.partial(before_layer, name)
+            hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
+        for block in order:
+            is_new = block not in finished
+            found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items() if is_new}
+            examples: list[BlockExample] = []
+            for inputs, pruned, dense in zip(batches, pruned_effects, dense_effects):
+                progress.update()
+                course = courses[frozenset(inputs)]
+                if block not in course.ends:
+                    continue
+                calls: list[tuple[Call, Effect]] = []
+                if is_new:
+                    last_input = LastInput(padding_masks(inputs))
+                    calls = replay.run(inputs, course, pruned, course.ends[block])
+                    last_input = None
+                if with_examples:
+                    targets = replay.run(inputs, course, dense, course.ends[block])
+                    if is_new:
+                        examples += _examples(replay, block, calls, targets, inputs)
+            for name, statistics in found.items():
+                if not statistics.squares.isfinite().all():
+                    raise ValueError(
+                        f"NaN or inf in the inputs of {layer_name(name)}: check the data, or use another dtype"
+                    )
+                statistics.finish()
+            _check_reached([name for name, statistics in found.items() if statistics.tokens == 0])
+            yield CalibratedBlock(block, found, examples)
+            unpruned -= blocks[block].keys()
 
 
-def _samples(
+def _examples(
     replay: Replay,
     block: str,
     calls: list[tuple[Call, Effect]],
     targets: list[tuple[Call, Effect]],
-    batch: Batch,
-) -> list[BlockSample]:
-    """The calls of a block in the pruned model, each with the output of the same call in the dense one."""
+    inputs: ModelInputs,
+) -> list[BlockExample]:
+    """Return the calls of a block in the pruned model, each with the output of the same call in the dense one."""
     ours = [call for call, _ in calls if replay.blocks[call.block] == block]
     outputs = [tensors(effect.output)[0] for call, effect in targets if replay.blocks[call.block] == block]
     if len(ours) != len(outputs):
@@ -151,28 +150,32 @@ def _samples(
             f"reconstruct='block' cannot train {block}, between two calls of which the model runs other blocks: take "
             f"reconstruct='layer'"
         )
-    counts = [counted(padding_masks(batch), x) for x in outputs]
-    return [BlockSample(call, output, count) for call, output, count in zip(ours, outputs, counts)]
-
-
-def _first(args: tuple, kwargs: dict) -> Tensor:
-    return args[0] if args else next(iter(kwargs.values()))
+    masks = padding_masks(inputs)
+    return [BlockExample(call, output, counted(masks, output)) for call, output in zip(ours, outputs)]
 
 
 @contextmanager
-def evaluating(model: nn.Module):
-    """Put the model into eval mode within the block, without the generation caches that Transformers then makes."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode within the block; afterwards each module has its own mode again."""
     modes = {module: module.training for module in model.modules()}
-    configs = [config for config in (getattr(module, "config", None) for module in modes) if config is not None]
-    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
     model.eval()
-    for config in caching:
-        config.use_cache = False
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Make none of the caches for generation that Transformers makes in eval mode."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
         for config in caching:
             config.use_cache = True
 
@@ -180,20 +183,20 @@ def evaluating(model: nn.Module):
 def _block_of(model: nn.Module, name: str) -> str:
     """Return the name of the member of the outermost `nn.ModuleList` that a module is in."""
     parts = name.split(".")
-    ends = (i for i in range(1, len(parts)) if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList))
-    end = next(ends, None)
-    if end is None:
-        raise ValueError(f"{layer_name(name)} is in no nn.ModuleList, as oneshot needs: leave it out of target_modules")
-    return ".".join(parts[: end + 1])
+    for i in range(1, len(parts)):
+        if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList):
+            return ".".join(parts[: i + 1])
+    raise ValueError(f"{layer_name(name)} is in no nn.ModuleList, as oneshot needs: leave it out of target_modules")
 
 
 def _survey(
-    replay: Replay, blocks: dict[str, dict[str, SparseWeight]], batches: list[Batch]
+    replay: Replay, blocks: dict[str, dict[str, SparseWeight]], batches: list[ModelInputs]
 ) -> tuple[list[str], dict[frozenset[str], Course]]:
     """Return the blocks with weights in the order that they run, and the course of the batches of each set of names.
 
     Raises:
-        ValueError: no token reaches one of the weights, or the model runs parts of a block outside of it.
+        ValueError: the model does not take a batch, no token reaches one of the weights, or the model runs parts of a
+            block outside of it.
     """
     reached: dict[str, None] = {}
     courses: dict[frozenset[str], Course] = {}
@@ -202,10 +205,10 @@ def _survey(
         for module, block in [*replay.blocks.items(), *layers]:
             hook = module.register_forward_pre_hook(lambda module, args, block=block: reached.setdefault(block))
             hooks.enter_context(hook)
-        for batch in batches:
-            if frozenset(batch) not in courses:
-                _check_takes(replay.model, batch)
-                courses[frozenset(batch)] = replay.study(batch)
+        for inputs in batches:
+            if frozenset(inputs) not in courses:
+                _check_takes(replay.model, inputs)
+                courses[frozenset(inputs)] = replay.study(inputs)
     _check_reached([name for block, weights in blocks.items() if block not in reached for name in weights])
     in_parts = [block for block in reached if all(block not in course.ends for course in courses.values())]
     if in_parts:
@@ -215,21 +218,14 @@ def _survey(
     return [block for block in reached if block in blocks], courses
 
 
-def _check_takes(model: nn.Module, batch: Batch) -> None:
-    """Raise ValueError where a model's forward does not take a batch, as that of a SentenceTransformer, one dict."""
+def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:
     try:
-        inspect.signature(model.forward).bind(**batch)
-    except TypeError as error:
-        inside = next((name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)), "")
-        way = f"; prune the model inside, model.get_submodule({inside!r}), in place" if inside else ""
-        raise ValueError(f"{type(model).__name__} is not called with {sorted(batch)} ({error}){way}") from error
-
-
-def _check(found: Mapping[str, Gram | Sample]) -> None:
-    _check_reached([name for name, statistics in found.items() if statistics.tokens == 0])
-    for name, statistics in found.items():
-        if not statistics.squares.isfinite().all():
-            raise ValueError(f"NaN or inf in the inputs of {layer_name(name)}: check the data, or use another dtype")
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError as error:  # as with a SentenceTransformer, which takes one dict
+        raise ValueError(
+            f"{type(model).__name__} is not called with {sorted(inputs)} ({error}); of a wrapper, prune the "
+            f"Transformers model inside, in place"
+        ) from error
 
 
 def _check_reached(missing: list[str]) -> None:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .replay import Batch
+from .replay import ModelInputs
 
 _MASK = "mask of "
 
@@ -31,7 +31,11 @@ class FinishedBlocks:
     """
 
     def __init__(
-        self, directory: str | os.PathLike | None, model: nn.Module, batches: Iterable[Batch], settings: dict[str, Any]
+        self,
+        directory: str | os.PathLike | None,
+        model: nn.Module,
+        batches: Iterable[ModelInputs],
+        settings: dict[str, Any],
     ):
         self.directory = None if directory is None else Path(directory)
         self._names: dict[str, Path] = {}
@@ -80,7 +84,7 @@ def _facts(path: Path) -> dict[str, str]:
         return dict(file.metadata())
 
 
-def _fingerprint(model: nn.Module, batches: Iterable[Batch], settings: dict[str, Any]) -> str:
+def _fingerprint(model: nn.Module, batches: Iterable[ModelInputs], settings: dict[str, Any]) -> str:
     """A hash of the arguments, the data, and the sum of each parameter."""
     found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     with torch.no_grad():

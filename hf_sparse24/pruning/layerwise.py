@@ -107,8 +107,9 @@ def least_squares(
         tolerance: stop after two steps in a row (one alone may gain little before others that gain more) which each
             lower the objective by at most this share of what is left of it; with 0, when it is exact to rounding.
 
-    Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviation: the paper runs Adam for 1000
-    steps on stored activations; the problem is quadratic, so its Gram matrix is enough.
+    Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviations: the paper runs Adam for 1000
+    steps on stored activations, where the Gram matrix of a quadratic problem is enough; weights and bias are one
+    problem; the inputs are those of the pruned blocks, for magnitude masks too.
     """
     damped = gram + penalty.diag()
     limits = torch.finfo(gram.dtype)

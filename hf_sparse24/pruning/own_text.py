@@ -1,4 +1,4 @@
-"""Text that a model writes from nothing, to prune it by: of all kinds that it learned, whatever text is at hand."""
+"""own_text: text that a model writes from nothing, to prune it by."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..progress import Progress, get_logger
+from .calibration import evaluating
 
 logger = get_logger(__name__)
 
@@ -20,10 +21,10 @@ BATCH = 32
 def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0) -> Tensor:
     """Text that a language model writes from nothing, to be given to `oneshot`.
 
-    What is pruned by a few kinds of text forgets the others first. Text that the dense model samples from nothing makes
-    little sense, but its outputs there are what must be kept. Measured in docs/measured/pretrained.md. The idea is that
-    of data-free quantization (LLM-QAT, arXiv 2305.17888); our deviation: a sequence starts where documents do, and
-    every token is sampled.
+    A model that is pruned by a few kinds of text forgets the others first. Text that it samples itself makes little
+    sense, but is of all kinds that it learned. docs/measured/pretrained.md measures it. The idea is that of data-free
+    quantization (LLM-QAT, arXiv 2305.17888); our deviation: a sequence starts where documents do, and every token is
+    sampled.
 
     Args:
         model: a causal language model of Transformers, best in bf16; not pruned yet.
@@ -53,15 +54,11 @@ def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0)
         raise ValueError(f"the tokenizer has neither {SEPARATOR} nor a bos_token or eos_token to start a text with")
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": start}
     sampling |= {"min_new_tokens": length, "max_new_tokens": length}
-    training = model.training
-    model.eval()
     found = []
-    try:
-        with torch.random.fork_rng(), Progress("writing text", count, "sequence", logger.info) as progress:
-            torch.manual_seed(seed)
-            for begin in torch.full((count, 1), start, device=model.device).split(BATCH):
-                found.append(model.generate(begin, attention_mask=torch.ones_like(begin), **sampling)[:, 1:].cpu())
-                progress.update(len(begin))
-    finally:
-        model.train(training)
+    progress = Progress("writing text", count, "sequence", logger.info)
+    with torch.random.fork_rng(), evaluating(model), progress:
+        torch.manual_seed(seed)
+        for begin in torch.full((count, 1), start, device=model.device).split(BATCH):
+            found.append(model.generate(begin, attention_mask=torch.ones_like(begin), **sampling)[:, 1:].cpu())
+            progress.update(len(begin))
     return torch.cat(found)

@@ -4,7 +4,7 @@ Pruning block by block needs the inputs of every block once all blocks before it
 for each block, would make that quadratic in depth. Here the model runs its own forward for each block, so whatever it
 does around and between blocks stays right. But a call of a block with nothing unpruned before it computes only once.
 Later passes replay it: it returns a copy of that output, and writes again what it wrote into dicts among its arguments
-(Gemma 3n hands keys and values on in one). So a pass computes two blocks: the last pruned one and the one to calibrate.
+(Gemma 3n passes keys and values in one). So a pass computes two blocks: the last pruned one and the one to calibrate.
 
 Of a batch's outputs only those stay in memory that something still reads: the last one, and what skips blocks, such as
 an encoder's result. The others become NaN of the same shape, so that an unexpected reader does not go unnoticed.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Batch = dict[str, Tensor]
-"""Keyword arguments of a model."""
+ModelInputs = dict[str, Tensor]
+"""One batch of calibration data: keyword arguments of the model."""
 
 
 class Effect(NamedTuple):
@@ -96,34 +96,31 @@ class Replay:
         self._intercepted.__exit__(*error)
 
     def run(
-        self,
-        batch: Batch,
-        course: Course,
-        effects: list[Effect],
-        stop: int | None,
-        computed: list[tuple[Call, Effect]] | None = None,
-    ) -> Effect | None:
-        """Run one pass up to the call with number `stop` and return its effect; or to the end, for None.
+        self, inputs: ModelInputs, course: Course, effects: list[Effect], stop: int | None
+    ) -> list[tuple[Call, Effect]]:
+        """Run one pass up to the call with number `stop`, or to the end for None.
 
-        The batch's first calls are replayed from `effects`. Effects of the following calls are added if final. The
-        calls that are computed, and their effects, are added to `computed`.
+        The first calls are replayed from `effects`. Effects of the following calls are added to it if final.
+
+        Returns:
+            The calls that were computed, with their effects.
 
         Raises:
             ValueError: the model calls other blocks than in `course`.
         """
         self.final = True
+        computed: list[tuple[Call, Effect]] = []
 
         def make(number: int, call: Call) -> Effect:
             if course.calls[number : number + 1] != (call.block,):
                 raise ValueError(
                     f"{self.blocks[call.block]} is number {number} of the blocks that run for one batch and not for "
-                    f"another, both with arguments {sorted(batch)}: oneshot needs batches that run the same blocks"
+                    f"another, both with arguments {sorted(inputs)}: oneshot needs batches that run the same blocks"
                 )
             if number < len(effects):
                 return call.replay(_copy(effects[number]))
             effect = call.compute()
-            if computed is not None:
-                computed.append((call, effect))
+            computed.append((call, effect))
             if self.final:
                 effects.append(_copy(effect))
                 for i, last in enumerate(course.last_use[: number + 1]):
@@ -131,10 +128,11 @@ class Replay:
                         effects[i] = _nan(effects[i])
             return effect
 
-        return self._pass(batch, make, stop)
+        self._pass(inputs, make, stop)
+        return computed
 
-    def study(self, batch: Batch) -> Course:
-        """Find the course of batches of this kind, and check that replays change nothing.
+    def study(self, inputs: ModelInputs) -> Course:
+        """Return the course of batches with these names, after a check that replays change nothing.
 
         They change nothing if an effect is all that a call leaves behind.
 
@@ -150,13 +148,13 @@ class Replay:
             effects.append(_copy(effect))
             return effect
 
-        self._pass(batch, record, None)
-        last_use = tuple(self._last_use(batch, effects, number) for number in range(len(calls)))
+        self._pass(inputs, record, None)
+        last_use = tuple(self._last_use(inputs, effects, number) for number in range(len(calls)))
         course = Course(tuple(calls), {self.blocks[block]: number for number, block in enumerate(calls)}, last_use)
         replayed: list[Effect] = []
         for number, expected in enumerate(effects):
             try:
-                found = self.run(batch, course, replayed, number)
+                found = self.run(inputs, course, replayed, number)[-1][1]
                 torch.testing.assert_close(tensors(found), tensors(expected), equal_nan=True)
             except Exception as error:  # whatever it is, the pass without replay has succeeded
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -166,7 +164,7 @@ class Replay:
                 ) from error
         return course
 
-    def _last_use(self, batch: Batch, effects: list[Effect], dropped: int) -> int:
+    def _last_use(self, inputs: ModelInputs, effects: list[Effect], dropped: int) -> int:
         """Return `last_use` of a call, from a pass that replays all calls with NaN for the effect of this one."""
         last = dropped
 
@@ -177,29 +175,27 @@ class Replay:
             return call.replay(_nan(effects[number]) if number == dropped else _copy(effects[number]))
 
         try:
-            self._pass(batch, make, len(effects) - 1)
+            self._pass(inputs, make, len(effects) - 1)
         except Exception:  # the model reads it between blocks, and raises
             last = len(effects)
         return last
 
-    def _pass(self, batch: Batch, make: Callable[[int, Call], Effect], stop: int | None) -> Effect | None:
+    def _pass(self, inputs: ModelInputs, make: Callable[[int, Call], Effect], stop: int | None) -> None:
         """Run a forward pass in which `make(number, call)` makes the calls, up to number `stop` if not None."""
-        number, last = -1, None
+        number = -1
 
         def on_call(call: Call) -> Any:
-            nonlocal number, last
+            nonlocal number
             number += 1
             effect = make(number, call)
             if number == stop:
-                last = effect
                 raise _PassDone
             return effect.output
 
         self._on_call = on_call
         device = next(self.model.parameters()).device
         with suppress(_PassDone):
-            self.model(**{name: value.to(device) for name, value in batch.items()})
-        return last
+            self.model(**{name: value.to(device) for name, value in inputs.items()})
 
 
 class _PassDone(Exception):
@@ -237,7 +233,7 @@ def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) ->
 
         return intercepted
 
-    # A block has a forward in its instance where others have put one there, as accelerate does.
+    # accelerate puts a forward into the instance, which must come back.
     own = {block: block.__dict__.get("forward") for block in blocks}
     try:
         for block in own:
@@ -256,7 +252,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def _copy(effect: Effect) -> Effect:
-    """Return a copy that nobody else writes into. What `_nan` made is shared: it has one element, and no data."""
+    """Return a copy that is safe from writes. What `_nan` made is shared: it has one element, and no data."""
     return tree_map_only(Tensor, lambda x: x if x.untyped_storage().nbytes() < x.nbytes else x.clone(), effect)
 
 

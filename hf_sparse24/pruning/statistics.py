@@ -1,4 +1,4 @@
-"""Statistics of what a layer gets as input: all that pruning it needs to know of the data."""
+"""Statistics of a layer's inputs: all that pruning needs to know of the data."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -43,10 +43,10 @@ class Gram:
         return layerwise.output_norm(change, self.matrix)
 
 
-class Sample:
-    """Squares of a layer's inputs, as Wanda needs them, and 128 of the inputs to measure errors on.
+class InputNorms:
+    """Sums of squares of a layer's inputs, as Wanda needs them, and 128 of the inputs to measure errors on.
 
-    It costs much less than a `Gram`, and has the same attributes but `matrix`.
+    Much cheaper than a `Gram`, with the same attributes except `matrix`.
     """
 
     ROWS = 128  # spread evenly over all batches
@@ -79,34 +79,31 @@ def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
 
 
 class LastInput:
-    """The summary of the last input of any layer, which others often share, as query, key and value do."""
+    """The last input of any layer with its summary, because layers share inputs: query, key and value do."""
 
     def __init__(self, masks: list[Tensor]):
         self.masks = masks
         self.x: Tensor | None = None
-        self.version = self.tokens = 0
-        self.dtype: torch.dtype | None = None
-        self.summary: Any = None
+        self.key: Any = None
 
-    def add_to(self, statistics: Gram | Sample, x: Tensor) -> None:
+    def add_to(self, statistics: Gram | InputNorms, x: Tensor) -> None:
         """Add inputs `[..., in]`, without padding if their shape is that of a padding mask `[batch, length]`.
 
         Inputs of other shapes, such as an expert's share of the tokens, count whole.
         """
-        if x is not self.x or x._version != self.version or self.dtype != statistics.squares.dtype:
+        key = (x._version, statistics.squares.dtype)
+        if x is not self.x or key != self.key:
             rows, counts = x.reshape(-1, x.shape[-1]), counted(self.masks, x)
-            if counts is not None:
-                rows = rows[counts.flatten()]
-            rows = rows.to(statistics.squares)
-            self.x, self.version, self.dtype = x, x._version, rows.dtype
+            rows = (rows if counts is None else rows[counts.flatten()]).to(statistics.squares)
+            self.x, self.key, self.tokens = x, key, len(rows)
             with torch.autocast(rows.device.type, enabled=False):
-                self.tokens, self.summary = len(rows), statistics.summary(rows)
+                self.summary = statistics.summary(rows)
         statistics.add(self.summary)
         statistics.tokens += self.tokens
 
 
 def padding_masks(batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return what a batch says of padding, `[batch, length]` each: of an encoder-decoder, for both of its sequences."""
+    """Return a batch's padding masks, `[batch, length]` each: of an encoder-decoder, for both of its sequences."""
     masks = [batch[name] for name in ("attention_mask", "decoder_attention_mask") if name in batch]
     if "labels" in batch:  # those that an encoder-decoder reads; -100 is where its loss has no target
         masks.append(batch["labels"] != -100)
@@ -114,9 +111,9 @@ def padding_masks(batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def counted(masks: Iterable[Tensor], x: Tensor) -> Tensor | None:
-    """Return which tokens of `[..., size]` are no padding, as bool `[...]`; None if no mask is theirs.
+    """Return which tokens of `[..., size]` are no padding, as bool `[...]`; None if no mask has their shape.
 
-    Where masks of two sequences have the same shape, what one of them counts.
+    Of two masks with that shape, a token counts if it does in one.
     """
     shape = x.shape[:-1]
     theirs = [mask.to(x.device, torch.bool) for mask in masks if shape in (mask.shape, (mask.numel(),))]

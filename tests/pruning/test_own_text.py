@@ -19,12 +19,14 @@ class Tokenizer:
 
 
 def test_it_is_sampled_from_the_models_predictions(monkeypatch):
-    """First tokens are as frequent as the model expects; its mode and the random numbers stay as they were."""
+    """First tokens are as frequent as the model expects; modes and the random numbers stay as they were."""
     monkeypatch.setattr(module, "BATCH", 600)
     model = zoo.build("llama", initializer_range=0.3, vocab_size=5, eos_token_id=3).train()
+    frozen = model.model.layers[0].eval()
     before = torch.get_rng_state()
     found = own_text(model, Tokenizer(eos=3), 2000, 2, seed=1)
-    assert found.shape == (2000, 2) and model.training and torch.equal(torch.get_rng_state(), before)
+    assert model.training and model.model.layers[1].training and not any(m.training for m in frozen.modules())
+    assert found.shape == (2000, 2) and torch.equal(torch.get_rng_state(), before)
     logits = model.eval()(torch.tensor([[3]])).logits[0, -1]
     logits[3] = -torch.inf  # a text that ends would be shorter than the others
     expected = logits.softmax(-1)

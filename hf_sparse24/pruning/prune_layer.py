@@ -1,0 +1,78 @@
+"""prune_layer: one linear layer's new weight and bias, from statistics of its inputs."""
+
+import torch
+from sparse24_kernels import apply_mask
+from torch import Tensor, nn
+
+from ..metrics import kept_magnitude
+from ..patching.packing import is_packable
+from ..progress import get_logger
+from ..weights.place import layer_name
+from ..weights.sparse_weight import SparseWeight
+from . import layerwise
+from .criteria import CRITERIA
+from .options import Options
+from .report import LayerReport
+from .statistics import Gram, InputNorms, matrix
+
+logger = get_logger(__name__)
+
+
+def prune_layer(
+    name: str, target: SparseWeight, inputs: Gram | InputNorms, options: Options
+) -> tuple[LayerReport, Tensor]:
+    """Write a layer's new weight and bias, and return its report and its mask in the layout of the stored weight."""
+    weight, bias = matrix(target), target.bias
+    dense = weight.to(inputs.squares.dtype, copy=True)
+    before = _with_bias(dense, bias)
+    mask, values, damping = CRITERIA[options.criterion].prune(dense, inputs, target.method.pattern, options.damping)
+    if damping != options.damping:
+        logger.warning(
+            f"{layer_name(name)}: Gram matrix not positive definite with damping={options.damping}; used {damping:g}"
+        )
+    after = _with_bias(values, bias)
+    if options.reconstruct == "layer":
+        assert isinstance(inputs, Gram)
+        after = _reconstruct(before, after, mask, bias is not None, inputs.matrix, damping)
+    weight.copy_(apply_mask(after[:, :-1], mask))
+    if options.values == "int8" and options.reconstruct != "block":
+        round_layer(target, inputs, damping)
+    if bias is not None:
+        bias.copy_(after[:, -1])
+    lost = dense * ~mask
+    stored = _with_bias(weight.to(dense), bias)  # rounded to the layer's dtype
+    scale = inputs.output_norm(_with_bias(dense)) or 1.0  # outputs that are all zero stay so
+    report = LayerReport(
+        name=layer_name(name),
+        tokens=inputs.tokens,
+        masked_error=inputs.output_norm(_with_bias(lost)) / scale,
+        error=inputs.output_norm(before - stored) / scale,
+        kept_magnitude=kept_magnitude(dense, mask),
+        dropped=int(lost.count_nonzero()),
+        damping=damping,
+    )
+    return report, mask if target.input_dim == -1 else mask.t().contiguous()
+
+
+def round_layer(target: SparseWeight, inputs: Gram | InputNorms, damping: float) -> None:
+    """Round a pruned weight to int8 values, if it can be packed. `inputs` must be a Gram matrix."""
+    assert isinstance(inputs, Gram)
+    if is_packable(target):
+        weight, gram = matrix(target), inputs.matrix[:-1, :-1]
+        with torch.autocast(weight.device.type, enabled=False):
+            weight.copy_(layerwise.round_to_int8(weight.to(gram.dtype, copy=True), gram, damping, weight.dtype))
+
+
+def _reconstruct(before: Tensor, start: Tensor, mask: Tensor, has_bias: bool, gram: Tensor, damping: float) -> Tensor:
+    """Return the `[W, b]` on the mask whose output is closest to that of `before`."""
+    # Without a bias the last column has zeros, which stay.
+    free = nn.functional.pad(mask, (0, 1), value=has_bias)
+    # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
+    penalty = layerwise.ridge(gram[:-1, :-1], damping) * (gram.diagonal() > 0).to(before)
+    penalty[-1] = 0
+    return layerwise.least_squares(before, free, gram, penalty, start)
+
+
+def _with_bias(weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `[W, b]`, with zeros if `bias` is None."""
+    return nn.functional.pad(weight, (0, 1)) if bias is None else torch.cat([weight, bias[:, None].to(weight)], 1)
