@@ -65,14 +65,9 @@ class SparseRun:
         return self.phase == DENSE
 
     @property
-    def is_nm(self) -> bool:
-        """Whether the weights that the model computes with must be N:M."""
-        return not self.is_dense and self.phase not in self.method.unstructured_phases
-
-    @property
     def backend(self) -> str:
         """What runs the GEMMs, as `Sparse24Config.backend` names it."""
-        return self.config.backend if self.is_nm else "dense"
+        return "dense" if self.is_dense else self.config.backend
 
     @property
     def progress(self) -> tuple[int, int]:

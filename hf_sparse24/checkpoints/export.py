@@ -134,12 +134,12 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
                 lazy.compute()  # gathers it together with the process that writes
         else:
             run = next(iter(weights.values())).run
-            if not run.is_nm:
+            if run.is_dense:
                 has_tail = hasattr(run.method.settings, "dense_tail")
                 way = ". A run with dense_tail=0 ends sparse" if has_tail else ", before the end of its run"
                 logger.warning(
                     f"the model is in its {run.phase!r} phase, and so is its export: weights in {directory} are not "
-                    f"{run.method.pattern}" + (way if run.is_dense else "")
+                    f"{run.method.pattern}{way}"
                 )
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
                 _write(model, new, files, format, format_version(values))

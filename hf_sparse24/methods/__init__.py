@@ -9,7 +9,7 @@ from ..weights.sharding import whole
 from ..weights.view import WeightView
 from . import fixed_mask, s_ste, slope, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
 from .base import SparseMethod
-from .context import Batch, Piece, Pieces, StepContext
+from .context import Piece, Pieces, StepContext
 from .fixed_mask import FixedMask, KeptMaskMethod
 from .masked_adamw import GroupTensors, MaskedAdamW, step_param_groups
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
@@ -39,7 +39,6 @@ __all__ = [
     "DEFAULT_METHOD",
     "METHODS",
     "ONESHOT_METHOD",
-    "Batch",
     "GemmSettings",
     "GroupTensors",
     "KeptMaskMethod",

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..weights.gemms import Gemms, standard_gemms
 from ..weights.rules import Mask, Rule, mask_of
 from ..weights.view import WeightView
-from .context import DENSE, Batch, Pieces, StepContext
+from .context import DENSE, Pieces, StepContext
 from .schedule import Schedule
 from .settings import GemmSettings, MethodSettings, PhaseSettings
 
@@ -55,9 +55,6 @@ class SparseMethod:
 
     phases: ClassVar[tuple[str, ...]] = ("sparse", DENSE)
     """In `"dense"` a layer computes with its master weight, in every other phase with what the method prunes it to."""
-
-    unstructured_phases: ClassVar[tuple[str, ...]] = ()
-    """Phases in which the pruned weight need not be N:M, such as a ramp: their GEMMs are dense math."""
 
     transposable: ClassVar[bool] = False
     """Whether the weight of the grad_input GEMM is N:M along the output dimension, so that this GEMM can be sparse."""
@@ -136,7 +133,7 @@ class SparseMethod:
 
         Runs when a model is patched (possibly on the meta device) and after dense weights have been loaded. Optimizers,
         schedulers and checkpoints know the tensors from then on; they take part in training as early or late as
-        `adapt_output` and `loss` use them. DDP needs `find_unused_parameters=True` until they do.
+        `adapt_output` uses them. DDP needs `find_unused_parameters=True` until they do.
         """
         return {}
 
@@ -194,12 +191,6 @@ class SparseMethod:
         Each `Piece` is what this process updates of one weight; frozen weights have none. With DeepSpeed ZeRO this runs
         for each parameter group apart.
         """
-
-    def loss(self, outputs: Any, batch: Batch, context: StepContext) -> Tensor | None:
-        """A term of the loss, made of what the model returned for a micro-batch: a mean over its labels, which is added
-        to the model's own loss and weighted as that is. None for none. Runs in training, in any Trainer or loop that
-        takes the model's own loss."""
-        return None
 
     def metrics(self, context: StepContext) -> dict[str, float]:
         """Numbers to log besides the flip rate and the kept magnitude."""

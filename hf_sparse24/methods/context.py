@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,5 +62,3 @@ class Piece:
 
 
 Pieces = list[Piece]
-Batch = Mapping[str, Any]
-"""What a model is called with: `input_ids`, `labels` and the like, by name."""

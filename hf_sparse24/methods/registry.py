@@ -55,11 +55,8 @@ def register_method(name: str) -> Callable[[Method], Method]:
 def _check_class(cls: type[SparseMethod]) -> None:
     if cls.mask is SparseMethod.mask and cls.prune is SparseMethod.prune:
         raise ValueError(f"{cls.__name__} must implement mask, or prune")
-    if not {"sparse", "dense", *cls.unstructured_phases} <= set(cls.phases):
-        raise ValueError(
-            f"{cls.__name__}.phases={cls.phases!r}: must have 'sparse', 'dense' and all of "
-            f"unstructured_phases={cls.unstructured_phases!r} among them"
-        )
+    if not {"sparse", "dense"} <= set(cls.phases):
+        raise ValueError(f"{cls.__name__}.phases={cls.phases!r}: must have 'sparse' and 'dense' among them")
     settings: Any = cls.Settings
     parameters = vars(settings).get("__dataclass_params__")  # of this class, not inherited
     if not issubclass(settings, MethodSettings) or parameters is None or not parameters.frozen:

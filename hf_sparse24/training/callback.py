@@ -200,9 +200,9 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self.controller.end()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             run = self.controller.run
-            was_nm = run.is_nm
+            was_dense = run.is_dense
             restore(kwargs["model"], state.best_model_checkpoint)
-            if was_nm and not run.is_nm:
+            if run.is_dense and not was_dense:
                 logger.warning(
                     f"load_best_model_at_end: {state.best_model_checkpoint} was saved in the {run.phase} phase, so the "
                     f"model is not {run.config.pattern} now, as it was at the end of training; for that one, load the "

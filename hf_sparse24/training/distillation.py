@@ -12,7 +12,9 @@ Liger have losses that project the student's hidden states in chunks as well. Th
 pass, which adapters, wrappers and auxiliary losses need, and Liger's runs on a GPU alone.)
 """
 
+import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -20,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import kl_div
+from torch.nn.functional import kl_div, pad
 
-from ..methods import Batch
 from ..run import sparse_run
-from .loss_terms import LossHook, predicting_positions, share_of_batch
 from .teacher import Chunks, Teacher, shifts_labels
 
+IGNORED = -100
 EPS = 1e-6
 """Keeps SquareHead finite where a teacher's hidden state is zero."""
 
@@ -110,6 +111,13 @@ class _KLDivergence(torch.autograd.Function):
         return gradient.mul_(grad).view(ctx.shape), None, None  # in place: autograd refuses a second backward pass
 
 
+def predicting_positions(labels: Tensor, shifted: bool) -> Tensor:
+    """The flat positions [n] whose logits predict a label: `labels` [batch, tokens] without -100, and one to the left
+    where the loss shifts them."""
+    targets = pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted else labels
+    return (targets != IGNORED).flatten().nonzero().squeeze(1)
+
+
 def square_head(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], positions: Tensor) -> Tensor:
     """SquareHead of two models' hidden states, each [batch, tokens, hidden], summed over blocks and `positions`. The
     first of them, the embeddings, are left out."""
@@ -120,8 +128,11 @@ def square_head(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], positions:
     return total
 
 
-class Distiller(LossHook):
+class Distiller:
     """The teacher's terms in the loss of a model, from `distill` on until `end`.
+
+    A forward hook changes `outputs.loss` while the model trains, so any Trainer or loop that takes the model's own loss
+    has them. A copy of the model, such as a probe of the decay search, learns from the same teacher.
 
     Args:
         model: which learns.
@@ -136,11 +147,10 @@ class Distiller(LossHook):
     def __init__(
         self, model: nn.Module, teacher: nn.Module | str | PathLike, config: DistillationConfig, tokenizer: Any = None
     ):
-        super().__init__(self._add_teacher, is_shared=True)
         self.config, self.shifted = config, shifts_labels(model)
         self.teacher = Teacher(teacher, model, tokenizer, bool(config.hidden_weight))
         self.reset()
-        self._handles = [self.attach(model)]
+        self._handles = [model.register_forward_hook(self, with_kwargs=True)]
         if config.hidden_weight:
             self._handles.append(model.register_forward_pre_hook(_with_hidden_states, with_kwargs=True))
 
@@ -168,7 +178,24 @@ class Distiller(LossHook):
         count = self._micro_batches if self.is_mean or steps is None else steps
         return {name: total / max(count, 1) for name, total in self._sums.items()}
 
-    def _add_teacher(self, loss: Tensor, outputs: Any, batch: Batch) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Distiller":
+        return self
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        if not model.training or not torch.is_grad_enabled():
+            return None
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if loss is None:
+            raise ValueError(
+                "the model returned no loss to add to: pass it labels, and leave return_dict on. Losses that are "
+                "computed outside of the model (label_smoothing_factor, compute_loss_func) leave no place for a teacher"
+            )
+        names = inspect.signature(model.forward).parameters if args else ()
+        outputs["loss"] = self.add_teacher(loss, outputs, dict(zip(names, args)) | kwargs)
+        return outputs
+
+    def add_teacher(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
         """The loss with the teacher's terms.
 
         Raises:
@@ -176,10 +203,12 @@ class Distiller(LossHook):
         """
         logits, positions = self._predictions(outputs, batch)
         tokens = len(positions)
-        self.is_mean = batch.get("num_items_in_batch") is None
+        labels_of_step = batch.get("num_items_in_batch")
+        self.is_mean = labels_of_step is None
         self.teacher.to(logits.device)
         # Sums over tokens, divided as the model divides its own loss. Without tokens, that divides by 0 in the end.
-        share = (1 / tokens if self.is_mean else share_of_batch(batch, 1)) if tokens else 0.0
+        count = tokens if labels_of_step is None else torch.as_tensor(labels_of_step).flatten()[0]
+        share = 1 / count if tokens else 0.0
         parts = {"cross_entropy": loss.detach().mean() if tokens else torch.zeros_like(loss.detach().mean())}
         total = (1 - self.config.weight) * loss
         hidden, states = self.teacher.run(batch)
@@ -196,7 +225,7 @@ class Distiller(LossHook):
         self._micro_batches += bool(tokens)
         return total
 
-    def _predictions(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _predictions(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The student's logits, and the positions where they predict a label."""
         logits = outputs.get("logits") if isinstance(outputs, dict) else None
         if logits is None:

@@ -16,8 +16,8 @@ from ..patching.surgery import set_phase
 from ..progress import get_logger
 from ..weights.sharding import is_sharded
 from .controller import Sparse24Controller
-from .loss_terms import language_model_kind
 from .step_work import trains
+from .teacher import language_model_kind
 from .zero import ZeroOptimizer
 
 logger = get_logger(__name__)

@@ -13,12 +13,11 @@ from sparse24_kernels.dispatch import choose_kernels
 from torch import Tensor, nn
 
 from ..adapters.merging import adapters_in
-from ..methods import Batch, SparseMethod, StepContext
+from ..methods import SparseMethod, StepContext
 from ..patching.surgery import set_phase
 from ..run import SparseRun
 from ..weights.sharding import local, rank
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from .loss_terms import LossHook, count_labels, language_model_kind, share_of_batch
 from .mask_metrics import Flips
 from .optimizers import TorchOptimizer
 from .random_streams import RandomStreams
@@ -66,8 +65,6 @@ class StepWork:
         is_zero = isinstance(self.optimizer, ZeroOptimizer)
         self._optimizer: Any = self.optimizer if is_zero else TorchOptimizer(self.optimizer)
         self._hooks += self._optimizer.follow(self._before_step, self._change_gradients, self._after_step)
-        if type(self.run.method).loss is not SparseMethod.loss:
-            self._hooks.append(LossHook(self._add_term, is_shared=False).attach(self.model))
 
     @property
     def is_running(self) -> bool:
@@ -176,12 +173,6 @@ class StepWork:
         weights = [weight for weight in first_of_each(self._trained).values() if weight.master.requires_grad]
         values, masks = [local(w.master) for w in weights], [w.local_mask(packed=True) for w in weights]
         foreach_masked_decay_(values, values, masks, [-1.0] * len(weights))  # w - w
-
-    def _add_term(self, loss: Tensor, outputs: Any, batch: Batch) -> Tensor:
-        """A model's own loss, and the method's term of what the model returned."""
-        labels = count_labels(batch, language_model_kind(self.model) == "causal")
-        term = self.run.method.loss(outputs, batch, self._context()) if labels else None  # of none there is no mean
-        return loss if term is None else loss + term * share_of_batch(batch, labels)
 
     def _context(self) -> StepContext:
         return StepContext(self.step, self.total_steps, self.phase, self.optimizer, self.weights)

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from ..progress import get_logger
-from .loss_terms import base_of_peft, language_model_kind
 
 logger = get_logger(__name__)
 
@@ -157,6 +160,22 @@ def shifts_labels(model: Any) -> bool:
         name = type(base_of_peft(model)).__name__
         raise ValueError(f"teacher=: {name} is no causal or masked language model of Transformers")
     return kind == "causal"
+
+
+def language_model_kind(model: Any) -> str | None:
+    """`"causal"`, `"masked"`, or None for a model of another kind."""
+    model = base_of_peft(model)
+    names = {cls.__name__ for cls in type(model).__mro__}
+    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+        return "causal"
+    if names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} and not model.config.is_encoder_decoder:
+        return "masked"
+    return None
+
+
+def base_of_peft(model: Any) -> Any:
+    """The model of Transformers in one of PEFT; any other as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _size(model: Any, name: str) -> int:

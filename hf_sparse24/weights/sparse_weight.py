@@ -159,7 +159,7 @@ class SparseWeight(WeightState):
             )
         sharding.check_supported(self.name, self.master)
         method = self.method
-        checks = operand not in self._checked and self.run.is_nm
+        checks = operand not in self._checked
         checks = checks and not (torch.compiler.is_compiling() or self.parameter.is_meta)
         made = []
         for view in self.views():
@@ -184,8 +184,7 @@ class SparseWeight(WeightState):
                 along = "input" if dim == view.dim else "output"
                 raise ValueError(
                     f"method {method.name!r} keeps more than {pattern.n} of {pattern.m} weights along the {along} "
-                    f"dimension in {bad} groups of {self.name}, so it is not {pattern}; keep fewer, or name the phase "
-                    f"in which it does so in the method's `unstructured_phases`"
+                    f"dimension in {bad} groups of {self.name}, so it is not {pattern}; keep fewer"
                 )
 
     def _kept(

@@ -5,9 +5,7 @@ Method card
                      late in training Z = X (S(W) + left right)^T
     Backward         dX = dZ D(W), D(W) is S(W) pruned 2:4 once more along the output dimension, so that all GEMMs can
                      be sparse without a transposable mask
-    Loss             plus `z_loss` times the mean squared log partition of the predictions (PaLM's, arXiv 2204.02311)
-    Hyper-parameters `ridge`, the strength of weight decay through the gradient; `z_loss`; `rank` and `adapt_last` of
-                     the adapters
+    Hyper-parameters `ridge`, the strength of weight decay through the gradient; `rank` and `adapt_last` of the adapters
     Known limits     made for tests; dX belongs to another weight than Z
     Measured here    nowhere
     Reference        after SLoPe (Mozaffari et al. 2024, arXiv 2405.16325): double-pruned backward pass, lazy adapters
@@ -22,7 +20,6 @@ from torch import Tensor
 
 from hf_sparse24 import register_method
 from hf_sparse24.methods import (
-    Batch,
     GemmSettings,
     Mask,
     PhaseSettings,
@@ -57,7 +54,6 @@ class OwnMethod(SparseMethod):
     @dataclass(frozen=True, kw_only=True)
     class Settings(PhaseSettings, GemmSettings):
         ridge: float = setting(1e-3, is_non_negative, "strength of the ridge on sparse weights")
-        z_loss: float = setting(1e-4, is_non_negative, "strength of the pull of the log partition towards 0")
         rank: int = setting(2, is_rank, "rank of the adapters")
         adapt_last: int | float = setting(0.25, is_length, "length of training at the end in which adapters take part")
 
@@ -102,12 +98,6 @@ class OwnMethod(SparseMethod):
     def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
         for piece in pieces:
             piece.gradient.add_(piece.values, alpha=self.settings.ridge)
-
-    def loss(self, outputs: Any, batch: Batch, context: StepContext) -> Tensor:
-        return (
-            self.settings.z_loss
-            * (outputs["logits"] if isinstance(outputs, dict) else outputs[1]).float().logsumexp(-1).square().mean()
-        )
 
     def metrics(self, context: StepContext) -> dict[str, float]:
         lefts = [weight.parameters["left"] for weight in context.weights.values()]

@@ -25,8 +25,7 @@ from hf_sparse24 import (
     sparse_weights,
 )
 from hf_sparse24.training import teacher as teachers
-from hf_sparse24.training.distillation import EPS, find_distiller, kl_divergence
-from hf_sparse24.training.loss_terms import predicting_positions
+from hf_sparse24.training.distillation import EPS, find_distiller, kl_divergence, predicting_positions
 
 PEFT_WARNS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 BOTH = DistillationConfig(weight=0.7, temperature=3.0, hidden_weight=0.2)
@@ -164,7 +163,7 @@ def test_no_tensor_of_the_whole_vocabulary_is_made_for_the_teacher(tmp_path, mon
             return out
 
     with Made():
-        find_distiller(run.model).change(outputs.loss, outputs, inputs)
+        find_distiller(run.model).add_teacher(outputs.loss, outputs, inputs)
     assert [name for name, rows in made if rows > 8 and not name.endswith("_")] == ["aten::zeros_like"]
 
 
@@ -408,9 +407,9 @@ def test_batches_without_labels_are_refused(tmp_path):
     inputs = batch()
     outputs = run.model.eval()(**inputs)
     with pytest.raises(ValueError, match=r"a label for each of the logits.*and there are none"):
-        find_distiller(run.model).change(outputs.loss, outputs, {"input_ids": inputs["input_ids"]})
+        find_distiller(run.model).add_teacher(outputs.loss, outputs, {"input_ids": inputs["input_ids"]})
     with pytest.raises(ValueError, match="the model's logits, and it returned none"):
-        find_distiller(run.model).change(outputs.loss, {"loss": outputs.loss, "logits": None}, inputs)
+        find_distiller(run.model).add_teacher(outputs.loss, {"loss": outputs.loss, "logits": None}, inputs)
     with pytest.raises(ValueError, match="the model returned no loss to add to: pass it labels"):
         run.model.train()(input_ids=inputs["input_ids"])
 
