@@ -5,8 +5,7 @@ files, and the Hub keeps what has reached it, so a push that broke off is resume
 """
 
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,22 +79,35 @@ def push_to_hub(
         raise TypeError("'tokenizer' is no argument of push_to_hub: write processing_class=tokenizer")
     check_arguments(format, card, values)
     model = unwrapped(model)
-    check_pushable(model)
+    _check_pushable(model)
     if (checkpoint or format == "training") and adapters_in(model):
         raise ValueError("a training checkpoint has no PEFT adapters, the model has: PEFT's push_to_hub pushes them")
     if rank() != 0:
         return None
     repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-    card |= {"values": values, "checkpoint": checkpoint, "model_id": repo_id, "tags": tags}
-    card["existing"] = card_on_hub(repo_id, token, revision)
-    commit = {"commit_message": commit_message, "token": token, "revision": revision, "create_pr": create_pr}
-    return stage_push(model, repo_id, format, processing_class, max_shard_size, commit, **card)()
+    card = {"model_id": repo_id, "existing": _card_on_hub(repo_id, token, revision), "tags": tags} | card
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        with without_adapters(model) as plain:
+            plain = cast(PreTrainedModel, plain)
+            if format == "training":
+                plain.save_pretrained(folder, max_shard_size=max_shard_size)
+            else:
+                export_model(plain, folder, format, max_shard_size, values)
+            if checkpoint:
+                plain.save_pretrained(folder / CHECKPOINT, max_shard_size=max_shard_size)
+            write_model_card(plain, folder, format=format, values=values, checkpoint=checkpoint, **card)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        message = commit_message or ("Upload training checkpoint" if format == "training" else "Upload model")
+        commit = {"commit_message": message, "token": token, "revision": revision, "create_pr": create_pr}
+        return _commit(folder, repo_id, commit)
 
 
 MODEL_METHODS["push_to_hub"] = push_to_hub
 
 
-def check_pushable(model: PreTrainedModel) -> None:
+def _check_pushable(model: PreTrainedModel) -> None:
     """Raise ValueError where weights are sharded over processes, of which only one pushes, or have NaN or inf."""
     for name, weight in trained_weights(model).items():
         if is_sharded(weight.master):
@@ -104,42 +116,6 @@ def check_pushable(model: PreTrainedModel) -> None:
                 f"push the directory with `hf upload`"
             )
     reject_non_finite(model.named_parameters(), NOT_FINITE)
-
-
-def stage_push(
-    model: PreTrainedModel,
-    repo_id: str,
-    format: Format,
-    processing_class: Any,
-    max_shard_size: int | str,
-    commit: dict[str, Any],
-    **card: Any,
-) -> Callable[[], CommitInfo]:
-    """The call that pushes the model as it is now, whose files are written to a temporary folder.
-
-    The arguments are those of `push_to_hub`, `commit` those of `HfApi.create_commit`, `card` of `make_model_card`.
-    """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        with without_adapters(model) as plain:
-            plain = cast(PreTrainedModel, plain)
-            if format == "training":
-                plain.save_pretrained(folder, max_shard_size=max_shard_size)
-            else:
-                export_model(plain, folder, format, max_shard_size, card.get("values", "float"))
-            if card.get("checkpoint"):
-                plain.save_pretrained(folder / CHECKPOINT, max_shard_size=max_shard_size)
-            write_model_card(plain, folder, format=format, **card)
-        if processing_class is not None:
-            processing_class.save_pretrained(folder)
-        staged = stack.pop_all()
-
-    def push() -> CommitInfo:
-        with staged:
-            message = "Upload training checkpoint" if format == "training" else "Upload model"
-            return _commit(folder, repo_id, commit | {"commit_message": commit["commit_message"] or message})
-
-    return push
 
 
 def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
@@ -157,7 +133,7 @@ def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
     return HfApi().create_commit(repo_id, [*added, *deleted], **commit)
 
 
-def card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
+def _card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -> ModelCard | None:
     """The card in a repository on the Hub, None where it has none. A branch that is not there is made."""
     if revision is not None and not revision.startswith("refs/pr/"):
         HfApi().create_branch(repo_id, branch=revision, token=token, exist_ok=True)

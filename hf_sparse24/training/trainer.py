@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import CommitInfo
 from torch import nn, optim
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 from transformers.training_args import OptimizerNames
 
+from ..checkpoints.hub import push_to_hub
 from ..config import Sparse24Config
 from ..methods import step_param_groups
 from ..patching.report import PatchReport
@@ -32,19 +35,26 @@ from .decay_search import (
 )
 from .distillation import DistillationConfig, distill
 from .engines import check_engine
-from .hub import HubTrainer
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
 from .step_work import trains
 
 logger = get_logger(__name__)
 
+_CARD_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
+"""What `make_model_card` calls arguments of `Trainer.create_model_card`; `_NOT_IN_CARDS` are those that it has not."""
+_NOT_IN_CARDS = ("tasks", "dataset", "dataset_args")
+_PUSHES_CHECKPOINTS = (
+    "push_to_hub=True pushes training checkpoints, whose weights are dense where hf_sparse24 is not imported; "
+    "trainer.push_to_hub() after training pushes the export in their place. hub_strategy='end' leaves out the first"
+)
 
-class Sparse24Trainer(HubTrainer):
+
+class Sparse24Trainer(Trainer):
     """`transformers.Trainer` for 2:4 sparse training; takes everything a Trainer takes.
 
     Where the method has an optimizer of its own, it makes that from the learning rate, betas, eps and weight decay of
-    its arguments. With `masked_decay="auto"` it determines the decay before it trains. `push_to_hub` and
-    `args.push_to_hub` share the export of the model.
+    its arguments. With `masked_decay="auto"` it determines the decay before it trains. `push_to_hub` shares the export
+    of the model.
 
     Args:
         model: as for `Trainer`: dense, patched or packed; None with `model_init=`, whose model is patched when it is
@@ -54,10 +64,9 @@ class Sparse24Trainer(HubTrainer):
         trainer_args: further arguments of `Trainer`, by position.
         sparse24_config: how to patch the model. `None` keeps a model that is patched or packed as it is, and patches
             any other with `Sparse24Config()`.
-        teacher: a dense or sparse language model of the same tokens, or its name or directory, whose predictions the
-            model learns beside the labels (see `DistillationConfig`). Frozen, and no part of checkpoints. Evaluation is
-            without it: `eval_loss` is the cross entropy, as that of a run without a teacher. The log has
-            `cross_entropy` and `distillation_loss` beside `loss`.
+        teacher: a language model of the same tokens, or its name or directory, whose predictions the model learns
+            in addition to the labels (see `DistillationConfig`). It is frozen, and no part of checkpoints or
+            evaluation. The log has `cross_entropy` and `distillation_loss` in addition to `loss`.
         distillation: how much the teacher counts; `None` for what the method is published with, else for
             `DistillationConfig()`.
         kwargs: further arguments of `Trainer`, by name.
@@ -102,6 +111,8 @@ class Sparse24Trainer(HubTrainer):
             self._patch(model)
         if args is not None and args.ddp_broadcast_buffers is None:
             args.ddp_broadcast_buffers = False  # masks and scales are the same on all processes
+        if args is not None and args.push_to_hub and args.hub_strategy != HubStrategy.END:
+            logger.warning(_PUSHES_CHECKPOINTS)
         super().__init__(model, args, *trainer_args, **kwargs)
         if teacher is not None:
             _check_own_loss(self)
@@ -117,8 +128,7 @@ class Sparse24Trainer(HubTrainer):
         """As `Trainer.train`. A resumed run goes on as if it had not been interrupted.
 
         Args:
-            resume_from_checkpoint: a checkpoint's directory; True for the newest one in the output directory that is
-                whole.
+            resume_from_checkpoint: a checkpoint's directory; True for the newest whole one in the output directory.
             args: further arguments of `Trainer.train`, by position.
             kwargs: further arguments of `Trainer.train`, by name.
 
@@ -152,7 +162,7 @@ class Sparse24Trainer(HubTrainer):
         check_engine(self.accelerator, model)
         config = patched_config(model)
         if needs_decay(model) and config is not None and not config.finished:  # then no decay acts
-            set_decay(model, self._determine_masked_decay(resume_from_checkpoint))
+            set_decay(model, _determined_decay(self, resume_from_checkpoint))
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int | None = None) -> DecayTuning:
@@ -160,26 +170,23 @@ class Sparse24Trainer(HubTrainer):
 
         Trains a copy of the model densely, and copies with some of the candidates, from the same start on the same
         batches, and compares how fast masks flip at the end: mu = sparse / dense. mu falls as the decay grows, so
-        bisection finds where it crosses the middle of [0.60, 0.95]. Model, optimizer, random states and data order of
-        the trainer are left as they are. Costs a copy of the model, and `steps` training steps for each probe: 5 with
-        the ten candidates that are the default.
+        bisection finds where it crosses the middle of [0.60, 0.95]. The trainer is left as it is. Costs a copy of the
+        model, and `steps` training steps for each probe: 5 with the default candidates.
 
         Args:
-            candidates: decay factors >= 0 to choose from; by default the grid 2, 6 x 10^-k that the paper's values lie
-                on, from 2e-6 to 6e-2.
+            candidates: decay factors >= 0; by default the grid 2, 6 x 10^-k from 2e-6 to 6e-2, as in the paper.
             steps: optimizer steps of a probe, >= 4; None for those of the warm-up, as in the paper, or 100 without one.
-                Shorter probes choose a smaller decay than the rule: early in the warm-up masks flip less.
+                Shorter probes choose a smaller decay: early in the warm-up masks flip less.
 
         Returns:
-            A `DecayTuning`; print it, and take its `chosen`, the feasible candidate (mu in [0.60, 0.95]) nearest to the
-            middle.
+            A `DecayTuning`; its `chosen` is the feasible candidate (mu in [0.60, 0.95]) nearest to the middle.
 
         Raises:
             ValueError: no candidates, a method without masked decay, sparse weights that are all frozen, data that
                 ends before a probe does, or DeepSpeed, which takes no second model.
 
-        Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.3. Ours measures flips step by step over the last
-        quarter of a probe, with masks as the weights ask for them, where the paper compares single refreshes.
+        Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.3, which compares single refreshes; ours measures flips
+        step by step over the last quarter of a probe.
         """
         if self.is_deepspeed_enabled:
             raise ValueError(
@@ -207,6 +214,36 @@ class Sparse24Trainer(HubTrainer):
                 self.optimizer = own
         return super().create_optimizer(model)
 
+    def push_to_hub(  # type: ignore[override]  # fewer by position
+        self, commit_message: str | None = "End of training", **options: Any
+    ) -> CommitInfo | None:
+        """Save the model to the output directory, and push its export with a model card.
+
+        A model that is not patched, or has adapters, is pushed as by `Trainer`.
+
+        Args:
+            commit_message: of the commit.
+            options: what `push_to_hub` of a model takes, such as `format="packed"`, `private` and `dense_control`.
+
+        Returns:
+            Where the commit is, in the process that pushed; None in the others.
+
+        Raises:
+            ValueError: what `push_to_hub` of a model raises.
+        """
+        model = _shared_model(self)
+        if model is None:
+            return super().push_to_hub(commit_message, **options)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        saved = {"processing_class": self.processing_class, "commit_message": commit_message}
+        asked: dict[str, Any] = {"token": self.args.hub_token, "revision": self.args.hub_revision}
+        asked |= saved | _card_details(self, options)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=asked["token"], private=asked.get("private"))
+        self.save_model(_internal_call=True)
+        self._finish_current_push()
+        return push_to_hub(model, str(self.hub_model_id), **asked)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Before files of another method are loaded. The callback does the same after, with all engines.
         check_resumed(model_of(self) if model is None else model, resume_from_checkpoint, warn=False)
@@ -229,33 +266,6 @@ class Sparse24Trainer(HubTrainer):
             return
         if self.sparse24_config is not None or not packed_weights(model):  # around a packed one adapters train
             self.patch_report = patch_model(model, self.sparse24_config)
-
-    def _determine_masked_decay(self, resume_from_checkpoint: str | None) -> float:
-        """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-        if not has_trainable_weights(model_of(self)):
-            logger.warning(
-                "masked_decay='auto' becomes 0.0: every sparse weight is frozen, so there is nothing that it acts on"
-            )
-            return 0.0
-        if resume_from_checkpoint:
-            decay = getattr(saved_config(resume_from_checkpoint), "masked_decay", None)
-            if not isinstance(decay, int | float):
-                raise ValueError(
-                    f"masked_decay='auto': {resume_from_checkpoint} does not say which decay it was trained with; set "
-                    f"that number"
-                )
-            return decay
-        # The first process decides: what rounding does to flip rates must not let them choose differently.
-        tuning = self.decay_tuning = broadcast_object_list([self.tune_masked_decay()])[0]
-        if self.is_world_process_zero():
-            logger.info(str(tuning))
-        if tuning.chosen is None:
-            low, high = FEASIBLE
-            raise ValueError(
-                f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
-                f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
-            )
-        return tuning.chosen
 
 
 def _check_own_loss(trainer: Trainer) -> None:
@@ -284,3 +294,45 @@ def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
             f"{', '.join(asked)}: method {method!r} makes its own optimizer, from learning_rate, adam_beta1, "
             f"adam_beta2, adam_epsilon and weight_decay; leave the others at their defaults, or take another method"
         )
+
+
+def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float:
+    """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
+    if not has_trainable_weights(model_of(trainer)):
+        logger.warning(
+            "masked_decay='auto' becomes 0.0: every sparse weight is frozen, so there is nothing that it acts on"
+        )
+        return 0.0
+    if checkpoint:
+        decay = getattr(saved_config(checkpoint), "masked_decay", None)
+        if not isinstance(decay, int | float):
+            raise ValueError(
+                f"masked_decay='auto': {checkpoint} does not say which decay it was trained with; set that number"
+            )
+        return decay
+    # The first process decides: what rounding does to flip rates must not let them choose differently.
+    tuning = trainer.decay_tuning = broadcast_object_list([trainer.tune_masked_decay()])[0]
+    if trainer.is_world_process_zero():
+        logger.info(str(tuning))
+    if tuning.chosen is None:
+        low, high = FEASIBLE
+        raise ValueError(
+            f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
+            f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
+        )
+    return tuning.chosen
+
+
+def _shared_model(trainer: Trainer) -> PreTrainedModel | None:
+    """The patched model that is pushed as an export; None for any other, which is pushed as by Transformers."""
+    model = trainer.accelerator.unwrap_model(model_of(trainer), keep_torch_compile=False)
+    return model if isinstance(model, PreTrainedModel) and patched_config(model) is not None else None
+
+
+def _card_details(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `make_model_card`, from a run and from those of `Trainer.create_model_card`."""
+    hyperparameters = extract_hyperparameters_from_trainer(trainer)
+    hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
+    details = {"log_history": trainer.state.log_history, "hyperparameters": hyperparameters}
+    named = {_CARD_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+    return details | {name: value for name, value in named.items() if name not in _NOT_IN_CARDS}

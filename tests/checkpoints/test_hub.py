@@ -2,9 +2,7 @@
 
 import copy
 import json
-import logging
 import pickle
-import re
 import time
 import types
 
@@ -181,13 +179,6 @@ def test_shards_that_a_push_replaces_go_and_other_files_stay(hub):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(model))
 
 
-def test_large_files_go_in_parts(hub):
-    model = patched(hidden_size=64, intermediate_size=256)
-    push_to_hub(model, REPO)
-    assert sum(request.startswith("PUT /lfs/") for request in hub.requests) > 1
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(model))
-
-
 def test_branches_and_pull_requests(hub):
     model = patched()
     model.push_to_hub(REPO, revision="sparse")
@@ -223,23 +214,6 @@ def test_a_commit_that_failed_is_made_by_the_same_call(hub):
     hub.requests.clear()
     push_to_hub(model, REPO)
     assert WEIGHTS in hub.files(REPO) and not any(request.startswith("PUT") for request in hub.requests)
-
-
-def test_a_download_that_broke_off_goes_on_where_it_was(hub, monkeypatch):
-    """The client goes on within a file as long as the call lasts, and keeps whole files from one call to the next."""
-    model = patched()
-    push_to_hub(model, REPO, format="training", max_shard_size="60KB")
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
-    with (
-        hub.broken("SEND model-00001", Cut(), last=0),
-        hub.broken("SEND model-00002", Cut()),
-        pytest.raises(Exception, match=r"peer closed connection|disconnected"),
-    ):
-        AutoModelForCausalLM.from_pretrained(REPO)
-    assert any(hub.ranges)
-    hub.requests.clear()
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(model))
-    assert not any(re.match("GET .*model-00001", request) for request in hub.requests)
 
 
 def test_errors_are_those_of_the_client_and_no_repository_is_made(hub, monkeypatch):
@@ -334,22 +308,6 @@ def test_only_the_first_process_pushes(hub, monkeypatch):
     assert patched().push_to_hub(REPO) is None and not hub.requests
 
 
-def test_uploads_through_xet(hub, monkeypatch, tmp_path):
-    """hf_xet takes over wherever it is installed; it keeps the files in a folder in place of its own server."""
-    pytest.importorskip("hf_xet")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    with pytest.raises(Exception, match=r"xet|XET|Xet|404"):  # a server without it: the client does not fall back
-        push_to_hub(patched(), REPO)
-    hub.xet_folder = str(tmp_path / "xet")
-    (tmp_path / "xet").mkdir()
-    model = patched()
-    push_to_hub(model, REPO)
-    file = hub.repos[REPO].commits[hub.repos[REPO].refs["main"]][WEIGHTS]
-    export_model(model, tmp_path / "local")
-    assert file.size == (tmp_path / "local" / WEIGHTS).stat().st_size and any((tmp_path / "xet").rglob("xorbs"))
-    assert not any(request.startswith("PUT") for request in hub.requests)
-
-
 def trainer(tmp_path, **overrides) -> Sparse24Trainer:
     rows = Dataset.from_dict({name: tensor.tolist() for name, tensor in zoo.batch(rows=16).items()})
     defaults = {
@@ -389,31 +347,15 @@ def test_strategy_end_pushes_the_export_when_asked(hub, tmp_path):
     assert patched_config(AutoModelForCausalLM.from_pretrained(REPO, subfolder="checkpoint")) is not None
 
 
-def test_every_save_pushes_the_export_in_the_background(hub, tmp_path):
-    run = trainer(tmp_path, hub_strategy="every_save", hub_always_push=True, hub_private_repo=True)
+def test_pushes_at_saves_are_the_trainers_and_the_export_replaces_them(hub, tmp_path, caplog):
+    run = trainer(tmp_path, hub_always_push=True, hub_private_repo=True)
+    assert "hub_strategy='end'" in caplog.text
     run.train()
-    messages = hub.repos[REPO].messages
-    assert hub.repos[REPO].private and not [path for path in hub.files(REPO) if "/" in path]
-    assert "Training in progress, step 1" in messages and "Training in progress, step 2" in messages
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPO)), logits(run.model))
-    assert "import hf_sparse24" not in card(hub)
-
-
-@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
-def test_strategies_that_push_training_checkpoints_are_refused(hub, tmp_path, strategy):
-    with pytest.raises(ValueError, match=f"hub_strategy='{strategy}': .*pass 'every_save' or 'end'.*hf upload"):
-        trainer(tmp_path, hub_strategy=strategy)
-    assert not hub.repos
-
-
-def test_training_goes_on_when_the_hub_is_gone(hub, tmp_path, caplog):
-    run = trainer(tmp_path, hub_strategy="every_save", hub_always_push=True)
-    with hub.broken("^PUT|resolve/main/README", HTTPError(503, "down")), caplog.at_level(logging.WARNING):
-        run.train()
-    assert run.state.global_step == 2 and WEIGHTS not in hub.files(REPO)
-    assert re.search("(nothing was pushed at step 1|a push in the background failed), training goes on", caplog.text)
-    run.push_to_hub()
-    assert WEIGHTS in hub.files(REPO)
+    run._finish_current_push()
+    assert hub.repos[REPO].private and "Training in progress, step 1" in hub.repos[REPO].messages
+    assert patched_config(AutoModelForCausalLM.from_pretrained(REPO)) is not None
+    run.push_to_hub(format="packed")
+    assert packed_weights(AutoModelForCausalLM.from_pretrained(REPO)) and WEIGHTS not in hub.files(REPO)
 
 
 def test_a_failed_push_of_the_trainer_loses_nothing(hub, tmp_path):
@@ -422,26 +364,12 @@ def test_a_failed_push_of_the_trainer_loses_nothing(hub, tmp_path):
     with hub.broken("^PUT /lfs/", Cut()), pytest.raises(Exception, match=r"Error while uploading"):
         run.push_to_hub()
     assert patched_config(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")) is not None
-    future = run.push_to_hub(blocking=False)
-    assert future.result(timeout=30).oid == hub.repos[REPO].refs["main"] and WEIGHTS in hub.files(REPO)
+    assert run.push_to_hub().oid == hub.repos[REPO].refs["main"] and WEIGHTS in hub.files(REPO)
 
 
 def test_no_rights_are_told_before_training(hub, tmp_path):
     with pytest.raises(HfHubHTTPError, match=r"(?s)403.*grace"):
         trainer(tmp_path, hub_model_id="grace/tiny")
-
-
-def test_the_trainers_card_of_its_directory_keeps_its_authors_text(hub, tmp_path):
-    run = trainer(tmp_path, hub_strategy="end", push_to_hub=False)
-    run.train()
-    run.create_model_card(license="mit")
-    path = tmp_path / "tiny" / "README.md"
-    assert "Import hf_sparse24 before" in path.read_text()
-    path.write_text(path.read_text().replace("# tiny\n", "# tiny\n\nA model of mine.\n"))
-    run.push_to_hub()
-    assert "A model of mine." in card(hub) and "license: mit" in card(hub) and "Import hf_sparse24" not in card(hub)
-    with pytest.raises(TypeError, match=r"licence"):
-        run.create_model_card(licence="mit")
 
 
 def test_a_model_without_sparsity_is_pushed_as_by_transformers(hub, tmp_path):

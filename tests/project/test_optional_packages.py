@@ -28,7 +28,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 import contextlib, io, torch, zoo
 import sparse24_kernels as kernels
 from transformers import AutoModelForCausalLM, TrainingArguments
-from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model
+from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, make_model_card, patch_model
 from hf_sparse24.checkpoints.losses import plot_losses
 import hf_sparse24_command as cli
 
@@ -39,7 +39,7 @@ config = Sparse24Config(method="t-sr-ste", dense_tail=0)
 trainer = Sparse24Trainer(zoo.build("llama"), TrainingArguments("run", **settings), train_dataset=data,
                           sparse24_config=config)
 trainer.train()
-trainer.create_model_card()
+make_model_card(trainer.model, log_history=trainer.state.log_history)
 assert plot_losses(trainer.state.log_history) is None  # no Matplotlib
 export_model(trainer.model, "export", "packed")
 with torch.no_grad():

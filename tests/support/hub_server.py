@@ -1,8 +1,7 @@
 """A Hub on this machine: the part of its HTTP protocol that pushing and loading models needs, in memory, for tests.
 
 The client is the real huggingface_hub; the server is the standard library's, in a thread. Files above a size go through
-Git LFS, in one PUT or several, or through hf_xet, which keeps them in a folder. `broken` lets requests fail as networks
-and servers do.
+Git LFS, in one PUT. `broken` lets requests fail as networks and servers do.
 """
 
 import base64
@@ -12,7 +11,6 @@ import json
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +20,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 LFS_SIZE = 4096
 """Larger files are LFS objects."""
-PART_SIZE = 100_000
-"""LFS objects that are larger than this are put in parts."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +54,17 @@ class Cut(Exception):
 
 
 class HubServer(ThreadingHTTPServer):
-    """To look at: `repos`, `objects` (of LFS, by SHA-256), `requests` (such as `"PUT /lfs/..."`), `users` (by token),
-    and `ranges`, the first bytes of the parts of files that were asked for."""
+    """To look at: `repos`, `objects` (of LFS, by SHA-256), `requests` (as `"PUT /lfs/..."`), `users` (by token)."""
 
     daemon_threads = True
 
-    def __init__(self, xet_folder: str | None = None):
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.xet_folder = xet_folder
         self.users = {"hf_writer": "ada"}
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[str, dict[int, bytes]] = {}
         self.requests: list[str] = []
-        self.ranges: list[int] = []
         self.faults: list[Callable[[str], None]] = []
         self.lock = threading.Lock()
 
@@ -103,7 +95,7 @@ class HubServer(ThreadingHTTPServer):
             self.faults.remove(check)
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """The content of a repository, where it was not sent through hf_xet."""
+        """The content of a repository."""
         repo = self.repos[repo_id]
         files = repo.commits[repo.refs[revision]]
         return {path: self.content(file) for path, file in files.items()}
@@ -272,36 +264,13 @@ class Handler(BaseHTTPRequestHandler):
         url = f"{self.server.url}/lfs/{asked['oid']}"
         if asked["oid"] in self.server.objects:
             return asked
-        if asked["size"] <= PART_SIZE:
-            return asked | {"actions": {"upload": {"href": url}}}
-        parts = {str(1 + i): f"{url}/{1 + i}" for i in range(-(-asked["size"] // PART_SIZE))}
-        upload = {"href": f"{url}/complete", "header": {"chunk_size": str(PART_SIZE)} | parts}
-        return asked | {"actions": {"upload": upload}}
+        return asked | {"actions": {"upload": {"href": url}}}
 
     def lfs_put(self, oid: str) -> None:
-        self.keep(oid, self.body)
-
-    def lfs_put_part(self, oid: str, part: str) -> None:
-        with self.server.lock:
-            self.server.parts.setdefault(oid, {})[int(part)] = self.body
-        self.reply(b"", headers={"ETag": hashlib.md5(self.body).hexdigest()})
-
-    def lfs_complete(self, oid: str) -> None:
-        parts = self.server.parts.pop(oid)
-        self.keep(oid, b"".join(parts[asked["partNumber"]] for asked in json.loads(self.body)["parts"]))
-
-    def keep(self, oid: str, content: bytes) -> None:
-        if hashlib.sha256(content).hexdigest() != oid:
+        if hashlib.sha256(self.body).hexdigest() != oid:
             raise HTTPError(400, "the content does not have this SHA-256")
-        self.server.objects[oid] = content
+        self.server.objects[oid] = self.body
         self.reply({})
-
-    def xet_token(self) -> None:
-        if self.server.xet_folder is None:
-            raise HTTPError(404, "Xet is not enabled for this repository")
-        self.reply(
-            {"casUrl": f"local://{self.server.xet_folder}", "accessToken": "xet", "exp": int(time.time()) + 3600}
-        )
 
     def commit(self, repo_id: str, revision: str) -> None:
         wants_pr = "create_pr" in self.query
@@ -313,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
             if operation["key"] == "file":
                 files[value["path"]] = regular(base64.b64decode(value["content"]))
             elif operation["key"] == "lfsFile":
-                if value["oid"] not in self.server.objects and self.server.xet_folder is None:
+                if value["oid"] not in self.server.objects:
                     raise HTTPError(400, f"the LFS object of {value['path']} was not uploaded")
                 files[value["path"]] = File(value["oid"], value["size"])
             elif operation["key"] == "deletedFile":
@@ -333,30 +302,12 @@ class Handler(BaseHTTPRequestHandler):
     def resolve(self, repo_id: str, revision: str, path: str) -> None:
         repo = self.repo(repo_id)
         sha = self.revision(repo, revision)
-        headers = {"X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": sha}
         file = repo.commits[sha].get(path)
         if file is None:
             return self.reply({"error": "Entry not found"}, 404, headers | {"X-Error-Code": "EntryNotFound"})
         headers["ETag"] = f'"{file.oid}"'
-        content, status = self.server.content(file), 200
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked:
-            self.server.ranges.append(int(asked[1]))
-            first, last = int(asked[1]), min(int(asked[2] or file.size - 1), file.size - 1)
-            headers["Content-Range"], status = f"bytes {first}-{last}/{file.size}", 206
-            content = content[first : last + 1]
-        try:
-            for fault in self.server.faults:
-                fault(f"SEND {path}")
-        except Cut:  # half of it arrives
-            self.close_connection = True
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(content))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
-            return
-        self.reply(content, status, headers)
+        self.reply(self.server.content(file), 200, headers)
 
     def whoami(self) -> None:
         user = self.user()
@@ -380,13 +331,10 @@ ROUTES: list[tuple[str, Callable[..., None]]] = [
     (r"GET /api/whoami-v2", Handler.whoami),
     (rf"GET /api/models/{_REPO}(/revision/(?P<revision>[^/]+))?", Handler.info),
     (rf"GET /api/models/{_REPO}/tree/(?P<revision>[^/]+)/?(?P<folder>.*)", Handler.tree),
-    (rf"GET /api/models/{_REPO}/xet-(read|write)-token/.+", lambda handler, **_: handler.xet_token()),
     (rf"POST /api/models/{_REPO}/branch/(?P<branch>.+)", Handler.create_branch),
     (rf"POST /api/models/{_REPO}/preupload/(?P<revision>[^/]+)", Handler.preupload),
     (rf"POST /api/models/{_REPO}/commit/(?P<revision>[^/]+)", Handler.commit),
     (rf"POST /{_REPO}[.]git/info/lfs/objects/batch", Handler.lfs_batch),
     (r"PUT /lfs/(?P<oid>\w+)", Handler.lfs_put),
-    (r"PUT /lfs/(?P<oid>\w+)/(?P<part>\d+)", Handler.lfs_put_part),
-    (r"POST /lfs/(?P<oid>\w+)/complete", Handler.lfs_complete),
     (rf"(GET|HEAD) /{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", Handler.resolve),
 ]
