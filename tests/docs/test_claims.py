@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
-CHECKED = r"(README|docs/(index|faq|start/(does_it_help|limits)|methods/index))\.md"
+CHECKED = r"(README|docs/(index|faq|start/(does_it_help|limits)|methods/index|guides/\w+))\.md"
 GUIDES = [page for page in pages.PAGES if re.fullmatch(CHECKED, page)]
 
 
@@ -40,8 +40,8 @@ def test_published_figures_stand_beside_their_source(page):
 
 UNITS = r"%|times|nats|ms\b|us\b|[GMk]B\b|CPU s|seconds|tokens (?:per|a) second"
 MEASURED = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= ?(?:{UNITS})|x\b)|(?<![\w./:-])\d+\.\d+(?![\w./])")
-PRODUCTS = "torch|Transformers|vLLM|PEFT|TRL|Python|Triton|cuSPARSELt|accelerate|capability|hf_sparse24|bitsandbytes"
-VERSION = rf"\d+\.\d+\.\d[\w.]*|\b(?:{PRODUCTS})(?: of)? \d+\.\d+"
+NAMES = "torch|torchao|accelerate|Transformers|PEFT|TRL|vLLM|Python|Triton|GCC|Clang|cuSPARSELt|compressed-tensors"
+VERSION = rf"\d+\.\d+\.\d[\w.]*|\b(?:{NAMES}|capability|version|section|older than)(?: of)? \d+\.\d+"
 ARXIV = r"\b\d{4}\.\d{4,5}\b"
 
 

@@ -111,11 +111,38 @@ def _step_times(results: Path) -> dict[str, float]:
 
 
 def _packed_master(results: Path) -> dict[str, float]:
-    return {}
+    result = json.loads((results / "packed_master.json").read_text())
+    small, found = result["smollm2-135m"], {}
+    for name, facts in {"dense": small["kinds"]["dense"], "masked": small["kinds"]["fixed-mask"]}.items():
+        found |= {f"{key}_{name}": value for key, value in _megabytes(facts).items()}
+    found |= {f"{key}_master": value for key, value in _megabytes(small["kinds"]["packed master"]).items()}
+    found |= {f"peak_{name}_x": found[f"peak_{name}"] / found["peak_dense"] for name in ("masked", "master")}
+    found["peak_without_aids_x"] = small["without_aids"]["packed_over_dense"]
+    times = small["paired"]["over_dense"]
+    found |= {"time_masked_x": times["fixed-mask"], "time_master_x": times["packed master"]}
+    return found | {"peak_1b": result["1b"]["kinds"]["packed master"]["peak_bytes"] / 1e9}
+
+
+def _megabytes(facts: dict[str, float]) -> dict[str, float]:
+    sizes = {"weights": facts["parameter_bytes"] + facts["buffer_bytes"], "gradients": facts["gradient_bytes"]}
+    sizes |= {"moments": facts["optimizer_bytes"], "peak": facts["peak_bytes"]}
+    return {key: size / 1e6 for key, size in sizes.items()}
 
 
 def _served(results: Path) -> dict[str, float]:
-    return {}
+    found = {}
+    for row in json.loads((results / "vllm_throughput.json").read_text())["rows"]:
+        for way, name in {"dense": "dense", "packed": "packed", "packed int8": "int8"}.items():
+            start = f"served_{row['requests']}_{name}"
+            found[start] = row[f"{way}, tokens per s"]["median"]
+            if name != "dense":
+                found |= {f"{start}_x_{key}": value for key, value in row[f"{way}, times as fast as dense"].items()}
+    return found
+
+
+def _flips(method: str, unit: str = "", digits: int = 2) -> str:
+    cells = [f"{{{method.replace('-', '_')}_flips_{step}:.{digits}f}}" for step in (200, 400, 1000, 2000, 3000)]
+    return f"| `{method}`{unit} | {' | '.join(cells)} |"
 
 
 STATED: dict[str, list[str]] = {
@@ -143,6 +170,34 @@ STATED: dict[str, list[str]] = {
         "takes {step_gpt2_low:.2f} to {step_gpt2_high:.2f} times the dense step for GPT-2 124M, and "
         "{step_llama_low:.2f} to {step_llama_high:.2f} times for a small Llama",
     ],
+    "docs/guides/oneshot.md": [
+        "perplexity {oneshot:.1f} on text like the given and {oneshot_documentation:.1f} on a technical manual (dense: "
+        "{dense:.1f} and {dense_documentation:.1f}), with 98,304 tokens, 3 passes and {oneshot_cpu:,.0f} CPU seconds",
+        "took {sparsegpt_cpu:.0f} CPU seconds and left {sparsegpt:.1f} and {sparsegpt_documentation:.1f}",
+        "perplexity {labels_30000:.1f} by labels alone and {teacher_30000:.1f} with the teacher",
+        "({labels_300000:.1f} and {teacher_300000:.1f})",
+        "{teacher_300000_wikipedia:.1f} against {labels_300000_wikipedia:.1f}",
+    ],
+    "docs/guides/logs.md": [_flips("s-ste"), _flips("sr-ste"), _flips("t-sr-ste", ", per refresh", 1)],
+    "docs/guides/packed_master.md": [
+        "| weights and indices, MB | {weights_dense:.0f} | {weights_masked:.0f} | {weights_master:.0f} |",
+        "| gradients, MB | {gradients_dense:.0f} | {gradients_masked:.0f} | {gradients_master:.0f} |",
+        "| AdamW's moments, MB | {moments_dense:,.0f} | {moments_masked:,.0f} | {moments_master:.0f} |",
+        "| peak memory of the process, MB | {peak_dense:,.0f} | {peak_masked:,.0f} | {peak_master:,.0f} |",
+        "| peak over dense | 1 | {peak_masked_x:.2f} | {peak_master_x:.3f} |",
+        "| CPU time of a step over dense, median of 6 turns | 1 | {time_masked_x:.2f} | {time_master_x:.2f} |",
+        "peak was {peak_without_aids_x:.2f} of dense training's",
+        "took two steps in {peak_1b:.1f} GB at its peak",
+    ],
+    "docs/guides/serving.md": [
+        f"| {requests} | {{served_{requests}_dense:.1f}} | "
+        + " | ".join(
+            f"{{served_{requests}_{way}:.1f}}, {{served_{requests}_{way}_x_median:.2f}} times "
+            f"({{served_{requests}_{way}_x_min:.2f}} to {{served_{requests}_{way}_x_max:.2f}})"
+            for way in ("packed", "int8")
+        )
+        for requests in (1, 4, 16)
+    ],
     "docs/methods/index.md": [
         "is {moving_low:.2f} to {moving_high:.2f} times that of `fixed-mask`",
         "`s-ste` and `slope` end {s_ste_over:.2f} nats over dense, `fixed-mask` {fixed_mask_over:.2f} and `t-sr-ste` "
@@ -167,10 +222,28 @@ PUBLISHED: dict[str, list[tuple[str, str]]] = {
         ("| 5.12 | 10.42 | SparseGPT", "https://arxiv.org/abs/2409.17481"),
         ("| 5.12 | 6.72 | MaskLLM", "https://arxiv.org/abs/2409.17481"),
     ],
+    "docs/guides/oneshot.md": [
+        (
+            "63.19 points on the Open LLM average dense and 62.16",
+            "https://huggingface.co/neuralmagic/Sparse-Llama-3.1-8B-2of4",
+        )
+    ],
 }
 
 EXACT = [
     "compute capability 8.0",
     "| 1.32 | all linear layers, where two of three GEMMs are sparse (`s-ste`) | 3 / (2 / 1.57 + 1) |",
     "up to 1.78 times as fast, and 3.2 times with int8 values",  # 16/9 and 16/5 of the bytes
+    "a dense one alone are 17.6 GB",  # 1.1B parameters of 16 bytes
+    "0.745 (rows) or 0.703 (transposable masks) for new weights",  # of Gaussian weights
+    "falls from 1.5 to 0 as the decay grows; 2 lies between 0.60 and 0.95",  # a toy layer, drawn by docs/figures
+    "flip 0.60 to 0.95 times as often",  # the rule of arXiv 2404.01847, which the code applies
+    "the sparse loss is more than 0.5 higher",
+    "1 bit a weight, 41 GB for 405B",
+    "at least 2 % faster",
+    "where 1.02 is required",
+    "about 20 seconds for each",
+    "some ten seconds",
+    "(80 GB)",
+    "cut at 5 GB",
 ]
