@@ -1,4 +1,4 @@
-"""Sparse24Config: what becomes sparse, by which method, and how it goes into config.json."""
+"""Sparse24Config: what becomes sparse, and by which method. SavedConfig: that and a run's facts, as in config.json."""
 
 import copy
 import dataclasses
@@ -11,12 +11,12 @@ from sparse24_kernels import Pattern
 from sparse24_kernels.gemm.backend import backend_names
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .facts import FACTS, RunFacts
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
-from .module_names import TARGET_GROUPS, check_module_names
+from .module_names import check_module_names
 from .progress import get_logger
 from .version import __version__
-from .weights.packed_weight import PackedFormat
 
 logger = get_logger(__name__)
 
@@ -24,9 +24,9 @@ logger = get_logger(__name__)
 class Sparse24Config(QuantizationConfigMixin):
     """How a model is made 2:4 sparse. Goes into `config.json` as its `quantization_config`, flat.
 
-    Values are checked when the config is made and when a field is assigned to. A setting that is not given, or None,
-    takes the method's default when the config is made, so a config that was saved keeps meaning the same. A patched
-    model has a config of its own, which its run writes and which cannot be assigned to (see `sparse_run`).
+    A config is frozen, and its values are checked when it is made; `replace` makes another. A setting that is not
+    given, or None, takes the method's default when the config is made, so a saved config keeps its meaning. What
+    changes in training, such as the phase, belongs to the model's run (see `sparse_run`).
 
     Args:
         method: the name of a registered method: `"s-ste"` (the default), `"t-sr-ste"`, `"sr-ste"`, `"step"`,
@@ -59,13 +59,6 @@ class Sparse24Config(QuantizationConfigMixin):
 
     Attributes:
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
-        phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method. Not part of a comparison.
-        finished: whether a run has ended in the dense phase. What trains the model further leaves it dense.
-        packed: of a packed model, which weights are packed; None of any other.
-        pruning: by what `oneshot` has pruned the model, as a dict of its settings and of the calibration data's size;
-            None where it has not. Not part of a comparison.
-        whole_names: whether whole names in `target_modules` reach heads and the like; in old checkpoints they do not.
-        passed: the config that `from_pretrained` was given beside the checkpoint's own; None without one.
 
     Raises:
         ValueError: a value that is not allowed; the message has the field, the value and what is allowed.
@@ -106,18 +99,7 @@ class Sparse24Config(QuantizationConfigMixin):
         cls = method_class(shared["method"])
         _check_shared(**shared)
         _check_names(cls, settings, given)
-        self.__dict__.update(
-            **shared,
-            settings=cls.Settings(**given),
-            phase="sparse",
-            finished=False,
-            packed=None,
-            pruning=None,
-            passed=None,
-            whole_names=True,
-            _given=given,
-            _is_live=False,
-        )
+        self.__dict__.update(shared, settings=cls.Settings(**given), _given=given)
 
     def __getattr__(self, name: str) -> Any:
         # Only called for what is not found otherwise; `settings` itself is missing while a copy is being made.
@@ -127,22 +109,13 @@ class Sparse24Config(QuantizationConfigMixin):
         return getattr(settings, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "passed":
-            self.__dict__["passed"] = value
-        elif hasattr(type(self), name) or (name in self.__dict__ and name not in SHARED):
-            raise AttributeError(f"{name}={shown(value)}: {name} of a Sparse24Config cannot be assigned to")
-        elif name not in SHARED and not hasattr(self.settings, name):
-            raise AttributeError(f"{name}={shown(value)}: method {self.method!r} has no {name}")
-        elif self._is_live:
-            way = "unpatch_model(model), then patch_model with another config"
-            if name not in SHARED:
-                way = f"sparse_run(model).change_settings({name}=...)"
-            raise ValueError(f"{name}={shown(value)}: a model is patched with this config; call {way}")
-        else:
-            self.__dict__.update(self.replace(**{name: value}).__dict__)
+        raise AttributeError(
+            f"{name}={shown(value)}: a Sparse24Config is frozen; config.replace({name}=...) makes another, and "
+            f"sparse_run(model).change_settings({name}=...) changes a setting of a patched model"
+        )
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What Transformers sets on a checkpoint's config where `from_pretrained` gets this one as well.
+        """What Transformers sets on a checkpoint's `SavedConfig` where `from_pretrained` gets this config as well.
 
         Returns:
             This config, by the name of the attribute that takes it.
@@ -150,7 +123,7 @@ class Sparse24Config(QuantizationConfigMixin):
         return {"passed": self}
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, that no model is patched with; checked like a new config.
+        """A config with some fields changed; checked like a new one.
 
         Args:
             changes: arguments of `Sparse24Config`, settings of the method included.
@@ -158,9 +131,7 @@ class Sparse24Config(QuantizationConfigMixin):
         Returns:
             The new config; this one stays as it is.
         """
-        config = type(self)(**({name: getattr(self, name) for name in SHARED} | self._given | changes))
-        config.record(phase=self.phase, whole_names=self.whole_names or "target_modules" in changes)
-        return config
+        return type(self)(**({name: getattr(self, name) for name in SHARED} | self._given | changes))
 
     def given_settings(self) -> dict[str, Any]:
         """The settings that were given when the config was made; all others have the method's defaults.
@@ -169,14 +140,6 @@ class Sparse24Config(QuantizationConfigMixin):
             Their values by name.
         """
         return dict(self._given)
-
-    def record(self, **values: Any) -> None:
-        """Write fields as they are, unchecked: for the run that owns this config, and for what was read from a file.
-
-        Args:
-            values: by name of the field.
-        """
-        self.__dict__.update(values)
 
     @property
     def n(self) -> int:
@@ -188,36 +151,33 @@ class Sparse24Config(QuantizationConfigMixin):
         """M of the pattern N:M."""
         return Pattern.parse(self.pattern).m
 
+    def fields(self) -> dict[str, Any]:
+        """All arguments of the config with their values, those of the method's settings included.
+
+        Returns:
+            The values by name; copies, so that changing them does not change the config.
+        """
+        return copy.deepcopy({name: getattr(self, name) for name in SHARED}) | dataclasses.asdict(self.settings)
+
     def to_dict(self) -> dict[str, Any]:
         """What goes into `config.json`.
 
         Returns:
-            All fields and settings by name, flat, with `quant_method`, `phase` and the version of this library.
+            All fields and settings by name, flat, with `quant_method` and the version of this library.
         """
-        return self._fields() | {
-            "quant_method": self.quant_method,
-            "phase": self.phase,
-            "hf_sparse24_version": __version__,
-            **({"finished": True} if self.finished else {}),
-            **({} if self.packed is None else {"packed": self.packed.to_dict()}),
-            **({} if self.pruning is None else {"pruning": copy.deepcopy(self.pruning)}),
-            **({"whole_names": True} if self.whole_names and self.target_modules not in TARGET_GROUPS else {}),
-        }
-
-    def _fields(self) -> dict[str, Any]:
-        return copy.deepcopy({name: getattr(self, name) for name in SHARED}) | dataclasses.asdict(self.settings)
+        return self.fields() | {"quant_method": self.quant_method, "hf_sparse24_version": __version__}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         yield from self.to_dict().items()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sparse24Config) and self._fields() == other._fields()
+        return isinstance(other, Sparse24Config) and self.fields() == other.fields()
 
-    __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
+    __hash__ = None  # type: ignore[assignment]  # lists and dicts are among the fields
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
-        """Read what `to_dict` wrote, or a dict with any of the arguments.
+        """Read what `to_dict` wrote, or a dict with any of the arguments. The facts of a run are left out.
 
         A config of a later version is read, with a warning, if this version knows all its keys.
 
@@ -240,13 +200,8 @@ class Sparse24Config(QuantizationConfigMixin):
         quant_method = values.pop("quant_method", cls.quant_method)
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
-        phase, packed = values.pop("phase", "sparse"), values.pop("packed", None)
-        pruning, finished = values.pop("pruning", None), values.pop("finished", False) is True
-        if not isinstance(pruning, dict | None):
-            raise ValueError(f"pruning={shown(pruning)}: must be a dict of what oneshot was called with")
-        whole_names = values.pop("whole_names", "hf_sparse24_version" not in config_dict) is True
-        if values.get("backend") == "reference":  # what version 0.1 called dense math
-            values["backend"] = "dense"
+        for name in (*FACTS, "whole_names"):  # the last was written up to a development version of 0.2
+            values.pop(name, None)
         method = method_class(values.get("method", DEFAULT_METHOD))
         unknown = sorted(set(values) - {*SHARED, *_setting_names()})
         if unknown:
@@ -258,16 +213,69 @@ class Sparse24Config(QuantizationConfigMixin):
                 f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known"
             )
         config = cls(**values)
-        if phase not in method.phases:
-            raise ValueError(f"phase={shown(phase)}: must be one of {list(method.phases)}")
-        config.record(
-            phase=phase,
-            finished=finished,
-            pruning=pruning,
-            whole_names=whole_names,
-            packed=None if packed is None else PackedFormat.from_dict(packed),
-        )
         return (config, kwargs) if return_unused_kwargs else config  # type: ignore[return-value]  # for Transformers
+
+
+class SavedConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a sparse model: its config and the facts of its run. `config.json` has both, flat.
+
+    Args:
+        config: how the model is made sparse.
+        facts: what its run has learned; those of a run that begins by default.
+
+    Attributes:
+        config: as given. The run of a patched model changes it.
+        facts: as given. The run of a patched model changes them.
+        passed: the config that `from_pretrained` was given together with a sparse checkpoint; None without one.
+    """
+
+    quant_method: str = Sparse24Config.quant_method  # type: ignore[assignment]  # Transformers' enum has only its own
+
+    def __init__(self, config: Sparse24Config, facts: RunFacts | None = None):
+        self.config, self.facts = config, facts or RunFacts()
+        self.passed: Sparse24Config | None = None
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        return {"passed": self.config}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `config.json` says.
+
+        Returns:
+            The config's fields and the run's facts by name.
+        """
+        return self.config.to_dict() | self.facts.to_dict()
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from self.to_dict().items()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SavedConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
+        """Read what `to_dict` wrote.
+
+        Args:
+            config_dict: the `quantization_config` of a `config.json`.
+            return_unused_kwargs: return `kwargs` too, as Transformers asks.
+            kwargs: not used.
+
+        Returns:
+            The config and the facts; with `return_unused_kwargs` a tuple of this and `kwargs`.
+
+        Raises:
+            ValueError: a key this version does not know, or a value it does not allow.
+        """
+        config = Sparse24Config.from_dict(config_dict)
+        saved = cls(config, RunFacts.from_dict(config_dict, method_class(config.method).phases))
+        return (saved, kwargs) if return_unused_kwargs else saved  # type: ignore[return-value]  # for Transformers
+
+
+# `from_pretrained(sparse_checkpoint, quantization_config=Sparse24Config(...))` compares the names of the two classes.
+SavedConfig.__name__ = Sparse24Config.__name__
 
 
 def fixed_differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:

@@ -1,12 +1,14 @@
 """SparseRun: one object per patched model, with all that changes while it trains."""
 
+import dataclasses
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from sparse24_kernels import Pattern
 from torch import nn
 
-from .config import Sparse24Config, fixed_differences
+from .config import SavedConfig, Sparse24Config, fixed_differences
+from .facts import RunFacts
 from .methods import SparseMethod, method_class
 from .methods.context import DENSE
 from .methods.settings import SHARED, shown
@@ -27,27 +29,23 @@ class Controller(Protocol):
 class SparseRun:
     """What changes while a patched model trains, shared by all of its sparse weights. `sparse_run(model)` finds it.
 
-    The run writes the model's own config, which is saved: the phase, settings that change, the layers that are sparse.
-
     Args:
-        config: how the model is patched; copied.
+        config: how the model is patched.
 
     Attributes:
-        config: the model's own `Sparse24Config`; it cannot be assigned to.
+        saved: the `quantization_config` of the model: the config and the facts, which the run alone replaces.
         method: the method, with the settings as they are now.
         controller: what trains the model, None where nothing does.
-        open_step: an object that stands for the step between two optimizer steps, in which nobody changes weights and
-            encodings are kept; None where none is open.
+        open_step: token of the current step. Cached encodings are valid while it is the same; None between steps.
         owners: the models whose configs say that they, or parts of them, are sparse.
     """
 
     def __init__(self, config: Sparse24Config):
-        self._start(config.replace())
-        self.config.record(_is_live=True)
+        self._start(SavedConfig(config))
 
-    def _start(self, config: Sparse24Config) -> None:
-        self.config = config
-        self.method: SparseMethod = method_class(config.method)(config.settings, Pattern.parse(config.pattern))
+    def _start(self, saved: SavedConfig) -> None:
+        self.saved = saved
+        self.method = _make_method(saved.config)
         self._others: dict[Pattern, SparseMethod] = {}
         self.controller: Controller | None = None
         self.open_step: object | None = None
@@ -55,9 +53,19 @@ class SparseRun:
         self._has_warned = False
 
     @property
+    def config(self) -> Sparse24Config:
+        """How the model is patched, with the settings as they are now."""
+        return self.saved.config
+
+    @property
+    def facts(self) -> RunFacts:
+        """What the run has learned."""
+        return self.saved.facts
+
+    @property
     def phase(self) -> str:
         """How the model computes: `"sparse"`, `"dense"`, or another phase of its method."""
-        return self.config.phase
+        return self.facts.phase
 
     @property
     def is_dense(self) -> bool:
@@ -77,7 +85,7 @@ class SparseRun:
     def set_phase(self, phase: str) -> None:
         """Let the model compute as a phase says; in training the controller sets phases as the method says.
 
-        A model whose run has ended dense (`config.finished`) stays dense in further training. `set_phase("sparse")`
+        A model whose run has ended dense (`facts.finished`) stays dense in further training. `set_phase("sparse")`
         before that makes it follow the method's schedule again.
 
         Args:
@@ -88,9 +96,25 @@ class SparseRun:
         """
         if phase not in self.method.phases:
             raise ValueError(f"phase={phase!r}: must be one of {list(self.method.phases)}")
-        if self.config.packed is not None and phase != "sparse":
+        if self.facts.packed is not None and phase != "sparse":
             raise ValueError(f"phase={phase!r}: packed masters (master='packed') have the phase 'sparse' alone")
-        self.config.record(phase=phase, finished=self.config.finished and phase == DENSE)
+        self.record(phase=phase, finished=self.facts.finished and phase == DENSE)
+
+    def record(self, **facts: Any) -> None:
+        """Write down what the run has learned, unchecked: for the library and what it has read from a file.
+
+        Args:
+            facts: fields of `RunFacts` by name.
+        """
+        self.saved.facts = dataclasses.replace(self.facts, **facts)
+
+    def change_config(self, **fields: Any) -> None:
+        """Change fields of the config that no state depends on, such as `backend`; checked as in a new config.
+
+        Args:
+            fields: arguments of `Sparse24Config` by name.
+        """
+        self.saved.config = self.config.replace(**fields)
 
     def change_settings(self, **settings: Any) -> None:
         """Go on with other settings of the method, such as `masked_decay`, from the next step on.
@@ -113,9 +137,7 @@ class SparseRun:
                 f"{others}: the state of the weights was made with the first and is kept; call unpatch_model(model, "
                 f"sparse=False), then patch_model with another config"
             )
-        self.config.record(settings=changed.settings, _given=changed.given_settings())
-        self.method = type(self.method)(changed.settings, self.method.pattern)
-        self._others = {}
+        self.saved.config, self.method, self._others = changed, _make_method(changed), {}
 
     def method_of(self, pattern: Pattern) -> SparseMethod:
         """The method with the pattern of a layer; with the model's own it is `method`."""
@@ -137,10 +159,14 @@ class SparseRun:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config}  # a copy has neither a controller nor models of its own
+        return {"saved": self.saved}  # a copy has neither a controller nor models of its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(state["config"])
+        self._start(state["saved"])
+
+
+def _make_method(config: Sparse24Config) -> SparseMethod:
+    return method_class(config.method)(config.settings, Pattern.parse(config.pattern))
 
 
 def sparse_run(model: nn.Module) -> SparseRun | None:

@@ -16,7 +16,7 @@ import train
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
-from hf_sparse24 import export_model, make_model_card, sparse_weights
+from hf_sparse24 import export_model, make_model_card, sparse_run, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.tools.run_report import write_report
 
@@ -40,7 +40,7 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     zeros, sparse_zeros = check_export(trainer, output / "export")
     card = make_model_card(trainer.model, model_id=output.name, log_history=history)
     card.save(output / "export" / "README.md")
-    ended = trainer.model.config.quantization_config.phase
+    ended = sparse_run(trainer.model).phase
     if ended == "sparse":
         check_packed(trainer, output / "packed")
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]

@@ -33,7 +33,7 @@ def test_life_of_a_model(method, name, tmp_path):
     assert "flip_rate" in saved["log_history"][0]
 
     model = run.model.eval()
-    weights, phase = sparse_weights(model), patched_config(model).phase
+    weights, phase = sparse_weights(model), sparse_run(model).phase
     for weight in weights.values():
         pruned = weight.pruned()
         assert is_nm_sparse(pruned, dim=weight.input_dim)
@@ -46,7 +46,7 @@ def test_life_of_a_model(method, name, tmp_path):
     reloaded, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(loading.values())
     assert_same_state(reloaded, model)
-    assert patched_config(reloaded) == patched_config(model) and patched_config(reloaded).phase == phase
+    assert patched_config(reloaded) == patched_config(model) and sparse_run(reloaded).phase == phase
     assert torch.equal(logits(reloaded), expected)
     assert reloaded.generate(zoo.batch()["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
     again = Sparse24Trainer(reloaded, run.args, train_dataset=dataset())  # a reloaded model trains as it is
@@ -106,7 +106,7 @@ def test_a_loop_without_a_trainer(method):
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), controller.state_dict()))
     run_steps(model, optimizer, controller, STEPS - 5)
     phase = sparse_run(model).method.phase(STEPS, STEPS, optimizer)
-    assert controller.phase == patched_config(model).phase == phase and phase in METHODS[method].phases
+    assert controller.phase == sparse_run(model).phase == phase and phase in METHODS[method].phases
     assert model(**zoo.batch()).loss.item() < before
 
     resumed = zoo.build("llama", seed=9)

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..config import Sparse24Config
+from ..config import SavedConfig, Sparse24Config
+from ..facts import RunFacts
 from ..methods import ONESHOT_METHOD
 from ..metrics import all_finite
-from ..patching.packing import packed_config
 from ..weights.packed_weight import PACKED_INDEX, PackedFormat, buffer_names, pack_exactly
 from .export import NO_FILE, WEIGHT_FILES, in_files, make_fingerprint, refuse_other_models, write_weights
 from .lazy_tensors import LazyTensors
@@ -75,13 +75,13 @@ def convert_checkpoint(
         if empty is not None:
             form = PackedFormat(packed, {file: header_hash(new / file) for file in hashes})
             config |= {
-                "quantization_config": packed_config(ours, form).to_dict(),
+                "quantization_config": SavedConfig(ours, RunFacts(packed=form)).to_dict(),
                 "transformers_weights": NO_FILE,
             }
         (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if (source / GENERATION_CONFIG_NAME).exists():
             shutil.copyfile(source / GENERATION_CONFIG_NAME, new / GENERATION_CONFIG_NAME)
-        write_manifest(new, format, sparse, hashes, ours.to_dict(), {})
+        write_manifest(new, format, sparse, hashes, SavedConfig(ours).to_dict(), {})
 
 
 def read_dense_config(source: Path, to_pack: bool) -> tuple[dict[str, Any], bool]:

@@ -18,10 +18,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
 from ..patching.report import shown_count
-from ..run import patched_config
+from ..run import SparseRun, sparse_run
 from ..tables import markdown_table
 from ..version import __version__
 from ..weights.packed_weight import format_version, packed_masters, trained_weights
@@ -86,8 +85,8 @@ def make_model_card(
         >>> card = make_model_card(model, model_id="me/gpt2-sparse", license="mit", results={"eval_loss": 3.2})
         >>> card.save("README.md")
     """
-    config = patched_config(model)
-    if config is None:
+    run = sparse_run(model)
+    if run is None:
         raise ValueError("the model is not patched, so there is no sparsity to describe; call patch_model(model) first")
     check_arguments(format, metadata, values)
     name = " ".join((model_id or type(model).__name__).rpartition("/")[2].split())
@@ -95,10 +94,10 @@ def make_model_card(
     base_model = given.get("base_model") or _base_model(model, model_id)
     ours = last_evaluation(by_step(log_history)) if results is None else dict(results)
     parts = [
-        _summary(model, config, base_model),
-        _loading(model, config, format, values, model_id or name, checkpoint),
+        _summary(model, run, base_model),
+        _loading(model, run, format, values, model_id or name, checkpoint),
         _results(ours, control_metrics(dense_control)),
-        _training(config, hyperparameters, plot),
+        _training(run, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
         f"{torch.__version__}.",
     ]
@@ -108,7 +107,7 @@ def make_model_card(
         derived |= {"base_model": base_model, "base_model_relation": "finetune"}
     data = _data(existing, derived, given)
     asked = [tags] if isinstance(tags, str) else tags or []
-    own = ["hf_sparse24", f"{config.pattern}-sparsity", "semi-structured-sparsity", *(model.model_tags or [])]
+    own = ["hf_sparse24", f"{run.config.pattern}-sparsity", "semi-structured-sparsity", *(model.model_tags or [])]
     data.tags = list(dict.fromkeys([*(data.tags or []), *own, *asked]))
     if existing is None:
         return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{section}\n")
@@ -136,13 +135,14 @@ def check_arguments(format: str, details: Iterable[str], values: str = "float") 
         raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
 
 
-def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[str] | None) -> str:
+def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | None) -> str:
+    config = run.config
     names = ", ".join([base_model] if isinstance(base_model, str) else base_model or [])
     what = f"A Transformers model, made from {names}" if names else "A Transformers model"
-    if config.phase == "dense":
+    if run.is_dense:
         return (
             f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. "
-            + ("That training has ended in" if config.finished else "It was saved in")
+            + ("That training has ended in" if run.facts.finished else "It was saved in")
             + " a dense phase: **its weights are dense**."
         )
     patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
@@ -158,16 +158,14 @@ def _summary(model: nn.Module, config: Sparse24Config, base_model: str | list[st
     )
 
 
-def _loading(
-    model: nn.Module, config: Sparse24Config, format: Format, values: str, model_id: str, checkpoint: bool
-) -> str:
+def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str, checkpoint: bool) -> str:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
     source = json.dumps(model_id, ensure_ascii=False)  # as a Python string too: with quotes, backslashes, newlines
     load = [f"from transformers import {name}", "", f"model = {name}.from_pretrained({source}{options})"]
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
-    if format == "packed" or (format == "training" and config.packed is not None):  # or of packed masters
+    if format == "packed" or (format == "training" and run.facts.packed is not None):  # or of packed masters
         stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
         text = [
             f"The sparse weights are packed: their {stored} and 2-bit indices. **Reading them takes hf_sparse24**:",
@@ -187,7 +185,7 @@ def _loading(
             "Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors.",
             _python(*load),
         ]
-        if config.phase != "dense":
+        if not run.is_dense:
             text.append(
                 f"To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
                 f"{ONESHOT_METHOD!r}, ...)` of hf_sparse24 too, with the settings of the layers below."
@@ -213,16 +211,16 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
     return f"## Results\n\n{markdown_table(columns, rows)}"
 
 
-def _training(config: Sparse24Config, hyperparameters: Mapping[str, Any] | None, plot: str | None) -> str:
+def _training(run: SparseRun, hyperparameters: Mapping[str, Any] | None, plot: str | None) -> str:
+    config, pruning = run.config, run.facts.pruning
     about = sys.modules[method_class(config.method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
-    other = ("quant_method", "phase", "finished", "whole_names", "hf_sparse24_version", "pruning", "packed")
-    settings = [f"    {key}={value!r}," for key, value in config.to_dict().items() if key not in other]
+    settings = [f"    {key}={value!r}," for key, value in config.fields().items()]
     parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
-    if config.pruning:
-        rows = [[name, _number(value) if type(value) is int else str(value)] for name, value in config.pruning.items()]
+    if pruning:
+        rows = [[name, _number(value) if type(value) is int else str(value)] for name, value in pruning.items()]
         parts += ["Masks and weights began with those of `oneshot`:", markdown_table(["oneshot", "value"], rows)]
     if hyperparameters:
         rows = [[name.replace("_", " "), str(value)] for name, value in hyperparameters.items()]

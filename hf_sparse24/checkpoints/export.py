@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..adapters.merging import adapters_in, without_adapters
-from ..config import Sparse24Config
+from ..config import SavedConfig
 from ..methods import ONESHOT_METHOD
 from ..patching.ownership import adopt, check_not_offloaded, unwrap
 from ..patching.packing import check_packable, packed_config
@@ -164,8 +164,8 @@ def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str)
 
 def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, version: int) -> None:
     """Write a whole checkpoint into the empty folder `new`."""
-    config: Sparse24Config = model.config.quantization_config
-    config = config if config.packed is None else packed_config(config, None)
+    saved: SavedConfig = model.config.quantization_config
+    saved = saved if saved.facts.packed is None else packed_config(saved, None)
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
     fields: dict[str, Any] = model.config.__dict__
     hidden: dict[str, Any] = {
@@ -180,14 +180,16 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
         if format == "packed":
             names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
             packed = PackedFormat(names, {file: header_hash(new / file) for file in hashes}, version)
-            model.config.quantization_config = packed_config(config, packed)
+            model.config.quantization_config = packed_config(saved, packed)
             model.config.save_pretrained(new)
             values = read_json(new / CONFIG) | {"transformers_weights": NO_FILE}
             (new / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     finally:
         fields.update(hidden)
-    patterns = {name: str(w.pattern) for name, w in sparse_weights(model).items() if str(w.pattern) != config.pattern}
-    write_manifest(new, format, sparse, hashes, config.to_dict(), patterns)
+    patterns = {
+        name: str(w.pattern) for name, w in sparse_weights(model).items() if str(w.pattern) != saved.config.pattern
+    }
+    write_manifest(new, format, sparse, hashes, saved.to_dict(), patterns)
 
 
 def write_weights(

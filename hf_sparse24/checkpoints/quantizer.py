@@ -6,17 +6,18 @@ loads the dense master weights.
 """
 
 from collections.abc import Set
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
-from ..config import Sparse24Config, fixed_differences
+from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..patching.masters import list_masters, wants_packed_master
 from ..patching.ownership import forget_quantizer, write_config
 from ..patching.packing import packed_config, unpack_model
 from ..patching.surgery import patch_model, reject_non_finite
-from ..run import SparseRun, patched_config
+from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import PackedFormat, packed_weights
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights
@@ -24,11 +25,11 @@ from ..weights.state_check import wrong_states
 from .packed_files import check_files, check_packed, make_packed, was_loaded
 from .safetensors_file import open_safetensors
 
-register_quantization_config("sparse24")(Sparse24Config)
+register_quantization_config("sparse24")(SavedConfig)
 # `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
 # these classes, it sets `other.get_loading_attributes()` on the checkpoint's config.
 if hasattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES"):
-    auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (Sparse24Config,)  # type: ignore[assignment]  # a constant of fixed length
+    auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (SavedConfig, Sparse24Config)  # type: ignore[assignment]  # of fixed length
 
 
 @register_quantizer("sparse24")
@@ -36,20 +37,31 @@ class Sparse24Quantizer(HfQuantizer):
     """Patches a model while `from_pretrained` loads it, from a sparse or a dense checkpoint."""
 
     requires_calibration = False
-    quantization_config: Sparse24Config
     names_in_files: Set[str] = frozenset()  # of a packed checkpoint
     run: SparseRun | None = None  # of packed masters
 
+    def __init__(self, quantization_config: SavedConfig | Sparse24Config, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        # What a dense checkpoint is patched by; a run begins with it, so it has no facts of another one.
+        config = quantization_config.config if isinstance(quantization_config, SavedConfig) else quantization_config
+        self.saved = SavedConfig(config)
+        if self.pre_quantized and isinstance(quantization_config, SavedConfig):
+            self.saved = quantization_config
+
+    @property
+    def packed(self) -> PackedFormat | None:
+        """What the checkpoint says of its packed weights; None where it has none."""
+        return self.saved.facts.packed
+
     @property
     def has_packed_master(self) -> bool:
-        config = self.quantization_config
-        return wants_packed_master(config if config.packed is not None else config.passed or config)
+        config = self.saved.config
+        return wants_packed_master(config if self.packed is not None else self.saved.passed or config)
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
-        packed = self.quantization_config.packed
-        if packed is not None and hasattr(config, "transformers_weights"):  # older exports have no such field
-            config.transformers_weights = packed.file
+        if self.packed is not None and hasattr(config, "transformers_weights"):  # older exports have no such field
+            config.transformers_weights = self.packed.file
         return config
 
     update_tp_plan = update_attn_implementation  # in Transformers up to 5.20
@@ -59,19 +71,21 @@ class Sparse24Quantizer(HfQuantizer):
             if str(file).endswith(".safetensors"):
                 with open_safetensors(file):  # which compares its length with its header
                     pass
-        if self.quantization_config.packed is not None:
+        if self.packed is not None:
             if checkpoint_files:  # not where the user passes a state_dict
-                self.names_in_files = check_files(self.quantization_config.packed, checkpoint_files)
-            self.run = SparseRun(self.quantization_config) if self.has_packed_master else None
-            make_packed(model, self.quantization_config.packed, self.run)
+                self.names_in_files = check_files(self.packed, checkpoint_files)
+            self.run = SparseRun(self.saved.config) if self.has_packed_master else None
+            make_packed(model, self.packed, self.run)
             return
         if self.has_packed_master:  # the checkpoint is dense: packed once it is loaded
             return
-        kept = {name: getattr(self.quantization_config, name) for name in ("pruning", "finished")}
-        self.quantization_config = _with_passed(self.quantization_config)
+        config = _with_passed(self.saved)
         if self.pre_quantized:
-            self.quantization_config = _without_absent_heads(self.quantization_config, model)
-        patch_model(model, self.quantization_config).config.record(**kept)
+            config = _without_absent_heads(config, model)
+        patch_model(model, config)
+        facts = self.saved.facts
+        run = cast(SparseRun, sparse_run(model))
+        run.record(phase=facts.phase, finished=facts.finished, pruning=facts.pruning)
         for weight in sparse_weights(model).values():
             # Transformers' tensor parallelism then runs the layer's forward on this process's part of input and weight,
             # in training too, and leaves the sums over processes to itself.
@@ -90,13 +104,14 @@ class Sparse24Quantizer(HfQuantizer):
                 "master='packed': tensor parallelism splits weights, and not the places of packed ones; use DDP or "
                 "FSDP2 (fully_shard), or master='dense'"
             )
-        if self.quantization_config.packed is not None:
+        if self.packed is not None:
             return self._finish_packed(model)
         if self.has_packed_master:
-            config = _with_passed(self.quantization_config)
+            config = _with_passed(self.saved)
             del model.config.quantization_config
             forget_quantizer(model)
-            patch_model(model, config).config.record(pruning=self.quantization_config.pruning)
+            patch_model(model, config)
+            cast(SparseRun, sparse_run(model)).record(pruning=self.saved.facts.pruning)
             return model
         weights = sparse_weights(model)
         for name, weight in weights.items():
@@ -119,8 +134,8 @@ class Sparse24Quantizer(HfQuantizer):
                 weight.init_parameters()
         for weight in weights.values():
             weight.split_state()
-        # Transformers has put its own config object there; the model's is the one that follows the phase of training.
-        model.config.quantization_config = patched_config(model)
+        # Transformers has put its own config object there; the model's is the one that its run writes.
+        model.config.quantization_config = cast(SparseRun, sparse_run(model)).saved
         forget_quantizer(model)  # the weights are ordinary
         return model
 
@@ -128,24 +143,23 @@ class Sparse24Quantizer(HfQuantizer):
         check_packed(model, self.names_in_files)
         model.config.__dict__.pop("transformers_weights", None)  # of these files, not of the model
         if self.run is not None:
-            self.run.config.record(pruning=self.quantization_config.pruning)
+            self.run.record(pruning=self.saved.facts.pruning)
             write_config(model, self.run)
             list_masters(model, self.run)
             forget_quantizer(model)  # the values are an ordinary Parameter
-        if self.quantization_config.passed is not None:
-            # It has no master weights and no state to go on with: training starts anew from its sparse weights.
+        if self.saved.passed is not None:
+            # It has no master weights and no state to go on with: training starts from its sparse weights.
             unpack_model(model)
-            patch_model(model, self.quantization_config.passed)
-        elif self.run is None:
+            patch_model(model, self.saved.passed)
+        elif self.run is None and self.packed is not None:
             # Without the hashes of the files that were read: saved again, the model has others.
-            version = self.quantization_config.packed.version
-            own = PackedFormat(tuple(packed_weights(model)), {}, version)
-            model.config.quantization_config = self.quantization_config = packed_config(self.quantization_config, own)
+            own = PackedFormat(tuple(packed_weights(model)), {}, self.packed.version)
+            model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
         return model
 
     def _lacks(self, missing: list[str]) -> str:
         return (
-            f"the checkpoint says it is {self.quantization_config.method!r} trained, but lacks {missing[:5]}. It was "
+            f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}. It was "
             f"loaded and saved again without `import hf_sparse24`, which drops the method's state; or made by "
             f"from_config of a sparse model's config, and saved without patch_model(model); or damaged. Load an "
             f"earlier checkpoint; or, to start sparse training anew from its dense weights, remove quantization_config "
@@ -161,37 +175,38 @@ class Sparse24Quantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        return self.quantization_config.packed is None  # packed weights do not train, adapters around them do
+        return self.packed is None  # packed weights do not train, adapters around them do
 
     def update_weight_conversions(self, weight_conversions, *args):
         # Packed tensors have the names of the model's own state_dict, however other checkpoints call the weights.
-        return weight_conversions if self.quantization_config.packed is None else []
+        return weight_conversions if self.packed is None else []
 
 
-def _with_passed(saved: Sparse24Config) -> Sparse24Config:
-    """The config of a checkpoint with what `from_pretrained` was given beside it, `saved.passed`.
+def _with_passed(saved: SavedConfig) -> Sparse24Config:
+    """The config of a checkpoint with the settings of the one that `from_pretrained` was given, `saved.passed`.
 
     Raises:
         ValueError: that asks for other sparse weights than the checkpoint has.
     """
-    passed = saved.passed
+    config, passed = saved.config, saved.passed
     if passed is None:
-        return saved
-    if others := fixed_differences(saved, passed):
+        return config
+    if others := fixed_differences(config, passed):
         raise ValueError(
             f"the checkpoint was saved with another config ({others}): load it without quantization_config, then call "
             f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
         )
-    return saved.replace(**passed.given_settings(), backend=passed.backend)
+    return config.replace(**passed.given_settings(), backend=passed.backend)
 
 
-def _without_absent_heads(saved: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
+def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
     """The config without the names of heads that the model's class lacks, as `AutoModel` lacks `lm_head`."""
-    if not saved.whole_names or not isinstance(saved.target_modules, list):
-        return saved
+    names = config.target_modules
+    if not isinstance(names, list):
+        return config
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    present = [name for name in saved.target_modules if name.rpartition(".")[2] in own]
-    return saved if not present or present == saved.target_modules else saved.replace(target_modules=present)
+    present = [name for name in names if name.rpartition(".")[2] in own]
+    return config.replace(target_modules=present) if present and present != names else config
 
 
 def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..facts import FACTS
+
 Check = Callable[[Any], str | None]
 """Says what a value must be, where it is not; None where it is."""
 
 SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modules", "layers_to_transform", "backend")
 """The fields of a config that every method has; all others are settings of the method."""
 
-_OF_RUNS = ("phase", "finished", "packed", "pruning", "passed", "quant_method", "settings", "n", "m")
-RESERVED = (*SHARED, *_OF_RUNS, "hf_sparse24_version")
+RESERVED = (*SHARED, *FACTS, "settings", "n", "m", "quant_method", "hf_sparse24_version")
 """What a setting cannot be called, because a config has it already."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2", "magnitude")

@@ -72,5 +72,5 @@ def list_masters(owner: Any, run: SparseRun) -> None:
     """Let the config of a model with packed masters list them, as the files of `save_pretrained` need it."""
     names = tuple(name.replace(".base_layer.", ".") for name in packed_masters(owner))
     if names:
-        run.config.record(packed=PackedFormat(names, {}))
+        run.record(packed=PackedFormat(names, {}))
         owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

@@ -75,13 +75,13 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
             setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
         if is_dequantized(model):
             forget_quantizer(model)
-    if getattr(shared, "quantization_config", None) is run.config:
+    if getattr(shared, "quantization_config", None) is run.saved:
         return
     own: Any = copy.deepcopy(shared)
-    own.quantization_config = run.config
+    own.quantization_config = run.saved
     for module in model.modules():
         found = module.__dict__.get("config")  # not one that a wrapper passes on
-        of_part = type(found) is type(shared) and getattr(found, "quantization_config", None) is run.config
+        of_part = type(found) is type(shared) and getattr(found, "quantization_config", None) is run.saved
         if found is shared or of_part:
             module.config = own
 
@@ -109,15 +109,15 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
     names = [layer_name(name) for name in trained_weights(owner)]
     list_masters(owner, run)
     if not names:
-        if run.config.packed is not None:
+        if run.facts.packed is not None:
             owner.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on
         for name in MODEL_METHODS:
             owner.__dict__.pop(name, None)
     owner_config: Any = owner.config
-    if getattr(owner_config, "quantization_config", None) is not run.config:  # it has got another one since
+    if getattr(owner_config, "quantization_config", None) is not run.saved:  # it has got another one since
         return
     if names:
-        run.config.record(target_modules=names, exclude_modules=None, layers_to_transform=None)
+        run.change_config(target_modules=names, exclude_modules=None, layers_to_transform=None)
     else:
         del owner_config.quantization_config
 

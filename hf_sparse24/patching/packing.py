@@ -1,5 +1,7 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
+import dataclasses
+
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed, Pattern
@@ -8,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..adapters.merging import check_unmerged
-from ..config import Sparse24Config
+from ..config import SavedConfig
 from ..layers.packed import pack_weight, unpack_weight
 from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import (
@@ -82,7 +84,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     release(model, weights, convert)
     for inner in outermost(model):
         names_in_files = tuple(name.replace(".base_layer.", ".") for name in packed_weights(inner))  # without adapters
-        mark_packed(inner, packed_config(run.config, PackedFormat(names_in_files, {}, version)))
+        mark_packed(inner, packed_config(run.saved, PackedFormat(names_in_files, {}, version)))
     return before - _bytes(model)
 
 
@@ -168,14 +170,13 @@ def packed_form(name: str, weight: SparseWeight | PackedWeight, values: str) -> 
     return kernels.quantize_packed(packed) if values == "int8" else packed
 
 
-def packed_config(config: Sparse24Config, packed: PackedFormat | None) -> Sparse24Config:
-    """The config of the packed model that a model with `config` becomes, or of its dense export. No master trains."""
-    changed = config.replace(**({"master": "dense"} if wants_packed_master(config) else {}))
-    changed.record(packed=packed, pruning=config.pruning)
-    return changed
+def packed_config(saved: SavedConfig, packed: PackedFormat | None) -> SavedConfig:
+    """What `config.json` says of the packed model that a model becomes, or of its dense export. No master trains."""
+    config = saved.config.replace(master="dense") if wants_packed_master(saved.config) else saved.config
+    return SavedConfig(config, dataclasses.replace(saved.facts, packed=packed, finished=False))
 
 
-def mark_packed(model: PreTrainedModel, config: Sparse24Config) -> None:
+def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:
     """Let Transformers know what a packed model is: it then saves it as one, and refuses to train it by itself."""
     model.config.quantization_config = config
     model.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)

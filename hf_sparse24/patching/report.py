@@ -8,6 +8,7 @@ from sparse24_kernels import Pattern
 from torch import nn
 
 from ..config import Sparse24Config
+from ..run import SparseRun
 from ..tables import TableReport
 from .targets import CONVOLUTION, Candidate
 
@@ -44,6 +45,7 @@ class PatchReport(TableReport):
         zero_parameters: number of those that are zero while the model is sparse.
         total_parameters: number of parameters of the whole model, shared ones once.
         is_pretrained: whether `from_pretrained` loaded dense weights, of which the method now drops a part.
+        is_finished: whether a run of the model has ended dense, so that it trains on as a dense model.
     """
 
     config: Sparse24Config
@@ -54,6 +56,7 @@ class PatchReport(TableReport):
     zero_parameters: int
     total_parameters: int
     is_pretrained: bool = False
+    is_finished: bool = False
     _columns = ("module group", "layers", "weights", "sparse")
 
     @property
@@ -81,7 +84,7 @@ class PatchReport(TableReport):
             yield row.group, str(row.layers), shown_count(row.weights), row.skipped or sparse
 
     def _advice(self) -> str | None:
-        return FINISHED if self.config.finished else _PRETRAINED if self.is_pretrained else None
+        return FINISHED if self.is_finished else _PRETRAINED if self.is_pretrained else None
 
 
 FINISHED = (
@@ -94,19 +97,17 @@ _PRETRAINED = (
 )
 
 
-def make_report(
-    model: nn.Module, config: Sparse24Config, candidates: list[Candidate], is_pretrained: bool
-) -> PatchReport:
+def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], is_pretrained: bool) -> PatchReport:
     """Return the report of a model whose layers were judged to be sparse or not as `candidates` say."""
     groups: dict[tuple[str, str | None, str | None], list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault((group_name(candidate.name), candidate.skipped, candidate.note), []).append(candidate)
     rows = [ReportRow(name, len(group), _weights(group), *why) for (name, *why), group in groups.items()]
     patched = [candidate for candidate in candidates if candidate.skipped is None]
-    patterns = {id(c.weight): c.pattern or Pattern.parse(config.pattern) for c in patched}
+    patterns = {id(c.weight): c.pattern or Pattern.parse(run.config.pattern) for c in patched}
     sizes = {id(c.weight): c.weight.numel() for c in patched}
     return PatchReport(
-        config=config,
+        config=run.config,
         patched=tuple(candidate.name for candidate in patched),
         skipped={candidate.name: candidate.skipped for candidate in candidates if candidate.skipped is not None},
         rows=tuple(rows),
@@ -114,6 +115,7 @@ def make_report(
         zero_parameters=sum(sizes[key] * (m - n) // m for key, (n, m) in patterns.items()),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         is_pretrained=is_pretrained,
+        is_finished=run.facts.finished,
     )
 
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import check_unmerged
-from ..config import Sparse24Config, fixed_differences
+from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
@@ -95,7 +95,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
                 f"the model is already patched with another config ({others}); call unpatch_model(model) first"
             )
         current.change_settings(**config.given_settings())
-        current.config.record(backend=config.backend)
+        current.change_config(backend=config.backend)
     run = current or SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
     is_pretrained = False
@@ -103,7 +103,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         is_pretrained = bool(getattr(model, "name_or_path", "")) and _loses_weights(candidates, run.config)
         _make_sparse(model, run, candidates)
     adopt(model)
-    report = make_report(model, run.config, candidates, is_pretrained)
+    report = make_report(model, run, candidates, is_pretrained)
     if wants_packed_master(run.config):
         pack_masters(model, run)
     return report
@@ -112,12 +112,11 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
 def named_config(model: Any) -> Sparse24Config | None:
     """What the config of a dense model says that it is sparse by, from its start; None where it says nothing."""
     named = getattr(getattr(model, "config", None), "quantization_config", None)
-    values = named.to_dict() if isinstance(named, Sparse24Config) else named
-    if not isinstance(values, dict) or values.get("quant_method") != Sparse24Config.quant_method:
+    if isinstance(named, SavedConfig):
+        return named.config
+    if not isinstance(named, dict) or named.get("quant_method") != Sparse24Config.quant_method:
         return None
-    return Sparse24Config.from_dict(
-        {name: x for name, x in values.items() if name not in ("phase", "finished", "packed")}
-    )
+    return Sparse24Config.from_dict(named)
 
 
 def _loses_weights(candidates: list[Candidate], config: Sparse24Config) -> bool:
@@ -150,7 +149,6 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
         _reject_doubled_parameters(sparse_weights(model))
         if wants_packed_master(run.config):
             check_masters(model, run)
-        run.config.record(whole_names=any(target.against for target in targets))
         write_config(model, run)
         attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
@@ -303,7 +301,7 @@ def _reject_quantized(model: nn.Module) -> None:
         return
     is_dict = isinstance(quantization, dict)
     method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
-    if getattr(quantization, "packed", None) is not None:
+    if isinstance(quantization, SavedConfig) and quantization.facts.packed is not None:
         raise ValueError("the model is packed, and has no weights to train; call unpack_model(model) first")
     if method != "sparse24":
         if is_dequantized(model):

@@ -99,7 +99,7 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
             places[layer_name(f"{name}.{parameter}".removeprefix("."))] = find_place(model, name, parameter)
     targets = _picked("target_modules", config.target_modules, places)
     excluded = _picked("exclude_modules", config.exclude_modules, places)
-    named = ModuleNames("target_modules", config.target_modules).endings if config.whole_names else []
+    named = ModuleNames("target_modules", config.target_modules).endings
     blocks = _chosen_blocks(config.layers_to_transform, places)
     patterns: dict[str, Pattern] = {}
     for names, pattern in (config.layer_patterns or {}).items():

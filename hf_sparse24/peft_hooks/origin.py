@@ -22,14 +22,14 @@ from typing import Any
 from torch import nn
 
 from ..adapters.merging import adapters_in
-from ..config import Sparse24Config
+from ..config import SavedConfig
 from ..methods import method_class
 from ..methods.context import DENSE
 from ..metrics import is_nm_sparse
 from ..patching.packing import packed_config
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import get_logger
-from ..run import patched_config
+from ..run import patched_config, sparse_run
 from ..weights.packed_weight import packed_weights
 from ..weights.sharding import whole
 from ..weights.sparse_weight import sparse_weights
@@ -78,10 +78,11 @@ def check_origin(model: nn.Module, config: Any) -> None:
     record = (config.auto_mapping or {}).get(KEY)
     if record is None:
         return
-    trained_on, is_dense = Sparse24Config.from_dict(record["config"]), _config_of(model) is None
+    trained_on, is_dense = SavedConfig.from_dict(record["config"]), _config_of(model) is None
+    phase = trained_on.facts.phase
     if is_dense:
         try:
-            patch_model(model, trained_on)
+            patch_model(model, trained_on.config)
         except ValueError as error:
             raise ValueError(f"the adapter is for a 2:4 base, which this model cannot be made: {error}") from error
     difference = _difference(trained_on, record.get("weights"), model)  # no names in files of 0.1
@@ -93,14 +94,15 @@ def check_origin(model: nn.Module, config: Any) -> None:
             f"hf_sparse24 imported, and the adapter onto it. {config.base_model_name_or_path!r} is where that base "
             f"came from; if it was patched, pruned or trained in memory since, save it by base.save_pretrained"
         )
-    if is_dense and trained_on.phase != DENSE and not _has_zeros(model):
+    if is_dense and phase != DENSE and not _has_zeros(model):
         logger.warning(
-            f"the adapter's base is dense on disk and was patched with method={trained_on.method!r}, as the adapter "
-            f"says. If the base was trained between patch_model and the adapter, its weights differ: load that base"
+            f"the adapter's base is dense on disk and was patched with method={trained_on.config.method!r}, as the "
+            "adapter says. If the base was trained between patch_model and the adapter, its weights differ: load that "
+            "base"
         )
     patched = patched_config(model)
-    if patched is not None and trained_on.phase in method_class(patched.method).phases and not adapters_in(model):
-        set_phase(model, trained_on.phase)
+    if patched is not None and phase in method_class(patched.method).phases and not adapters_in(model):
+        set_phase(model, phase)
 
 
 def recorded_config(directory: str | Path) -> Any:
@@ -112,12 +114,13 @@ def recorded_config(directory: str | Path) -> Any:
     return mapping.get(KEY, {}).get("config")
 
 
-def _config_of(model: nn.Module) -> Sparse24Config | None:
+def _config_of(model: nn.Module) -> SavedConfig | None:
     """The config of a patched or packed model, None for any other."""
     if packed_weights(model):
         config = getattr(getattr(model, "config", None), "quantization_config", None)
-        return packed_config(config, None) if isinstance(config, Sparse24Config) else None
-    return patched_config(model)
+        return packed_config(config, None) if isinstance(config, SavedConfig) else None
+    run = sparse_run(model)
+    return None if run is None else run.saved
 
 
 def _base_names(model: nn.Module) -> list[str]:
@@ -127,25 +130,27 @@ def _base_names(model: nn.Module) -> list[str]:
     return [name.replace(".base_layer", "").replace(".original_module", "") for name in own]
 
 
-def _difference(trained_on: Sparse24Config, names: list[str] | None, model: nn.Module) -> str | None:
+def _difference(trained_on: SavedConfig, names: list[str] | None, model: nn.Module) -> str | None:
     """How a model differs from the base in an adapter's record, None where it does not."""
     found = _config_of(model)
     if found is None:  # packed by a config that is not ours
         return None
-    trained_on, found = (packed_config(config, None) for config in (trained_on, found))  # masters may be packed or not
+    # Masters may be packed or not.
+    theirs, ours = (packed_config(saved, None).config for saved in (trained_on, found))
     fields = ["method", "pattern", "layer_patterns"]
-    if found.method == trained_on.method:
-        fields += method_class(found.method).settings_of_state
+    if ours.method == theirs.method:
+        fields += method_class(ours.method).settings_of_state
     for field in fields:
-        one, other = getattr(trained_on, field), getattr(found, field)
+        one, other = getattr(theirs, field), getattr(ours, field)
         if one != other:
             return f"it has {field}={one!r}, this model {other!r}"
     if names is not None and (others := sorted({*names} ^ {*_base_names(model)})):
         return f"{others[0]} is 2:4 in one of them alone ({len(others)} such weights; target_modules)"
-    if packed_weights(model) and trained_on.phase == DENSE:
+    if packed_weights(model) and trained_on.facts.phase == DENSE:
         return f"it has phase={DENSE!r}, and this model is packed"
-    if trained_on.pruning and found.pruning != trained_on.pruning and not _has_zeros(model):
-        return f"its masks are those of oneshot ({trained_on.pruning}), and this model was not pruned so"
+    pruning = trained_on.facts.pruning
+    if pruning and found.facts.pruning != pruning and not _has_zeros(model):
+        return f"its masks are those of oneshot ({pruning}), and this model was not pruned so"
     return None
 
 
@@ -158,7 +163,7 @@ def _has_zeros(model: nn.Module) -> bool:
 def _save_pretrained(
     config: Any,
     model_class: type,
-    sparse: Sparse24Config,
+    sparse: SavedConfig,
     names: list[str],
     save_directory: str,
     auto_mapping_dict: dict[str, Any] | None = None,
@@ -169,6 +174,6 @@ def _save_pretrained(
     record = {"config": sparse.to_dict(), "weights": names}
     mapping = auto_mapping_dict or {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
     saved = copy.copy(config)
-    if is_masked and sparse.phase != DENSE:
+    if is_masked and sparse.facts.phase != DENSE:
         saved.peft_type = MASKED_TYPE
     type(config).save_pretrained(saved, save_directory, auto_mapping_dict=mapping | {KEY: record}, **kwargs)

@@ -19,7 +19,7 @@ from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import Progress, get_logger
-from ..run import patched_config
+from ..run import patched_config, sparse_run
 from ..weights.place import layer_name
 from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
@@ -153,7 +153,9 @@ def oneshot(
         unpatch_model(model, sparse=False)
         raise
     tokens = max(layer.tokens for layer in layers.values())
-    patch.config.record(pruning=asdict(options) | {"batches": len(batches), "tokens": tokens})
+    run = sparse_run(model)
+    assert run is not None  # patched above
+    run.record(pruning=asdict(options) | {"batches": len(batches), "tokens": tokens})
     reports = {name: layers[layer_name(name)] for name in weights if layer_name(name) in layers}
     few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
     if few:

@@ -112,7 +112,7 @@ class Sparse24Controller(StepWork):
         run = adopt(model)
         if run is None:
             raise ValueError("the model is not patched; call patch_model(model) first")
-        if run.config.finished:
+        if run.facts.finished:
             logger.info(FINISHED)
         self.optimizer = followed(optimizer, run.method)
         # Packed masters train as ordinary Parameters: nothing is done to them, and their masks never flip.
@@ -124,7 +124,7 @@ class Sparse24Controller(StepWork):
             logger.warning(f"step={step}: the optimizer of method {run.method.name!r} has no state; load that first")
         numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
         try:
-            check_ranks_agree(masters, run.config.to_dict() | numbers)
+            check_ranks_agree(masters, run.saved.to_dict() | numbers)
         except ValueError:
             self.end()
             raise
@@ -181,7 +181,7 @@ class Sparse24Controller(StepWork):
         """
         flips = {name: int(count) for name, count in self._flips.counts.items()}
         numbers = {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
-        numbers["finished"] = self.run.config.finished
+        numbers["finished"] = self.run.facts.finished
         is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
         marks = {"uses_optimizer_state": False} if is_stateless else {}
         return {"method": self.run.method.name, **numbers, "flips": flips, **marks}
@@ -197,14 +197,14 @@ class Sparse24Controller(StepWork):
                 of the method's own optimizer is not loaded. Nothing is changed then.
         """
         defaults: dict[str, Any] = {"flips": {}, "method": self.run.method.name}  # which 0.1 did not save
-        defaults["finished"] = self.run.config.finished
+        defaults["finished"] = self.run.facts.finished
         state = defaults | {"uses_optimizer_state": True} | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
-        self.run.config.record(finished=False)
+        self.run.record(finished=False)
         set_phase(self.model, DENSE if state["finished"] else self.phase)
-        self.run.config.record(finished=bool(state["finished"]))
+        self.run.record(finished=bool(state["finished"]))
         self._set_streams()
 
 

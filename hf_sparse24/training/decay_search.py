@@ -81,11 +81,12 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     bad = [value for value in candidates if not isinstance(value, int | float) or not 0 <= value < float("inf")]
     if bad:
         raise ValueError(f"candidates={tuple(candidates)!r}: {bad} are no finite numbers >= 0")
-    config = patched_config(model_of(trainer))
-    if config is None or not issubclass(method_class(config.method), MaskedDecayMethod):
+    run = sparse_run(model_of(trainer))
+    config = None if run is None else run.config
+    if run is None or config is None or not issubclass(method_class(config.method), MaskedDecayMethod):
         method = None if config is None else config.method
         raise ValueError(f"method {method!r} has no masked_decay that this search's rule is for; set a number, if any")
-    if config.finished:
+    if run.facts.finished:
         raise ValueError(f"no masked decay acts: {FINISHED}")
     if steps is not None and steps < MIN_STEPS:
         raise ValueError(f"steps={steps}: a probe needs at least {MIN_STEPS} optimizer steps")

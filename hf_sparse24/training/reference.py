@@ -47,7 +47,7 @@ def check_reference(trainer: Trainer) -> None:
     if not name or getattr(reference.config, "_name_or_path", "") != name:
         return
     optimizer: Any = trainer.optimizer  # None but for STEP
-    begins_dense = run.is_dense or (not run.config.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE)
+    begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE)
     tensors, sparse = reference.state_dict(), trained_weights(reference)
     for key, weight in trained_weights(policy).items():
         ours = weight.master if begins_dense else weight.merged()

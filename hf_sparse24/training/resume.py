@@ -17,14 +17,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..config import Sparse24Config
+from ..config import SavedConfig, Sparse24Config
 from ..methods import method_class
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..patching.surgery import set_phase
 from ..peft_hooks.origin import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
-from ..run import patched_config
+from ..run import patched_config, sparse_run
 
 logger = get_logger(__name__)
 
@@ -35,7 +35,6 @@ OWN_CONFIG = "sparse24_config.json"
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")
 _TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
-_NOT_COMPUTED = ("quant_method", "phase", "finished", "hf_sparse24_version", "backend")
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> str:
@@ -121,7 +120,7 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
     return None
 
 
-def saved_config(checkpoint: str | Path) -> Sparse24Config | None:
+def saved_config(checkpoint: str | Path) -> SavedConfig | None:
     """The config of the patched model, or the model below an adapter, that a Trainer saved; None where there is none.
 
     Raises:
@@ -135,14 +134,14 @@ def saved_config(checkpoint: str | Path) -> Sparse24Config | None:
         saved = json.loads(own.read_text(encoding="utf-8"))
     if not isinstance(saved, dict) or saved.get("quant_method") != Sparse24Config.quant_method:
         return None
-    return Sparse24Config.from_dict(saved)
+    return SavedConfig.from_dict(saved)
 
 
 def save_config(model: nn.Module, checkpoint: str | Path) -> None:
     """Write the config of a patched model where what was saved of the model has none."""
-    config = patched_config(model)
-    if config is not None and not (Path(checkpoint) / CONFIG).exists() and recorded_config(checkpoint) is None:
-        text = json.dumps(config.to_dict(), indent=2) + "\n"
+    run = sparse_run(model)
+    if run is not None and not (Path(checkpoint) / CONFIG).exists() and recorded_config(checkpoint) is None:
+        text = json.dumps(run.saved.to_dict(), indent=2) + "\n"
         (Path(checkpoint) / OWN_CONFIG).write_text(text, encoding="utf-8")
 
 
@@ -159,11 +158,11 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
         if warn and (Path(checkpoint) / CONFIG).is_file():
             logger.warning(f"{checkpoint} is of a model that was not patched: sparsity starts from its dense weights")
         return
-    ours, theirs = config.to_dict(), saved.to_dict()
+    ours, theirs = config.fields(), saved.config.fields()
     differences = {
         name: f"{name}={theirs.get(name)!r}, now {ours.get(name)!r}"
         for name in ours | theirs
-        if ours.get(name) not in (theirs.get(name), AUTO) and name not in _NOT_COMPUTED
+        if ours.get(name) not in (theirs.get(name), AUTO) and name != "backend"
     }
     fixed = (*SHARED, *method_class(config.method).settings_of_state)
     refused = [text for name, text in differences.items() if name in fixed]
@@ -185,12 +184,12 @@ def restore(model: nn.Module, checkpoint: str | Path) -> None:
     """
     if isinstance(model, PreTrainedModel) and _has_other_names(model, checkpoint):
         logger.warning(f"loading {checkpoint} once more, by from_pretrained, for what the Trainer calls missing keys")
-        saved = type(model).from_pretrained(checkpoint)
-        model.load_state_dict(saved.state_dict(), strict=False)  # a dense one has no state
-    config, ours = saved_config(checkpoint), patched_config(model)
-    if config is not None and ours is not None:
-        set_phase(model, config.phase)
-        ours.record(finished=config.finished)
+        loaded = type(model).from_pretrained(checkpoint)
+        model.load_state_dict(loaded.state_dict(), strict=False)  # a dense one has no state
+    saved, run = saved_config(checkpoint), sparse_run(model)
+    if saved is not None and run is not None:
+        set_phase(model, saved.facts.phase)
+        run.record(finished=saved.facts.finished)
 
 
 def _has_other_names(model: nn.Module, checkpoint: str | Path) -> bool:

@@ -31,7 +31,6 @@ from transformers.trainer_callback import TrainerState
 from transformers.training_args import TrainingArguments
 
 from ..progress import get_logger
-from ..run import patched_config
 from ..version import __version__
 from ..weights.place import layer_name
 from ..weights.sparse_weight import first_of_each
@@ -200,8 +199,6 @@ def peak_memory(device: torch.device) -> int | None:
 def _start(
     args: TrainingArguments, state: TrainerState, controller: Sparse24Controller, layers: dict[str, int]
 ) -> dict[str, Any]:
-    patched = patched_config(controller.model)
-    config = {} if patched is None else patched.to_dict()
     gpu = args.device.type == "cuda"
     return {
         "step": state.global_step,
@@ -215,7 +212,7 @@ def _start(
             **{name: version(name) for name in ("torch", "transformers", "accelerate")},
             "python": platform.python_version(),
         },
-        "config": {name: value for name, value in config.items() if name != "phase"},  # which changes
+        "config": controller.run.config.to_dict(),
         "arguments": _given(args),
     }
 

@@ -82,7 +82,7 @@ class StepWork:
 
     @property
     def _keeps_phase(self) -> bool:
-        return self._is_frozen or self.run.config.finished
+        return self._is_frozen or self.run.facts.finished
 
     @property
     def _has_own_optimizer(self) -> bool:
@@ -141,7 +141,7 @@ class StepWork:
         if self.run.is_dense and self.run.method.flips_at_refresh:
             self._flips.counts = {}  # no mask is refreshed any more
         if self.step == self.total_steps and not self._keeps_phase:
-            self.run.config.record(finished=self.run.is_dense)
+            self.run.record(finished=self.run.is_dense)
         keeps_state = turns_sparse or self.run.is_dense
         if not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps):
             self._refresh()

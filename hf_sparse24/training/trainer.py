@@ -160,8 +160,8 @@ class Sparse24Trainer(Trainer):
                 "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
             )
         check_engine(self.accelerator, model)
-        config = patched_config(model)
-        if needs_decay(model) and config is not None and not config.finished:  # then no decay acts
+        run = sparse_run(model)
+        if needs_decay(model) and run is not None and not run.facts.finished:  # then no decay acts
             set_decay(model, _determined_decay(self, resume_from_checkpoint))
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -199,7 +199,7 @@ class Sparse24Trainer(Trainer):
         model = model_of(self) if model is None else model
         run = sparse_run(model)
         # Where nothing sparse trains, as below adapters or after a dense tail, any optimizer will do.
-        is_trained = run is not None and not run.config.finished and any(map(trains, sparse_weights(model).values()))
+        is_trained = run is not None and not run.facts.finished and any(map(trains, sparse_weights(model).values()))
         if self.optimizer is None and run is not None and is_trained:
             names = set(self.get_decay_parameter_names(model))
             own = run.method.make_optimizer(
@@ -304,7 +304,8 @@ def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float
         )
         return 0.0
     if checkpoint:
-        decay = getattr(saved_config(checkpoint), "masked_decay", None)
+        saved = saved_config(checkpoint)
+        decay = None if saved is None else getattr(saved.config, "masked_decay", None)
         if not isinstance(decay, int | float):
             raise ValueError(
                 f"masked_decay='auto': {checkpoint} does not say which decay it was trained with; set that number"

@@ -9,9 +9,19 @@ from huggingface_hub import EvalResult, ModelCard
 from sparse_models import patched
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_sparse24 import Sparse24Config, charts, export_model, make_model_card, oneshot, pack_model, patch_model
+from hf_sparse24 import (
+    Sparse24Config,
+    charts,
+    export_model,
+    make_model_card,
+    oneshot,
+    pack_model,
+    patch_model,
+    sparse_run,
+)
 from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
 from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
+from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import METHODS
 from hf_sparse24.patching.surgery import set_phase
 
@@ -30,7 +40,7 @@ def test_every_method_has_a_card_with_its_paper_and_settings_to_copy(method):
     card = make_model_card(model)
     assert f"Method `{method}` ([arXiv " in card.text
     settings = next(code(card, i) for i in range(4) if code(card, i).startswith("Sparse24Config("))
-    assert eval(settings, {"Sparse24Config": Sparse24Config}) == model.config.quantization_config
+    assert eval(settings, {"Sparse24Config": Sparse24Config}) == sparse_run(model).config
     ModelCard(str(card))  # it can be read again
 
 
@@ -64,14 +74,14 @@ def test_a_card_says_how_oneshot_has_pruned(tmp_path):
     for one in (model, loaded):
         text = make_model_card(one).text
         assert all(line in text for line in expected)
-    assert packed.config.quantization_config.pruning == loaded.config.quantization_config.pruning
+    assert packed.config.quantization_config.facts.pruning == loaded.config.quantization_config.facts.pruning
     export_model(model, tmp_path / "export")
     assert json.loads((tmp_path / "export" / "sparse24.json").read_text())["config"]["pruning"]["batches"] == 3
     other = zoo.build("llama")
-    patch_model(other, loaded.config.quantization_config)
+    patch_model(other, loaded.config.quantization_config.config)
     assert "sparsegpt" not in make_model_card(other).text and "`oneshot`" not in make_model_card(patched()).text
     with pytest.raises(ValueError, match="pruning='x': must be a dict"):
-        Sparse24Config.from_dict({"pruning": "x"})
+        SavedConfig.from_dict({"pruning": "x"})
 
 
 @pytest.mark.parametrize("folder", ["plain", "my \"best\"\nmodel\\new 'ü'"])

@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
+from hf_sparse24.facts import RunFacts
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import patched_config
@@ -81,7 +82,7 @@ def test_an_ordinary_model_comes_back(tmp_path):
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert not loaded.is_quantized and not hasattr(loaded, "hf_quantizer")
     assert not hasattr(loaded.config, "_is_quantized")
-    assert loaded.config.quantization_config is patched_config(loaded)  # so that what is saved follows the phase
+    assert loaded.config.quantization_config is sparse_run(loaded).saved  # so that what is saved follows the phase
     assert torch.equal(logits(unpatch_model(loaded)), logits(model))
     again = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert again.half().dtype == torch.float16 and again.float().dtype == torch.float32
@@ -220,6 +221,16 @@ def test_settings_of_another_quantization_config_are_taken(tmp_path):
     assert sparse_run(loaded).method.settings.masked_decay == 0.5
 
 
+def test_a_run_takes_nothing_of_another_run(tmp_path):
+    dense, ended = zoo.build("llama"), zoo.build("llama")
+    dense.save_pretrained(tmp_path)
+    oneshot(ended, [zoo.batch()], Sparse24Config(method="fixed-mask"), passes=1)
+    sparse_run(ended).record(phase="dense", finished=True)
+    for passed in (ended.config.quantization_config, sparse_run(ended).config):
+        run = sparse_run(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=passed))
+        assert run.config == sparse_run(ended).config and run.facts == RunFacts()
+
+
 @pytest.mark.parametrize(
     ("passed", "difference"),
     [({"method": "ste"}, "method='s-ste', now 'ste'"), ({"pattern": "1:4"}, "pattern='2:4', now '1:4'")],
@@ -244,7 +255,7 @@ def test_weights_that_loading_has_sharded_are_refused(pre_quantized):
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(method="t-sr-ste"))
     next(iter(sparse_weights(model).values())).parameter.ds_id = 0
-    quantizer = Sparse24Quantizer(patched_config(model), pre_quantized=pre_quantized)
+    quantizer = Sparse24Quantizer(sparse_run(model).saved, pre_quantized=pre_quantized)
     with pytest.raises(ValueError, match=r"gate_proj.weight is partitioned by DeepSpeed ZeRO-3; use"):
         quantizer._process_model_after_weight_loading(model)
 

@@ -51,7 +51,7 @@ def test_an_export_is_the_model_packed_in_memory(name, tmp_path):
     export_model(model, tmp_path / "export", "packed", values="int8", max_shard_size="40KB")
     assert torch.equal(logits(model), before)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
-    assert not any(report.values()) and loaded.config.quantization_config.packed.version == 2
+    assert not any(report.values()) and loaded.config.quantization_config.facts.packed.version == 2
     assert packed_weights(loaded).keys() == expected.keys()
     for key, weight in packed_weights(loaded).items():
         assert all(torch.equal(*parts) for parts in zip(weight.packed, expected[key], strict=True))
@@ -62,7 +62,7 @@ def test_an_export_is_the_model_packed_in_memory(name, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     for other in (loaded, again, copy.deepcopy(loaded)):
         assert torch.equal(logits(other), logits(model))
-    assert again.config.quantization_config.packed.version == 2
+    assert again.config.quantization_config.facts.packed.version == 2
 
 
 def test_the_same_model_has_the_same_bytes_and_float_values_are_version_1(tmp_path):

@@ -18,7 +18,7 @@ import hf_sparse24_command
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import patched_config
+from hf_sparse24.run import sparse_run
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -48,7 +48,7 @@ def test_adapters_are_saved_in_their_phase(tmp_path):
     set_phase(model, ADAPTING)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert patched_config(loaded).phase == ADAPTING
+    assert sparse_run(loaded).phase == ADAPTING
     assert torch.equal(logits(loaded), logits(model))
     low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for weight in sparse_weights(low).values():

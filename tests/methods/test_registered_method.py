@@ -31,10 +31,11 @@ from hf_sparse24 import (
     sparse_weights,
     unpatch_model,
 )
+from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import METHODS, MethodSettings, SparseMethod, Values, setting, step_param_groups
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import SparseRun, patched_config
+from hf_sparse24.run import SparseRun, sparse_run
 from hf_sparse24.tools import doctor
 
 # --- settings ---
@@ -49,15 +50,15 @@ def test_its_settings_are_those_of_the_config():
     with pytest.raises(ValueError, match="rank=0: must be an int > 0"):
         Sparse24Config(method="own", rank=0)
     with pytest.raises(ValueError, match=r"rank=1\.5: must be an int > 0"):
-        config.rank = 1.5
+        config.replace(rank=1.5)
     with pytest.raises(ValueError, match="rank=4: method 'ste' has no rank; leave it None"):
         Sparse24Config(method="ste", rank=4)
 
 
 def test_its_phases_are_those_of_the_config():
-    assert Sparse24Config.from_dict({"method": "own", "phase": ADAPTING}).phase == ADAPTING
+    assert SavedConfig.from_dict({"method": "own", "phase": ADAPTING}).facts.phase == ADAPTING
     with pytest.raises(ValueError, match="phase='adapting': must be one of"):
-        Sparse24Config.from_dict({"method": "ste", "phase": ADAPTING})
+        SavedConfig.from_dict({"method": "ste", "phase": ADAPTING})
 
 
 def test_wrong_registrations():
@@ -328,7 +329,7 @@ def test_phases_and_adapters_that_take_part_late():
     phases, moved = [], []
     for _ in range(12):
         phases.append(controller.phase)
-        assert patched_config(model).phase == sparse_weights(model).popitem()[1].module.phase == phases[-1]
+        assert sparse_run(model).phase == sparse_weights(model).popitem()[1].module.phase == phases[-1]
         run_steps(model, optimizer, controller, 1)
         moved.append(all(weight.parameters["left"].any() for weight in sparse_weights(model).values()))
     assert phases == ["sparse"] * 9 + [ADAPTING] * 3
@@ -342,7 +343,7 @@ def test_a_dense_tail_leaves_the_adapters_out():
     optimizer, controller = loop(model)
     phases = []
     for _ in range(12):
-        phases.append(patched_config(model).phase)
+        phases.append(sparse_run(model).phase)
         run_steps(model, optimizer, controller, 1)
     assert phases == ["dense"] * 2 + ["sparse"] * 5 + [ADAPTING] * 2 + ["dense"] * 3
     logits, masters = model(**zoo.batch()).logits, {n: w.parameter.clone() for n, w in sparse_weights(model).items()}

@@ -44,7 +44,7 @@ def test_it_computes_what_the_masked_model_computes_from_half_the_parameters(nam
         assert torch.equal(weight.merged(), sparse_weights(masked)[key].pruned())
         assert weight.master.requires_grad and isinstance(weight.master, nn.Parameter)
     run = sparse_run(model)
-    assert run.config is model.config.quantization_config and run.config.packed.weights == tuple(packed_masters(model))
+    assert run.saved is model.config.quantization_config and run.facts.packed.weights == tuple(packed_masters(model))
 
 
 def test_the_report_says_it():
@@ -59,7 +59,7 @@ def test_zeros_that_are_there_are_kept():
     model = zoo.build("llama")
     oneshot(model, [zoo.batch(seed)["input_ids"] for seed in range(4)], Sparse24Config(**FIXED), criterion="wanda")
     expected = {name: weight.pruned() for name, weight in sparse_weights(model).items()}
-    same = {"target_modules": model.config.quantization_config.target_modules}
+    same = {"target_modules": model.config.quantization_config.config.target_modules}
     with pytest.raises(ValueError, match=r"master='dense', now 'packed'\); call unpatch_model\(model\) first"):
         patch_model(model, Sparse24Config(**PACKED | same))
     patch_model(unpatch_model(model), Sparse24Config(**PACKED))
@@ -91,7 +91,7 @@ def test_packed_for_inference_nothing_trains(values):
     assert packed_weights(model) and not packed_masters(model) and sparse_run(model) is None
     assert not any("packed" in name for name, _ in model.named_parameters())
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0 if values == "float" else 0.05)
-    assert model.config.quantization_config.master == "dense" and model.is_quantized
+    assert model.config.quantization_config.config.master == "dense" and model.is_quantized
 
 
 def test_frozen_weights_stay_frozen():
@@ -111,7 +111,7 @@ def test_a_part_of_a_model(tmp_path):
     with pytest.raises(ValueError, match="leave out patch_model"):
         patch_model(model)
     Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=2)  # the whole passes by
-    assert all(name.startswith("model.layers.") for name in model.config.quantization_config.packed.weights)
+    assert all(name.startswith("model.layers.") for name in model.config.quantization_config.facts.packed.weights)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
 

@@ -9,7 +9,15 @@ from sparse_models import logits
 from training_runs import arguments, dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import (
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Controller,
+    patch_model,
+    sparse_run,
+    sparse_weights,
+    unpatch_model,
+)
 from hf_sparse24.run import patched_config
 
 LLAVA = {
@@ -54,7 +62,7 @@ def test_a_base_model(name, targets, tmp_path):
     report = patch_model(model.base_model, Sparse24Config(target_modules=targets, layers_to_transform=layers))
     assert report.patched
     assert patch_model(model).patched == tuple(name.removesuffix(".weight") for name in sparse_weights(model))
-    assert model.config.quantization_config is patched_config(model) is model.base_model.config.quantization_config
+    assert model.config.quantization_config is sparse_run(model).saved is model.base_model.config.quantization_config
     assert_reloads_the_same(model, tmp_path)
 
 
@@ -89,7 +97,7 @@ def test_a_trainer_whose_model_has_a_sparse_part(tmp_path):
     trainer = Trainer(model, arguments(tmp_path, max_steps=12), train_dataset=dataset())
     Sparse24Callback.add_to(trainer)
     trainer.train()
-    assert model.config.quantization_config.phase == "dense"  # the tail, which the whole model's config follows
+    assert model.config.quantization_config.facts.phase == "dense"  # the tail, which the whole model's config follows
     assert_reloads_the_same(model, tmp_path / "saved")
 
 

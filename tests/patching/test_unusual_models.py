@@ -10,7 +10,7 @@ import zoo
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_sparse24 import Sparse24Config, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.run import patched_config
 
 
@@ -134,6 +134,6 @@ class Wrapper(nn.Module):
 def test_a_wrapper_passes_the_config_on():
     model = Wrapper(zoo.build("llama"))
     patch_model(model)
-    assert model.config.quantization_config == model.model.model.config.quantization_config == Sparse24Config()
+    assert model.config.quantization_config is model.model.model.config.quantization_config is sparse_run(model).saved
     unpatch_model(model)
     assert not hasattr(model.model.config, "quantization_config")

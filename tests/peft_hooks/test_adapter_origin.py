@@ -136,7 +136,7 @@ def test_train_merge_export_reload_and_the_adapter_alone(method, dora, dense, tm
     trainer = Trainer(model.train(), args, train_dataset=dataset())
     Sparse24Callback.add_to(trainer)
     trainer.train()
-    assert patched_config(model).phase == "sparse"  # frozen weights follow no schedule
+    assert sparse_run(model).phase == "sparse"  # frozen weights follow no schedule
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
     expected = logits(model)
     assert (expected - before).abs().max() > 0.01

@@ -11,7 +11,7 @@ from sparse_models import snapshot
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-from hf_sparse24 import oneshot, sparse_weights, unpatch_model
+from hf_sparse24 import oneshot, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
 
 
@@ -92,8 +92,10 @@ def test_norms_and_biases_train_and_nothing_outside_of_blocks():
 
 def test_much_data_gets_fewer_passes_by_default(monkeypatch):
     monkeypatch.setattr("hf_sparse24.pruning.oneshot.STEPS", 10)
-    found = [oneshot(build(), batches(count), fixed_mask()).patch.config.pruning["passes"] for count in (1, 4, 12)]
-    assert found == [8, 3, 1]
+    models = {count: build() for count in (1, 4, 12)}
+    for count, model in models.items():
+        oneshot(model, batches(count), fixed_mask())
+    assert [sparse_run(model).facts.pruning["passes"] for model in models.values()] == [8, 3, 1]
 
 
 def test_biases_of_zero_train():

@@ -10,6 +10,7 @@ import zoo
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 from hf_sparse24.patching.surgery import set_phase
@@ -121,7 +122,7 @@ def test_step_turns_sparse_when_its_optimizer_switches():
     phases = []
     for step in range(8):
         phases.append(first_weight(model).run.phase)
-        assert controller.phase == phases[-1] == model.config.quantization_config.phase
+        assert controller.phase == phases[-1] == model.config.quantization_config.facts.phase
         run_step(model, optimizer, controller, step)
     assert phases == ["dense"] * optimizer.switch_step + ["sparse"] * (8 - optimizer.switch_step)
     assert 2 <= optimizer.switch_step <= 5
@@ -170,7 +171,7 @@ def test_phases_and_mask_refreshes_follow_the_schedule():
     seen, changes = [], []
     for step in range(12):
         seen.append(weight.module.phase)
-        assert model.config.quantization_config.phase == weight.run.phase == controller.phase == seen[-1]
+        assert model.config.quantization_config.facts.phase == weight.run.phase == controller.phase == seen[-1]
         mask = weight.mask()
         run_step(model, optimizer, controller, step)
         if not torch.equal(mask, weight.mask()):
@@ -397,14 +398,14 @@ def test_a_grad_scaler_skips_a_step_whose_gradients_overflow_in_fp8():
 def test_what_has_ended_dense_trains_on_dense(method):
     tail = {"switch_after": 1, "switch_by": 2} if method == "step" else {}
     model, optimizer = patched(method, dense_tail=1, **tail)
-    config = sparse_run(model).config
+    run = sparse_run(model)
     if method == "step":
         optimizer = StepAdamW(step_param_groups(model), total_steps=4, switch_after=1, switch_by=2)
     controller = Sparse24Controller(model, optimizer, total_steps=4)
     for step in range(4):
-        assert not config.finished and "finished" not in config.to_dict()
+        assert not run.facts.finished and "finished" not in run.saved.to_dict()
         run_step(model, optimizer, controller, step)
-    assert config.finished and Sparse24Config.from_dict(config.to_dict()).finished
+    assert run.facts.finished and SavedConfig.from_dict(run.saved.to_dict()).facts == run.facts
     assert "has ended with dense weights" in str(patch_model(model))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # any, of STEP too
@@ -418,13 +419,13 @@ def test_what_has_ended_dense_trains_on_dense(method):
         control.zero_grad()
         assert controller.metrics()["sparse_phase"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
-    assert config.finished
+    assert run.facts.finished
 
-    sparse_run(model).set_phase("sparse")
-    assert not config.finished
+    run.set_phase("sparse")
+    assert not run.facts.finished
     if method == "t-sr-ste":
         Sparse24Controller(model, torch.optim.AdamW(model.parameters()), total_steps=6)
-        assert config.phase == "sparse"
+        assert run.phase == "sparse"
 
 
 def test_no_flips_are_told_of_masks_that_a_dense_tail_leaves_as_they_are():
@@ -454,7 +455,7 @@ def test_fine_tuning_of_what_ended_dense_resumes_dense_in_a_fresh_model():
     controller = Sparse24Controller(model, optimizer, total_steps=4)
     for part, state in zip((model, optimizer, controller), saved):
         part.load_state_dict(state)
-    assert controller.phase == "dense" and sparse_run(model).config.finished
+    assert controller.phase == "dense" and sparse_run(model).facts.finished
     for step in range(2, 4):
         run_step(model, optimizer, controller, step)
     assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from training_runs import decay_trainer
 
 from hf_sparse24 import Sparse24Trainer
-from hf_sparse24.run import patched_config
+from hf_sparse24.run import patched_config, sparse_run
 from hf_sparse24.training import decay_search
 from hf_sparse24.training.decay_search import DecayTuning, _probe
 
@@ -73,7 +73,7 @@ def test_nothing_is_touched(tmp_path):
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.array_equal(np.random.get_state()[1], states[2])
     assert tuned.optimizer is None and patched_config(tuned.model).masked_decay == 1e-3
-    assert patched_config(tuned.model).phase == "sparse"
+    assert sparse_run(tuned.model).phase == "sparse"
     for run in (tuned, plain):
         torch.manual_seed(1)
         run.train()

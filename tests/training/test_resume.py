@@ -11,7 +11,7 @@ from training_runs import arguments, dataset, decay_trainer, train, weights
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
-from hf_sparse24.run import patched_config
+from hf_sparse24.run import sparse_run
 from hf_sparse24.training.resume import checkpoint_damage, last_whole_checkpoint
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -168,7 +168,7 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
     for checkpoint in (True, str(tmp_path / "checkpoint-6")):
         resumed = run(save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint)
-        assert patched_config(resumed.model).phase == "sparse"
+        assert sparse_run(resumed.model).phase == "sparse"
         assert torch.equal(weights(resumed.model), weights(first.model))
     record.write_text(json.dumps(json.loads(record.read_text()) | {"auto_mapping": None}))
     with pytest.raises(ValueError, match=r"masked_decay=.auto.: .*checkpoint-6 does not say which decay"):
@@ -242,7 +242,7 @@ def test_a_checkpoint_that_has_ended_dense_is_fine_tuned_dense(finished, run_dir
 
     whole = tune(tmp_path / "tuned")
     phases = [log["sparse_phase"] for log in whole.state.log_history if "loss" in log]
-    assert phases and not any(phases) and patched_config(whole.model).finished
+    assert phases and not any(phases) and sparse_run(whole.model).facts.finished
     again = tune(tmp_path / "again", str(tmp_path / "tuned" / "checkpoint-2"))
     assert torch.equal(weights(again.model), weights(whole.model))
 

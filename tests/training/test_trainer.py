@@ -18,7 +18,7 @@ from hf_sparse24 import (
     sparse_weights,
     unpatch_model,
 )
-from hf_sparse24.run import patched_config
+from hf_sparse24.run import patched_config, sparse_run
 
 
 def test_patches_by_default_and_keeps_a_patched_model(tmp_path):
@@ -210,7 +210,7 @@ def train_to_the_best(path, config) -> Sparse24Trainer:
 def test_the_best_model_computes_as_it_did(tmp_path):
     """A best checkpoint from the sparse phase, of a run that ends dense."""
     run = train_to_the_best(tmp_path, Sparse24Config(method="t-sr-ste", dense_tail=2))
-    assert patched_config(run.model).phase == "sparse"
+    assert sparse_run(run.model).phase == "sparse"
     best = AutoModelForCausalLM.from_pretrained(run.state.best_model_checkpoint)
     inputs = zoo.batch()
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_the_best_model_computes_as_it_did(tmp_path):
 
 def test_a_dense_best_model_of_a_run_that_ends_sparse_warns(tmp_path, caplog):
     run = train_to_the_best(tmp_path, Sparse24Config(method="ste", dense_start=5))
-    assert patched_config(run.model).phase == "dense"
+    assert sparse_run(run.model).phase == "dense"
     assert "checkpoint-2 was saved in the dense phase, so the model is not 2:4 now" in caplog.text
 
 

@@ -9,8 +9,15 @@ from datasets import Dataset
 from training_runs import weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Linear, export_model, patch_model, sparse_weights
-from hf_sparse24.run import patched_config
+from hf_sparse24 import (
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Linear,
+    export_model,
+    patch_model,
+    sparse_run,
+    sparse_weights,
+)
 
 # TRL and PEFT still use names of Transformers 4 that Transformers 5 is renaming.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -115,7 +122,7 @@ def test_trains_refreshes_masks_ends_dense_and_resumes(start, tmp_path, make):
     whole, resumed = runs
     logs = {log["step"]: log for log in whole.state.log_history if "loss" in log}
     assert [logs[step]["sparse_phase"] for step in range(1, 7)] == [1, 1, 1, 0, 0, 0]  # at 4, the tail has begun
-    assert logs[2]["flip_rate"] > 0 and patched_config(whole.model).phase == "dense"
+    assert logs[2]["flip_rate"] > 0 and sparse_run(whole.model).phase == "dense"
     assert torch.equal(weights(whole.model), weights(resumed.model))
 
 
@@ -156,7 +163,7 @@ def test_a_reference_that_is_not_what_the_policy_computes_is_refused(start, tmp_
     Sparse24Callback.add_to(run, check_reference=False)
     run.train()
     assert run.state.log_history[0]["rewards/chosen"] != 0
-    assert patched_config(run.model).phase == "dense"  # the tail; its reference on disk is sparse or dense, and another
+    assert sparse_run(run.model).phase == "dense"  # the tail; its reference on disk is sparse or dense, and another
     with pytest.raises(ValueError, match="differs"):
         Sparse24Callback.add_to(dpo(start, tmp_path, run.model, save_strategy="no"))
 

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import SparseRun, patched_config
+from hf_sparse24.run import SparseRun
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
 EXPERTS, OUT, IN = 3, 16, 8
@@ -91,7 +91,7 @@ def test_trained_matrix_by_matrix(method, input_dim):
         ours, theirs = (controller.metrics() for *_, controller in runs)
         shared = {"flip_rate", "kept_magnitude", "sparse_phase"}
         assert {name: ours.get(name) for name in shared} == pytest.approx({name: theirs.get(name) for name in shared})
-    assert patched_config(model).phase == patched_config(layers).phase
+    assert sparse_run(model).phase == sparse_run(layers).phase
     assert list(runs[0][2].layer_flip_rates()) in ([], ["up"])
 
 

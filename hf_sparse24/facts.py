@@ -1,0 +1,55 @@
+"""RunFacts: what a run has learned, as config.json says it beside the config."""
+
+import copy
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Self
+
+from .weights.packed_weight import PackedFormat
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a model's run has learned. A run replaces them as a whole; a packed model keeps those of its run.
+
+    Attributes:
+        phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method.
+        finished: whether a run has ended in the dense phase. What trains the model further leaves it dense.
+        packed: which weights are packed; None where none is.
+        pruning: by what `oneshot` has pruned the model, as a dict of its settings and of the calibration data's size;
+            None where it has not.
+    """
+
+    phase: str = "sparse"
+    finished: bool = False
+    packed: PackedFormat | None = None
+    pruning: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts as `config.json` has them: the phase, and what differs from a run that begins."""
+        return {
+            "phase": self.phase,
+            **({"finished": True} if self.finished else {}),
+            **({} if self.packed is None else {"packed": self.packed.to_dict()}),
+            **({} if self.pruning is None else {"pruning": copy.deepcopy(self.pruning)}),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], phases: Collection[str]) -> Self:
+        """Read the facts among the keys of a `quantization_config`.
+
+        Raises:
+            ValueError: a phase that is none of the method's `phases`, or another value that is not allowed.
+        """
+        phase, packed, pruning = values.get("phase", "sparse"), values.get("packed"), values.get("pruning")
+        if phase not in phases:
+            raise ValueError(f"phase={phase!r}: must be one of {list(phases)}")
+        if not isinstance(pruning, dict | None):
+            raise ValueError(f"pruning={pruning!r}: must be a dict of what oneshot was called with")
+        form = None if packed is None else PackedFormat.from_dict(packed)
+        return cls(phase, values.get("finished") is True, form, pruning)
+
+
+FACTS = tuple(field.name for field in dataclasses.fields(RunFacts))
+"""The keys of `config.json` that belong to the run; all others belong to the config."""
