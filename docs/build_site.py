@@ -135,12 +135,12 @@ def _costs(result: dict[str, Any]) -> str:
         "| " + " | ".join(line) + " |" for line in [[key.replace("_", " ") for key in keys], ["---"] * len(keys), *rows]
     ]
     made = ", ".join(f"{key} {value}" for key, value in result.items() if key not in ("command", "rows"))
-    return "\n".join([f"## `{result['command']}`", "", f"{made[0].upper()}{made[1:]}.", "", *table, ""])
+    return "\n".join([f"## `{result['command']}`", "", f"Made with {made}.", "", *table, ""])
 
 
 _COSTS = (
-    "Time of this library over that of the dense model, paired round by round: median, lowest and highest of the "
-    "rounds. A CPU has no sparse tensor cores, so this is what pruning costs, not what 2:4 sparsity gains. The machine "
+    "Time with this library divided by the time of the dense model, paired round by round: median, lowest and highest "
+    "of the rounds. A CPU has no sparse tensor cores, so this is what pruning costs, not what 2:4 gains. The machine "
     "is shared and noisy: see the ranges. Masks that stay for some steps (`t-sr-ste`, `ast`, `cast`) are chosen in the "
     "warm-up step, so choosing them is not in these times."
 )

@@ -7,15 +7,17 @@ from typing import Any
 
 INTRO = """# Packed models on a CPU
 
-Decoding reads every weight for every token, so a packed weight pays where the speed of memory is the limit: it has 9/16
-of the bytes in bf16, 17/32 in fp32, and 5/16 of bf16's with int8 values. Here are layers, calls and whole models on one
-machine, beside torch's dense layers, a dense kernel written as well as the packed ones
-(`kernels/benchmarks/dense.cpp`), and llama.cpp.
+Decoding reads every weight for every token, so fewer bytes mean more tokens per second where memory is the limit. A
+packed weight has 9/16 of the bytes in bf16, 17/32 in fp32, and with int8 values 5/16 of bf16's. Below are layers, calls
+and whole models on one machine, with torch's dense layers, an equally written dense kernel
+(`kernels/benchmarks/dense.cpp`), and llama.cpp for comparison.
 
-Ways took turns in one run, and ratios were taken within a turn. A figure is the median of the turns, with the 10 % and
-the 90 % quantile in brackets; a ratio above 1 is faster than dense. **Bold** ratios reach the goal that was set before
-anything was measured, *slanted* ones miss it, others had none. For training steps it is the other way round: time over
-that of a dense step."""
+- The contenders of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
+  in brackets. A ratio is taken within a turn; above 1 is faster than dense.
+- **Bold** ratios reach the goal that was set before measuring, *slanted* ones miss it, the others had no goal.
+- Training steps are the other way round: time divided by that of a dense step.
+- llama.cpp is a wheel built for AVX2 alone. A build with AVX-512 is faster, and was not measured here.
+- These are speeds alone. 2:4 costs [quality](pretrained.md); what llama.cpp's formats cost was not measured."""
 
 PACKED = ("packed", "packed int8")
 Rows = dict[str, dict[str, Any]]

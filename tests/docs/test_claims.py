@@ -41,6 +41,7 @@ def test_published_figures_stand_beside_their_source(page):
 UNITS = r"%|times|nats|ms\b|us\b|[GMk]B\b|CPU s|seconds|tokens (?:per|a) second"
 MEASURED = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= ?(?:{UNITS})|x\b)|(?<![\w./:-])\d+\.\d+(?![\w./])")
 NAMES = "torch|torchao|accelerate|Transformers|PEFT|TRL|vLLM|Python|Triton|GCC|Clang|cuSPARSELt|compressed-tensors"
+NAMES += "|bitsandbytes"
 VERSION = rf"\d+\.\d+\.\d[\w.]*|\b(?:{NAMES}|capability|version|section|older than)(?: of)? \d+\.\d+"
 ARXIV = r"\b\d{4}\.\d{4,5}\b"
 
