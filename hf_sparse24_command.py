@@ -124,9 +124,9 @@ def make_parser() -> argparse.ArgumentParser:
     size = "of one file, in bytes or as 500MB (default 5GB)"
     for each in (export, convert):
         each.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
-        formats = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
-        each.add_argument("--format", choices=("dense", "packed"), default="dense", help=formats)
         each.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=size)
+    text = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
+    export.add_argument("--format", choices=("dense", "packed"), default="dense", help=text)
     text = "of a packed export: float (default), as they are; int8: rounded, with scales, 5/16 of the bytes"
     export.add_argument("--values", choices=("float", "int8"), default="float", help=text)
     return parser

@@ -1,4 +1,4 @@
-"""convert_checkpoint makes an export of a `sparse-24-bitmask` checkpoint, which compressed-tensors 0.9 to 0.14 wrote.
+"""convert_checkpoint makes a dense export of a `sparse-24-bitmask` checkpoint of compressed-tensors 0.9 to 0.14.
 
 compressed-tensors 0.15 and vLLM have dropped the format. Of each sparse weight `NAME.weight` `[out, in]` its files have
 
@@ -6,88 +6,61 @@ compressed-tensors 0.15 and vLLM have dropped the format. Of each sparse weight 
     NAME.bitmask     [out, ceil(in / 8)]  uint8; bit i % 8 of byte i // 8 says whether column i is kept: two of four are
     NAME.shape       [2, 1]               out and in
 
-Tensors are read, checked and written one at a time, by their names; no model has weights meanwhile.
+Tensors are read, checked and written one file at a time, by their names; no model is built.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from sparse24_kernels import Pattern
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..config import SavedConfig, Sparse24Config
-from ..facts import RunFacts
 from ..methods import ONESHOT_METHOD
 from ..metrics import all_finite
-from ..weights.packed_weight import PACKED_INDEX, PackedFormat, buffer_names, pack_exactly
-from .export import NO_FILE, WEIGHT_FILES, in_files, make_fingerprint, refuse_other_models, write_weights
+from .export import WEIGHT_FILES, in_files, make_fingerprint, refuse_other_models, write_weights
 from .lazy_tensors import LazyTensors
 from .manifest import Tensors, read_json, write_manifest
-from .packed_files import empty_packed, make_packed
 from .replacing import CONFIG, replaced_model
-from .safetensors_file import header_hash
 
 BITMASK = "sparse-24-bitmask"
 _PARTS = ("compressed", "bitmask", "shape")
 _BY_ROWS = (-1, Pattern(2, 4))
 
 
-def convert_checkpoint(
-    source: Path,
-    directory: str | os.PathLike,
-    empty: PreTrainedModel | None = None,
-    max_shard_size: int | str = "5GB",
-) -> None:
-    """Write the model in `source` to `directory`, as `export_model` does: an export there is replaced as a whole.
+def convert_checkpoint(source: Path, directory: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
+    """Write the model in `source` to `directory`, as a dense `export_model` does: an export there is replaced.
 
     Values stay what they are, bit for bit. Quantized ones (FP8, int8) stay quantized, in a checkpoint that says so.
 
-    Args:
-        empty: None for a dense export; for a packed one the model on the meta device, whose weights the files must
-            have by their names in its `state_dict`. It is changed.
-
     Raises:
-        ValueError: the checkpoint has another format, or is damaged; or it cannot be packed: it is quantized, or
-            Transformers renames its tensors while it loads them; or `directory` has another model than an export.
+        ValueError: the checkpoint has another format, or is damaged; or `directory` has another model than an export.
         OSError: a file is missing or cut short.
     """
-    config, is_bitmask = read_dense_config(source, empty is not None)
+    config, is_bitmask = _read_dense_config(source)
     tensors = _read_tensors(source)
-    lazy = _lazy_tensors(source, tensors, is_bitmask, empty is not None)
-    packed = tuple(each.packed for each in lazy if each.packed is not None)
-    if empty is not None:
-        _check_names(empty, packed, lazy)
-    format, index = ("dense", SAFE_WEIGHTS_INDEX_NAME) if empty is None else ("packed", PACKED_INDEX)
-    files = in_files(lazy, format, max_shard_size)
+    files = in_files(_lazy_tensors(source, tensors, is_bitmask), "dense", max_shard_size)
     fingerprint = make_fingerprint(config, files, ((name, tensors.read(name)) for name in tensors.names))
     refuse_other_models(Path(directory))
     with replaced_model(directory, outdated=WEIGHT_FILES) as new:
-        sparse, hashes = write_weights(new, files, index, fingerprint)
+        sparse, hashes = write_weights(new, files, SAFE_WEIGHTS_INDEX_NAME, fingerprint)
         modules = [name.removesuffix(".weight") for name in sparse]
         ours = Sparse24Config(method=ONESHOT_METHOD, target_modules=modules or "all-linear")
-        if empty is not None:
-            form = PackedFormat(packed, {file: header_hash(new / file) for file in hashes})
-            config |= {
-                "quantization_config": SavedConfig(ours, RunFacts(packed=form)).to_dict(),
-                "transformers_weights": NO_FILE,
-            }
         (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if (source / GENERATION_CONFIG_NAME).exists():
             shutil.copyfile(source / GENERATION_CONFIG_NAME, new / GENERATION_CONFIG_NAME)
-        write_manifest(new, format, sparse, hashes, SavedConfig(ours).to_dict(), {})
+        write_manifest(new, "dense", sparse, hashes, SavedConfig(ours).to_dict(), {})
 
 
-def read_dense_config(source: Path, to_pack: bool) -> tuple[dict[str, Any], bool]:
+def _read_dense_config(source: Path) -> tuple[dict[str, Any], bool]:
     """What `config.json` of the dense checkpoint says, and whether this one has bitmasks.
 
-    ValueError: there is nothing to convert, or what there is cannot be packed.
+    ValueError: there is nothing to convert.
     """
     path = source / CONFIG
     config = read_json(path)
@@ -101,8 +74,6 @@ def read_dense_config(source: Path, to_pack: bool) -> tuple[dict[str, Any], bool
         raise ValueError(f"{path}: its weights have the format {format!r}; only {BITMASK!r} is converted")
     # vLLM refuses any sparsity_config, also one of dense weights; what quantizes them besides stays.
     if any(quantization.get(key) for key in ("config_groups", "kv_cache_scheme", "transform_config")):
-        if to_pack:
-            raise ValueError(f"{path}: the model is quantized, and packed weights are not; take --format dense")
         config["quantization_config"] = quantization
     return config, format == BITMASK
 
@@ -119,7 +90,7 @@ def _read_tensors(source: Path) -> Tensors:
     return tensors
 
 
-def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool, to_pack: bool) -> list[LazyTensors]:
+def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool) -> list[LazyTensors]:
     """All tensors of the export, in the order of the files."""
     masked = next((name for name in tensors.names if name.endswith(".bitmask")), None)
     if masked and not is_bitmask:
@@ -130,8 +101,8 @@ def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool, to_pack: boo
         if not (is_bitmask and part in _PARTS):
             made[name] = _unchanged(f"{source / file}: {name}", tensors, name, is_bitmask)
         elif module not in made:
-            made[module] = _sparse(f"{source / file}: {module}", tensors, module, to_pack)
-    if (is_bitmask or to_pack) and made.keys() <= tensors.names.keys():
+            made[module] = _sparse(f"{source / file}: {module}", tensors, module)
+    if is_bitmask and made.keys() <= tensors.names.keys():
         raise ValueError(f"{source} has no weights in {BITMASK}: no tensor's name ends with .bitmask")
     return list(made.values())
 
@@ -143,8 +114,8 @@ def _unchanged(where: str, tensors: Tensors, name: str, is_bitmask: bool) -> Laz
     return LazyTensors({name: like}, lambda: {name: _finite(where, tensors.read(name))}, groups)
 
 
-def _sparse(where: str, tensors: Tensors, module: str, to_pack: bool) -> LazyTensors:
-    """The dense weight of a module, or its packed form."""
+def _sparse(where: str, tensors: Tensors, module: str) -> LazyTensors:
+    """The dense weight of a module."""
     weight = f"{module}.weight"
     names = [f"{module}.{part}" for part in _PARTS]
     absent = [name for name in names if name not in tensors]
@@ -157,23 +128,12 @@ def _sparse(where: str, tensors: Tensors, module: str, to_pack: bool) -> LazyTen
     if not fits or columns % 2 or bitmask.dtype != torch.uint8:
         parts = f"compressed {tuple(values.shape)}, bitmask {bitmask.dtype} {tuple(bitmask.shape)}, shape {sizes}"
         raise ValueError(f"{where}: these do not fit each other: {parts}")
-    if to_pack and (values.itemsize == 1 or not values.dtype.is_floating_point):
-        raise ValueError(f"{where}: values of {values.dtype} are not packed; take --format dense")
 
-    def dense() -> Tensor:
-        return _finite(where, decompress(where, tensors.read(names[0]), tensors.read(names[1])))
+    def dense() -> dict[str, Tensor]:
+        return {weight: _finite(where, decompress(where, tensors.read(names[0]), tensors.read(names[1])))}
 
-    if not to_pack or columns % 4:
-        like = torch.empty(rows, 2 * columns, dtype=values.dtype, device="meta")
-        return LazyTensors({weight: like}, lambda: {weight: dense()}, _BY_ROWS)
-    form = dict(zip(buffer_names(weight), empty_packed((rows, 2 * columns), values.dtype, 1)[:2]))
-
-    def packed() -> Mapping[str, Tensor]:
-        exact = pack_exactly(dense(), -1)
-        assert exact is not None  # it has two of each four, and is finite
-        return dict(zip(form, exact[:2]))
-
-    return LazyTensors(form, packed, packed=weight)
+    like = torch.empty(rows, 2 * columns, dtype=values.dtype, device="meta")
+    return LazyTensors({weight: like}, dense, _BY_ROWS)
 
 
 def decompress(where: str, values: Tensor, bitmask: Tensor) -> Tensor:
@@ -194,16 +154,3 @@ def _finite(where: str, tensor: Tensor) -> Tensor:
     if not all_finite(tensor):
         raise ValueError(f"{where} has NaN or inf; copy or download it again")
     return tensor
-
-
-def _check_names(model: PreTrainedModel, packed: tuple[str, ...], tensors: list[LazyTensors]) -> None:
-    """Raise ValueError where `from_pretrained` would not find all that the model on the meta device has."""
-    make_packed(model, PackedFormat(packed, {}))
-    written = {name: like.shape for each in tensors for name, like in each.like.items()}
-    tied = getattr(model, "all_tied_weights_keys", {})
-    for name, tensor in model.state_dict().items():
-        if name not in tied and written.get(name) != tensor.shape:
-            raise ValueError(
-                f"{type(model).__name__} has {name} {tuple(tensor.shape)}, and the checkpoint does not: it lacks it, "
-                f"or Transformers renames its tensors, which packed ones cannot be; take --format dense"
-            )

@@ -6,17 +6,23 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
 
-from ..checkpoints.bitmask import convert_checkpoint, read_dense_config
+from ..checkpoints.bitmask import convert_checkpoint
 from ..checkpoints.export import export_model, refuse_other_models
-from ..checkpoints.manifest import Listing, Tensors, read_listing, verify
+from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
+from ..config import Sparse24Config
+from ..methods import ONESHOT_METHOD
 from ..patching.report import group_name, shown_count
+from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
 from ..tables import print_table
 from ..weights.packed_weight import buffer_names
+from ..weights.sparse_weight import sparse_weights
 from .models import check_name, model_class, read_config
 
 _WEIGHTS = ("*.safetensors", "*.json")
@@ -32,36 +38,46 @@ _OF_A_MODEL = (*_OF_A_MODEL, "sparse24*.json", "adapter_*.json")
 
 
 def export(options: argparse.Namespace) -> int:
-    """Export a training checkpoint, with its tokenizer."""
+    """Export a training checkpoint, or a dense export again, with its tokenizer."""
     _check_destination(options.directory)  # before anything is downloaded or loaded
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
     config = read_config(source)
     own = getattr(config, "quantization_config", None) or {}
-    is_export = "packed" in own and own.get("master") != "packed"
-    if own.get("quant_method") != "sparse24" or is_export:
+    is_dense = not own and (source / MANIFEST).exists()
+    is_packed = "packed" in own and own.get("master") != "packed"
+    if not is_dense and (own.get("quant_method") != "sparse24" or is_packed):
         raise ValueError(
-            f"{options.checkpoint} is no training checkpoint of hf_sparse24; only these are exported. Of a packed "
-            f"export, unpack_model(model).save_pretrained(directory) makes ordinary weights; of a sparse-24-bitmask "
-            f"checkpoint, hf-sparse24 convert"
+            f"{options.checkpoint} is neither a training checkpoint nor a dense export of hf_sparse24; only these are "
+            f"exported. Of a packed export, unpack_model(model).save_pretrained(directory) makes ordinary weights; of "
+            f"a sparse-24-bitmask checkpoint, hf-sparse24 convert"
         )
     model = model_class(config).from_pretrained(source)
+    if is_dense:
+        _patch_export(model, read_listing(source))
     with _alone():
         export_model(model, options.directory, options.format, options.max_shard_size, options.values)
     return _finish(source, options.directory)
 
 
+def _patch_export(model: PreTrainedModel, listing: Listing) -> None:
+    """Patch the model of a dense export so that it keeps its zeros. ValueError: listed weights are not sparse."""
+    if not listing.weights:
+        raise ValueError(f"{listing.source} lists no sparse weights: the export is dense")
+    patterns = {name.removesuffix(".weight"): str(pattern) for name, pattern in listing.patterns.items()}
+    modules = [name.removesuffix(".weight") for name in listing.weights]
+    shared: dict[str, Any] = {"layer_patterns": patterns or None, "target_modules": modules}
+    patch_model(model, Sparse24Config(method=ONESHOT_METHOD, pattern=str(listing.pattern), **shared))
+    for name, weight in sparse_weights(model).items():
+        if not torch.equal(weight.merged(), weight.parameter):
+            raise ValueError(f"{name} is not {weight.pattern}, as {listing.source} says; run hf-sparse24 verify")
+
+
 def convert(options: argparse.Namespace) -> int:
-    """Make an export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
+    """Make a dense export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
     _check_destination(options.directory)
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
-    empty = None
-    if options.format == "packed":
-        read_dense_config(source, to_pack=True)  # or Transformers ends in errors of its own
-        config = read_config(source)
-        with torch.device("meta"):
-            empty = model_class(config)._from_config(config)
     with _alone():
-        convert_checkpoint(source, options.directory, empty, options.max_shard_size)
+        convert_checkpoint(source, options.directory, options.max_shard_size)
     return _finish(source, options.directory)
 
 

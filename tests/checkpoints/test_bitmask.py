@@ -10,12 +10,13 @@ import torch
 import zoo
 from bitmask import SPARSITY, prune, set_quantization, write_bitmask, write_files
 from checkpoints import patched
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.checkpoints import bitmask as library
+from hf_sparse24.run import sparse_run
 from hf_sparse24.weights.sparse_weight import sparse_weights
 from hf_sparse24_command import main
 
@@ -34,7 +35,6 @@ def assert_same(directory, dense):
 
 
 @pytest.mark.usefixtures("dense_math")
-@pytest.mark.parametrize("format", ["dense", "packed"])
 @pytest.mark.parametrize(
     ("name", "sizes", "dtype", "layout"),
     [
@@ -44,30 +44,39 @@ def assert_same(directory, dense):
         ("llama", {"intermediate_size": 60}, torch.bfloat16, {}),  # half a byte of each row's bitmask is unused
     ],
 )
-def test_a_checkpoint_is_rescued_bit_for_bit(name, sizes, dtype, layout, format, tmp_path, capsys):
+def test_a_checkpoint_is_rescued_bit_for_bit_and_packed_by_export(name, sizes, dtype, layout, tmp_path, capsys):
     model = prune(zoo.build(name, **sizes)).to(dtype)
-    source, out = tmp_path / "source", tmp_path / "out"
+    source, out, packed = tmp_path / "source", tmp_path / "out", tmp_path / "packed"
     parts = write_bitmask(model, source, **layout)
     (source / "tokenizer.json").write_text("{}")
-    assert main(["convert", str(source), str(out), "--format", format, "--max-shard-size", "20KB"]) == 0
+    assert main(["convert", str(source), str(out), "--max-shard-size", "20KB"]) == 0
+    assert main(["export", str(out), str(packed), "--format", "packed"]) == 0
     model.save_pretrained(tmp_path / "dense")
-    assert_same(out, tmp_path / "dense")
+    for directory in (out, packed):
+        assert_same(directory, tmp_path / "dense")
+        assert (directory / "tokenizer.json").exists() and (directory / "generation_config.json").exists()
     printed = capsys.readouterr().out
     number = sum(key.endswith(".bitmask") for key in parts)
-    assert f"{format}, trained by fixed-mask: {number} weights are 2:4" in printed and "as exported" in printed
-    assert (out / "tokenizer.json").exists() and (out / "generation_config.json").exists()
-    config = json.loads((out / "config.json").read_text())
-    if format == "dense":
-        assert "quantization_config" not in config
-        tensors = {key: x for path in out.glob("*.safetensors") for key, x in load_file(path).items()}
-        expected = load_file(tmp_path / "dense" / "model.safetensors")
-        assert tensors.keys() == expected.keys()
-        assert all(torch.equal(tensors[key], expected[key]) for key in expected)
-    else:
-        packed = [key.removesuffix(".bitmask") for key in parts if key.endswith(".bitmask")]
-        if sizes.get("intermediate_size") == 60:
-            packed = [key for key in packed if "down_proj" not in key]
-        assert set(config["quantization_config"]["packed"]["weights"]) == {f"{key}.weight" for key in packed}
+    assert f"dense, trained by fixed-mask: {number} weights are 2:4" in printed and "as exported" in printed
+    assert f"packed, trained by fixed-mask: {number} weights are 2:4" in printed
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    tensors = {key: x for path in out.glob("*.safetensors") for key, x in load_file(path).items()}
+    expected = load_file(tmp_path / "dense" / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
+
+
+def test_only_an_export_that_is_sparse_is_exported_again(tmp_path, capsys):
+    export_model(patched(), tmp_path / "sparse")
+    tensors = load_file(tmp_path / "sparse" / "model.safetensors")
+    tensors[f"{UP}.weight"] += 1
+    save_file(tensors, tmp_path / "sparse" / "model.safetensors", {"format": "pt"})
+    model = patched()
+    sparse_run(model).set_phase("dense")
+    export_model(model, tmp_path / "dense")
+    for name, message in (("sparse", f"{UP}.weight is not 2:4"), ("dense", "lists no sparse weights")):
+        assert main(["export", str(tmp_path / name), str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_rescued_model_trains_on_with_its_zeros(tmp_path):
@@ -166,20 +175,18 @@ def test_damaged_files(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("fields", "flags", "message"),
+    ("fields", "message"),
     [
-        ({}, [], "has no sparsity_config of compressed-tensors, so there is nothing to convert"),
-        ({"sparsity_config": SPARSITY | {"format": "sparse-bitmask"}}, [], "have the format 'sparse-bitmask'; only"),
-        ({"sparsity_config": {"format": "dense"}, "format": "marlin-24"}, [], "have the format 'marlin-24'; only"),
-        ({"sparsity_config": SPARSITY, "config_groups": {"a": {}}}, ["--format", "packed"], "the model is quantized"),
-        ({"sparsity_config": SPARSITY}, [], "has no weights in sparse-24-bitmask"),
-        ({"sparsity_config": {"format": "dense"}}, ["--format", "packed"], "has no weights in sparse-24-bitmask"),
+        ({}, "has no sparsity_config of compressed-tensors, so there is nothing to convert"),
+        ({"sparsity_config": SPARSITY | {"format": "sparse-bitmask"}}, "have the format 'sparse-bitmask'; only"),
+        ({"sparsity_config": {"format": "dense"}, "format": "marlin-24"}, "have the format 'marlin-24'; only"),
+        ({"sparsity_config": SPARSITY}, "has no weights in sparse-24-bitmask"),
     ],
 )
-def test_other_formats_are_refused_by_name(fields, flags, message, tmp_path, capsys):
+def test_other_formats_are_refused_by_name(fields, message, tmp_path, capsys):
     prune(zoo.build("llama")).save_pretrained(tmp_path / "source")
     set_quantization(tmp_path / "source", **fields)
-    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), *flags]) == 2
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
@@ -199,36 +206,28 @@ def test_a_leftover_of_a_dense_checkpoint_is_removed_and_all_else_kept(key, tmp_
 
 def test_a_config_that_does_not_fit_and_an_empty_destination(tmp_path, capsys, monkeypatch):
     source, out = tmp_path / "source", tmp_path / "out"
-    tensors = write_bitmask(prune(zoo.build("llama")), source)
+    write_bitmask(prune(zoo.build("llama")), source)
 
-    def refused(message, *flags, to=out):
-        assert main(["convert", str(source), str(to), *flags]) == 2
+    def refused(message, to=out):
+        assert main(["convert", str(source), str(to)]) == 2
         assert message in capsys.readouterr().err and not out.exists()
 
-    tensors[f"{UP}.compressed"] = tensors[f"{UP}.compressed"].to(torch.int32)
-    write_files(source, tensors)
-    refused(f"{UP}: values of torch.int32 are not packed; take --format dense", "--format", "packed")
     monkeypatch.chdir(tmp_path)
     refused("the directory to write to is empty", to="")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     set_quantization(source, sparsity_config=SPARSITY | {"format": "dense"})
     refused(".bitmask, and its config.json says that weights are dense")
     (source / "config.json").write_text("null")
-    refused("config.json", "--format", "packed")
+    refused("config.json")
 
 
-def test_names_that_transformers_changes_are_no_packed_export(tmp_path, capsys):
+def test_a_mixture_of_experts_is_rescued(tmp_path):
+    """Transformers stacks its experts when it loads them."""
     model = prune(zoo.build("mixtral"))
-    source = tmp_path / "source"
-    write_bitmask(model, source)
-    assert main(["convert", str(source), str(tmp_path / "packed"), "--format", "packed"]) == 2
-    assert (
-        "MixtralForCausalLM has model.layers.0.mlp.gate.weight (2, 32), and the checkpoint does not"
-        in capsys.readouterr().err
-    )
-    assert main(["convert", str(source), str(tmp_path / "dense")]) == 0
-    model.save_pretrained(source)
-    assert_same(tmp_path / "dense", source)
+    write_bitmask(model, tmp_path / "source")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 0
+    model.save_pretrained(tmp_path / "dense")
+    assert_same(tmp_path / "out", tmp_path / "dense")
 
 
 def test_what_is_in_the_way_and_an_interruption(tmp_path, capsys, monkeypatch):
@@ -254,7 +253,7 @@ def test_what_is_in_the_way_and_an_interruption(tmp_path, capsys, monkeypatch):
     assert not out.exists()
     monkeypatch.undo()
     assert main(["convert", str(source), str(out)]) == 0
-    assert main(["convert", str(source), str(out), "--format", "packed"]) == 0  # an export gives way
+    assert main(["convert", str(source), str(out), "--max-shard-size", "20KB"]) == 0  # an export gives way
     assert not (out / "model.safetensors").exists()
 
 
