@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
 import stdlib_text
 import torch
 import train
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from hf_sparse24 import export_model, make_model_card, sparse_run, sparse_weights
+from hf_sparse24.checkpoints.losses import plot_losses
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.tools.run_report import write_report
 
@@ -35,7 +35,7 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     files = [f"--dataset={corpus}/train.jsonl", f"--validation_file={corpus}/validation.jsonl"]
     trainer = train.main([f"{RECIPES}/quickstart.yaml", *files, f"--tokenizer_name={corpus}/tokenizer", *flags])
     output, history = Path(trainer.args.output_dir), trainer.state.log_history
-    plot(history, output / "training.png")
+    (output / "training.png").write_bytes(plot_losses(history) or b"")
     sample = check_reload(trainer, output)
     zeros, sparse_zeros = check_export(trainer, output / "export")
     card = make_model_card(trainer.model, model_id=output.name, log_history=history)
@@ -56,32 +56,6 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     print("reload check passed: the same logits, bit for bit, in a fresh process")
     what = "every exported sparse weight is 2:4" if ended == "sparse" else "the run ended dense, and so is the export"
     print(f"export check passed: {what}")
-
-
-def plot(history: list[dict], path: Path) -> None:
-    """Draw losses, and how the masks settle, from a trainer's `state.log_history`."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (losses, flips) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    kept = flips.twinx()
-    lines = []
-    for axes, key, label, style in (
-        (losses, "loss", "training", "C0-"),
-        (losses, "eval_loss", "validation", "C1o-"),
-        (flips, "flip_rate", "flip rate", "C0-"),
-        (kept, "kept_magnitude", "kept magnitude", "C1-"),
-    ):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        lines += axes.plot(*zip(*points), style, label=label)
-    losses.set(xlabel="step", ylabel="loss", title="Loss")
-    losses.legend(handles=lines[:2])
-    flips.set(xlabel="step", ylabel="share of weights that enter or leave the mask", title="Masks")
-    kept.set(ylabel="share of the L1 norm that the mask keeps", ylim=(0, 1))
-    flips.set_ylim(bottom=0)
-    kept.legend(handles=lines[2:])
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ Text stays text: files are small, and a changed number shows in a diff. Widths a
 wider than the fonts that browsers use instead, so nothing overlaps there.
 """
 
+import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -17,8 +18,6 @@ from html import escape
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from hf_sparse24.charts import svg_text
 
 # Stand-ins: no figure may mean these colours themselves.
 INK, MUTED, GRID = "#fe0001", "#fe0002", "#fe0003"
@@ -134,6 +133,33 @@ def render(name: str) -> str:
     end = text.index(">")
     head = f'{text[:end]} role="img">\n<title>{escape(made.title)}</title>\n<style>\n{_stylesheet()}</style>'
     return head + text[end + 1 :]
+
+
+def svg_text(figure: Figure, colours: Mapping[str, str], prefix: str) -> str:
+    """Matplotlib's SVG element of a figure; the same figure gives the same text.
+
+    Args:
+        colours: from colours as Matplotlib writes them to the CSS variables that replace them.
+        prefix: of ids, so that they are unique in a page.
+    """
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", text[text.index("<svg") :], flags=re.S)
+
+    def rounded(number: re.Match) -> str:
+        return f"{round(float(number[0]), 2) + 0.0:g}"  # never -0
+
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{3,}", rounded, tag[0]), text)
+    for colour, variable in colours.items():
+        text = text.replace(colour, f"var(--{variable})")
+    # Matplotlib hashes where objects are in memory; nothing refers to its other ids.
+    referred = list(dict.fromkeys(re.findall(r"#([mpC][0-9a-f_]{10,})", text)))
+    for number, identifier in enumerate(referred):
+        text = text.replace(identifier, f"{prefix}{number}")
+    text = re.sub(rf' id="(?!{prefix}\d+")[^"]*"', "", text)
+    text = re.sub(r'(?<= d=")[^"]*', lambda path: " ".join(path[0].split()), text)
+    return re.sub(r"\n\s*", "\n", text)
 
 
 def _stylesheet() -> str:

@@ -28,7 +28,9 @@ def by_step(log_history: Logs) -> History:
     for entry in log_history:
         numbers = {key: value for key, value in entry.items() if isinstance(value, int | float)}
         if any(key == "loss" or key.startswith("eval_") for key in numbers):
-            history.setdefault(index(entry["step"]), {}).update(numbers)
+            step = index(entry["step"])
+            del numbers["step"]
+            history.setdefault(step, {}).update(numbers)
     return dict(sorted(history.items()))
 
 
@@ -125,4 +127,4 @@ def plot_losses(log_history: Logs, control: Control | None = None) -> bytes | No
         return None
     dense = loss_series("dense", control_history(control), is_dense=True)
     series = [*own, *(one for one in dense if len(one.points) > 1)]
-    return charts.png(charts.line_chart(series, "optimizer step", "loss", size=(432, 252), legend_columns=2))
+    return charts.image(charts.line_chart(series, "loss", size=(432, 252), legend_columns=2), "png")

@@ -1,14 +1,12 @@
-"""What a Trainer has left of a run in its output directory, for the report.
-
-The files are `trainer_state.json` (losses, learning rate, masks as a whole), `sparse24_log.jsonl` (flip rates by layer,
-speed, memory, metrics of the method: see training/run_log.py), and `config.json`.
-"""
+"""read_run: what a Trainer has left of a run in its output directory, for the report."""
 
 import json
 import math
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from operator import index
 from pathlib import Path
 from statistics import fmean
@@ -16,11 +14,15 @@ from typing import Any
 
 from ..charts import Point, Span
 from ..checkpoints.losses import History, by_step
-from ..training.run_log import RUN_LOG, LogLine, RunStart, read_run_log
+from ..training.run_log import RUN_LOG, read_lines
 
 STATE = "trainer_state.json"
 POINTS = 300
 """The most points that a line has; more are averaged."""
+COLUMNS, ROWS = 120, 48
+"""The most columns that the map of layers has, of more logs the means; and the most layers that have a row each."""
+LABEL = 40
+"""The most letters that the name of a row has; of longer names the end is shown."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +30,26 @@ class Run:
     """What a run has left.
 
     Attributes:
-        history: numbers logged with a loss or an evaluation, by step.
-        speed: samples per second of the whole run by the Trainer, evaluations included; None before it ends.
-        starts, lines: of the run log; empty where there is none.
+        history: numbers logged with a loss or an evaluation, by step and name.
+        steps: optimizer steps done.
+        samples_per_second: of the whole run by the Trainer, evaluations included; None before it ends.
+        starts: the lines of the run log where the run starts or resumes.
+        flip_rates: by step and layer.
         config: of the model.
-        notes: what a reader must know about these files.
     """
 
     directory: Path
     history: History
     steps: int
-    speed: float | None
-    starts: list[RunStart]
-    lines: list[LogLine]
+    samples_per_second: float | None
+    starts: list[dict[str, Any]]
+    flip_rates: dict[int, dict[str, float]]
     config: dict[str, Any]
-    notes: list[str]
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the last start of the run has recorded."""
-        return self.starts[-1].facts if self.starts else {}
+        return self.starts[-1] if self.starts else {}
 
     @property
     def sparse24(self) -> dict[str, Any]:
@@ -65,70 +67,71 @@ class Run:
         return any("sparse_phase" in row for row in self.history.values())
 
     def points(self, key: str, factor: float = 1.0) -> list[Point]:
-        """The line of a number that the Trainer logged."""
+        """The line of a number."""
         return thinned([(step, factor * row[key]) for step, row in self.history.items() if key in row])
 
-    def measured(self, field: str, factor: float = 1.0) -> list[Point]:
-        """The line of a field of the run log."""
-        values = [(line.step, getattr(line, field)) for line in self.lines]
-        return thinned([(step, factor * value) for step, value in values if value is not None])
-
-    def metrics(self) -> dict[str, list[Point]]:
-        """The lines of the method's metrics, by name."""
-        found: dict[str, list[Point]] = {}
-        for line in self.lines:
-            for name, value in line.metrics.items():
-                found.setdefault(name, []).append((line.step, value))
-        return {name: thinned(points) for name, points in found.items()}
+    def dense_spans(self) -> list[Span]:
+        """Ranges of steps in which the model computed densely. Each log has the phase of the steps after it."""
+        phases = [(step, row["sparse_phase"]) for step, row in self.history.items() if "sparse_phase" in row]
+        if not phases:
+            return []
+        marks = [(0, phases[0][1]), *phases, (max(self.steps, phases[-1][0]), None)]
+        spans: list[Span] = []
+        for (start, phase), (end, _) in pairwise(marks):
+            if phase == 0 and end > start:
+                if spans and spans[-1][1] == start:
+                    start = int(spans.pop()[0])
+                spans.append((start, end))
+        return spans
 
 
 def read_run(directory: str | os.PathLike) -> Run:
-    """What a Trainer has left in its output directory, or in a checkpoint: the state of the most steps, or the log
-    alone where no state was saved.
+    """What a Trainer has left in its output directory: the run log, and the `trainer_state.json` of the most steps.
 
     Raises:
-        ValueError: there is neither a `trainer_state.json` nor a log, or a file is damaged.
+        ValueError: there is neither of them, or a file is damaged.
     """
     root = Path(directory)
-    paths = [path for path in (root / STATE, *sorted(root.glob(f"checkpoint-*/{STATE}"))) if path.is_file()]
-    starts, lines = read_run_log(root / RUN_LOG)
-    lines = sorted({line.step: line for line in lines}.values())
-    if not paths and not lines:
-        raise ValueError(
-            f"{root} is no run: neither it nor a checkpoint-* in it has a {STATE}, which trainer.save_state() and "
-            f"every checkpoint write, nor has it a {RUN_LOG}"
-        )
-    if not paths:
-        config, notes = root / "config.json", [f"There is no {STATE}: {RUN_LOG} has no evaluations."]
-        history = by_step([line.logs | {"step": line.step} for line in lines])
-        found = _read_json(config) if config.is_file() else {}
-        return Run(root, history, lines[-1].step, None, starts, lines, found, notes)
-    states = {path: _read_json(path) for path in paths}
+    entries = [entry for _, _, entry in read_lines(root / RUN_LOG)]
+    starts = [entry for entry in entries if isinstance(entry.get("layers"), dict)]
+    states = {
+        path: _read_json(path)
+        for path in (root / STATE, *sorted(root.glob(f"checkpoint-*/{STATE}")))
+        if path.is_file() and not (starts and path.stat().st_mtime < starts[0].get("time", 0))  # of an earlier run
+    }
+    if not states and not entries:
+        raise ValueError(f"{root} is no run: it has no {RUN_LOG}, and neither it nor a checkpoint-* in it a {STATE}")
+    configs = [root / "config.json"]
+    steps, logs = 1, []
     try:
-        path = max(paths, key=lambda path: states[path]["global_step"])
-        logs = states[path]["log_history"]
-        history = by_step(logs)
-        steps = max([index(states[path]["global_step"]), 1, *history])
-        speeds = [entry["train_samples_per_second"] for entry in logs if "train_samples_per_second" in entry]
+        if states:
+            path = max(states, key=lambda path: states[path]["global_step"])
+            steps, logs = index(states[path]["global_step"]), states[path]["log_history"]
+            configs.append(path.parent / "config.json")
+        history = by_step([*logs, *entries])
+        speeds = [float(e["train_samples_per_second"]) for e in [*logs, *entries] if "train_samples_per_second" in e]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{root} has a {STATE} that is damaged: no Trainer wrote it so ({error!r})") from error
-    configs = [file for file in (root / "config.json", path.parent / "config.json") if file.is_file()]
-    notes = []
-    if starts and path.stat().st_mtime < starts[0].time:
-        notes.append(
-            f"{path.relative_to(root)} is older than the run that {RUN_LOG} is of: losses, learning rate and masks as "
-            f"a whole are of an earlier run, until this one saves a checkpoint."
-        )
     return Run(
         root,
         history,
-        max([steps, *(line.step for line in lines)]),
+        max([steps, 1, *history]),
         speeds[-1] if speeds else None,
         starts,
-        lines,
-        _read_json(configs[0]) if configs else {},
-        notes,
+        _flip_rates(entries),
+        next((_read_json(file) for file in configs if file.is_file()), {}),
     )
+
+
+def _flip_rates(entries: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    names: list[str] = []
+    found = {}
+    for entry in entries:
+        names = list(entry["layers"]) if isinstance(entry.get("layers"), dict) else names
+        rates = entry.get("flip_rates")
+        if isinstance(rates, list):
+            found[entry["step"]] = {n: rate for n, rate in zip(names, rates) if isinstance(rate, int | float)}
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -141,21 +144,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def dense_spans(run: Run) -> list[Span]:
-    """Ranges of steps in which the model computed densely, as exact as the logs: each has the phase that follows."""
-    phases = [(step, row["sparse_phase"]) for step, row in run.history.items() if "sparse_phase" in row]
-    if not phases:
-        return []
-    marks = [(0, phases[0][1]), *phases, (max(run.steps, phases[-1][0]), None)]
-    spans: list[Span] = []
-    for (start, phase), (end, _) in pairwise(marks):
-        if phase == 0 and end > start:
-            if spans and spans[-1][1] == start:
-                start = int(spans.pop()[0])
-            spans.append((start, end))
-    return spans
-
-
 def thinned(points: list[Point], most: int = POINTS) -> list[Point]:
     """At most `most` points: means of as many neighbours as it takes, at the last one's x; of the finite ones."""
     together = math.ceil(len(points) / most)
@@ -163,3 +151,44 @@ def thinned(points: list[Point], most: int = POINTS) -> list[Point]:
         return points
     parts = [points[i : i + together] for i in range(0, len(points), together)]
     return [(part[-1][0], fmean([y for _, y in part if math.isfinite(y)] or [math.nan])) for part in parts]
+
+
+def layer_map(run: Run) -> tuple[list[tuple[str, list[float | None]]], list[float], str]:
+    """The flip rates by layer in %: rows of cells by label, the steps where cells end, and a note on them."""
+    logs = [(step, rates) for step, rates in run.flip_rates.items() if rates]
+    if not logs:
+        return [], [], f"Not recorded: {RUN_LOG} is missing, or has none."
+    sizes = {name: size for start in run.starts for name, size in start["layers"].items()}
+    groups, rule = grouped([name for name in sizes if any(name in rates for _, rates in logs)])
+    together = math.ceil(len(logs) / COLUMNS)
+    columns = [logs[i : i + together] for i in range(0, len(logs), together)]
+
+    def mean(column: Sequence[tuple[int, dict[str, float]]], names: Sequence[str]) -> float | None:
+        """Over the weights of some layers and over logs."""
+        found = [(rates[name], sizes[name]) for _, rates in column for name in names if name in rates]
+        return 100 * sum(rate * size for rate, size in found) / sum(size for _, size in found) if found else None
+
+    note = f"Rows: {sum(len(names) for _, names in groups)} layers{rule}, the first of the model at the top. "
+    note += f"Each cell is the mean of {together} logs. " if together > 1 else ""
+    note += "A cell ends at the step it was logged at; shades follow the square root."
+    edges = [min(run.starts[0]["step"], logs[0][0] - 1), *(column[-1][0] for column in columns)]
+    return [(label, [mean(column, names) for column in columns]) for label, names in groups], edges, note
+
+
+def grouped(names: Sequence[str]) -> tuple[list[tuple[str, list[str]]], str]:
+    """The rows of a heat map, of each its label and its layers; and the rule in words.
+
+    Up to `ROWS` layers have a row each. Beyond, layers of one block have one: those whose names agree up to the first
+    number.
+    """
+    is_by_block = len(names) > ROWS
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        key = re.sub(r"((?:^|\.)\d+)\..*", r"\1", name) if is_by_block else name
+        groups.setdefault(key, []).append(name)
+    parts = zip(*(key.split(".")[:-1] for key in groups))
+    prefix = "".join(f"{same[0]}." for same in takewhile(lambda names: len(set(names)) == 1, parts))
+    labels = [key.removeprefix(prefix) for key in groups]
+    labels = [label if len(label) <= LABEL else f"…{label[1 - LABEL :]}" for label in labels]
+    rule = (f" of {prefix}*" if prefix else "") + (", averaged by block" if is_by_block else "")
+    return list(zip(labels, groups.values())), rule

@@ -1,32 +1,30 @@
 """`hf-sparse24 report RUN`: one HTML file about a Trainer's run, from what it has left in its output directory.
 
-The page needs nothing else: no server, no network. `run_files.py` says what it is made from.
+`run_files.py` reads the run, `charts.py` draws, and this file lays out the page.
 """
 
 import argparse
 import json
 import math
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from .. import charts
-from ..charts import Row, Series, shown
+from ..charts import X_LABEL, Series, shown
 from ..checkpoints.losses import evaluation_losses, loss_series, some_rows
-from ..training.run_log import RUN_LOG, LogLine
-from .page import Figure, page, table
-from .run_files import POINTS, Run, dense_spans, read_run, thinned
+from ..tables import html_table
+from ..training.run_log import MEMORY, RUN_LOG, SPEED
+from .run_files import POINTS, Run, layer_map, read_run, thinned
 
-COLUMNS, ROWS = 120, 48
-"""The most columns that the heat map has, of more logs the means; and the most layers that have a row each."""
-X_LABEL = "optimizer step"
-LABEL = 40
-"""The most letters that the name of a row has; of longer names the end is shown."""
-_NO_LOG = f"Not recorded: {RUN_LOG} of the run is missing, or has no such numbers. Earlier versions did not write it."
+OTHERS = 12
+"""The most charts of numbers that the method or the Trainer logs besides ours."""
+_DRAWN = {"loss", "learning_rate", "flip_rate", "kept_magnitude", "sparse_phase", SPEED, MEMORY}
+_NOT_DRAWN = {"time", "epoch", "total_flos", "num_input_tokens_seen", "parameters"}
 
 
 def report(options: argparse.Namespace) -> int:
@@ -46,47 +44,85 @@ def write_report(
         output: the file; None for `report.html` in `directory`. One that exists is replaced, all at once.
 
     Raises:
-        ValueError: a directory without a `trainer_state.json`, one that is damaged, or a control that is not dense.
-        OSError: a file cannot be read or written.
-        ImportError: Matplotlib is not installed.
+        ValueError: a directory without a run, one that is damaged, or a control that is not dense.
+        OSError, ImportError: a file cannot be read or written; Matplotlib is not installed.
     """
     if not charts.is_available():
         raise ImportError("the report needs Matplotlib: pip install 'hf_sparse24[report]'")
     run, control = read_run(directory), None if dense is None else read_run(dense)
     if control is not None and control.has_phases:
         raise ValueError(f"{dense} is a run with sparse weights; --dense takes the control run, of a dense model")
-    doubt = [] if run.sparse24 or run.has_phases else [f"Nothing in {directory} says that sparse weights were trained."]
-    text = page(
-        title=f"{run.pattern} training: {run.directory.resolve().name}",
-        notes=[*doubt, *run.notes, *([] if control is None else control.notes)],
-        numbers=_numbers(run, control),
-        figures=_figures(run, control),
-        tables=_tables(run, control),
-    )
     path = Path(directory) / "report.html" if output is None else Path(output)
     part = path.with_name(f"{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="replace")  # JSON can hold half a letter
+        part.write_text(_page(run, control), encoding="utf-8", errors="replace")  # JSON can hold half a letter
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
     return path
 
 
-def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
-    dense = dense_spans(run)
+def _page(run: Run, control: Run | None) -> str:
+    """The page. Every string is escaped; its own policy lets a browser run no script and load nothing."""
+    title = escape(f"{run.pattern} training: {run.directory.resolve().name}")
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    is_sparse = run.sparse24 or run.has_phases
+    note = "" if is_sparse else '<p class="warning">Nothing in this run says that sparse weights were trained.</p>'
+    cards = "".join(
+        f"<div><dt>{escape(what)}</dt><dd>{escape(number)}<small>{escape(remark)}</small></dd></div>"
+        for what, number, remark in _numbers(run, control)
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{note}
+<dl class="cards">{cards}</dl>
+<main>
+{"".join(_figures(run, control))}</main>
+<section class="tables">
+{"".join(_tables(run, control))}</section>
+</body>
+</html>
+"""
+
+
+def _figure(id: str, title: str, drawn: Any, note: str, is_wide: bool = False) -> str:
+    """A chart with its title; where `drawn` is None there is nothing to draw, and `note` says why."""
+    chart = '<p class="none">Nothing to draw.</p>'
+    if drawn is not None:
+        data = b64encode(charts.image(drawn, "svg")).decode()
+        alt = escape(f"{title}. {note}")
+        chart = f'<div class="chart"><img alt="{alt}" src="data:image/svg+xml;base64,{data}"></div>'
+    wide = ' class="wide"' if is_wide else ""
+    head = f'<h2 id="{id}">{escape(title)}</h2>'
+    return f"<figure{wide}>{head}{chart}<figcaption>{escape(note)}</figcaption></figure>\n"
+
+
+def _figures(run: Run, control: Run | None) -> Iterator[str]:
+    dense, is_logged = run.dense_spans(), bool(run.starts)
     span = (0.0, float(max(run.steps, control.steps if control else 0)))
 
-    def figure(id: str, title: str, lines: Sequence[Series], y_label: str, note: str, **options: Any) -> Figure:
+    def figure(id: str, title: str, lines: Sequence[Series], y_label: str, note: str, **options: Any) -> str:
         lines = [line for line in lines if line.points]
-        if not lines:
-            return Figure(id, title, "", note)
-        chart = charts.line_chart(lines, X_LABEL, y_label, x_range=span, shaded=dense, **options)
-        return Figure(id, title, charts.svg(chart, id), note)
+        drawn = charts.line_chart(lines, y_label, x_range=span, shaded=dense, **options) if lines else None
+        return _figure(id, title, drawn, note if lines or is_logged else f"Not recorded: no {RUN_LOG}.", id == "loss")
 
+    losses = [
+        one._replace(points=thinned(list(one.points)))
+        for name, of in _runs(run, control)
+        for one in loss_series(name, of.history, of is control)
+    ]
     note = " ".join(_loss_notes(run, control))
-    losses = figure("loss", "Loss", _losses(run, control), "loss", note, size=(1100, 285), legend_columns=6)
-    yield losses._replace(is_wide=True)
+    yield figure("loss", "Loss", losses, "loss", note, size=(1100, 285), legend_columns=6)
     if control is not None:
         note = f"{run.pattern} minus dense, at the steps that both logged."
         yield figure("difference", "Loss above the dense control", _differences(run, control), "loss", note)
@@ -94,36 +130,30 @@ def _figures(run: Run, control: Run | None) -> Iterator[Figure]:
     yield figure("schedule", "Learning rate and phase", rates, "learning rate", _phase_note(run), from_zero=True)
     flips = [Series("flip rate, %", run.points("flip_rate", 100))]
     note = "Share of the sparse weights that entered or left the mask in the last measured step or mask refresh."
-    if control is not None:
-        # Where the control ran with a DenseFlipRateCallback.
+    if control is not None:  # it may log the flip rate that its masks would have
         flips.append(Series("of dense training, %", control.points("flip_rate", 100), True))
     yield figure("flips", "Flip rate", flips, "% of sparse weights", note, from_zero=True)
     kept = [Series("kept magnitude, %", run.points("kept_magnitude", 100))]
-    note = (
-        "Share of the sparse weights' L1 norm that the masks keep. Of Gaussian weights, 2:4 masks keep 74.5%, "
-        "transposable ones 70.3%."
-    )
+    note = "Share of the sparse weights' L1 norm that the masks keep. 2:4 masks of Gaussian weights keep 74.5%, "
+    note += "transposable ones 70.3%."
     yield figure("kept", "Kept magnitude", kept, "% of the L1 norm", note)
-    yield _layers(run)
-    for number, (name, points) in enumerate(run.metrics().items()):
-        yield figure(f"metric-{number}", name, [Series(name, points)], name, "A metric of the method.")
-    unit, speed = "tokens per second", run.measured("tokens_per_second")
-    if not speed:
-        unit, speed = "optimizer steps per second", run.measured("steps_per_second")
-    note = "Between one log and the next, evaluations and checkpoints left out." if speed else _NO_LOG
+    rows, edges, note = layer_map(run)
+    cells = charts.heat_map(rows, edges, "%") if rows else None
+    yield _figure("layers", "Flip rate by layer", cells, note, is_wide=True)
+    others = dict.fromkeys(key for row in run.history.values() if "loss" in row for key in row)
+    names = [key for key in others if key not in _DRAWN | _NOT_DRAWN and not key.startswith(("eval_", "train_"))]
+    for number, name in enumerate(names[:OTHERS]):
+        yield figure(f"metric-{number}", name, [Series(name, run.points(name))], name, "As the run logged it.")
+    speed, unit = run.points(SPEED), "optimizer steps per second"
+    note = "Between one log and the next, evaluations and checkpoints left out."
     yield figure("speed", "Throughput", [Series(unit, speed)], unit, note, from_zero=True)
-    memory = [Series("peak memory, GB", run.measured("peak_memory", 1e-9))]
-    note = "Of the first process: on a GPU what PyTorch has allocated, on a CPU all." if memory[0].points else _NO_LOG
+    memory = [Series("peak memory, GB", run.points(MEMORY))]
+    note = "Of the first process: on a GPU what PyTorch has allocated, on a CPU all."
     yield figure("memory", "Peak memory", memory, "GB", note, from_zero=True)
 
 
 def _runs(run: Run, control: Run | None) -> list[tuple[str, Run]]:
     return [(run.pattern, run), *([] if control is None else [("dense control", control)])]
-
-
-def _losses(run: Run, control: Run | None) -> list[Series]:
-    found = [one for name, of in _runs(run, control) for one in loss_series(name, of.history, of is control)]
-    return [one._replace(points=thinned(list(one.points))) for one in found]
 
 
 def _differences(run: Run, control: Run) -> list[Series]:
@@ -150,53 +180,8 @@ def _loss_notes(run: Run, control: Run | None) -> Iterator[str]:
 def _phase_note(run: Run) -> str:
     if not run.has_phases:
         return "The phase was not logged."
-    said = ", ".join(f"{start + 1:.0f} to {end:.0f}" for start, end in dense_spans(run))
+    said = ", ".join(f"{start + 1:.0f} to {end:.0f}" for start, end in run.dense_spans())
     return f"Dense phase: steps {said}, as exact as the logs are frequent." if said else "Sparse at every log."
-
-
-def _layers(run: Run) -> Figure:
-    """The heat map of flip rates by layer."""
-    lines = [line for line in run.lines if line.flip_rates]
-    if not lines:
-        return Figure("layers", "Flip rate by layer", "", _NO_LOG, is_wide=True)
-    sizes = {name: size for start in run.starts for name, size in start.facts["layers"].items()}
-    measured = [name for name in sizes if any(name in line.flip_rates for line in lines)]
-    groups, rule = grouped(measured)
-    together = math.ceil(len(lines) / COLUMNS)
-    columns = [lines[i : i + together] for i in range(0, len(lines), together)]
-    rows = [Row(label, [_mean_rate(column, names, sizes) for column in columns]) for label, names in groups]
-    edges = [min(run.starts[0].step, lines[0].step - 1), *(column[-1].step for column in columns)]
-    mean = f" Each cell is the mean of {together} logs." if together > 1 else ""
-    note = f"Rows: {len(measured)} layers{rule}, the first of the model at the top.{mean} A cell ends at the step "
-    note += "it was logged at; shades follow the square root."
-    svg = charts.svg(charts.heat_map(rows, edges, X_LABEL, "%"), "layers")
-    return Figure("layers", "Flip rate by layer", svg, note, is_wide=True)
-
-
-def grouped(names: Sequence[str]) -> tuple[list[tuple[str, list[str]]], str]:
-    """The rows of a heat map, of each its label and its layers; and the rule in words.
-
-    Up to `ROWS` layers have a row each. Beyond, layers of one block have one: those whose names agree up to the first
-    number.
-    """
-    is_by_block = len(names) > ROWS
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        key = re.sub(r"((?:^|\.)\d+)\..*", r"\1", name) if is_by_block else name
-        groups.setdefault(key, []).append(name)
-    parts = zip(*(key.split(".")[:-1] for key in groups))
-    prefix = "".join(f"{same[0]}." for same in takewhile(lambda names: len(set(names)) == 1, parts))
-    labels = [key.removeprefix(prefix) for key in groups]
-    labels = [label if len(label) <= LABEL else f"…{label[1 - LABEL :]}" for label in labels]
-    rule = (f" of {prefix}*" if prefix else "") + (", averaged by block" if is_by_block else "")
-    return list(zip(labels, groups.values())), rule
-
-
-def _mean_rate(lines: Iterable[LogLine], names: Sequence[str], sizes: Mapping[str, int]) -> float | None:
-    """In %, over the weights of some layers and over lines."""
-    found = [(line.flip_rates[name], sizes[name]) for line in lines for name in names if name in line.flip_rates]
-    weights = sum(size for _, size in found)
-    return 100 * sum(rate * size for rate, size in found) / weights if weights else None
 
 
 def _last(run: Run, key: str) -> tuple[int, float] | None:
@@ -225,15 +210,15 @@ def _numbers(run: Run, control: Run | None) -> Iterator[tuple[str, str, str]]:
         last = _last(run, key)
         if last is not None:
             yield name, f"{100 * last[1]:.3g}%", f"at step {last[0]:,}"
-    if run.speed is not None:
-        remark = "with evaluations" if control is None or control.speed is None else f"dense {shown(control.speed)}"
-        yield "samples per second, whole run", shown(run.speed), remark
-    memory = [line.peak_memory for line in run.lines if line.peak_memory is not None]
-    if memory:
-        yield "peak memory", f"{max(memory) / 1e9:.3g} GB", ""
+    if run.samples_per_second is not None:
+        dense = None if control is None else control.samples_per_second
+        remark = "with evaluations" if dense is None else f"dense {shown(dense)}"
+        yield "samples per second, whole run", shown(run.samples_per_second), remark
+    if memory := [row[MEMORY] for row in run.history.values() if MEMORY in row]:
+        yield "peak memory", f"{max(memory):.3g} GB", ""
 
 
-def _tables(run: Run, control: Run | None) -> list[str]:
+def _tables(run: Run, control: Run | None) -> Iterator[str]:
     columns = [("training loss", run, "loss"), ("evaluation loss", run, "eval_loss")]
     if control is not None:
         columns += [("dense, training loss", control, "loss"), ("dense, evaluation loss", control, "eval_loss")]
@@ -241,24 +226,22 @@ def _tables(run: Run, control: Run | None) -> list[str]:
     rows = []
     for step in some_rows(run.history):
         cells = [one.history.get(step, {}).get(key) for _, one, key in columns]
-        rows.append([str(step), *("" if value is None else shown(value) for value in cells)])
+        rows.append([step, *("" if value is None else shown(value) for value in cells)])
+    yield f"<section class='wide'>{html_table('Numbers', [X_LABEL, *(name for name, *_ in columns)], rows)}</section>\n"
     begun = {}
     for start in run.starts:
-        what = f"resumed at step {start.step}" if start.step else "begun"
-        begun[what] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time))
-    facts = {name: run.facts[name] for name in ("device", "processes") if name in run.facts}
-    model = {name: value for name, value in run.config.items() if name != "quantization_config"}
-    return [
-        table("Numbers", rows, [X_LABEL, *(name for name, *_ in columns)], is_wide=True),
-        table("Sparse24Config", _pairs(run.sparse24)),
-        table("Arguments that are not the defaults", _pairs(run.facts.get("arguments"))),
-        table("Run", [*_pairs(begun), *_pairs(facts), *_pairs(run.facts.get("versions"))]),
-        table("Model", _pairs(model)),
-    ]
-
-
-def _pairs(values: Any) -> list[tuple[str, str]]:
-    return [(name, _text(value)) for name, value in values.items()] if isinstance(values, dict) else []
+        what = f"resumed at step {start['step']}" if start["step"] else "begun"
+        begun[what] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.get("time", 0)))
+    versions, model = run.facts.get("versions"), run.config.items()
+    for title, values in (
+        ("Sparse24Config", run.sparse24),
+        ("Arguments that are not the defaults", run.facts.get("arguments")),
+        ("Run", begun | versions if isinstance(versions, dict) else begun),
+        ("Model", {name: value for name, value in model if name != "quantization_config"}),
+    ):
+        if isinstance(values, dict) and values:
+            pairs = [(name, _text(value)) for name, value in values.items()]
+            yield f"<section>{html_table(title, (), pairs)}</section>\n"
 
 
 def _text(value: Any) -> str:

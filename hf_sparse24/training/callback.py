@@ -14,12 +14,12 @@ from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.packed_weight import packed_weights
 from . import reference
-from .controller import SHARED_METRICS, Sparse24Controller
+from .controller import Sparse24Controller
 from .distillation import Distiller, find_distiller
 from .first_loss import check_first_loss
 from .mask_metrics import measuring_interval
 from .resume import check_resumed, find_checkpoint, restore
-from .run_log import RunLog
+from .run_log import ConsoleFilter, RunLog
 
 logger = get_logger(__name__)
 
@@ -28,17 +28,18 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     """Trains a patched model's sparsity in any `transformers.Trainer`, TRL's included.
 
     `Sparse24Trainer` has it already. For another trainer, add it with `Sparse24Callback.add_to(trainer)`, which puts
-    it in front of the reporting callbacks, so that TensorBoard and W&B see `flip_rate`, `kept_magnitude` and
-    `sparse_phase`, and which knows the trainer. Passed as `callbacks=[Sparse24Callback()]` it works too, but then only
-    the console and `trainer_state.json` show them, and it raises an error where it would need the trainer: in TRL's
-    trainers that have a reference model, and where a run resumes from a checkpoint outside of its output directory.
+    it in front of the reporting callbacks and knows the trainer. Passed as `callbacks=[Sparse24Callback()]` it works
+    too, but raises an error where it would need the trainer: in TRL's trainers that have a reference model, and where a
+    run resumes from a checkpoint outside of its output directory.
+
+    Each log gets `flip_rate`, `kept_magnitude`, `sparse_phase` and the metrics of the method. Trackers (TensorBoard,
+    W&B, trackio) also get `flip_rate/<layer>`, `steps_per_second` and `peak_memory_gb`; the console and
+    `trainer_state.json` do not. A callback passed as `callbacks=[Sparse24Callback()]` comes after the trackers, which
+    then get none of these. `sparse24_log.jsonl` in the output directory has them all, for `hf-sparse24 report`.
 
     A resumed run equals an uninterrupted one: the phase follows from the step, masks and scales are buffers of the
     model, MVUE's streams follow from seed, process, step, micro-step and layer, and the last flip rate is in
     `trainer_state.json`.
-
-    What that file does not hold, such as flip rates by layer, goes into `sparse24_log.jsonl` beside it at each log, for
-    `hf-sparse24 report`.
 
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
@@ -125,7 +126,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         """In place of any other: of two, each would apply the masked decay. `restore_callback_states_from_checkpoint`
         makes another."""
         callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = [self, *(callback for callback in callbacks if not isinstance(callback, Sparse24Callback))]
+        others = [callback for callback in callbacks if not isinstance(callback, Sparse24Callback)]
+        callbacks[:] = [self, *ConsoleFilter.placed(others)]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         run = sparse_run(kwargs["model"])
@@ -210,24 +212,30 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
-        if "loss" not in logs:  # evaluation and the closing summary
+        if "loss" in logs:  # neither an evaluation nor the closing summary
+            metrics = self._metrics(args, state, kwargs["model"])
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
+        if self.controller is None:
             return
+        # Where weights are sharded, all processes compute.
+        flip_rates = self.controller.layer_flip_rates() if "loss" in logs else {}
+        if self.run_log is not None:
+            measured = self.run_log.measure(state.global_step, flip_rates) if "loss" in logs else {}
+            self.run_log.write(state.global_step, logs | measured)
+            if self._knows_trainer:  # then the console does not show them
+                logs.update(measured)
+
+    def _metrics(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, float]:
+        """What this callback adds to a log of training."""
         metrics: dict[str, float] = {}
         # On every process: they average, and where weights are sharded, all of them compute.
         if self._distiller is not None:
             means = self._distiller.means(state.global_step - self._logged_step)
             # Shares of means are divided by the labels of all processes. Tensor parallelism repeats labels.
-            shares = args.world_size // (getattr(kwargs["model"], "_tp_size", None) or 1)
+            shares = args.world_size // (getattr(model, "_tp_size", None) or 1)
             scale = shares if args.average_tokens_across_devices and not self._distiller.is_mean else 1
             metrics |= {name: reduce(mean, "mean").item() * scale for name, mean in means.items()}
             self._distiller.reset()
             self._logged_step = state.global_step
-        if self.controller is not None:
-            flip_rates, measured = self.controller.layer_flip_rates(), self.controller.metrics()
-            metrics |= measured
-            if self.run_log is not None:
-                own = {name: value for name, value in measured.items() if name not in SHARED_METRICS}
-                shared = {name: value for name, value in measured.items() if name in SHARED_METRICS}
-                self.run_log.write(state, flip_rates, own, logs | shared)
-        logs.update(metrics)
-        state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
+        return metrics if self.controller is None else metrics | self.controller.metrics()

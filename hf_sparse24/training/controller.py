@@ -25,9 +25,6 @@ from .step_work import StepWork
 
 logger = get_logger(__name__)
 
-SHARED_METRICS = ("sparse_phase", "kept_magnitude", "flip_rate")
-"""The metrics of every method; all others are the method's own."""
-
 
 class Sparse24Controller(StepWork):
     """Runs a patched model's sparsity in a training loop of your own.

@@ -1,20 +1,17 @@
-"""RunLog: what a Trainer does not record of a sparse run: flip rates by layer, speed, memory, and what ran.
+"""RunLog: one file with all that a sparse run logs, and flip rates by layer, speed and memory.
 
-`<output_dir>/sparse24_log.jsonl` holds one JSON object per line. A line that begins a run, or goes on with it, has
+`<output_dir>/sparse24_log.jsonl` holds one JSON object per line. A line where the run starts or resumes:
 
-    {"step", "time", "layers": {name: weights}, "parameters", "device", "processes", "versions", "config", "arguments"}
+    {"step", "time", "layers": {name: weights}, "parameters", "config", "arguments", "versions"}
 
-and one follows for each training log, its flip rates in the order of the `layers` above it, with the numbers that the
-Trainer logs, and the method's metrics:
+A line for each log of the Trainer: the numbers that it logs, and after a training log
 
-    {"step", "time", "steps_per_second", "tokens_per_second", "peak_memory", "flip_rates": [...], "logs": {...},
-     "metrics": {...}}
+    {"steps_per_second", "peak_memory_gb", "flip_rates": [of the layers above, in their order]}
 
-A value that is not known is null. `hf-sparse24 report` draws them.
+Lines are written as they come, so a killed run has them all. `hf-sparse24 report` draws them.
 """
 
 import json
-import math
 import os
 import platform
 import re
@@ -24,10 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers.trainer_callback import TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from ..progress import get_logger
@@ -44,42 +42,12 @@ except ImportError:  # Windows: the peak of a process on a CPU is not known
 logger = get_logger(__name__)
 
 RUN_LOG = "sparse24_log.jsonl"
-
-
-class RunStart(NamedTuple):
-    """A line that begins a run at `step`, or goes on with it; `facts` are the whole line."""
-
-    step: int
-    time: float
-    facts: dict[str, Any]
-
-
-class LogLine(NamedTuple):
-    """A line of numbers, None where one is not known.
-
-    Attributes:
-        step: optimizer steps done.
-        time: seconds since 1970.
-        steps_per_second, tokens_per_second: since the line before, evaluations and checkpoints left out.
-        peak_memory: bytes: of the device by PyTorch's allocator where that is a GPU, else of the process.
-        flip_rates: by layer, those that have been measured.
-        metrics: of the method, by name.
-        logs: what the Trainer logged, by name: the loss, the learning rate.
-    """
-
-    step: int
-    time: float | None
-    steps_per_second: float | None
-    tokens_per_second: float | None
-    peak_memory: float | None
-    flip_rates: dict[str, float]
-    metrics: dict[str, float]
-    logs: dict[str, float]
+SPEED, MEMORY = "steps_per_second", "peak_memory_gb"
+_LAYER = "flip_rate/"
 
 
 class RunLog:
-    """Writes the log of a run. Made when training begins: a fresh run starts the file anew, and a resumed one keeps the
-    lines up to the step that it goes on from.
+    """Writes the log of a run. A fresh run starts the file anew; a resumed one keeps the lines up to its first step.
 
     A file that cannot be written costs a warning, never the run.
     """
@@ -90,100 +58,93 @@ class RunLog:
         weights = first_of_each(controller.weights)
         self.layers = {layer_name(name): weight.parameter.numel() for name, weight in weights.items()}
         self._is_writable = True
-        self._step, self._tokens = state.global_step, state.num_input_tokens_seen
-        self._began = self._worked_until = time.perf_counter()
-        self._begin(_start(args, state, controller, self.layers))
+        self._step, self._seconds, self._last = state.global_step, 0.0, time.perf_counter()
+        self._try(self._begin, _start(args, state, controller, self.layers))
 
     def after_step(self) -> None:
-        """Right after an optimizer step."""
-        self._worked_until = time.perf_counter()
+        """Right after an optimizer step: the time since the last one counts."""
+        now = time.perf_counter()
+        self._seconds, self._last = self._seconds + now - self._last, now
 
     def after_pause(self) -> None:
-        """After an evaluation or a checkpoint: the time since the step before it does not count."""
-        self._began += time.perf_counter() - self._worked_until
-        self._worked_until = time.perf_counter()
+        """After an evaluation or a checkpoint: the time since the last step does not count."""
+        self._last = time.perf_counter()
 
-    def write(
-        self,
-        state: TrainerState,
-        flip_rates: Mapping[str, float],
-        metrics: Mapping[str, float],
-        logs: Mapping[str, Any],
-    ) -> None:
-        """Add a line: `flip_rates` by layer, `metrics` of the method by name, and what the Trainer logs."""
-        now = time.perf_counter()
-        seconds, steps = now - self._began, state.global_step - self._step
-        tokens = state.num_input_tokens_seen - self._tokens  # 0 unless args.include_num_input_tokens_seen
-        line = {
-            "step": state.global_step,
-            "time": round(time.time(), 1),
-            "steps_per_second": _rounded(steps / seconds) if steps else None,
-            "tokens_per_second": _rounded(tokens / seconds) if tokens else None,
-            "peak_memory": peak_memory(self.device),
-            "flip_rates": [_rounded(flip_rates.get(name)) for name in self.layers],
-            "logs": _numbers(logs),
-            **({"metrics": {name: _rounded(value) for name, value in metrics.items()}} if metrics else {}),
-        }
-        self._step, self._tokens = state.global_step, state.num_input_tokens_seen
-        self._began = self._worked_until = now
-        self._try(self._append, json.dumps(line))
+    def measure(self, step: int, flip_rates: Mapping[str, float]) -> dict[str, float]:
+        """What to log besides the Trainer's numbers: flip rates by layer, and speed and memory since the last call."""
+        found = {f"{_LAYER}{name}": float(f"{rate:.4g}") for name, rate in flip_rates.items()}
+        if self._seconds and step > self._step:
+            found[SPEED] = float(f"{(step - self._step) / self._seconds:.4g}")
+        peak = peak_memory(self.device)
+        if peak is not None:
+            found[MEMORY] = float(f"{peak / 1e9:.4g}")
+        self._step, self._seconds = step, 0.0
+        return found
 
-    def _begin(self, start: dict[str, Any]) -> None:
-        self._try(self._replace, json.dumps(start, default=str))
+    def write(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Add a line with the numbers among `logs`."""
+        line: dict[str, Any] = {"step": step, "time": round(time.time(), 1)}
+        line |= {name: value for name, value in logs.items() if _is_number(value) and not name.startswith(_LAYER)}
+        if any(name.startswith(_LAYER) for name in logs):
+            line["flip_rates"] = [logs.get(f"{_LAYER}{name}") for name in self.layers]
+        self._try(self._append, line)
 
     def _append(self, line: str) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(line)
 
-    def _replace(self, start: str) -> None:
-        """Keep the lines up to the step of this start, and add it: all at once."""
-        kept = [line for line, step, _ in _entries(self.path) if self._step and step <= self._step]
+    def _begin(self, start: str) -> None:
+        """Replace the file by its lines up to this start, and the start: all at once."""
+        kept = [line for line, step, _ in read_lines(self.path) if self._step and step <= self._step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text("".join(f"{line}\n" for line in [*kept, start]), encoding="utf-8")
+        part.write_text("".join([*(f"{line}\n" for line in kept), start]), encoding="utf-8")
         os.replace(part, self.path)
 
-    def _try(self, write: Callable[[str], None], line: str) -> None:
+    def _try(self, write: Callable[[str], None], entry: dict[str, Any]) -> None:
         if not self._is_writable:
             return
         try:
-            write(line)
+            write(f"{json.dumps(entry, default=str)}\n")
         except OSError as error:
             self._is_writable = False  # what follows a line that was cut would not be read
             logger.warning(f"{self.path} cannot be written ({error}): `hf-sparse24 report` will lack what it records")
 
 
-def read_run_log(path: str | Path) -> tuple[list[RunStart], list[LogLine]]:
-    """What a run log holds, in its order; nothing of a file that is not there. Lines that were cut are left out.
+class ConsoleFilter(TrainerCallback):
+    """Stands between the trackers and the console, which would print a number for each layer."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs: Any):
+        for name in [name for name in logs if name.startswith(_LAYER) or name in (SPEED, MEMORY)]:
+            del logs[name]
+
+    @classmethod
+    def placed(cls, callbacks: list[TrainerCallback]) -> list[TrainerCallback]:
+        """The callbacks with one of this class in front of those that print."""
+        others = [callback for callback in callbacks if not isinstance(callback, cls)]
+        printing = [i for i, callback in enumerate(others) if isinstance(callback, ProgressCallback | PrinterCallback)]
+        others.insert(min(printing, default=len(others)), cls())
+        return others
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """The lines of a log that are whole, their steps, and what they hold; none of a file that is not there.
 
     Raises:
         OSError: the file is there and cannot be read.
     """
-    starts: list[RunStart] = []
-    lines: list[LogLine] = []
-    names: list[str] = []
-    for _, step, entry in _entries(path):
-        layers = entry.get("layers")
-        if isinstance(layers, dict) and all(type(size) is int for size in layers.values()):
-            names = list(layers)
-            starts.append(RunStart(step, _number(entry.get("time")) or 0.0, entry))
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+            step = entry["step"]
+        except (ValueError, LookupError, TypeError):
             continue
-        rates = entry.get("flip_rates")
-        measured = zip(names, map(_number, rates if isinstance(rates, list) else []))
-        flip_rates = {name: rate for name, rate in measured if rate is not None}
-        lines.append(
-            LogLine(
-                step=step,
-                time=_number(entry.get("time")),
-                steps_per_second=_number(entry.get("steps_per_second")),
-                tokens_per_second=_number(entry.get("tokens_per_second")),
-                peak_memory=_number(entry.get("peak_memory")),
-                flip_rates=flip_rates,
-                metrics=_numbers(entry.get("metrics")),
-                logs=_numbers(entry.get("logs")),
-            )
-        )
-    return starts, lines
+        if type(step) is int:
+            yield line, step, entry
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -199,27 +160,26 @@ def peak_memory(device: torch.device) -> int | None:
 def _start(
     args: TrainingArguments, state: TrainerState, controller: Sparse24Controller, layers: dict[str, int]
 ) -> dict[str, Any]:
-    gpu = args.device.type == "cuda"
+    device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else platform.machine()
     return {
         "step": state.global_step,
         "time": round(time.time(), 1),
         "layers": layers,
         "parameters": sum(parameter.numel() for parameter in controller.model.parameters()),
-        "device": torch.cuda.get_device_name(args.device) if gpu else f"{args.device.type} ({platform.machine()})",
-        "processes": args.world_size,
+        "config": controller.run.config.to_dict(),
+        "arguments": _given(args),
         "versions": {
             "hf_sparse24": __version__,
             **{name: version(name) for name in ("torch", "transformers", "accelerate")},
             "python": platform.python_version(),
+            "device": f"{args.world_size} x {args.device.type} ({device})",
         },
-        "config": controller.run.config.to_dict(),
-        "arguments": _given(args),
     }
 
 
 def _given(args: TrainingArguments) -> dict[str, Any]:
-    """Arguments that differ from their defaults, numbers and text alone: whoever shares the output directory shares
-    them, and mappings may hold secrets, as text with a slash names places on this machine."""
+    """Arguments that differ from their defaults, numbers and text alone: who shares the output directory shares them,
+    mappings may hold secrets, and text with a slash names places on this machine."""
     defaults = {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(args)
@@ -234,31 +194,5 @@ def _given(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
-def _entries(path: str | Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The lines of a log that are whole, their steps, and all that they hold."""
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-            step = entry["step"]
-        except (ValueError, LookupError, TypeError):
-            continue
-        if type(step) is int:
-            yield line, step, entry
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
-
-
-def _numbers(values: Any) -> dict[str, float]:
-    named = values.items() if isinstance(values, dict) else ()
-    return {name: number for name, value in named if (number := _number(value)) is not None}
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
