@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .facts import FACTS, RunFacts
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
-from .methods.settings import SHARED, MethodSettings, one_of, plain, shown
+from .methods.settings import FORMER_DEFAULTS, SHARED, MethodSettings, one_of, plain, shown
 from .module_names import check_module_names
 from .progress import get_logger
 from .version import __version__
@@ -202,6 +202,7 @@ class Sparse24Config(QuantizationConfigMixin):
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
         for name in (*FACTS, "whole_names"):  # the last was written up to a development version of 0.2
             values.pop(name, None)
+        values = {name: x for name, x in values.items() if name not in FORMER_DEFAULTS or x != FORMER_DEFAULTS[name]}
         method = method_class(values.get("method", DEFAULT_METHOD))
         unknown = sorted(set(values) - {*SHARED, *_setting_names()})
         if unknown:

@@ -46,7 +46,8 @@ LEARNING_RATES = (4e-4, 6.3e-4, 1e-3, 1.6e-3, 2.5e-3, 4e-3, 6.3e-3, 1e-2)
 START = LEARNING_RATES[3:6]
 START_OF = {"ast": LEARNING_RATES[1:4]}
 """AdamS takes longer steps at the same rate."""
-MODULE_OF = {"ast": "methods.ast"}
+ABLATIONS = ("s-ste-greedy", "s-ste-mvue-weight", "s-ste-moving-scale", "s-ste-gamma")
+MODULE_OF = {"ast": "methods.ast"} | dict.fromkeys(ABLATIONS, "ablations")
 """Modules of the methods that are not in the package."""
 
 # Each variant's method and how it differs from the method's defaults.
@@ -63,10 +64,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fixed-mask-late": ("fixed-mask", {"dense_start": 0.5}),
     "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
     "s-ste-no-mvue": ("s-ste", {"weight_grad": "dense"}),
-    "s-ste-greedy": ("s-ste", {"weight_grad": "magnitude"}),
-    "s-ste-mvue-weight": ("s-ste", {"grad_input_weight": "mvue"}),
-    "s-ste-scale-each-step": ("s-ste", {"scale_frozen": False}),
-    "s-ste-gamma-0.5": ("s-ste", {"threshold_gamma": 0.5}),
+    "s-ste-greedy": ("s-ste-greedy", {}),
+    "s-ste-mvue-weight": ("s-ste-mvue-weight", {}),
+    "s-ste-scale-each-step": ("s-ste-moving-scale", {}),
+    "s-ste-gamma-0.5": ("s-ste-gamma", {"gamma": 0.5}),
     "step-paper": ("step", {"update_clip": 0.0}),
     "ast-decay-6e-3": ("ast", {"masked_decay": 6e-3}),
 }

@@ -99,8 +99,6 @@ def _output(gemm: Gemm, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor 
 
 def _grad_input(gemm: Gemm, plan: GemmPlan, grad: Tensor, weight: Tensor, key: Tensor | None) -> Tensor:
     """dX = dZ W from `[..., out]`."""
-    if not plan.is_sparse:
-        weight = gemm.prune_weight(weight, None if key is None else key + 1)
     grad, weight = _rounded(gemm, "e5m2", gemm.prune(grad, -1, key), weight)
     if plan.is_sparse:
         return kernels.sparse_linear(grad, weight, plan=plan)

@@ -24,7 +24,10 @@ SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modu
 RESERVED = (*SHARED, *FACTS, "settings", "n", "m", "quant_method", "hf_sparse24_version")
 """What a setting cannot be called, because a config has it already."""
 
-GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2", "magnitude")
+FORMER_DEFAULTS = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned"}
+"""Settings that configs of earlier versions have, and that change nothing at these values."""
+
+GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
 
 LENGTH = "an int counts optimizer steps, a float below 1 is a fraction of training"
 """What the values of a setting that `is_length` checks mean."""
@@ -156,7 +159,6 @@ class GemmSettings(MethodSettings):
     Attributes:
         weight_grad: how the output gradient is pruned in the grad_weight GEMM.
         input_grad: how it is pruned in the grad_input GEMM.
-        grad_input_weight: whether the weight is pruned once more there.
         activations: whether the activations are pruned in the output GEMM.
         fp8: whether all three GEMMs simulate FP8.
     """
@@ -166,20 +168,13 @@ class GemmSettings(MethodSettings):
         one_of(*GRADIENT_ESTIMATORS),
         "how the output gradient dZ is pruned in the grad_weight GEMM (dW = dZ^T X), in groups along tokens: 'dense' "
         "not at all; at random and without bias, 'mvue' 2:4 with the least variance, 'mvue-approx' 2:4 by the cheaper "
-        "two-draw estimate, 'mvue-1:2' to one of every two; 'magnitude' keeps the two largest of every four, which is "
-        "biased, and fails where Chmiel et al. (arXiv 2203.10991) try it",
+        "two-draw estimate, 'mvue-1:2' to one of every two",
     )
     input_grad: str = setting(
         "dense",
         one_of(*GRADIENT_ESTIMATORS),
         "how the output gradient dZ is pruned in the grad_input GEMM (dX = dZ W), in groups along output features; the "
         "values mean the same as those of weight_grad",
-    )
-    grad_input_weight: str = setting(
-        "pruned",
-        one_of("pruned", "mvue"),
-        "the weight in the grad_input GEMM (dX = dZ W): 'pruned' is that of the output GEMM; 'mvue' prunes that to 2:4 "
-        "along output features as well, at random and without bias, which S-STE's Table 3 shows to cost much",
     )
     activations: str = setting(
         "dense",

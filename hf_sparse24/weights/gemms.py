@@ -44,8 +44,6 @@ class Gemm:
             weight. None for grad_weight, which has no weight operand.
         estimator: how the operand that is no weight (X in output, dZ in the other two) is pruned, in groups along the
             contracted dimension: `"none"`, `"magnitude"` (2:4), `"mvue"`, `"mvue-approx"` (2:4) or `"mvue-1:2"`.
-        weight_estimator: how the weight operand is pruned once more, along the contracted dimension: `"none"` or
-            `"mvue"` (2:4).
         pattern: of the sparse operand.
         precision: `"native"`, or `"fp8-simulated"`: operands are rounded to FP8, the GEMM runs in their own dtype.
     """
@@ -54,7 +52,6 @@ class Gemm:
     sparse: Literal["weight", "input", "grad"] | None
     weight: str | None = PRUNED
     estimator: str = "none"
-    weight_estimator: str = "none"
     pattern: Pattern = HARDWARE_PATTERN
     precision: Literal["native", "fp8-simulated"] = "native"
 
@@ -65,7 +62,7 @@ class Gemm:
     @property
     def draws(self) -> bool:
         """Whether this GEMM's operands are pruned at random."""
-        return "mvue" in self.estimator or "mvue" in self.weight_estimator
+        return "mvue" in self.estimator
 
     def unsupported(self) -> str | None:
         """Why this GEMM is dense math at every size and on every device; None where sizes and device decide."""
@@ -130,10 +127,6 @@ class Gemm:
             return kernels.nm_prune(operand, *pattern, dim).narrow(dim, 0, size)
         return cast(Tensor, kernels.mvue(operand, *pattern, dim, self._mvue_estimator, key=key))
 
-    def prune_weight(self, weight: Tensor, key: Tensor | None) -> Tensor:
-        """The dense form `[out, in]` of the weight operand of grad_input, pruned by `weight_estimator` along out."""
-        return weight if self.weight_estimator == "none" else cast(Tensor, kernels.mvue(weight, dim=0, key=key))
-
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
@@ -162,7 +155,6 @@ def standard_gemms(
     own_grad_input: bool = False,
     weight_grad: str = "dense",
     input_grad: str = "dense",
-    grad_input_weight: str = "pruned",
     activations: str = "dense",
     fp8: bool = False,
 ) -> Gemms:
@@ -173,7 +165,7 @@ def standard_gemms(
         transposable: whether the weight of the grad_input GEMM has it along the output dimension, so that this GEMM can
             be sparse.
         own_grad_input: whether that weight is another one than the output GEMM's.
-        weight_grad, input_grad, grad_input_weight, activations, fp8: see `methods.settings.GemmSettings`.
+        weight_grad, input_grad, activations, fp8: see `methods.settings.GemmSettings`.
     """
     precision: Literal["native", "fp8-simulated"] = "fp8-simulated" if fp8 else "native"
     input_estimator = "none" if input_grad == "dense" else input_grad
@@ -195,7 +187,6 @@ def standard_gemms(
             input_sparse,
             weight=GRAD_INPUT if own_grad_input else PRUNED,
             estimator=input_estimator,
-            weight_estimator="none" if grad_input_weight == "pruned" else grad_input_weight,
             pattern=_ESTIMATES[input_estimator] or pattern,
             precision=precision,
         ),

@@ -134,7 +134,7 @@ def test_scales_of_every_weight_load(rule, tmp_path):
         ({"layers_to_transform": "0"}, "layers_to_transform='0'"),
         ({"backend": []}, "backend="),
         ({"hf_sparse24_version": 1}, "hf_sparse24_version=1: not a version number"),
-        ({"scale_frozen": 1}, "scale_frozen=1"),
+        ({"fp8": 1}, "fp8=1"),
     ],
 )
 def test_values_in_config_json(changes, message, tmp_path):

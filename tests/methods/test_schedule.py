@@ -42,7 +42,6 @@ def test_mask_refreshes():
     assert refreshes(12, "t-sr-ste", mask_interval=3, dense_start=1, dense_tail=2) == [1, 4, 7]
     assert refreshes(8, "t-sr-ste", mask_interval=0.25, dense_tail=0) == [0, 2, 4, 6, 8]
     assert refreshes(8) == []
-    assert refreshes(3, scale_frozen=False) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "sr-ste": {"masked_decay": 0.05},
     "sr-ste-on-weight": {"masked_decay": 0.05, "decay_on": "weight"},
     "s-ste": {},
-    "s-ste-every-step": {"scale_frozen": False},
     "t-sr-ste": {"masked_decay": 0.05, "mask_interval": 2, "dense_tail": 1},
     "step": {"switch_after": 2, "switch_by": 5},
     "step-arithmetic": {"switch_after": 2, "switch_by": 4, "switch_rule": "arithmetic"},

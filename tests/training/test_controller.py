@@ -93,15 +93,6 @@ def test_decay_on_the_weight_passes_the_optimizer_by():
         torch.testing.assert_close(weights[name].parameter.detach(), expected)
 
 
-def test_an_unfrozen_scale_follows_the_weights():
-    model, optimizer = patched("s-ste", scale_frozen=False, scale_rule="l1", lr=0.1)
-    controller = Sparse24Controller(model, optimizer, total_steps=4)
-    weight = first_weight(model)
-    for step in range(2):
-        run_step(model, optimizer, controller, step)
-        assert torch.equal(weight.state["scale"], kernels.s_ste_scale(weight.parameter, rule="l1"))
-
-
 def test_48_transposable_masks_train():
     model, optimizer = patched("t-sr-ste", pattern="4:8", mask_interval=2, lr=0.05)
     controller = Sparse24Controller(model, optimizer, total_steps=12)

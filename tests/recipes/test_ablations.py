@@ -1,0 +1,122 @@
+"""The papers' ablations, methods outside the package, on literal numbers."""
+
+import sys
+from importlib import import_module
+
+import pytest
+import sparse24_kernels as kernels
+import sparse_models
+import torch
+import zoo
+from method_runs import loop, run_steps
+from paths import RECIPES
+from torch import nn
+
+from hf_sparse24 import Sparse24Config, Sparse24Linear, patch_model, sparse_weights
+from hf_sparse24.methods import METHODS
+from hf_sparse24.metrics import is_nm_sparse
+
+NAMES = ("s-ste-gamma", "s-ste-fixed-scale", "s-ste-moving-scale", "s-ste-mvue-weight", "s-ste-greedy", "ste-greedy")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ablations():
+    """Registered for this module alone, so that tests of every method do not run them."""
+    before = dict(METHODS)
+    sys.modules.pop("ablations", None)
+    import_module("ablations")
+    assert set(NAMES) <= METHODS.keys()
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+def make_layer(weight: torch.Tensor, **arguments) -> Sparse24Linear:
+    model = nn.ModuleList([nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)])
+    model[0].weight.data = weight.clone()
+    patch_model(model, Sparse24Config(target_modules="all-linear", **arguments))
+    return model[0]
+
+
+@pytest.mark.parametrize("method", NAMES)
+def test_it_trains_and_is_saved(method, tmp_path):
+    model = sparse_models.patched("llama", method=method)
+    before = model(**zoo.batch(0)).loss.item()
+    run_steps(model, *loop(model), 4)
+    assert model(**zoo.batch(0)).loss.item() < before
+    model.eval().save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**zoo.batch(0)).logits, model(**zoo.batch(0)).logits)
+
+
+def test_gamma_moves_the_threshold_towards_the_smallest_that_is_kept():
+    layer = make_layer(torch.tensor([[4.0, -1, -3, 2]]), method="s-ste-gamma", gamma=0.5)
+    # t = 0.5 * 3 + 0.5 * 2, S = [1.5, 0, -0.5, 0], beta = (4 * 1.5 + 3 * 0.5) / (1.5^2 + 0.5^2)
+    assert layer.scale.item() == 3.0
+    assert layer.sparse_weight().tolist() == [[4.5, 0, -1.5, 0]]
+    layer = make_layer(torch.tensor([[4.0, -1, -3, 2]]), method="s-ste-gamma", gamma=0.5, scale_rule="l1")
+    assert layer.scale.item() == 10 / 2
+    layer = make_layer(torch.tensor([[4.0, -1, -3, 2]]), method="s-ste-gamma", gamma=0.5, scale_rule="none")
+    assert layer.scale.item() == 1
+    weight = layer.sparse24["weight"]
+    with pytest.raises(ValueError, match=r"gamma=0\.5"):
+        weight.method.state_of_pruned(weight.views()[0])
+    with pytest.raises(ValueError, match="gamma=1: must be"):
+        Sparse24Config(method="s-ste-gamma", gamma=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gamma_is_continuous_at_zero_and_stays_2_4(dtype):
+    weight = torch.randn(16, 32, dtype=dtype)
+    near, far = (make_layer(weight, method="s-ste-gamma", gamma=gamma).sparse_weight() for gamma in (1e-9, 0.9))
+    torch.testing.assert_close(near, make_layer(weight, method="s-ste").sparse_weight())
+    for pruned in (near, far):
+        assert is_nm_sparse(pruned) and not pruned[pruned == 0].signbit().any()
+
+
+def test_scales_that_are_given_and_that_move():
+    given = sparse_models.patched("llama", method="s-ste-fixed-scale", scale=1.25)
+    moving = sparse_models.patched("llama", method="s-ste-moving-scale")
+    before = loop(moving)
+    metrics = before[1].metrics()
+    run_steps(moving, *before, 1)
+    assert before[1].metrics()["scale_mean"] != metrics["scale_mean"]
+    weight = next(iter(sparse_weights(given).values()))
+    assert weight.state["scale"] == 1.25 and weight.method.check_state(weight.views()[0]) is None
+    weight.state["scale"].fill_(2.0)
+    assert weight.method.check_state(weight.views()[0]) == "scale is 2, not 1.25"
+
+
+def test_the_weight_of_grad_input_is_pruned_without_bias():
+    """Every value of the weight has one draw; over many, the mean is the weight of the output GEMM."""
+    layer = make_layer(torch.randn(8, 8, dtype=torch.float64), method="s-ste-mvue-weight")
+    method, view = layer.sparse24["weight"].method, layer.sparse24["weight"].views()[0]
+    draws = []
+    for step in range(4000):
+        moved = view._replace(matrix=view.matrix + 1e-9 * step)
+        draws.append(method.prune_grad_input(moved).values)
+    assert all(is_nm_sparse(draw, dim=0) for draw in draws[:100]) and not torch.equal(draws[0] != 0, draws[1] != 0)
+    assert torch.equal(draws[0], method.prune_grad_input(view).values)
+    deviation = torch.stack(draws).std(0) / len(draws) ** 0.5
+    assert ((torch.stack(draws).mean(0) - layer.sparse_weight()).abs() <= 5 * deviation + 1e-5).all()
+    x = torch.zeros(8, 8, dtype=torch.float64, requires_grad=True)
+    layer(x).backward(torch.eye(8, dtype=torch.float64))
+    torch.testing.assert_close(x.grad, draws[0])
+
+
+@pytest.mark.parametrize("tokens", [16, 13])
+def test_greedy_pruning_keeps_the_largest_gradients_of_every_four_tokens(tokens):
+    layer = make_layer(torch.randn(8, 8, dtype=torch.float64), method="ste-greedy")
+    x = torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(tokens, 8, dtype=torch.float64)
+    layer(x).backward(grad)
+    padded = torch.cat([grad, grad.new_zeros(-tokens % 4, 8)])
+    pruned = kernels.nm_prune(padded, dim=0)[:tokens]
+    torch.testing.assert_close(layer.weight.grad, pruned.t() @ x.detach())
+    torch.testing.assert_close(x.grad, grad @ layer.sparse_weight())
+
+
+def test_it_imports_public_modules_alone():
+    lines = (RECIPES / "ablations.py").read_text().splitlines()
+    ours = {line.split()[1] for line in lines if line.startswith(("from hf_", "import hf_", "import sparse24_"))}
+    assert ours == {"hf_sparse24", "hf_sparse24.methods", "sparse24_kernels"}
