@@ -179,10 +179,9 @@ def sparse_run(model: nn.Module) -> SparseRun | None:
         The `SparseRun` that its sparse weights, or its packed masters, share; None of a model that is not patched.
     """
     for module in model.modules():
-        for key in ("sparse24", "packed24"):
-            for weight in module.__dict__.get(key, {}).values():
-                if weight.run is not None:  # as of packed weights that do not train
-                    return weight.run
+        for weight in module.__dict__.get("sparse24", {}).values():
+            if weight.run is not None:  # as of packed weights that do not train
+                return weight.run
     return None
 
 

@@ -46,7 +46,7 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         if is_sparse:
             _attach(getattr(parent, child), adapter_name)
         return
-    before, shown = Unmerged(layer), layer.weight.detach().clone()
+    before, shown = Unmerged(layer).expose(), layer.weight.detach().clone()
     try:
         yield
         adapter = getattr(parent, child)
@@ -63,7 +63,7 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         raise
     if has_changed:
         layer.weight.data = layer.weight.data.masked_fill(shown == 0, 0)
-        before.is_settled()
+        before.accept()
     else:
         before.restore()
     if is_masked:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..weights.place import layer_name
 from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import layer_name
 
 
 def is_adapter(module: nn.Module) -> bool:

@@ -18,9 +18,10 @@ from sparse24_kernels import Packed
 from torch import Tensor, nn
 
 from ..layers.linear import Sparse24Layer
-from ..layers.packed import PackedLayer, pack_weight, unpack_weight
+from ..layers.packed import PackedLayer, pack_weight, packed_of, unpack_weight
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
+from ..weights.sparse_weight import SparseWeight
 from .bypass import is_adapter, is_masked
 from .masked import input_dim_of, is_pruned, out_in
 
@@ -29,30 +30,37 @@ _UNMERGED = "sparse24_unmerged"
 
 
 class Unmerged:
-    """The tensors and state of a linear layer before something is merged into it.
+    """A linear layer before something is merged into it. `expose` opens it for that, one of the others ends it.
 
-    Making one replaces the layer's master by the weight that it computes with, and all its tensors by copies, which may
-    be changed in place. It unpacks a packed layer, until `is_settled` or `restore` packs it again.
+    expose     `.weight` is the weight that the layer computes with; all its tensors are copies, to be written to
+    accept     the layer computes with `.weight` as it is now, if that is possible
+    restore    the layer is what it was, bit for bit
     """
 
-    @torch.no_grad()
     def __init__(self, layer: Any):
-        self.layer, self.sparse = layer, layer.sparse24["weight"] if is_pruned(layer) else None
-        self.state = {} if self.sparse is None else self.sparse.state
-        self.tensors: dict[str, Tensor] = {}
-        self.packed = layer.packed24["weight"].packed if isinstance(layer, PackedLayer) else None
+        self.layer = layer
+        weights = layer.__dict__.get("sparse24", {})
+        self.packed = packed_of(weights["weight"]) if isinstance(layer, PackedLayer) else None
+        self.run = None if self.packed is None else weights["weight"].run
+        self.sparse: SparseWeight | None = weights["weight"] if is_pruned(layer) else None
+        self.state = {} if self.sparse is None else dict(self.sparse.state)
+        own = {name: p for name, p in layer._parameters.items() if p is not None and not name.startswith("packed_")}
+        self.tensors = {name: parameter.data for name, parameter in own.items()}
+
+    @torch.no_grad()
+    def expose(self) -> "Unmerged":
+        """Let `.weight` be a dense copy of the weight that the layer computes with; a packed layer is unpacked."""
+        layer = self.layer
         if self.packed is not None:
-            self.run, self.trains = layer.packed24["weight"].run, self.packed.values.requires_grad
-            unpack_weight(layer.packed24["weight"])
-        for name, parameter in layer._parameters.items():
-            if parameter is not None and not (name == "weight" and self.packed is not None):
-                self.tensors[name] = parameter.data
-                parameter.data = parameter.data.clone()
+            unpack_weight(layer.sparse24["weight"])
+        for name, tensor in self.tensors.items():
+            layer._parameters[name].data = tensor.clone()
         if self.sparse is not None:
             layer.weight.data = self.sparse.pruned()
             (view,) = self.sparse.views()
             self.sparse.set_state(self.sparse.method.state_of_pruned(view))  # prunes the weight to itself
             self.sparse.clear_encodings()
+        return self
 
     @torch.no_grad()
     def weight(self) -> Tensor:
@@ -61,10 +69,20 @@ class Unmerged:
             return kernels.unpack_nm(self.packed)
         weight = self.tensors["weight"]
         if self.sparse is not None:
-            (view,) = self.sparse.matrices(weight, self.state)
+            (view,) = self.sparse.storage.views(weight, self.state)
             method = self.sparse.method
             (weight,) = encode(method.prune(view), view, method.pattern, {"dense": None}, weight.dtype)
         return out_in(self.layer, weight)
+
+    @torch.no_grad()
+    def accept(self) -> bool:
+        """Let the layer compute with `.weight` as it is now; return False where it cannot, as that is not 2:4."""
+        if self.packed is None:
+            return self.sparse is None or torch.equal(self.sparse.pruned(), self.layer.weight.detach())
+        packed = pack_exactly(self.layer.weight, input_dim_of(self.layer))
+        if packed is not None:
+            self._pack(packed)
+        return packed is not None
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -82,23 +100,13 @@ class Unmerged:
             self.sparse.set_state({name: tensor.to(device) for name, tensor in self.state.items()})
             self.sparse.clear_encodings()
 
-    @torch.no_grad()
-    def is_settled(self) -> bool:
-        """Return whether the layer computes with its `.weight` as it is now; pack a packed one again."""
-        layer = self.layer
-        if self.packed is not None:
-            packed = pack_exactly(layer.weight, input_dim_of(layer))
-            if packed is not None:
-                self._pack(packed)
-            return packed is not None
-        return self.sparse is None or torch.equal(self.sparse.pruned(), layer.weight.detach())
-
     def _pack(self, packed: Packed) -> None:
-        layer, device = self.layer, self.layer.weight.device
+        assert self.packed is not None
+        layer, device, dtype = self.layer, self.layer.weight.device, self.layer.weight.dtype
         if isinstance(layer, PackedLayer):
-            unpack_weight(layer.packed24["weight"])
-        packed = packed.to(layer.weight.dtype, device)
-        pack_weight(layer, "weight", input_dim_of(layer), packed, self.run, self.trains)
+            unpack_weight(layer.sparse24["weight"])
+        trains = self.packed.values.requires_grad
+        pack_weight(layer, "weight", input_dim_of(layer), packed.to(dtype, device), self.run, trains)
 
 
 def keep_merges_sparse(adapter: Any) -> None:
@@ -115,18 +123,18 @@ def unmerged_weight(adapter: Any) -> Tensor:
 
 def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     layer, merged_before = adapter.get_base_layer(), list(adapter.merged_adapters)
-    if isinstance(layer, PackedLayer) and layer.packed24["weight"].packed.scales is not None:
+    if isinstance(layer, PackedLayer) and packed_of(layer.sparse24["weight"]).scales is not None:
         raise ValueError(
             "the base has int8 values, and merging would round the sum to int8: nothing was merged. Call "
             "unpack_model(model) first, which keeps what the model computes, then merge; or keep the adapter beside it"
         )
-    before = Unmerged(layer)
+    before = Unmerged(layer).expose()
     if not merged_before:
         setattr(adapter, _UNMERGED, before)
     is_done = False
     try:
         type(adapter).merge(adapter, *args, **kwargs)
-        if not before.is_settled():
+        if not before.accept():
             raise ValueError(
                 f"merging this adapter ({type(adapter).__module__}.{type(adapter).__name__}) would change what the "
                 f"model computes: the sum with a 2:4 weight is not 2:4, or not finite, and the layer would prune it. "
@@ -235,7 +243,7 @@ def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> n
         if not adapter.merged and not adapter.disable_adapters:
             layer = adapter.get_base_layer()
             if not _is_guarded(adapter):  # PEFT subtracts what it has added, which rounds
-                undo.callback(Unmerged(layer).restore)
+                undo.callback(Unmerged(layer).expose().restore)
                 undo.callback(adapter.merged_adapters.clear)  # OSF's unmerge does nothing
             adapter.merge()
             if adapter.merged:

@@ -23,8 +23,9 @@ from ..patching.report import shown_count
 from ..run import SparseRun, sparse_run
 from ..tables import markdown_table
 from ..version import __version__
-from ..weights.packed_weight import format_version, packed_masters, trained_weights
-from ..weights.sparse_weight import first_of_each
+from ..weights.packed_weight import format_version
+from ..weights.sparse_weight import first_of_each, sparse_weights
+from ..weights.storage import TRAINED, PackedMaster
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
 
 Format = Literal["dense", "packed", "training"]
@@ -146,9 +147,9 @@ def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | Non
             + " a dense phase: **its weights are dense**."
         )
     patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
-    dropped = sum(weight.master.numel() for weight in packed_masters(model).values())
+    dropped = sum(weight.master.numel() for weight in sparse_weights(model, PackedMaster).values())
     total = sum(parameter.numel() for parameter in model.parameters()) + dropped
-    zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(trained_weights(model)).values())
+    zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(sparse_weights(model, TRAINED)).values())
     return (
         f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
         f"along the input dimension of a sparse layer, {config.m - config.n} are zero"

@@ -26,17 +26,11 @@ from ..patching.ownership import adopt, check_not_offloaded, unwrap
 from ..patching.packing import check_packable, packed_config
 from ..patching.surgery import reject_non_finite
 from ..progress import Progress, get_logger
-from ..weights.packed_weight import (
-    PACKED_INDEX,
-    PackedFormat,
-    format_version,
-    packed_masters,
-    packed_weights,
-    trained_weights,
-)
+from ..weights.packed_weight import PACKED_INDEX, PackedFormat, format_version
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
+from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
 from .manifest import MANIFEST, read_json, sparse_dim, weight_files, write_manifest
 from .replacing import CONFIG, replaced_model
@@ -117,7 +111,7 @@ def export_model(
 
 
 def _export(model: Any, directory: Path, format: str, max_shard_size: int | str, values: str) -> None:
-    weights = trained_weights(model)
+    weights = sparse_weights(model, TRAINED)
     wrong = wrong_states(sparse_weights(model))
     if wrong:
         raise ValueError(f"the model is damaged, load it again: {wrong}")
@@ -257,12 +251,12 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
-    if packed_weights(model) and not packed_masters(model):
+    if sparse_weights(model, PACKED) and not sparse_weights(model, PackedMaster):
         raise ValueError(
             f"the model is packed: call unpack_model(model), then patch_model(model, Sparse24Config(method="
             f"{ONESHOT_METHOD!r})), which keeps its zeros, and export that"
         )
-    if not trained_weights(model):
+    if not sparse_weights(model, TRAINED):
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
     check_not_offloaded(model)
     if not hasattr(model, "config"):

@@ -17,8 +17,9 @@ from ..adapters.merging import adapters_in, without_adapters
 from ..patching.ownership import MODEL_METHODS
 from ..patching.surgery import reject_non_finite
 from ..run import patched_config
-from ..weights.packed_weight import trained_weights
 from ..weights.sharding import is_sharded, rank
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import TRAINED
 from .card import CARD, CHECKPOINT, Format, check_arguments, write_model_card
 from .export import WEIGHT_FILES, export_model, unwrapped
 from .lazy_tensors import NOT_FINITE
@@ -109,7 +110,7 @@ MODEL_METHODS["push_to_hub"] = push_to_hub
 
 def _check_pushable(model: PreTrainedModel) -> None:
     """Raise ValueError where weights are sharded over processes, of which only one pushes, or have NaN or inf."""
-    for name, weight in trained_weights(model).items():
+    for name, weight in sparse_weights(model, TRAINED).items():
         if is_sharded(weight.master):
             raise ValueError(
                 f"{name} is sharded, and one process pushes: call export_model(model, directory) in all of them, then "

@@ -13,7 +13,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..patching.packing import is_packable, packed_form
 from ..patching.surgery import reject_non_finite
-from ..weights.packed_weight import PackedWeight, buffer_names, format_version, packed_weight_name
+from ..weights.packed_weight import buffer_names, format_version, packed_weight_name
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed
@@ -41,7 +41,7 @@ class LazyTensors(NamedTuple):
     packed: str | None = None
 
 
-Weights = Mapping[str, SparseWeight | PackedWeight]
+Weights = Mapping[str, SparseWeight]
 """Those that the model was patched with, by name."""
 
 
@@ -78,7 +78,7 @@ def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
     return lazy._replace(compute=lambda: revert_weight_conversion(model, dict(lazy.compute())))
 
 
-def _packed(name: str, weight: SparseWeight | PackedWeight, values: str) -> LazyTensors:
+def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
     """The values and indices of a sparse weight, and the scales of int8 values."""
     master = weight.master
     form = empty_packed((*master.shape[:-2], *weight.sizes), master.dtype, format_version(values))
@@ -94,7 +94,7 @@ def _packed(name: str, weight: SparseWeight | PackedWeight, values: str) -> Lazy
     return LazyTensors(like, compute, packed=name)
 
 
-def _dense(name: str, tensor: Tensor, weight: SparseWeight | PackedWeight | None) -> LazyTensors:
+def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensors:
     """A tensor as it is, or with the zeros that the model computes with."""
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")}
     if weight is None or weight.run.is_dense:
@@ -115,12 +115,12 @@ def _saved_tensors(model: PreTrainedModel, weights: Weights) -> dict[str, Tensor
     for name, tensor in model.state_dict().items():
         master = packed_weight_name(name)
         weight = weights.get(master) if master else None
-        if not isinstance(weight, PackedWeight):
+        if weight is None or not weight.storage.is_packed:
             state_dict[name] = tensor
         elif name == buffer_names(cast(str, master))[0]:
             dense = tensor.new_empty(weight.sizes, device="meta")
-            state_dict[cast(str, master)] = weight.out_in(dense)
-    beside = {name for key, weight in weights.items() for name in weight.beside(key)}
+            state_dict[cast(str, master)] = weight.storage.out_in(dense)
+    beside = {name for key, weight in weights.items() for name in weight.state.in_model(key)}
     ignored = {*(model._keys_to_ignore_on_save or ()), *beside}
     others = {name: x for name, x in state_dict.items() if name not in weights and name not in ignored}
     if any(is_sharded(tensor) for tensor in others.values()):  # the library compares addresses of memory

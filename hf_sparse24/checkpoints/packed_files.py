@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..layers.packed import pack_weight
+from ..layers.packed import pack_weight, packed_of
 from ..patching.stacks import find_input_dim, stacked_parameters
 from ..run import SparseRun
-from ..weights.packed_weight import VALUES, PackedFormat, buffer_names, packed_weight_name, packed_weights
+from ..weights.packed_weight import VALUES, PackedFormat, buffer_names, packed_weight_name, wrong_packed
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import PACKED
 from .safetensors_file import DTYPES, header_hash
 
 
@@ -83,7 +85,7 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
         pack_weight(module, attribute, input_dim, empty, run)
         # Or Transformers would initialise the weight: a copy that is unpacked for that, and lost.
         module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
-    if not packed_weights(model):
+    if not sparse_weights(model, PACKED):
         names = list(packed.weights[:5])
         raise ValueError(f"{type(model).__name__} has none of the weights in packed.weights: {names}")
 
@@ -116,14 +118,18 @@ def _input_dim(module: nn.Module, name: str) -> int | None:
 
 def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
     """Raise ValueError where a packed weight or its bias was not in the checkpoint, or its tensors are invalid."""
-    for name, weight in packed_weights(model).items():
+    for name, weight in sparse_weights(model, PACKED).items():
         module, path = weight.module, name.rpartition(".")[0]
         tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
         stored = tensors.keys() - module._non_persistent_buffers_set
         # An offloaded one is on the meta device, and no longer the tensor that was read.
         kept = {key for key in stored if tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}}
         missing = sorted(key for key in stored - kept if not was_loaded(tensors[key]))
-        wrong = f"{missing} were not in its files" if missing else weight.wrong()
+        found = packed_of(weight)
+        if missing:
+            wrong: str | None = f"{missing} were not in its files"
+        else:
+            wrong = None if found.values.is_meta else wrong_packed(found)
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
 

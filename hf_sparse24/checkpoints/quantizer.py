@@ -18,10 +18,11 @@ from ..patching.ownership import forget_quantizer, write_config
 from ..patching.packing import packed_config, unpack_model
 from ..patching.surgery import patch_model, reject_non_finite
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import PackedFormat, packed_weights
+from ..weights.packed_weight import PackedFormat
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
+from ..weights.storage import PACKED
 from .packed_files import check_files, check_packed, make_packed, was_loaded
 from .safetensors_file import open_safetensors
 
@@ -116,7 +117,7 @@ class Sparse24Quantizer(HfQuantizer):
         weights = sparse_weights(model)
         for name, weight in weights.items():
             check_supported(name, weight.master)  # Transformers has split it by now
-            weight.is_split = (getattr(model, "_tp_size", None) or 1) > 1 and is_sharded(weight.parameter)
+            weight.storage.is_split = (getattr(model, "_tp_size", None) or 1) > 1 and is_sharded(weight.parameter)
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
@@ -124,14 +125,13 @@ class Sparse24Quantizer(HfQuantizer):
             if missing:
                 raise ValueError(self._lacks(missing))
             for weight in weights.values():
-                weight.state_is_ready = True
+                weight.state.is_ready = True
             wrong = wrong_states(weights)
             if wrong:
                 raise ValueError(f"the checkpoint is damaged, copy or download it again: {wrong}")
         else:
             for weight in weights.values():
-                weight.init_state()
-                weight.init_parameters()
+                weight.init_state(with_parameters=True)
         for weight in weights.values():
             weight.split_state()
         # Transformers has put its own config object there; the model's is the one that its run writes.
@@ -153,7 +153,7 @@ class Sparse24Quantizer(HfQuantizer):
             patch_model(model, self.saved.passed)
         elif self.run is None and self.packed is not None:
             # Without the hashes of the files that were read: saved again, the model has others.
-            own = PackedFormat(tuple(packed_weights(model)), {}, self.packed.version)
+            own = PackedFormat(tuple(sparse_weights(model, PACKED)), {}, self.packed.version)
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
         return model
 
@@ -213,5 +213,5 @@ def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers and Parameters of the method, by their names in a checkpoint."""
     found: dict[str, Tensor] = {}
     for name, weight in sparse_weights(model).items():
-        found |= weight.beside(name)
+        found |= weight.state.in_model(name)
     return found

@@ -31,6 +31,8 @@ from sparse24_kernels import Pattern
 from torch import Tensor, nn
 
 from ..run import SparseRun
+from ..weights.encodings import Wanted
+from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
 from .made_classes import Made, made_class
 from .sparse_module import SparseModule, reject_other_graphs, trained_parameter
@@ -78,10 +80,6 @@ class SparseExperts(Made, SparseModule):
         module.__class__ = made_class(SparseExperts, module.__dict__["dense_class"], names)
         return module
 
-    def to_dense(self) -> nn.Module:
-        del self.__dict__["pruned"]
-        return super().to_dense()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = next(iter(self.sparse24.values())).run
         if run.is_dense:
@@ -93,7 +91,7 @@ class SparseExperts(Made, SparseModule):
             run.expect_controller()
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
-        self.pruned.append({weight.name: weight.kept_pruned(tokens) for weight in weights})
+        self.pruned.append({weight.name: _pruned(weight, tokens) for weight in weights})
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -106,6 +104,12 @@ class SparseExperts(Made, SparseModule):
             lines.append(f"{name}: experts={experts}, in={inputs}, out={out}")
         lines.append(f"method={sparse.method.name}, phase={self.phase}")
         return "\n".join(line for line in lines if line)
+
+
+def _pruned(weight: SparseWeight, tokens: int) -> Tensor:
+    """The pruned weight in the layout of the Parameter."""
+    (dense,) = weight.encoded([Wanted(PRUNED, "dense", None)], weight.parameter.dtype, tokens)
+    return weight.storage.out_in(dense)
 
 
 def _weight_property(name: str) -> property:

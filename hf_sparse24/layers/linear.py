@@ -30,7 +30,7 @@ the pruned weight, passed straight through. Only where the method says `keeps_ze
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
@@ -48,11 +48,14 @@ from .sparse_module import SparseModule, reject_other_graphs, trained_parameter
 
 
 class _SparseLinearFunction(torch.autograd.Function):
-    """The three GEMMs. `weight` `[out, in]` is there to receive the gradient; the other two are what is multiplied.
+    """The three GEMMs. `weight` `[out, in]` is there to receive the gradient; it is multiplied by nothing.
 
-    `output_weight` and `input_weight` are the weight operands of the output and the grad_input GEMM in the forms that
-    their plans take. `input_weight` is None where nobody needs it, where it is `output_weight`, or where the backward
-    pass makes it anew by `encode`, since FSDP2 frees the weight in between.
+    `output_weight` and `input_weight` are the weight operands of the output and the grad_input GEMM, in the forms that
+    their plans take. `input_weight` is None in three cases:
+
+    - x needs no gradient;
+    - it is the same tensor as `output_weight`;
+    - the backward pass makes it by `encode`, because FSDP2 frees the weight in between.
     """
 
     @staticmethod
@@ -156,7 +159,7 @@ class Sparse24Layer(SparseModule):
             dtype: of the result; None for that of `.weight`.
 
         Returns:
-            Shape and layout of `.weight`, sparse along the input dimension, never -0.0. Pruned anew; without gradients.
+            Shape and layout of `.weight`, sparse along the input dimension, never -0.0; a new tensor without gradients.
         """
         return self.sparse24["weight"].pruned(dtype)
 
@@ -166,7 +169,7 @@ class Sparse24Layer(SparseModule):
         if sparse.run.is_dense:
             return self.dense_class.forward(self, x)
         reject_other_graphs()
-        weight, bias = trained_parameter(sparse), sparse.bias
+        weight, bias = trained_parameter(sparse), cast(Tensor | None, self.bias)
         dtype = weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             # Pruned from the master's precision, multiplied in autocast's: a mask never depends on rounding.
@@ -190,7 +193,7 @@ class Sparse24Layer(SparseModule):
         # A graph that is traced asks for every gradient, needed or not.
         if x.requires_grad or is_compiling:
             input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
-            if sparse.gathered_from is None or is_compiling:
+            if sparse.storage.gathered_from is None or is_compiling:
                 wanted.append(_operand(gemms.grad_input, input_plan))
             else:
                 encode = partial(sparse.encoded, [_operand(gemms.grad_input, input_plan)], dtype, tokens)

@@ -22,8 +22,10 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ..weights.gemms import PRUNED
-from ..weights.packed_weight import PackedWeight, buffer_names
+from ..weights.packed_weight import buffer_names
 from ..weights.rules import encode
+from ..weights.sparse_weight import SparseWeight
+from ..weights.storage import PackedFrozen, PackedMaster
 from ..weights.view import WeightRun, WeightView
 from .made_classes import Made, made_class
 from .sparse_module import NO_REPLICAS, reject_other_graphs
@@ -113,7 +115,8 @@ def pack_weight(
     With the `run` of a model it is a packed master: the values are a Parameter, which `trains` or is frozen.
     """
     module.__dict__.setdefault("dense_class", type(module))
-    module.__dict__.setdefault("packed24", {})[name] = PackedWeight(module, name, input_dim, run)
+    storage = (PackedFrozen if run is None else PackedMaster)(module, name, input_dim)
+    module.__dict__.setdefault("sparse24", {})[name] = weight = SparseWeight(storage, run)
     values, indices, scales = buffer_names(name)
     for key in (name, values):
         module._parameters.pop(key, None)
@@ -123,17 +126,20 @@ def pack_weight(
             _put_first(module, key, own if isinstance(own, nn.Parameter) else nn.Parameter(own, requires_grad=trains))
         elif tensor is not None:
             module.register_buffer(key, tensor.detach())
+    if run is not None:
+        weight.state.names = (indices,)
     _choose_class(module)
 
 
-def unpack_weight(weight: PackedWeight) -> None:
+@torch.no_grad()
+def unpack_weight(weight: SparseWeight) -> None:
     """Undo `pack_weight`: the Parameter is the dense weight, with its zeros."""
     trains = weight.run is None or weight.master.requires_grad
-    module, dense = weight.module, nn.Parameter(weight.dense().contiguous(), requires_grad=trains)
+    module, dense = weight.module, nn.Parameter(dense_copy(weight).contiguous(), requires_grad=trains)
     for key in buffer_names(weight.name):
         module._parameters.pop(key, None)
         module._buffers.pop(key, None)
-    del module.__dict__["packed24"][weight.name]
+    del module.__dict__["sparse24"][weight.name]
     _choose_class(module)
     _put_first(module, weight.name, dense)
 
@@ -145,17 +151,28 @@ def _put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module._parameters.update({name: parameter} | others)
 
 
-class PackedModule(nn.Module):
-    """What modules with packed weights share: `packed24`, a `PackedWeight` by the name of each, and `dense_class`."""
+def packed_of(weight: SparseWeight) -> Packed:
+    """The packed form of a packed weight, as its module stores it."""
+    return cast(PackedFrozen, weight.storage).packed
 
-    packed24: dict[str, PackedWeight]
+
+@torch.no_grad()
+def dense_copy(weight: SparseWeight) -> Tensor:
+    """A copy of a packed weight with its zeros, in the layout that the Parameter had."""
+    return cast(PackedFrozen, weight.storage).dense()
+
+
+class PackedModule(nn.Module):
+    """What modules with packed weights share: `sparse24`, a `SparseWeight` by the name of each, and `dense_class`."""
+
+    sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise TypeError(f"{type(self).__name__} is made from a dense module: use pack_model")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in self.__dict__.get("packed24", {}):
+        if name in self.__dict__.get("sparse24", {}):
             raise ValueError(f"{name} is packed, and cannot be replaced or quantized: call unpack_model(model) first")
         super().register_parameter(name, param)
 
@@ -169,14 +186,14 @@ class PackedLayer(PackedModule):
     @property
     def weight(self) -> Tensor:
         """The dense weight, with its zeros: a fresh copy at every read. Writes to it are lost."""
-        dense = self.packed24["weight"].dense()
+        dense = dense_copy(self.sparse24["weight"])
         dense._is_hf_initialized = True  # type: ignore[attr-defined]  # so Transformers, loading, does not initialise it
         return dense
 
     def forward(self, x: Tensor) -> Tensor:
         reject_other_graphs()
-        weight, bias = self.packed24["weight"], cast(Tensor | None, self.bias)
-        packed = weight.packed
+        weight, bias = self.sparse24["weight"], cast(Tensor | None, self.bias)
+        packed = packed_of(weight)
         dtype = packed.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -192,8 +209,8 @@ class PackedLayer(PackedModule):
         return _packed_linear(x, packed, bias, weight.input_dim)
 
     def extra_repr(self) -> str:
-        weight = self.packed24["weight"]
-        (out, inputs), packed = weight.sizes, weight.packed
+        weight = self.sparse24["weight"]
+        (out, inputs), packed = weight.sizes, packed_of(weight)
         text = f"in={inputs}, out={out}, bias={self.bias is not None}, dtype={packed.dtype}"
         text = text if weight.run is None else f"{text}, master"
         return text if packed.scales is None else f"{text}, int8 values"
@@ -242,32 +259,32 @@ class PackedExperts(Made, PackedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reject_other_graphs()
-        self.unpacked.append({name: weight.dense() for name, weight in self.packed24.items()})
+        self.unpacked.append({name: dense_copy(weight) for name, weight in self.sparse24.items()})
         try:
             return super().forward(*args, **kwargs)
         finally:
             self.unpacked.pop()
 
     def extra_repr(self) -> str:
-        shapes = {name: tuple(weight.packed.values.shape) for name, weight in self.packed24.items()}
-        lines = [f"{name}: experts={n}, in={2 * half}, out={out}" for name, (n, out, half) in shapes.items()]
+        shapes = {name: (len(weight.master), *weight.sizes) for name, weight in self.sparse24.items()}
+        lines = [f"{name}: experts={n}, in={inputs}, out={out}" for name, (n, out, inputs) in shapes.items()]
         return "\n".join(line for line in (super().extra_repr(), *lines) if line)
 
 
 def _weight_property(name: str) -> property:
     def read(module: nn.Module) -> Tensor:
         running = module.__dict__["unpacked"]
-        return running[-1][name] if running else module.__dict__["packed24"][name].dense()
+        return running[-1][name] if running else dense_copy(module.__dict__["sparse24"][name])
 
     return property(read)
 
 
 def _choose_class(module: nn.Module) -> None:
     """Give a module the class that goes with its packed weights, or its own again."""
-    dense_class, packed = module.__dict__["dense_class"], module.__dict__["packed24"]
+    dense_class, packed = module.__dict__["dense_class"], module.__dict__["sparse24"]
     if not packed:
         module.__class__ = dense_class
-        for key in {"packed24", "dense_class", "unpacked"} & set(module.__dict__):
+        for key in {"sparse24", "dense_class", "unpacked"} & set(module.__dict__):
             del module.__dict__[key]
     elif issubclass(dense_class, nn.Linear | Conv1D):
         module.__class__ = PackedConv1D if issubclass(dense_class, Conv1D) else PackedLinear

@@ -55,20 +55,30 @@ class _KeptGradient(torch.autograd.Function):
         return kernels.apply_mask(grad, *ctx.saved_tensors), None
 
 
+@torch.no_grad()
+def make_dense(weight: SparseWeight, result: Tensor | None = None) -> None:
+    """Make the module of a weight what it was, with `result` written into the Parameter, or the master as it is."""
+    module, weights = weight.module, weight.module.__dict__["sparse24"]
+    if result is not None:
+        weight.parameter.copy_(result)
+    weight.state.remove()
+    del weights[weight.name]
+    if not weights:
+        del module.__dict__["sparse24"]
+        if isinstance(module, SparseModule):
+            module.__dict__.pop("pruned", None)  # of experts
+            module.__class__ = module.__dict__.pop("dense_class")
+
+
 class SparseModule(nn.Module):
     """The base of sparse layers and of sparse stacked experts, which a dense module becomes in place.
 
-    It has two attributes more than its dense class, besides the buffers of its method: `sparse24`, its `SparseWeight`
+    Besides the buffers of its method it has two attributes more than its dense class: `sparse24`, its `SparseWeight`s
     by the Parameter's name, and `dense_class`.
     """
 
     sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]
-
-    def to_dense(self) -> nn.Module:
-        """Make it a module of its dense class again, once its weights are detached."""
-        self.__class__ = self.__dict__.pop("dense_class")
-        return self
 
     @property
     def phase(self) -> str:
@@ -84,13 +94,13 @@ class SparseModule(nn.Module):
         # FSDP2 gathers by `setattr`: the whole weight, a plain tensor, takes the place of a DTensor.
         before = self.__dict__.get("_parameters", {}).get(name)
         if sharding.is_sharded(before) and not sharding.is_sharded(value) and name in self.__dict__.get("sparse24", {}):
-            self.sparse24[name].gathered_from = before
+            self.sparse24[name].storage.gathered_from = before
         super().__setattr__(name, value)
 
     def _apply(self, fn, recurse=True):
         # Casting a model casts its buffers. A scale rounded to bf16 would change what the model computes.
         weights = list(self.sparse24.values())
-        before = [weight.state for weight in weights]
+        before = [dict(weight.state) for weight in weights]
         for weight in weights:
             weight.clear_encodings()
         super()._apply(fn, recurse)
@@ -107,15 +117,14 @@ class SparseModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         for weight in self.sparse24.values():
             key = prefix + weight.name
-            names = list(weight.beside(key))
+            names = list(weight.state.in_model(key))
             if any(name in state_dict for name in names):
-                weight.state_is_ready = True
+                weight.state.is_ready = True
                 wrong = wrong_state(weight)
                 if wrong:
                     errors.append(f"{key}: {wrong}; the checkpoint is damaged, load another one")
-            elif not weight.state_is_ready and key in state_dict:
+            elif not weight.state.is_ready and key in state_dict:
                 # Dense weights for a model that was patched without any: the rest starts from them.
                 missing[:] = [name for name in missing if name not in names]
-                weight.init_state()
-                weight.init_parameters()
+                weight.init_state(with_parameters=True)
             # Otherwise what is missing is missing: averaged weights must not choose other masks and scales.

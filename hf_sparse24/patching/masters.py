@@ -14,11 +14,11 @@ from torch import nn
 from ..adapters.merging import adapters_in
 from ..config import Sparse24Config
 from ..layers.packed import pack_weight
-from ..layers.sparse_module import SparseModule
+from ..layers.sparse_module import make_dense
 from ..run import SparseRun
-from ..weights.packed_weight import PackedFormat, packed_masters
-from ..weights.place import layer_name
+from ..weights.packed_weight import PackedFormat
 from ..weights.sparse_weight import first_of_each, sparse_weights
+from ..weights.storage import PackedMaster, layer_name
 
 
 def wants_packed_master(config: Sparse24Config) -> bool:
@@ -43,7 +43,7 @@ def check_masters(model: nn.Module, run: SparseRun) -> None:
             raise ValueError(f"pattern='{weight.pattern}' of {layer}: master='packed' keeps two of every four: {way}")
         if inputs % 8:
             raise ValueError(f"{layer} has {inputs} inputs, and master='packed' needs a multiple of 8: {way}")
-        if weight.parameter_names:
+        if weight.parameters:
             own = list(weight.parameters)
             raise ValueError(
                 f"{layer}: its method trains {own} beside the weight; take master='dense', or none of them"
@@ -57,12 +57,11 @@ def pack_masters(model: nn.Module, run: SparseRun) -> None:
     """Let every sparse weight of a patched model be its packed values alone: one after the other, so that no more than
     one weight is there twice."""
     for weight in sparse_weights(model).values():
-        matrix, mask = weight.out_in(weight.parameter.detach()), weight.out_in(weight.mask())
+        out_in = weight.storage.out_in
+        matrix, mask = out_in(weight.parameter.detach()), out_in(weight.mask())
         packed = cast(Packed, kernels.prune_forms(matrix, ["packed"], "mask", mask=mask)[0])
         module, trains = weight.module, weight.parameter.requires_grad
-        weight.detach()
-        if isinstance(module, SparseModule):
-            module.to_dense()
+        make_dense(weight)
         pack_weight(module, weight.name, weight.input_dim, packed, run, trains)
     for owner in run.owners:
         list_masters(owner, run)
@@ -70,7 +69,7 @@ def pack_masters(model: nn.Module, run: SparseRun) -> None:
 
 def list_masters(owner: Any, run: SparseRun) -> None:
     """Let the config of a model with packed masters list them, as the files of `save_pretrained` need it."""
-    names = tuple(name.replace(".base_layer.", ".") for name in packed_masters(owner))
+    names = tuple(name.replace(".base_layer.", ".") for name in sparse_weights(owner, PackedMaster))
     if names:
         run.record(packed=PackedFormat(names, {}))
         owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..run import SparseRun
-from ..weights.packed_weight import trained_weights
-from ..weights.place import layer_name
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import TRAINED, layer_name
 from .masters import list_masters
 
 MODEL_METHODS: dict[str, Callable] = {}
@@ -33,7 +33,7 @@ def adopt(model: nn.Module) -> SparseRun | None:
     Raises:
         ValueError: parts have different configs: one controller cannot run them, one file not describe them.
     """
-    weights = trained_weights(model)
+    weights = sparse_weights(model, TRAINED)
     if not weights:
         return None
     run = cast(SparseRun, next(iter(weights.values())).run)
@@ -48,7 +48,7 @@ def adopt(model: nn.Module) -> SparseRun | None:
     wholes = list(outermost(model))
     for whole in wholes:
         says_nothing = getattr(whole.config, "quantization_config", None) is None or is_dequantized(whole)
-        if says_nothing and trained_weights(whole):
+        if says_nothing and sparse_weights(whole, TRAINED):
             write_config(whole, run)
             if len(wholes) == 1:  # several share one config, which cannot name the layers of each
                 name_layers(whole, run)
@@ -106,7 +106,7 @@ def is_dequantized(model: nn.Module) -> bool:
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
     """Let an owner's config name the layers that are sparse, one by one, or say no more that any are."""
-    names = [layer_name(name) for name in trained_weights(owner)]
+    names = [layer_name(name) for name in sparse_weights(owner, TRAINED)]
     list_masters(owner, run)
     if not names:
         if run.facts.packed is not None:

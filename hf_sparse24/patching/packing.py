@@ -12,20 +12,14 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ..adapters.merging import check_unmerged
 from ..config import SavedConfig
 from ..layers.packed import pack_weight, unpack_weight
+from ..layers.sparse_module import make_dense
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import (
-    PackedFormat,
-    PackedWeight,
-    format_version,
-    pack_exactly,
-    packed_masters,
-    packed_weights,
-    trained_weights,
-)
-from ..weights.sparse_weight import SparseWeight
+from ..weights.packed_weight import PackedFormat, format_version, pack_exactly
+from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.storage import PACKED, TRAINED, PackedFrozen, PackedMaster
 from .masters import wants_packed_master
 from .ownership import check_not_offloaded, forget_quantizer, outermost
-from .surgery import reject_non_finite, release, restore, unpatch_model
+from .surgery import reject_non_finite, release, unpatch_model
 
 
 @torch.no_grad()
@@ -65,25 +59,26 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     if whole is not None:
         raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
     before = _bytes(model)
-    weights = trained_weights(model)
+    weights = sparse_weights(model, TRAINED)
     reject_non_finite((name, weight.master) for name, weight in weights.items())
     names = {id(weight): name for name, weight in weights.items()}
 
-    def convert(group: list[SparseWeight | PackedWeight]) -> None:
+    def convert(group: list[SparseWeight]) -> None:
         # All first, then written, as the weights may share a Parameter.
         forms = {id(weight.master): packed_form(names[id(weight)], weight, values) for weight in group}
         chosen = [(weight, forms[id(weight.master)]) for weight in group]
         results = [weight.merged() if form is None else None for weight, form in chosen]
         for (weight, _), result in zip(chosen, results):
-            if isinstance(weight, SparseWeight):
-                restore(weight, result)
+            if not weight.storage.is_packed:
+                make_dense(weight, result)
         for weight, form in chosen:
             if form is not None:
                 pack_weight(weight.module, weight.name, weight.input_dim, form)
 
     release(model, weights, convert)
     for inner in outermost(model):
-        names_in_files = tuple(name.replace(".base_layer.", ".") for name in packed_weights(inner))  # without adapters
+        # In files, names are those without adapters.
+        names_in_files = tuple(name.replace(".base_layer.", ".") for name in sparse_weights(inner, PACKED))
         mark_packed(inner, packed_config(run.saved, PackedFormat(names_in_files, {}, version)))
     return before - _bytes(model)
 
@@ -101,9 +96,9 @@ def unpack_model(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not packed, has an adapter that is merged, or is offloaded by its `device_map`.
     """
-    if packed_masters(model):
+    if sparse_weights(model, PackedMaster):
         return unpatch_model(model)
-    weights = packed_weights(model)
+    weights = sparse_weights(model, PACKED)
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
     check_unmerged(model)
@@ -129,9 +124,9 @@ def check_packable(model: nn.Module) -> SparseRun:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.is_dense:
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
-    if not any(is_packable(weight) for weight in trained_weights(model).values()):
+    if not any(is_packable(weight) for weight in sparse_weights(model, TRAINED).values()):
         raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
-    for weight in trained_weights(model).values():
+    for weight in sparse_weights(model, TRAINED).values():
         check_within_24(str(weight.pattern))
     return run
 
@@ -142,12 +137,12 @@ def check_within_24(pattern: str) -> None:
         raise ValueError(f"pattern={pattern!r}: packed weights are 2:4; export with format='dense'")
 
 
-def is_packable(weight: SparseWeight | PackedWeight) -> bool:
+def is_packable(weight: SparseWeight) -> bool:
     """Whether a weight has a packed form by its sizes: a byte has the indices of eight elements."""
     return weight.sizes[1] % 8 == 0
 
 
-def packed_form(name: str, weight: SparseWeight | PackedWeight, values: str) -> Packed | None:
+def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
     """What a sparse weight computes with, packed; None where its input size is no multiple of 8.
 
     Raises:
@@ -156,8 +151,8 @@ def packed_form(name: str, weight: SparseWeight | PackedWeight, values: str) -> 
     if not is_packable(weight):
         return None
     method = weight.method
-    if isinstance(weight, PackedWeight):
-        packed: Packed | None = weight.whole()
+    if isinstance(weight.storage, PackedFrozen):
+        packed: Packed | None = weight.storage.whole_packed()
     else:
         packed = pack_exactly(weight.merged(), weight.input_dim)
     if packed is None and weight.parameters:

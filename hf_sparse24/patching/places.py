@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..weights.place import layer_name
+from ..weights.storage import layer_name
 
 # Usual names of modules, and of their classes, in an attention or a feed-forward sublayer.
 _ATTENTION = re.compile(r"attn|attentions?\d*$|^attention", re.IGNORECASE)

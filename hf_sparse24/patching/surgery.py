@@ -16,12 +16,12 @@ from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
-from ..layers.sparse_module import SparseModule
+from ..layers.sparse_module import make_dense
 from ..metrics import all_finite
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import PackedWeight, packed_masters, trained_weights
 from ..weights.sharding import check_whole, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from ..weights.storage import TRAINED, PackedMaster
 from .masters import check_masters, pack_masters, wants_packed_master
 from .ownership import adopt, check_not_offloaded, is_dequantized, name_layers, write_config
 from .report import PatchReport, make_report
@@ -81,7 +81,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
             "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
         )
-    if packed_masters(model):
+    if sparse_weights(model, PackedMaster):
         raise ValueError(
             "the model has packed masters already (master='packed'), and trains as it is: leave out patch_model, and "
             "sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
@@ -153,7 +153,7 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
         attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
-            restore(weight, None)
+            make_dense(weight)
         for owner in list(run.owners):
             name_layers(owner, run)
         raise
@@ -185,7 +185,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         tensor(0.5000)
     """
     _check_module(model)
-    weights = trained_weights(model)
+    weights = sparse_weights(model, TRAINED)
     for name, weight in weights.items():
         if is_sharded(weight.master):
             raise ValueError(
@@ -196,15 +196,15 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     if not weights:
         raise ValueError("the model is not patched; there is nothing to undo")
 
-    def write(group: list[SparseWeight | PackedWeight]) -> None:
-        if isinstance(group[0], PackedWeight):
+    def write(group: list[SparseWeight]) -> None:
+        if group[0].storage.is_packed:
             unpack_weight(group[0])  # none is shared
             return
         # All first, then written: layers that share one weight must not prune what another has pruned already.
         keeps_master = not sparse or group[0].run.is_dense
         results = [None if keeps_master else weight.merged() for weight in group]
         for weight, result in zip(group, results):
-            restore(cast(SparseWeight, weight), result)
+            make_dense(weight, result)
 
     release(model, weights, write)
     return model
@@ -212,8 +212,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
 
 def release(
     model: nn.Module,
-    weights: Mapping[str, SparseWeight | PackedWeight],
-    convert: Callable[[list[SparseWeight | PackedWeight]], None],
+    weights: Mapping[str, SparseWeight],
+    convert: Callable[[list[SparseWeight]], None],
 ) -> None:
     """Take all sparse weights of a model out of their training: `convert` detaches them, one group after the other.
 
@@ -225,7 +225,7 @@ def release(
     for run in runs.values():
         if run.controller is not None:
             run.controller.end()
-    groups: dict[int, list[SparseWeight | PackedWeight]] = {}
+    groups: dict[int, list[SparseWeight]] = {}
     for weight in weights.values():
         keys = id(weight.module), id(weight.master)
         group = next((groups[key] for key in keys if key in groups), [])
@@ -243,20 +243,12 @@ def release(
 def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
     """What a method trains beside a weight cannot be merged into it twice."""
     first = first_of_each(weights)
-    doubled = [name for name, weight in weights.items() if weight.parameter_names and name not in first]
+    doubled = [name for name, weight in weights.items() if weight.parameters and name not in first]
     if doubled:
         raise ValueError(
             f"{doubled[0]} is shared with another layer, and the method trains {list(weights[doubled[0]].parameters)} "
             f"beside each weight; leave one of the layers out with exclude_modules"
         )
-
-
-def restore(weight: SparseWeight, result: Tensor | None) -> None:
-    """Make the weight's module what it was, with `result` written into the Parameter, or the master weight as it is."""
-    module = weight.module
-    weight.detach(result)
-    if isinstance(module, SparseModule) and "sparse24" not in module.__dict__:
-        module.to_dense()
 
 
 def set_phase(model: nn.Module, phase: str) -> None:

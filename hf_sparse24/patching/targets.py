@@ -26,7 +26,7 @@ from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
 from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
 from ..run import SparseRun
-from ..weights.place import layer_name
+from ..weights.storage import layer_name
 from .places import Place, find_place
 from .stacks import find_input_dim, gradient_note, is_stacked_experts, stacked_parameters, unsupported_method
 

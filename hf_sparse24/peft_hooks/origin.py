@@ -30,9 +30,9 @@ from ..patching.packing import packed_config
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import get_logger
 from ..run import patched_config, sparse_run
-from ..weights.packed_weight import packed_weights
 from ..weights.sharding import whole
 from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import PACKED, Storage
 
 logger = get_logger(__name__)
 
@@ -116,7 +116,7 @@ def recorded_config(directory: str | Path) -> Any:
 
 def _config_of(model: nn.Module) -> SavedConfig | None:
     """The config of a patched or packed model, None for any other."""
-    if packed_weights(model):
+    if sparse_weights(model, PACKED):
         config = getattr(getattr(model, "config", None), "quantization_config", None)
         return packed_config(config, None) if isinstance(config, SavedConfig) else None
     run = sparse_run(model)
@@ -125,7 +125,7 @@ def _config_of(model: nn.Module) -> SavedConfig | None:
 
 def _base_names(model: nn.Module) -> list[str]:
     """The names of the sparse and packed weights in the model without adapters."""
-    names = (name for name in sparse_weights(model) | packed_weights(model) if ".modules_to_save." not in name)
+    names = (name for name in sparse_weights(model, Storage) if ".modules_to_save." not in name)
     own = (name.removeprefix("base_model.model.") for name in names)
     return [name.replace(".base_layer", "").replace(".original_module", "") for name in own]
 
@@ -146,7 +146,7 @@ def _difference(trained_on: SavedConfig, names: list[str] | None, model: nn.Modu
             return f"it has {field}={one!r}, this model {other!r}"
     if names is not None and (others := sorted({*names} ^ {*_base_names(model)})):
         return f"{others[0]} is 2:4 in one of them alone ({len(others)} such weights; target_modules)"
-    if packed_weights(model) and trained_on.facts.phase == DENSE:
+    if sparse_weights(model, PACKED) and trained_on.facts.phase == DENSE:
         return f"it has phase={DENSE!r}, and this model is packed"
     pruning = trained_on.facts.pruning
     if pruning and found.facts.pruning != pruning and not _has_zeros(model):

@@ -16,8 +16,8 @@ from ..adapters.attaching import WHEN_ATTACHED, attaching
 from ..adapters.merging import check_mergeable
 from ..patching.ownership import adopt
 from ..progress import get_logger
-from ..weights.packed_weight import packed_weights
 from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import PACKED, Storage
 from .origin import KEY, MASKED_TYPE, check_origin, record_late, record_masks, record_origin
 
 logger = get_logger(__name__)
@@ -66,7 +66,7 @@ class SparseAware:
 
 def _check_target_parameters(model: nn.Module, targets: Any) -> None:
     """Raise ValueError where an adapter would replace a sparse weight, instead of adding to its layer's output."""
-    for name in sparse_weights(model) | packed_weights(model):
+    for name in sparse_weights(model, Storage):
         name = name.replace(".base_layer", "")
         for target in targets:
             if name == target or name.endswith(f".{target}"):
@@ -81,7 +81,7 @@ def _check_target_parameters(model: nn.Module, targets: Any) -> None:
 def _check_modules_to_save(model: nn.Module, targets: Any) -> None:
     """Raise ValueError where a copy of a packed layer would be trained: its weights cannot be."""
     for name, module in model.named_modules():
-        if any(name.endswith(target) for target in targets) and packed_weights(module):  # as PEFT compares them
+        if any(name.endswith(target) for target in targets) and sparse_weights(module, PACKED):  # as PEFT compares them
             raise ValueError(
                 f"modules_to_save={list(targets)!r} names {name}, whose weights are packed and cannot be trained: call "
                 f"unpack_model(model) first (and patch_model after it, to stay 2:4), or name other modules"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..progress import Progress, get_logger
-from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
+from ..weights.storage import layer_name
 from .blockwise import BlockExample
 from .replay import Call, Course, Effect, ModelInputs, Replay, tensors
 from .statistics import Gram, InputNorms, LastInput, counted, padding_masks

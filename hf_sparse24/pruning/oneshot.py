@@ -20,9 +20,9 @@ from ..methods import ONESHOT_METHOD
 from ..patching.surgery import patch_model, set_phase, unpatch_model
 from ..progress import Progress, get_logger
 from ..run import patched_config, sparse_run
-from ..weights.place import layer_name
 from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.storage import layer_name
 from .blockwise import reconstruct_block
 from .calibration import CalibratedBlock, calibrate, check_batch
 from .finished_blocks import FinishedBlocks

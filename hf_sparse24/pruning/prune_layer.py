@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from ..metrics import kept_magnitude
 from ..patching.packing import is_packable
 from ..progress import get_logger
-from ..weights.place import layer_name
 from ..weights.sparse_weight import SparseWeight
+from ..weights.storage import layer_name
 from . import layerwise
 from .criteria import CRITERIA
 from .options import Options
@@ -22,7 +22,7 @@ def prune_layer(
     name: str, target: SparseWeight, inputs: Gram | InputNorms, options: Options
 ) -> tuple[LayerReport, Tensor]:
     """Write a layer's new weight and bias, and return its report and its mask in the layout of the stored weight."""
-    weight, bias = matrix(target), target.bias
+    weight, bias = matrix(target), getattr(target.module, "bias", None)
     dense = weight.to(inputs.squares.dtype, copy=True)
     before = _with_bias(dense, bias)
     mask, values, damping = CRITERIA[options.criterion].prune(dense, inputs, target.method.pattern, options.damping)

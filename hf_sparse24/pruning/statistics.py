@@ -135,4 +135,4 @@ def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
 
 def matrix(weight: SparseWeight) -> Tensor:
     """Return the weight as `[out, in]`, a view of what is stored."""
-    return weight.out_in(weight.views()[0].matrix)
+    return weight.storage.out_in(weight.views()[0].matrix)

@@ -12,7 +12,8 @@ from transformers.training_args import TrainingArguments
 
 from ..progress import get_logger
 from ..run import sparse_run
-from ..weights.packed_weight import packed_weights
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import PACKED
 from . import reference
 from .controller import Sparse24Controller
 from .distillation import Distiller, find_distiller
@@ -131,7 +132,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         run = sparse_run(kwargs["model"])
-        self.is_idle = run is None and bool(packed_weights(kwargs["model"]))
+        self.is_idle = run is None and bool(sparse_weights(kwargs["model"], PACKED))
         self._distiller = find_distiller(kwargs["model"])
         if self._distiller is not None:
             self._distiller.reset()

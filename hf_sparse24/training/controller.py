@@ -16,8 +16,8 @@ from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import get_logger
-from ..weights.packed_weight import trained_weights
 from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import TRAINED
 from .mask_metrics import kept_share
 from .optimizers import check_optimizer, followed, warn_of_lost_updates
 from .ranks import check_ranks_agree
@@ -102,7 +102,7 @@ class Sparse24Controller(StepWork):
         self.weights = sparse_weights(model)
         attach_adapters(model)  # those that PEFT has not found by its registry
         check_adapters(model)
-        if any(weight.is_split for weight in self.weights.values()) and adapters_in(model):
+        if any(weight.storage.is_split for weight in self.weights.values()) and adapters_in(model):
             raise ValueError(
                 "adapters around weights that tensor parallelism splits are not supported; use FSDP2 or DDP with them"
             )
@@ -113,7 +113,7 @@ class Sparse24Controller(StepWork):
             logger.info(FINISHED)
         self.optimizer = followed(optimizer, run.method)
         # Packed masters train as ordinary Parameters: nothing is done to them, and their masks never flip.
-        masters = trained_weights(model)
+        masters = sparse_weights(model, TRAINED)
         check_optimizer(masters, self.optimizer)
         warn_of_lost_updates(masters, self.optimizer)
         super().__init__(model, run, self.weights, self.optimizer, total_steps, seed, step, metrics_interval)

@@ -8,7 +8,8 @@ from torch import nn
 
 from ..progress import get_logger
 from ..run import sparse_run
-from ..weights.packed_weight import trained_weights
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import TRAINED
 from .zero import check_method
 
 logger = get_logger(__name__)
@@ -35,7 +36,7 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
             "FSDP1 flattens weights, which then have no rows and columns: use FSDP2, by `fsdp_version: 2` in "
             'accelerate\'s config file, or fsdp_config={"version": 2} in TrainingArguments'
         )
-    state = [name for weight in trained_weights(model).values() for name in weight.state]
+    state = [name for weight in sparse_weights(model, TRAINED).values() for name in weight.state]
     if plugin.cpu_ram_efficient_loading and state:
         raise ValueError(
             f"accelerate's cpu_ram_efficient_loading sends weights only, and the method keeps {state[0]!r} beside each "

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..weights.place import layer_name
+from ..weights.rules import method_mask
 from ..weights.sharding import local, total
 from ..weights.sparse_weight import SparseWeight
+from ..weights.storage import layer_name
 
 
 class Flips:
@@ -64,7 +65,14 @@ def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
 def fresh_masks(weights: Mapping[str, SparseWeight], model: nn.Module) -> list[Tensor]:
     """The masks, as packed bits, that these weights would have with new state and the values that `model` has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return [weight.fresh_mask(parameters[name]) for name, weight in weights.items()]
+    return [_fresh_mask(weight, parameters[name]) for name, weight in weights.items()]
+
+
+@torch.no_grad()
+def _fresh_mask(weight: SparseWeight, parameter: Tensor) -> Tensor:
+    method, progress = weight.method, weight.run.progress
+    views = [view._replace(state=method.init_state(view, *progress)) for view in weight.views(parameter)]
+    return weight.storage.stacked([method_mask(method, view, packed=True) for view in views])
 
 
 def kept_share(weights: Mapping[str, SparseWeight]) -> float:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..methods import Piece, SparseMethod
 from ..progress import get_logger
-from ..weights.packed_weight import PackedWeight
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
 from .zero import ZeroOptimizer, is_deepspeed
@@ -25,7 +24,7 @@ def followed(optimizer: Any, method: SparseMethod) -> Any:
     return ZeroOptimizer(optimizer, method) if is_deepspeed(optimizer) else optimizer
 
 
-def check_optimizer(weights: Mapping[str, SparseWeight | PackedWeight], optimizer: Any) -> None:
+def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
     """It is one that can be followed, and holds all that is trainable of whole weights."""
     if not isinstance(optimizer, torch.optim.Optimizer | ZeroOptimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
@@ -43,7 +42,7 @@ def check_optimizer(weights: Mapping[str, SparseWeight | PackedWeight], optimize
                 )
 
 
-def warn_of_lost_updates(weights: Mapping[str, SparseWeight | PackedWeight], optimizer: Any) -> None:
+def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
     """Warn where master weights are in bf16 or fp16 and steps of Adam, of about the learning rate, too small for them:
     less than half the distance from an entry to the next, >= |entry| eps / 4, rounds to nothing in every step anew."""
     if isinstance(optimizer, ZeroOptimizer):  # which has fp32 masters
@@ -63,9 +62,9 @@ def warn_of_lost_updates(weights: Mapping[str, SparseWeight | PackedWeight], opt
                 return
 
 
-def _check_all_sharded(weights: Mapping[str, SparseWeight | PackedWeight], optimizer: Any) -> None:
+def _check_all_sharded(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
     """FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later."""
-    if not any(is_sharded(weight.master) and not weight.is_split for weight in weights.values()):
+    if not any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
         return
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     plain = [tuple(parameter.shape) for parameter in trained if not is_sharded(parameter)]

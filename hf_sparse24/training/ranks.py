@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..weights.packed_weight import PackedWeight
 from ..weights.sharding import is_sharded
 from ..weights.sparse_weight import SparseWeight
 
 
-def check_ranks_agree(weights: Mapping[str, SparseWeight | PackedWeight], settings: dict[str, Any]) -> None:
+def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, Any]) -> None:
     """Compare with the other processes. All of them must call it; nothing is compared where there is one.
 
     Args:
@@ -38,7 +37,7 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight | PackedWeight], settin
             )
 
 
-def _hashes(weights: Mapping[str, SparseWeight | PackedWeight]) -> list[int]:
+def _hashes(weights: Mapping[str, SparseWeight]) -> list[int]:
     """Of the state that every process has whole."""
     state = [tensor for weight in weights.values() for tensor in weight.state.values()]
     return [_hash(tensor) for tensor in state if not is_sharded(tensor) and not tensor.is_meta]

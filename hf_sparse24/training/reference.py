@@ -12,7 +12,8 @@ from transformers import Trainer, TrainingArguments
 
 from ..methods.context import DENSE
 from ..run import sparse_run
-from ..weights.packed_weight import trained_weights
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import TRAINED
 
 _LONG_RUN = 10**9
 """Steps of a run in which no length of a phase rounds to nothing."""
@@ -48,8 +49,8 @@ def check_reference(trainer: Trainer) -> None:
         return
     optimizer: Any = trainer.optimizer  # None but for STEP
     begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE)
-    tensors, sparse = reference.state_dict(), trained_weights(reference)
-    for key, weight in trained_weights(policy).items():
+    tensors, sparse = reference.state_dict(), sparse_weights(reference, TRAINED)
+    for key, weight in sparse_weights(policy, TRAINED).items():
         ours = weight.master if begins_dense else weight.merged()
         theirs = sparse[key].merged() if key in sparse else tensors[key]
         if not torch.equal(ours.to(theirs.device, theirs.dtype), theirs):

@@ -30,8 +30,8 @@ from transformers.training_args import TrainingArguments
 
 from ..progress import get_logger
 from ..version import __version__
-from ..weights.place import layer_name
 from ..weights.sparse_weight import first_of_each
+from ..weights.storage import layer_name
 from .controller import Sparse24Controller
 
 try:

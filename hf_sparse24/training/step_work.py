@@ -55,7 +55,7 @@ class StepWork:
         run.controller = self
         self._enter_phase()
         for weight in weights.values():
-            if not weight.state_is_ready:
+            if not weight.state.is_ready:
                 weight.init_state()
 
     def follow(self) -> None:

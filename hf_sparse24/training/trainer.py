@@ -20,8 +20,8 @@ from ..patching.report import PatchReport
 from ..patching.surgery import patch_model
 from ..progress import get_logger
 from ..run import patched_config, sparse_run
-from ..weights.packed_weight import packed_masters, packed_weights
 from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import PACKED, PackedMaster
 from .callback import Sparse24Callback
 from .decay_search import (
     CANDIDATES,
@@ -154,7 +154,7 @@ class Sparse24Trainer(Trainer):
     ):
         # Only here are the model, `model_init`'s too, and the arguments of a hyperparameter trial those of the run.
         model = model_of(self)
-        if patched_config(model) is None and not packed_weights(model):
+        if patched_config(model) is None and not sparse_weights(model, PACKED):
             raise ValueError(
                 "the model was patched when this trainer was made, and is not any more: it went through unpatch_model, "
                 "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
@@ -262,9 +262,9 @@ class Sparse24Trainer(Trainer):
             save_config(model_of(self), str(self.args.output_dir if output_dir is None else output_dir))
 
     def _patch(self, model: nn.Module) -> None:
-        if packed_masters(model) and patched_config(model) == self.sparse24_config:
+        if sparse_weights(model, PackedMaster) and patched_config(model) == self.sparse24_config:
             return
-        if self.sparse24_config is not None or not packed_weights(model):  # around a packed one adapters train
+        if self.sparse24_config is not None or not sparse_weights(model, PACKED):  # around a packed one adapters train
             self.patch_report = patch_model(model, self.sparse24_config)
 
 

@@ -1,17 +1,16 @@
 """Encodings: a pruned weight in the forms that GEMMs take, kept by one rule.
 
 Making an encoding costs a pass over the weight. Micro-batches, recomputation under gradient checkpointing, and every
-token that is generated need the same one. So **an encoding is valid for the versions of the weight and its state that
-it was made from, while the step stays open in which it was made, or while samples of them have not changed.**
+generated token need the same one. The rule: **an encoding is valid while the versions of the weight and its state are
+the same, and either the step is still open in which it was made, or samples of them have not changed.**
 
-The controller opens a step when an optimizer step has ended, and closes it right before the next. A training loop
-without a controller has no open step, and prunes in every forward pass and every recomputation.
+- Training: the controller opens a step when an optimizer step has ended, and closes it right before the next. A
+  training loop without a controller has no open step, and prunes in every forward pass and every recomputation.
+- Evaluation: averaged weights and merged adapters are written through `.data`, which no version counter sees. So
+  samples of the tensors are compared. A sample has elements of every row and every column, and notices a write to a
+  whole one. Writes through `.data` to single elements may go unnoticed.
 
-The samples are for evaluation: averaged weights and merged adapters are written through `.data`, which no version
-counter sees. A sample has elements of every row and every column, so it notices a write to a whole one. Looking at it
-takes a fifth of the time in which a CPU multiplies one token by the weight, so for fewer than 8 tokens an eighth of it
-must do: `generate` looks at all of it for a prompt, unless that is shorter. What it may miss, besides what an eighth of
-it misses, is a write through `.data` to single elements.
+Comparing a sample costs 20 % of a one-token GEMM on a CPU. Below 8 tokens we compare an eighth of it.
 """
 
 import math
@@ -37,9 +36,9 @@ class _Kept(NamedTuple):
     """Encodings and what they were made from.
 
     Attributes:
-        version: of the tensors they were made from, and the dtype they are in.
-        samples: of those tensors. They share their memory, so no other tensor comes to lie at the same address.
-        step: the open step in which they are known to be valid, None where only the samples can say.
+        version: the versions of the tensors they were made from, and the dtype they are in.
+        samples: samples of those tensors. They share their memory, so no other tensor gets the same address.
+        step: the open step in which they are known to be valid; None where only the samples can say.
         tensors: the encodings by operand, form, and the backend that stores it so.
     """
 
@@ -50,7 +49,7 @@ class _Kept(NamedTuple):
 
 
 class Encodings:
-    """Those of one weight. A copy starts empty: they are derived."""
+    """The encodings of one weight. A copy starts empty: they are derived."""
 
     def __init__(self) -> None:
         # Replaced whole: threads that share a model never see half of it.
@@ -70,10 +69,10 @@ class Encodings:
 
         Args:
             tensors: what they are made from.
-            tokens: how many the GEMM multiplies by: the more they are, the less it matters to look closely.
+            tokens: how many the GEMM multiplies by; with more of them, comparing whole samples costs less.
             step: the open step, None where none is open.
             make: makes all forms of one operand in one pass.
-            keep: False makes them anew every time.
+            keep: False makes them every time.
         """
         keep = keep and _may_be_kept(step, tensors)
         kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
@@ -120,7 +119,7 @@ def _still_valid(
     kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], tokens: int, open_step: object | None
 ) -> _Kept:
     """`kept` where it is valid, otherwise an empty one for what is to be made from `tensors` as they are."""
-    # With gradients, weights change between steps alone. Without, somebody may have swapped them in between.
+    # With gradients, weights change between steps alone. Without, averaged weights may have been swapped in.
     step = open_step if torch.is_grad_enabled() else None
     version = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
     if kept.version == version:
@@ -132,8 +131,7 @@ def _still_valid(
 
 
 class Sample:
-    """Some elements of a tensor, at least one of every row and of every column of the matrix that it is, and what they
-    were: a flat view, and a copy."""
+    """Some elements of a matrix, at least one of every row and of every column: a flat view, and a copy of it."""
 
     MANY_TOKENS = 8
 

@@ -1,25 +1,20 @@
-"""Packed weights: 2:4 weights without their zeros, 9/16 of the bytes in bf16, and what files say of them.
+"""The packed form in modules and files: names of its tensors, what `config.json` says of them, what can be wrong.
 
-A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
-`sparse24_kernels.Packed`), in the place of the Parameter `weight`; int8 values have a third, `packed_weight_scales`.
-Of a packed master, which trains, the values are a Parameter.
+A packed weight is two tensors of its module in the place of the Parameter `weight`: `packed_weight_values` and
+`packed_weight_indices` (see `sparse24_kernels.Packed`). int8 values have a third, `packed_weight_scales`.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
 from sparse24_kernels.formats import scale_columns
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..metrics import all_finite
-from . import sharding
-from .place import WeightPlace, named_weights
-from .sparse_weight import SparseWeight, sparse_weights
-from .view import WeightRun
 
 PACKED_WEIGHTS = "packed.safetensors"
 PACKED_INDEX = "packed.safetensors.index.json"
@@ -73,82 +68,6 @@ class PackedFormat:
         return {"version": self.version, "weights": list(self.weights), "files": self.files}
 
 
-class PackedWeight(WeightPlace):
-    """One packed weight; `packed_weights(model)` finds them. Its module has no Parameter of its name: `dense` unpacks
-    a copy.
-
-    Attributes:
-        run: that of the model where the weight is a packed master: its values are a Parameter. None of any other.
-    """
-
-    parameters: ClassVar[dict[str, Tensor]] = {}
-    """What a method trains beside the weight: nothing."""
-
-    def __init__(self, module: nn.Module, name: str, input_dim: int, run: WeightRun | None = None):
-        super().__init__(module, name, input_dim)
-        self.run: Any = run
-        self._keys = buffer_names(name)
-
-    @property
-    def parameter(self) -> Tensor:
-        return self.dense()
-
-    @property
-    def master(self) -> Tensor:
-        """The values, where they are what optimizers update."""
-        return self.packed.values
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        rows, half = self.packed.values.shape[-2:]
-        return rows, 2 * half
-
-    @property
-    def packed(self) -> Packed:
-        buffers = self.module._buffers
-        if self.run is None:
-            return Packed(*map(buffers.get, self._keys))  # type: ignore[arg-type]  # values and indices are always there
-        return Packed(self.module._parameters[self._keys[0]], buffers[self._keys[1]])  # type: ignore[arg-type]  # as above
-
-    @property
-    def method(self) -> Any:
-        """That of the run, of a packed master."""
-        return self.run.method
-
-    @property
-    def pattern(self) -> Any:
-        """That of the run, of a packed master."""
-        return self.method.pattern
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """What a packed master keeps beside its values, by name."""
-        return {self._keys[1]: self.packed.indices}
-
-    def beside(self, name: str) -> dict[str, Tensor]:
-        """What has a name besides that of the weight: nothing."""
-        return {}
-
-    @torch.no_grad()
-    def whole(self) -> Packed:
-        """The packed form, whose values are gathered where FSDP2 shards them: all processes must call it."""
-        values, indices, scales = self.packed
-        return Packed(sharding.whole(values), indices, scales)
-
-    def merged(self) -> Tensor:
-        """The weight that the model computes with, in the layout that the Parameter had; gathered as by `whole`."""
-        return self.out_in(kernels.unpack_nm(self.whole()))
-
-    @torch.no_grad()
-    def dense(self) -> Tensor:
-        """A copy of the weight with its zeros, in the layout that the Parameter had."""
-        return self.out_in(kernels.unpack_nm(self.packed))
-
-    def wrong(self) -> str | None:
-        """What is wrong with the buffers, where packing cannot have made them."""
-        return None if self.packed.values.is_meta else wrong_packed(self.packed)
-
-
 def buffer_names(name: str) -> tuple[str, str, str]:
     """What a packed weight's values, indices and (of int8 values) scales are called, in its module or, by its whole
     name, in a file."""
@@ -162,21 +81,6 @@ def packed_weight_name(buffer: str) -> str | None:
     """The weight that a tensor in a checkpoint is values, indices or scales of, by its name; None of any other."""
     match = re.fullmatch(r"(.*\.)?packed_(.+)_(values|indices|scales)", buffer)
     return None if match is None else f"{match[1] or ''}{match[2]}"
-
-
-def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights of `model` by the dense weight's name, in module order; shared modules count once."""
-    return cast(dict[str, PackedWeight], named_weights(model, "packed24"))
-
-
-def packed_masters(model: nn.Module) -> dict[str, PackedWeight]:
-    """Those of `packed_weights` that train, by name."""
-    return {name: weight for name, weight in packed_weights(model).items() if weight.run is not None}
-
-
-def trained_weights(model: nn.Module) -> dict[str, SparseWeight | PackedWeight]:
-    """The weights that a method trains: `sparse_weights`, or `packed_masters`."""
-    return {**sparse_weights(model), **packed_masters(model)}
 
 
 def format_version(values: str, format: str = "packed") -> int:

@@ -10,6 +10,7 @@ from sparse24_kernels import Pattern
 from sparse24_kernels.formats import Compression
 from torch import Tensor
 
+from .gemms import PRUNED
 from .view import WeightView
 
 Forms = Mapping[str, Compression | None]
@@ -97,6 +98,25 @@ def is_exact(rule: Rule) -> bool:
     return isinstance(rule, Magnitude | SoftThreshold)
 
 
-def groups_above(mask: Tensor, pattern: Pattern, dim: int) -> int:
-    """How many groups of M along `dim` keep more than N."""
-    return int((mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1) > pattern.n).sum())
+def method_mask(method: Any, view: WeightView, packed: bool) -> Tensor:
+    """Which entries a method keeps: bool in the shape of `view.matrix`, or its packed bits."""
+    if not method.has_own_mask:
+        return mask_of(method.prune(view), view, method.pattern, packed)
+    mask = method.mask(view)
+    return kernels.pack_bits(mask) if packed else mask
+
+
+def check_rule(rule: Rule, view: WeightView, method: Any, operand: str, name: str) -> None:
+    """Raise ValueError where an operand is not N:M: sparse GEMMs, packed weights and exports rely on it."""
+    pattern, dims = method.pattern, [view.dim] if operand == PRUNED else []
+    if method.transposable and operand == method.gemms.grad_input.weight:
+        dims.append(1 - view.dim)
+    mask = mask_of(rule, view, pattern, packed=False)
+    for dim in dims:
+        bad = int((mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1) > pattern.n).sum())
+        if bad:
+            along = "input" if dim == view.dim else "output"
+            raise ValueError(
+                f"method {method.name!r} keeps more than {pattern.n} of {pattern.m} weights along the {along} "
+                f"dimension in {bad} groups of {name}, so it is not {pattern}; keep fewer"
+            )

@@ -15,8 +15,10 @@ and is split as the weight is, so a part must hold whole groups.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import UnionType
+from typing import Any, Self, cast
 
 import sparse24_kernels as kernels
 import torch
@@ -26,33 +28,119 @@ from torch import Tensor, nn
 from . import sharding
 from .encodings import Encodings, Wanted
 from .gemms import GRAD_INPUT, PRUNED
-from .place import WeightPlace, named_weights
-from .rules import Forms, Rule, encode, groups_above, is_exact, mask_of
+from .rules import Forms, check_rule, encode, is_exact, method_mask
 from .state import WeightState
+from .storage import DenseMaster, Storage
 from .view import WeightRun, WeightView
-
-W = TypeVar("W", bound=WeightPlace)
 
 _OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
 """Forms of a weight `[out, in]` by the forms of its transpose, as which it may be stored."""
 
 
-class SparseWeight(WeightState):
-    """One sparse weight. `attach` makes one; `sparse_weights(model)` finds them.
+class SparseWeight:
+    """One 2:4 weight of a model; `sparse_weights(model)` finds them.
 
     Attributes:
+        storage: how the module keeps it: as a dense master, as a packed master, or packed and frozen.
+        module, name, input_dim: see `Storage`.
+        run: shared by all weights of a model: the method, the phase, the open step. None where it is frozen.
+        pattern: N:M of this weight.
+        state: what the method keeps beside it.
         rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws anew every time.
     """
 
-    def __init__(self, module: nn.Module, name: str, input_dim: int, run: WeightRun, pattern: Pattern | None = None):
-        super().__init__(module, name, input_dim, run, pattern)
+    def __init__(self, storage: Storage, run: WeightRun | None, pattern: Pattern | None = None):
+        self.storage = storage
+        self.module, self.name, self.input_dim = storage.module, storage.name, storage.input_dim
+        self.run = cast(WeightRun, run)
+        self.pattern: Pattern = pattern or (Pattern(2, 4) if run is None else run.method.pattern)
+        self.state = WeightState(storage)
         self.rng_key: Tensor | None = None
         self.encodings = Encodings()
         self._checked: frozenset[str] = frozenset()  # the operands that were found to be N:M with this state
 
+    @classmethod
+    def attach(
+        cls, module: nn.Module, name: str, input_dim: int, run: WeightRun, pattern: Pattern | None = None
+    ) -> Self:
+        """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run: its state becomes
+        buffers of the module, computed from the weight as it is (on the meta device they wait for `init_state` or a
+        checkpoint)."""
+        weight = cls(DenseMaster(module, name, input_dim), run, pattern)
+        with torch.no_grad():
+            state = _fresh_state(weight)
+            fresh, trains = _fresh_parameters(weight, state), weight.parameter.requires_grad  # not below adapters
+            parameters = {key: nn.Parameter(x, requires_grad=trains) for key, x in fresh.items()}
+        weight.state.add(state, parameters, run.method.name)  # everything that can fail comes before the first change
+        weight.state.is_ready = not (state and weight.parameter.is_meta)
+        module.__dict__.setdefault("sparse24", {})[name] = weight
+        return weight
+
+    @property
+    def method(self) -> Any:
+        """The method, with its settings as they are now and the pattern of this weight."""
+        return self.run.method_of(self.pattern)
+
+    @property
+    def parameter(self) -> Tensor:
+        """The dense master weight as the module has it now; see `DenseMaster.parameter`."""
+        return cast(DenseMaster, self.storage).parameter
+
+    @property
+    def master(self) -> Tensor:
+        """The Parameter that optimizers update."""
+        return self.storage.master
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(out, in) of the weight, or of each matrix in a stack, however it is stored."""
+        return self.storage.sizes
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of matrices, such as those of experts."""
+        return self.storage.is_stack
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The method's own trainable tensors beside this weight, by name."""
+        return self.state.parameters
+
+    def views(self, parameter: Tensor | None = None) -> list[WeightView]:
+        """The matrices of the weight with their state, one unless it is a stack; or those of another `parameter` of its
+        layout. Where the weight is sharded, every process gathers it, and all must call this.
+
+        Within the forward pass of a tensor-parallel layer: the part of both that this process computes with.
+        """
+        values = self.parameter if parameter is None else parameter
+        part = sharding.whole if sharding.is_sharded(values) else sharding.local
+        return self.storage.views(part(values), {name: part(tensor) for name, tensor in self.state.items()})
+
+    # State.
+
+    @torch.no_grad()
+    def init_state(self, with_parameters: bool = False) -> None:
+        """Compute the method's state, and its own Parameters where asked for, from the weight as it is now."""
+        self.set_state(_fresh_state(self))
+        self.split_state()
+        self.state.is_ready = True
+        for name, tensor in _fresh_parameters(self, self.state).items() if with_parameters else ():
+            self.parameters[name].copy_(tensor)
+
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        super().set_state(state)
+        """Give it another state, such as masks that were found elsewhere.
+
+        Raises:
+            ValueError: a name that the method's first state did not have.
+        """
+        self.state.set(state, self.method.name)
         self._checked = frozenset()
+
+    def split_state(self) -> None:
+        """With tensor parallelism, keep the part of the state that belongs to this process's part of the weight."""
+        self.set_state(self.state.splits(self.pattern.m))
+
+    # Masks.
 
     @torch.no_grad()
     def mask(self, packed: bool = False) -> Tensor:
@@ -60,32 +148,22 @@ class SparseWeight(WeightState):
 
         Where the weight is sharded, every process gathers it, and all must call this.
         """
-        return self._of_each(lambda view: self._mask_of(view, packed))
+        return self.storage.stacked([method_mask(self.method, view, packed) for view in self.views()])
 
     @torch.no_grad()
     def local_mask(self, packed: bool = False) -> Tensor:
         """The mask of what this process updates of the weight. All processes must call this."""
         if not sharding.is_sharded(self.master):
             return self.mask(packed)
-        local = sharding.local(self.master)
-        if not self.method.mask_is_local or self.cuts_groups(self.method.pattern.m):
+        storage, local = self.storage, sharding.local(self.master)
+        if not self.method.mask_is_local or storage.cuts_groups(self.pattern.m):
             mask = sharding.local(sharding.split_like(self.mask(), self.master)).to(local.device)
             return kernels.pack_bits(mask) if packed else mask
         if not local.numel():  # there may be more processes than rows
             return torch.zeros(0, dtype=torch.uint8 if packed else torch.bool)
-        state = {name: x if self.is_split else self.split(x) for name, x in self.state.items()}
-        views = self.matrices(local, {name: sharding.local(x).to(local.device) for name, x in state.items()})
-        return self.stacked([self._mask_of(view, packed) for view in views])
-
-    @torch.no_grad()
-    def fresh_mask(self, parameter: Tensor) -> Tensor:
-        """The mask, as packed bits, that another weight like this one has when its state is new."""
-
-        def fresh(view: WeightView) -> Tensor:
-            state = self.method.init_state(view, *self.run.progress)
-            return self._mask_of(view._replace(state=state), True)
-
-        return self._of_each(fresh, parameter)
+        state = {name: x if storage.is_split else storage.split(x) for name, x in self.state.items()}
+        views = storage.views(local, {name: sharding.local(x).to(local.device) for name, x in state.items()})
+        return storage.stacked([method_mask(self.method, view, packed) for view in views])
 
     # What GEMMs multiply by.
 
@@ -96,29 +174,35 @@ class SparseWeight(WeightState):
         At most N of every M along the input dimension are non-zero. `dtype` is that of the result, by default the
         master's; what is kept never depends on it.
         """
-        return self._pruned_to(PRUNED, dtype or self.parameter.dtype)
+        (dense,) = self._encode(dtype or self.parameter.dtype, PRUNED, {"dense": None})
+        return self.storage.out_in(dense)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """The one weight that computes what the layer computes, for export and `unpatch_model`: the pruned weight with
         what the method adds to the output; in the dense phase the master."""
-        if self.run.is_dense:
-            return sharding.whole(self.parameter)
+        if self.storage.is_packed or self.run.is_dense:
+            return self.storage.whole()
         parameters = {name: sharding.whole(tensor) for name, tensor in self.parameters.items()}
-        return self.out_in(self.method.merge(self.out_in(self.pruned()), parameters, self.run.phase))
-
-    def kept_pruned(self, tokens: int) -> Tensor:
-        """The pruned weight, kept as `encodings.py` says, for code that multiplies so many tokens by it itself."""
-        dtype, wanted = self.parameter.dtype, Wanted(PRUNED, "dense", None)
-        (dense,) = self._kept([wanted], dtype, tokens, lambda operand, forms: [self._pruned_to(operand, dtype)])
-        return dense
+        out_in = self.storage.out_in
+        return out_in(self.method.merge(out_in(self.pruned()), parameters, self.run.phase))
 
     def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype, tokens: int) -> list[Tensor]:
-        """Weight operands `[out, in]` in forms that GEMMs of so many tokens take, kept as `encodings.py` says."""
-        return self._kept(wanted, dtype, tokens, lambda operand, forms: self._encode(operand, forms, dtype))
+        """Weight operands `[..., out, in]` in forms that GEMMs of so many tokens take, kept as `encodings.py` says."""
+        parameter = self.parameter
+        if sharding.is_sharded(parameter):
+            raise ValueError(
+                f"{self.name} is a DTensor while its layer computes, as torch's parallelize_module leaves it, and "
+                f"older versions of Transformers do; split the model by FSDP2 (fully_shard), or by "
+                f"from_pretrained(tp_plan='auto') of Transformers 5.23"
+            )
+        made_from = [parameter, *(sharding.local(tensor) for tensor in self.state.values())]
+        keep = self.storage.gathered_from is None  # FSDP2 frees what they would be valid for
+        make = partial(self._encode, dtype)
+        return self.encodings.get(wanted, dtype, made_from, tokens, self.run.open_step, make, keep)
 
     def clear_encodings(self) -> None:
-        """Drop what is kept, and free its memory: the next GEMM encodes anew."""
+        """Drop what is kept, and free its memory: the next GEMM encodes again."""
         self.encodings.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SparseWeight":
@@ -127,32 +211,11 @@ class SparseWeight(WeightState):
         copied.rng_key = None  # its controller's
         return copied
 
-    def _mask_of(self, view: WeightView, packed: bool) -> Tensor:
-        method = self.method
-        if not method.has_own_mask:
-            return mask_of(method.prune(view), view, method.pattern, packed)
-        mask = method.mask(view)
-        return kernels.pack_bits(mask) if packed else mask
-
-    def _of_each(self, function: Callable[[WeightView], Tensor], parameter: Tensor | None = None) -> Tensor:
-        """What a function gives for the weight, or for each matrix of a stack, in the shape of the Parameter."""
-        return self.stacked([function(view) for view in self.views(parameter)])
-
-    def _pruned_to(self, operand: str, dtype: torch.dtype) -> Tensor:
-        """A weight operand in the shape and layout of the Parameter."""
-        return self.stacked([made[0] for made in self._made(operand, {"dense": None}, dtype)])
-
     @torch.no_grad()
-    def _encode(self, operand: str, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
-        """A weight operand `[out, in]` in the forms that GEMMs take, however the Parameter is stored."""
-        if self.input_dim == -1:
-            return self._made(operand, forms, dtype)[0]
-        (made,) = self._made(operand, {_OF_STORED[form]: how for form, how in forms.items()}, dtype)
-        return [tensor.t() if form == "dense" else tensor for form, tensor in zip(forms, made)]
-
-    def _made(self, operand: str, forms: Forms, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Of each matrix of the weight, the forms of an operand. The first time, that it is N:M is checked."""
-        if not self.state_is_ready:
+    def _encode(self, dtype: torch.dtype, operand: str, forms: Forms) -> list[Tensor]:
+        """A weight operand `[..., out, in]` in the forms that GEMMs take, however the Parameter is stored. The first
+        time, that it is N:M is checked."""
+        if not self.state.is_ready:
             raise RuntimeError(
                 "this layer was patched on the meta device and has no state yet; load a checkpoint into the model, or "
                 "call init_state() on each of hf_sparse24.sparse_weights(model).values() once they have weights"
@@ -161,64 +224,52 @@ class SparseWeight(WeightState):
         method = self.method
         checks = operand not in self._checked
         checks = checks and not (torch.compiler.is_compiling() or self.parameter.is_meta)
+        stored = forms if self.input_dim == -1 else {_OF_STORED[form]: how for form, how in forms.items()}
         made = []
         for view in self.views():
             rule = method.prune_grad_input(view) if operand == GRAD_INPUT else method.prune(view)
             if checks and not is_exact(rule):
-                self._check_rule(rule, view, operand)
-            made.append(encode(rule, view, method.pattern, forms, dtype))
+                check_rule(rule, view, method, operand, self.name)
+            made.append(encode(rule, view, self.pattern, stored, dtype))
         if checks:
             self._checked |= {operand}
-        return made
-
-    def _check_rule(self, rule: Rule, view: WeightView, operand: str) -> None:
-        """Raise ValueError where an operand is not N:M: sparse GEMMs, packed weights and exports rely on it."""
-        method, pattern = self.method, self.method.pattern
-        dims = [view.dim] if operand == PRUNED else []
-        if method.transposable and operand == method.gemms.grad_input.weight:
-            dims.append(1 - view.dim)
-        mask = mask_of(rule, view, pattern, packed=False)
-        for dim in dims:
-            bad = groups_above(mask, pattern, dim)
-            if bad:
-                along = "input" if dim == view.dim else "output"
-                raise ValueError(
-                    f"method {method.name!r} keeps more than {pattern.n} of {pattern.m} weights along the {along} "
-                    f"dimension in {bad} groups of {self.name}, so it is not {pattern}; keep fewer"
-                )
-
-    def _kept(
-        self,
-        wanted: Sequence[Wanted],
-        dtype: torch.dtype,
-        tokens: int,
-        make: Callable[[str, Forms], Sequence[Tensor]],
-    ) -> list[Tensor]:
-        made_from = [self.parameter, *(sharding.local(tensor) for tensor in self.state.values())]
-        if sharding.is_sharded(self.parameter):
-            raise ValueError(
-                f"{self.name} is a DTensor while its layer computes, as torch's parallelize_module leaves it, and "
-                f"older versions of Transformers do; split the model by FSDP2 (fully_shard), or by "
-                f"from_pretrained(tp_plan='auto') of Transformers 5.23"
-            )
-        keep = self.gathered_from is None  # FSDP2 frees what they would be valid for
-        return self.encodings.get(wanted, dtype, made_from, tokens, self.run.open_step, make, keep)
+        tensors = [self.storage.stacked(list(each)) for each in zip(*made)]
+        return [self.storage.out_in(x) if form == "dense" else x for form, x in zip(forms, tensors)]
 
 
-def sparse_weights(model: nn.Module) -> dict[str, SparseWeight]:
+def _fresh_state(weight: SparseWeight) -> dict[str, Tensor]:
+    states = [weight.method.init_state(view, *weight.run.progress) for view in weight.views()]
+    return {name: weight.storage.stacked([state[name] for state in states]) for name in states[0]}
+
+
+def _fresh_parameters(weight: SparseWeight, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    views = weight.storage.views(weight.storage.whole(), {key: sharding.whole(x) for key, x in state.items()})
+    made = [weight.method.init_parameters(view) for view in views]
+    return {name: weight.storage.stacked([parameters[name] for parameters in made]) for name in made[0]}
+
+
+def sparse_weights(model: nn.Module, storage: type[Storage] | UnionType = DenseMaster) -> dict[str, SparseWeight]:
     """The sparse weights of a model.
 
     Args:
         model: any model, patched or not.
+        storage: which of them, by a class of `hf_sparse24.weights.storage`: those with a dense master weight, which a
+            method prunes, unless it says otherwise. `TRAINED` adds packed masters, `PACKED` are packed masters and
+            the frozen weights of a packed model, `Storage` are all.
 
     Returns:
-        `SparseWeight` by the Parameter's name, in module order; modules that are shared count once. Empty for a model
-        that is not patched.
+        `SparseWeight` by the dense Parameter's name, in module order; modules that are shared count once. Empty for a
+        model that has none.
     """
-    return cast(dict[str, SparseWeight], named_weights(model, "sparse24"))
+    return {
+        f"{prefix}.{name}" if prefix else name: weight
+        for prefix, module in model.named_modules()
+        for name, weight in cast(dict[str, SparseWeight], module.__dict__.get("sparse24", {})).items()
+        if isinstance(weight.storage, storage)
+    }
 
 
-def first_of_each(weights: Mapping[str, W]) -> dict[str, W]:
+def first_of_each(weights: Mapping[str, SparseWeight]) -> dict[str, SparseWeight]:
     """Without those that share an earlier one's Parameter: a gradient is decayed once, a number counted once."""
     first: dict[int, str] = {}
     for name, weight in weights.items():

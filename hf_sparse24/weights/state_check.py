@@ -11,17 +11,17 @@ from .sparse_weight import SparseWeight
 @torch.no_grad()
 def wrong_state(weight: SparseWeight) -> str | None:
     """What is wrong with the state of a weight; None where nothing is, and while there is no data."""
-    if weight.parameter.is_meta or not weight.state_is_ready:
+    if weight.parameter.is_meta or not weight.state.is_ready:
         return None
     method = weight.method
     for name, found in weight.state.items():
         if weight.is_stack and found.shape[:1] != weight.parameter.shape[:1]:
             return f"{name} is of shape {tuple(found.shape)}, not one for each of {len(weight.parameter)} experts"
     without_data = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device="meta")
-    views = weight.matrices(without_data, {name: sharding.whole(tensor) for name, tensor in weight.state.items()})
+    views = weight.storage.views(without_data, {name: sharding.whole(tensor) for name, tensor in weight.state.items()})
     states = [method.init_state(view, *weight.run.progress) for view in views]
     for name in states[0]:
-        made, found = weight.stacked([state[name] for state in states]), weight.state[name]
+        made, found = weight.storage.stacked([state[name] for state in states]), weight.state[name]
         both_float = made.is_floating_point() and found.is_floating_point()  # in files, of any precision
         if found.shape != made.shape or not (both_float or found.dtype == made.dtype):
             return f"{name} is {found.dtype} {tuple(found.shape)}, not {made.dtype} {tuple(made.shape)}"

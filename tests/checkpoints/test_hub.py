@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model, push_to_hub, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config
-from hf_sparse24.weights.packed_weight import packed_weights
+from hf_sparse24.weights.sparse_weight import sparse_weights
+from hf_sparse24.weights.storage import PACKED
 
 # The client's own: it passes the files of Git LFS to its HTTP library in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
@@ -78,7 +79,7 @@ def test_what_is_pushed_computes_the_same(hub, format):
     loaded = AutoModelForCausalLM.from_pretrained(REPO)
     assert torch.equal(logits(loaded), logits(model))
     assert (patched_config(loaded) is not None) == (format == "training")
-    assert bool(packed_weights(loaded)) == (format == "packed")
+    assert bool(sparse_weights(loaded, PACKED)) == (format == "packed")
     assert is_nm_sparse(loaded.model.layers[0].mlp.up_proj.weight) == (format != "training")
 
 
@@ -355,7 +356,7 @@ def test_pushes_at_saves_are_the_trainers_and_the_export_replaces_them(hub, tmp_
     assert hub.repos[REPO].private and "Training in progress, step 1" in hub.repos[REPO].messages
     assert patched_config(AutoModelForCausalLM.from_pretrained(REPO)) is not None
     run.push_to_hub(format="packed")
-    assert packed_weights(AutoModelForCausalLM.from_pretrained(REPO)) and WEIGHTS not in hub.files(REPO)
+    assert sparse_weights(AutoModelForCausalLM.from_pretrained(REPO), PACKED) and WEIGHTS not in hub.files(REPO)
 
 
 def test_a_failed_push_of_the_trainer_loses_nothing(hub, tmp_path):

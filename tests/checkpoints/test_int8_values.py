@@ -27,7 +27,8 @@ from hf_sparse24 import (
     unpack_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
+from hf_sparse24.weights.packed_weight import buffer_names
+from hf_sparse24.weights.storage import PACKED
 from hf_sparse24_command import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -46,15 +47,15 @@ def test_an_export_is_the_model_packed_in_memory(name, tmp_path):
     model = patched(name)
     expected = {}
     for key, weight in sparse_weights(model).items():
-        expected[key] = kernels.quantize_packed(kernels.pack_nm(weight.out_in(weight.pruned())))
+        expected[key] = kernels.quantize_packed(kernels.pack_nm(weight.storage.out_in(weight.pruned())))
     before = logits(model)
     export_model(model, tmp_path / "export", "packed", values="int8", max_shard_size="40KB")
     assert torch.equal(logits(model), before)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(report.values()) and loaded.config.quantization_config.facts.packed.version == 2
-    assert packed_weights(loaded).keys() == expected.keys()
-    for key, weight in packed_weights(loaded).items():
-        assert all(torch.equal(*parts) for parts in zip(weight.packed, expected[key], strict=True))
+    assert sparse_weights(loaded, PACKED).keys() == expected.keys()
+    for key, weight in sparse_weights(loaded, PACKED).items():
+        assert all(torch.equal(*parts) for parts in zip(weight.storage.packed, expected[key], strict=True))
     freed = pack_model(model, values="int8")
     assert freed > 0 and not torch.equal(logits(model), before)
     torch.testing.assert_close(logits(model), before, atol=0.02, rtol=0)
@@ -87,18 +88,24 @@ def test_dtypes(dtype, tmp_path):
     """Scales have the model's dtype, also of one that it is loaded or cast in; values stay int8."""
     model = patched("llama").to(dtype)
     loaded = exported(tmp_path, model)
-    assert loaded.dtype == dtype and {weight.packed.dtype for weight in packed_weights(loaded).values()} == {dtype}
+    assert loaded.dtype == dtype
+    assert {weight.storage.packed.dtype for weight in sparse_weights(loaded, PACKED).values()} == {dtype}
     stored = load_file(tmp_path / "packed.safetensors")
     assert (stored[VALUES].dtype, stored[SCALES].dtype, stored[SCALES].shape) == (torch.int8, dtype, (64, 1))
     assert sum(stored[name].nbytes for name in (VALUES, INDICES)) == 64 * 32 * 5 / 8
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    dense = dict(zip(packed_weights(wide), (weight.dense() for weight in packed_weights(wide).values())))
-    for name, weight in packed_weights(loaded).items():
-        assert torch.equal(weight.dense(), dense[name].to(dtype))  # rounded once
+    dense = dict(
+        zip(sparse_weights(wide, PACKED), (weight.storage.dense() for weight in sparse_weights(wide, PACKED).values()))
+    )
+    for name, weight in sparse_weights(loaded, PACKED).items():
+        assert torch.equal(weight.storage.dense(), dense[name].to(dtype))  # rounded once
     if dtype == torch.float32:
         half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
         for model in (half, copy.deepcopy(loaded).to(torch.bfloat16)):
-            parts = [packed_weights(model)[NAME].packed, packed_weights(loaded)[NAME].packed]
+            parts = [
+                sparse_weights(model, PACKED)[NAME].storage.packed,
+                sparse_weights(loaded, PACKED)[NAME].storage.packed,
+            ]
             assert torch.equal(parts[0].values, parts[1].values)
             assert torch.equal(parts[0].scales, parts[1].scales.bfloat16())
 
@@ -106,9 +113,9 @@ def test_dtypes(dtype, tmp_path):
 def test_rounding_errors_are_at_most_half_a_step(tmp_path):
     model = patched("llama", hidden_size=256, intermediate_size=136)  # a whole group and a short one
     loaded = exported(tmp_path, model)
-    for name, weight in packed_weights(loaded).items():
-        exact, rounded = sparse_weights(model)[name].pruned(), weight.dense()
-        steps = weight.packed.scales.repeat_interleave(128, -1)[:, : exact.shape[-1]]
+    for name, weight in sparse_weights(loaded, PACKED).items():
+        exact, rounded = sparse_weights(model)[name].pruned(), weight.storage.dense()
+        steps = weight.storage.packed.scales.repeat_interleave(128, -1)[:, : exact.shape[-1]]
         assert is_nm_sparse(rounded) and ((rounded - exact).abs() <= 0.5001 * steps).all()
 
 
@@ -117,7 +124,7 @@ def test_what_can_be_done_with_a_loaded_model(tmp_path):
     """It generates, compiles, computes under autocast with gradients to the input, and becomes an ordinary model."""
     model = exported(tmp_path, patched())
     dense = unpack_model(copy.deepcopy(model))
-    assert not packed_weights(dense) and torch.equal(logits(dense), logits(model))
+    assert not sparse_weights(dense, PACKED) and torch.equal(logits(dense), logits(model))
     ids = zoo.batch()["input_ids"]
     arguments = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(ids, **arguments), dense.generate(ids, **arguments))
@@ -192,7 +199,7 @@ def test_wrong_arguments(tmp_path):
     for values in ("float", "int8"):
         with pytest.raises(ValueError, match=r"NaN or inf in .*1\.mlp\.up_proj\.weight; nothing was changed"):
             pack_model(model, values=values)
-        assert not packed_weights(model)
+        assert not sparse_weights(model, PACKED)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj.*nothing was exported"):
         export_model(model, tmp_path, "packed", values="int8")
     assert not any(tmp_path.iterdir())

@@ -11,7 +11,8 @@ from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, make_model_card, patch_model, sparse_run, sparse_weights
-from hf_sparse24.weights.packed_weight import PackedWeight, packed_masters, packed_weights
+from hf_sparse24.weights.sparse_weight import SparseWeight
+from hf_sparse24.weights.storage import PACKED, PackedMaster
 from hf_sparse24_command import main
 
 pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
@@ -22,7 +23,7 @@ def made(name: str = "llama"):
     model = zoo.build(name).eval()
     patch_model(model, CONFIG)
     with torch.no_grad():
-        for weight in packed_masters(model).values():
+        for weight in sparse_weights(model, PackedMaster).values():
             weight.master.add_(torch.randn_like(weight.master))  # magnitudes no longer say where they are
     return model
 
@@ -33,9 +34,9 @@ def test_a_checkpoint_trains_on(name, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     loaded, report = zoo.auto_class(name).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(report.values()) and torch.equal(logits(loaded), logits(model))
-    assert packed_masters(loaded).keys() == packed_masters(model).keys()
+    assert sparse_weights(loaded, PackedMaster).keys() == sparse_weights(model, PackedMaster).keys()
     assert [n for n, p in loaded.named_parameters()] == [n for n, p in model.named_parameters()]
-    assert all(weight.master.requires_grad for weight in packed_masters(loaded).values())
+    assert all(weight.master.requires_grad for weight in sparse_weights(loaded, PackedMaster).values())
     saved = loaded.config.quantization_config
     assert saved is sparse_run(loaded).saved and saved == model.config.quantization_config and saved.config == CONFIG
     assert not getattr(loaded, "is_quantized", False) and loaded.double().dtype == torch.float64
@@ -46,7 +47,7 @@ def test_a_checkpoint_trains_on(name, tmp_path):
 def test_dtypes(tmp_path):
     made().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {weight.master.dtype for weight in packed_masters(loaded).values()} == {torch.bfloat16}
+    assert {weight.master.dtype for weight in sparse_weights(loaded, PackedMaster).values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -55,20 +56,20 @@ def test_exports(name, format, values, tmp_path, capsys):
     model = made(name)
     export_model(model, tmp_path, format, values=values, max_shard_size="20KB")
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()) and not packed_masters(loaded) and not sparse_weights(loaded)
-    assert bool(packed_weights(loaded)) == (format == "packed")
+    assert not any(report.values()) and not sparse_weights(loaded, PackedMaster) and not sparse_weights(loaded)
+    assert bool(sparse_weights(loaded, PACKED)) == (format == "packed")
     assert not any("packed" in name for name, _ in loaded.named_parameters())
     tolerance = {"rtol": 0, "atol": 0} if values == "float" else {"rtol": 0.1, "atol": 0.5}
     torch.testing.assert_close(logits(loaded), logits(model), **tolerance)
     assert main(["verify", str(tmp_path)]) == 0
-    assert f"all {len(packed_masters(model))} weights are 2:4" in capsys.readouterr().out
+    assert f"all {len(sparse_weights(model, PackedMaster))} weights are 2:4" in capsys.readouterr().out
     listed = json.loads((tmp_path / "sparse24.json").read_text())["config"]
     assert listed["master"] == "dense" and "packed" not in listed
-    assert packed_masters(model) and sparse_run(model).config.master == "packed"
+    assert sparse_weights(model, PackedMaster) and sparse_run(model).config.master == "packed"
 
 
 def test_an_export_makes_one_dense_weight_at_a_time(tmp_path, monkeypatch):
-    model, alive, most, merged = made(), weakref.WeakSet(), [], PackedWeight.merged
+    model, alive, most, merged = made(), weakref.WeakSet(), [], SparseWeight.merged
 
     def counted(weight):
         gc.collect()
@@ -77,7 +78,7 @@ def test_an_export_makes_one_dense_weight_at_a_time(tmp_path, monkeypatch):
         alive.add(dense)
         return dense
 
-    monkeypatch.setattr(PackedWeight, "merged", counted)
+    monkeypatch.setattr(SparseWeight, "merged", counted)
     export_model(model, tmp_path / "dense")
     assert len(most) == 14 and max(most) <= 1
     export_model(model, tmp_path / "packed", format="packed")
@@ -90,13 +91,13 @@ def test_every_way_in(tmp_path):
     dense.save_pretrained(tmp_path / "dense")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=CONFIG)
     patch_model(dense, CONFIG)
-    assert torch.equal(logits(loaded), logits(dense)) and len(packed_masters(loaded)) == 14
+    assert torch.equal(logits(loaded), logits(dense)) and len(sparse_weights(loaded, PackedMaster)) == 14
     export_model(model, tmp_path / "packed", "packed")
     model.save_pretrained(tmp_path / "saved")
     for source in ("packed", "saved"):
         with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
             loaded = AutoModelForCausalLM.from_pretrained(tmp_path / source, quantization_config=CONFIG)
-        assert torch.equal(logits(loaded), logits(model)) and len(packed_masters(loaded)) == 14
+        assert torch.equal(logits(loaded), logits(model)) and len(sparse_weights(loaded, PackedMaster)) == 14
     masked = Sparse24Config(method="fixed-mask", target_modules="all-linear")
     with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=masked)
@@ -126,7 +127,7 @@ def test_commands(tmp_path, capsys):
 def test_the_card_counts_what_is_not_stored():
     model = made()
     dense = sum(parameter.numel() for parameter in zoo.build("llama").parameters())
-    zero = sum(weight.master.numel() for weight in packed_masters(model).values())
+    zero = sum(weight.master.numel() for weight in sparse_weights(model, PackedMaster).values())
     assert f"{zero / dense:.1%} of all" in str(make_model_card(model))
     card = str(make_model_card(model, format="training"))
     assert "**Reading them takes hf_sparse24**" in card and "the dense master weights" not in card

@@ -147,9 +147,9 @@ def test_compiled(implementation):
 
 def count_prunings(monkeypatch) -> list[str]:
     calls: list[str] = []
-    original = SparseWeight._pruned_to
+    original = SparseWeight._encode
     monkeypatch.setattr(
-        SparseWeight, "_pruned_to", lambda self, *arguments: calls.append(self.name) or original(self, *arguments)
+        SparseWeight, "_encode", lambda self, *arguments: calls.append(self.name) or original(self, *arguments)
     )
     return calls
 

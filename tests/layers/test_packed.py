@@ -40,7 +40,8 @@ from hf_sparse24.layers.packed import PackedLinear
 from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
+from hf_sparse24.weights.packed_weight import buffer_names
+from hf_sparse24.weights.storage import PACKED
 
 pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
 
@@ -57,9 +58,9 @@ def test_round_trip_of_every_architecture(name, tmp_path):
     loaded, report = zoo.auto_class(name).from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not any(report.values())
     assert torch.equal(logits(loaded), logits(model))
-    assert packed_weights(loaded).keys() == sparse_weights(model).keys() and not sparse_weights(loaded)
-    for key, weight in packed_weights(loaded).items():
-        assert torch.equal(weight.dense(), sparse_weights(model)[key].pruned())
+    assert sparse_weights(loaded, PACKED).keys() == sparse_weights(model).keys() and not sparse_weights(loaded)
+    for key, weight in sparse_weights(loaded, PACKED).items():
+        assert torch.equal(weight.storage.dense(), sparse_weights(model)[key].pruned())
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(zoo.auto_class(name).from_pretrained(tmp_path / "again")), logits(model))
 
@@ -68,7 +69,7 @@ def test_the_model_without_its_head(tmp_path):
     model = patched()
     export_model(model, tmp_path, "packed")
     base = AutoModel.from_pretrained(tmp_path)
-    assert len(packed_weights(base)) == len(sparse_weights(model))
+    assert len(sparse_weights(base, PACKED)) == len(sparse_weights(model))
     ids = zoo.batch()["input_ids"]
     with torch.no_grad():
         assert torch.equal(base(ids)[0], model.model(ids)[0])
@@ -78,12 +79,12 @@ def test_the_model_without_its_head(tmp_path):
 def test_size_on_disk(dtype, tmp_path):
     model = patched("llama").to(dtype)
     loaded = exported(tmp_path, model)
-    weights = packed_weights(loaded)
+    weights = sparse_weights(loaded, PACKED)
     with safe_open(tmp_path / "packed.safetensors", "pt") as file:
         stored = sum(file.get_tensor(key).nbytes for name in weights for key in buffer_names(name)[:2])
     elements = sum(weight.parameter.numel() for weight in sparse_weights(model).values())
     assert stored == elements * (dtype.itemsize / 2 + 1 / 8)  # 9/16 of bf16
-    assert {weight.packed.values.dtype for weight in weights.values()} == {dtype}
+    assert {weight.storage.packed.values.dtype for weight in weights.values()} == {dtype}
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
@@ -106,14 +107,14 @@ def test_a_packed_export_over_a_dense_one_and_back(tmp_path):
     for format in ("dense", "packed", "dense"):
         export_model(model, tmp_path, format)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert bool(packed_weights(loaded)) == (format == "packed")
+        assert bool(sparse_weights(loaded, PACKED)) == (format == "packed")
         assert torch.equal(logits(loaded), logits(model))
 
 
 def test_weights_that_cannot_be_packed_are_stored_with_their_zeros(tmp_path):
     model = patched("llama", intermediate_size=60)  # down_proj has 60 inputs
     loaded = exported(tmp_path, model)
-    assert len(packed_weights(loaded)) == 2 * 6
+    assert len(sparse_weights(loaded, PACKED)) == 2 * 6
     assert type(loaded.model.layers[0].mlp.down_proj) is nn.Linear
     assert is_nm_sparse(loaded.model.layers[0].mlp.down_proj.weight)
     assert torch.equal(logits(loaded), logits(model))
@@ -129,15 +130,15 @@ def test_patterns_within_2_4(method, pattern, tmp_path):
     model = patched(method=method, pattern=pattern, **settings)
     set_phase(model, "sparse")
     loaded = exported(tmp_path / "packed", model)
-    assert packed_weights(loaded).keys() == sparse_weights(model).keys()
+    assert sparse_weights(loaded, PACKED).keys() == sparse_weights(model).keys()
     loaded.save_pretrained(tmp_path / "again")
     for one in (loaded, AutoModelForCausalLM.from_pretrained(tmp_path / "again")):
         assert torch.equal(logits(one), logits(model))
-        for name, weight in packed_weights(one).items():
-            dense = weight.dense()
+        for name, weight in sparse_weights(one, PACKED).items():
+            dense = weight.storage.dense()
             assert torch.equal(dense, sparse_weights(model)[name].merged())
             assert is_nm_sparse(dense, *sparse_weights(model)[name].method.pattern)
-            assert not torch.signbit(weight.packed.values[weight.packed.values == 0]).any()
+            assert not torch.signbit(weight.storage.packed.values[weight.storage.packed.values == 0]).any()
 
 
 @pytest.mark.parametrize("pack", [pack_model, lambda model: export_model(model, "unused", "packed")])
@@ -217,7 +218,7 @@ def test_pipelines(tmp_path):
         tokenizer.save_pretrained(tmp_path / format)
         generate = pipeline("text-generation", str(tmp_path / format), max_new_tokens=5, do_sample=False)
         said.append(generate("w3 w4")[0]["generated_text"])
-        assert bool(packed_weights(generate.model)) == (format == "packed")
+        assert bool(sparse_weights(generate.model, PACKED)) == (format == "packed")
     assert said[0] == said[1] and len(said[0].split()) > 2, said
 
 
@@ -261,7 +262,7 @@ def test_unpacking_and_training_on(tmp_path):
     loaded = exported(tmp_path, model)
     names = [name for name, _ in loaded.named_parameters()]
     assert unpack_model(loaded) is loaded
-    assert not packed_weights(loaded) and not hasattr(loaded.config, "quantization_config")
+    assert not sparse_weights(loaded, PACKED) and not hasattr(loaded.config, "quantization_config")
     assert dict(loaded.named_parameters()).keys() == dict(zoo.build("llama").named_parameters()).keys()
     assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert len(names) < len(list(loaded.parameters()))
@@ -312,8 +313,10 @@ def test_dtypes_at_loading(tmp_path):
     model = patched()
     export_model(model, tmp_path, "packed")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for weight in packed_weights(loaded).values():
-        assert weight.packed.values.dtype == torch.bfloat16 and weight.packed.indices.dtype == torch.uint8
+    for weight in sparse_weights(loaded, PACKED).values():
+        assert (
+            weight.storage.packed.values.dtype == torch.bfloat16 and weight.storage.packed.indices.dtype == torch.uint8
+        )
     dense = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, dense.bfloat16())
 
@@ -323,15 +326,16 @@ import json, sys; sys.path.insert(0, {here!r})
 import torch, zoo, hf_sparse24
 from sharing import peak_of
 from transformers import AutoModelForCausalLM
-from hf_sparse24 import Sparse24Config, export_model, patch_model
-from hf_sparse24.weights.packed_weight import buffer_names, packed_weights
+from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
+from hf_sparse24.weights.packed_weight import buffer_names
+from hf_sparse24.weights.storage import PACKED
 
 torch.set_num_threads(1)
 directory = {directory!r}
 model = AutoModelForCausalLM.from_pretrained(directory)
 with torch.no_grad():
     assert torch.equal(model(**zoo.batch()).logits, torch.load(directory + "/logits.pt"))
-assert packed_weights(model) and not torch.cuda.is_initialized()
+assert sparse_weights(model, PACKED) and not torch.cuda.is_initialized()
 
 def size_of(model):
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

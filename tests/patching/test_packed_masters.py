@@ -19,7 +19,8 @@ from hf_sparse24 import (
     unpatch_model,
 )
 from hf_sparse24.layers.packed import PackedLinear
-from hf_sparse24.weights.packed_weight import packed_masters, packed_weights
+from hf_sparse24.weights import storage
+from hf_sparse24.weights.storage import PackedMaster
 
 pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
 FIXED = {"method": "fixed-mask", "target_modules": "all-linear"}
@@ -36,15 +37,16 @@ def made(name: str = "llama", config: dict = PACKED, **sizes) -> nn.Module:
 def test_it_computes_what_the_masked_model_computes_from_half_the_parameters(name):
     dense, masked, model = zoo.build(name), made(name, FIXED), made(name)
     assert torch.equal(logits(model), logits(masked))
-    assert packed_masters(model).keys() == sparse_weights(masked).keys() and not sparse_weights(model)
+    assert sparse_weights(model, PackedMaster).keys() == sparse_weights(masked).keys() and not sparse_weights(model)
     sparse = sum(weight.parameter.numel() for weight in sparse_weights(masked).values())
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == sum(parameter.numel() for parameter in dense.parameters()) - sparse // 2
-    for key, weight in packed_masters(model).items():
+    for key, weight in sparse_weights(model, PackedMaster).items():
         assert torch.equal(weight.merged(), sparse_weights(masked)[key].pruned())
         assert weight.master.requires_grad and isinstance(weight.master, nn.Parameter)
     run = sparse_run(model)
-    assert run.saved is model.config.quantization_config and run.facts.packed.weights == tuple(packed_masters(model))
+    assert run.saved is model.config.quantization_config
+    assert run.facts.packed.weights == tuple(sparse_weights(model, PackedMaster))
 
 
 def test_the_report_says_it():
@@ -63,7 +65,9 @@ def test_zeros_that_are_there_are_kept():
     with pytest.raises(ValueError, match=r"master='dense', now 'packed'\); call unpatch_model\(model\) first"):
         patch_model(model, Sparse24Config(**PACKED | same))
     patch_model(unpatch_model(model), Sparse24Config(**PACKED))
-    assert all(torch.equal(weight.merged(), expected[name]) for name, weight in packed_masters(model).items())
+    assert all(
+        torch.equal(weight.merged(), expected[name]) for name, weight in sparse_weights(model, PackedMaster).items()
+    )
     with pytest.raises(ValueError, match=r"master='packed': oneshot prunes dense weights; .* patch_model"):
         oneshot(zoo.build("llama"), [zoo.batch()["input_ids"]], Sparse24Config(**PACKED))
 
@@ -73,7 +77,7 @@ def test_back_to_a_dense_model(undo):
     model = made()
     expected, names = logits(model), [name for name, _ in zoo.build("llama").named_parameters()]
     assert undo(model) is model
-    assert [name for name, _ in model.named_parameters()] == names and not packed_weights(model)
+    assert [name for name, _ in model.named_parameters()] == names and not sparse_weights(model, storage.PACKED)
     assert torch.equal(logits(model), expected) and type(model.model.layers[0].mlp.up_proj) is nn.Linear
     assert not hasattr(model.config, "quantization_config") and "_weight_conversions" not in vars(model)
     assert not hasattr(model, "push_to_hub") or model.push_to_hub.__func__ is type(model).push_to_hub
@@ -88,7 +92,8 @@ def test_packed_for_inference_nothing_trains(values):
     before = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     freed = pack_model(model, values)
     assert freed == before - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    assert packed_weights(model) and not packed_masters(model) and sparse_run(model) is None
+    assert sparse_weights(model, storage.PackedFrozen) and not sparse_weights(model, PackedMaster)
+    assert sparse_run(model) is None
     assert not any("packed" in name for name, _ in model.named_parameters())
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0 if values == "float" else 0.05)
     assert model.config.quantization_config.config.master == "dense" and model.is_quantized
@@ -98,7 +103,7 @@ def test_frozen_weights_stay_frozen():
     model = zoo.build("llama")
     model.model.layers[0].requires_grad_(False)
     patch_model(model, Sparse24Config(**PACKED))
-    trains = {name: weight.master.requires_grad for name, weight in packed_masters(model).items()}
+    trains = {name: weight.master.requires_grad for name, weight in sparse_weights(model, PackedMaster).items()}
     assert trains == {name: ".layers.1." in name for name in trains}
     unpatch_model(model)
     assert not model.model.layers[0].mlp.up_proj.weight.requires_grad

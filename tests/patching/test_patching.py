@@ -338,7 +338,7 @@ def test_meta_device(method):
     assert report.patched and all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
     weight = next(iter(sparse_weights(model).values()))
-    if weight.state_names:
+    if weight.state:
         with pytest.raises(RuntimeError, match="patched on the meta device and has no state yet"):
             weight.pruned()
     weights = real.state_dict()

@@ -29,7 +29,7 @@ from hf_sparse24.pruning.criteria import CRITERIA
 from hf_sparse24.pruning.layerwise import wanda_mask
 from hf_sparse24.pruning.report import OneshotReport
 from hf_sparse24.run import patched_config
-from hf_sparse24.weights.packed_weight import packed_weights
+from hf_sparse24.weights.storage import PACKED
 
 
 def linear(outputs: int, inputs: int, bias: bool = True) -> nn.Linear:
@@ -92,7 +92,7 @@ def test_an_export_stores_exactly_the_int8_values_that_oneshot_chose(name, dtype
     model.save_pretrained(tmp_path / "trained")
     for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "trained")):
         export_model(each, tmp_path / "int8", "packed", values="int8")
-        found = packed_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "int8"))
+        found = sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "int8"), PACKED)
         assert found.keys() == sparse_weights(model).keys()
         for key, weight in sparse_weights(model).items():
             assert torch.equal(found[key].dense(), weight.pruned())

@@ -75,7 +75,7 @@ def expected_bytes(model: torch.nn.Module, format: str) -> int:
     """What the tensors of an export take: a packed weight half of its elements, and two bits for each of these."""
     state_dict = model.state_dict()
     weights = sparse_weights(model)
-    beside = {name for key, weight in weights.items() for name in weight.beside(key)}
+    beside = {name for key, weight in weights.items() for name in weight.state.in_model(key)}
     tensors = {x.data_ptr(): x for name, x in state_dict.items() if name not in weights and name not in beside}
     packed = sum(x.numel() * (x.element_size() / 2 + 1 / 8) for x in map(state_dict.get, weights))
     dense = sum(x.nbytes for x in map(state_dict.get, weights))

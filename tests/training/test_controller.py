@@ -15,8 +15,8 @@ from hf_sparse24.methods import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import sparse_run
-from hf_sparse24.weights.place import layer_name
 from hf_sparse24.weights.sparse_weight import SparseWeight
+from hf_sparse24.weights.storage import layer_name
 
 
 def patched(method: str = "s-ste", name: str = "llama", lr: float = 1e-2, **arguments):

@@ -17,7 +17,7 @@ from hf_sparse24 import (
     sparse_weights,
     unpatch_model,
 )
-from hf_sparse24.weights.packed_weight import packed_masters
+from hf_sparse24.weights.storage import PackedMaster
 
 FIXED = {"method": "fixed-mask", "target_modules": "all-linear"}
 PACKED = FIXED | {"master": "packed"}
@@ -65,7 +65,7 @@ def test_it_trains_as_the_masked_master_does(name, optimizer, method):
 def test_the_optimizers_state_is_exactly_half():
     expected, theirs, _, _ = run("llama", FIXED, "adamw", 1)
     model, ours, _, _ = run("llama", PACKED, "adamw", 1)
-    for name, weight in packed_masters(model).items():
+    for name, weight in sparse_weights(model, PackedMaster).items():
         for moment in ("exp_avg", "exp_avg_sq"):
             dense = theirs.state[sparse_weights(expected)[name].parameter][moment]
             assert 2 * ours.state[weight.master][moment].nbytes == dense.nbytes
@@ -87,9 +87,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     assert losses[0] == losses[1]
     loaded = type(whole.model).from_pretrained(tmp_path / "run" / "checkpoint-6")
     further = Sparse24Trainer(loaded, arguments(tmp_path / "further"), train_dataset=dataset())
-    before = {key: weight.master.clone() for key, weight in packed_masters(loaded).items()}
+    before = {key: weight.master.clone() for key, weight in sparse_weights(loaded, PackedMaster).items()}
     further.train()
-    assert all(not torch.equal(weight.master, before[key]) for key, weight in packed_masters(loaded).items())
+    assert all(
+        not torch.equal(weight.master, before[key]) for key, weight in sparse_weights(loaded, PackedMaster).items()
+    )
 
 
 def test_a_run_of_another_master_is_refused(tmp_path):
@@ -147,7 +149,7 @@ def _export(rank, world, directory, format):
     model, optimizer, controller = ranks.make("llama", PACKED, "fsdp2", 2)
     ranks.run_step(model, optimizer, controller, 0, rank, world, "fsdp2")
     export_model(model, directory, format)
-    weight = packed_masters(model)["model.layers.0.mlp.up_proj.weight"]
+    weight = sparse_weights(model, PackedMaster)["model.layers.0.mlp.up_proj.weight"]
     with pytest.raises(ValueError) as error:
         unpatch_model(model)
     return weight.merged(), str(error.value)

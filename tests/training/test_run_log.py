@@ -16,7 +16,7 @@ from hf_sparse24 import sparse_weights as weights_of
 from hf_sparse24.tools.run_files import read_run
 from hf_sparse24.training import run_log
 from hf_sparse24.training.run_log import RUN_LOG, RunLog, peak_memory, read_lines
-from hf_sparse24.weights.place import layer_name
+from hf_sparse24.weights.storage import layer_name
 
 CONFIG = Sparse24Config(method="t-sr-ste", mask_interval=1)
 LEARNS = {"learning_rate": 0.05}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
+from hf_sparse24.layers.sparse_module import make_dense
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import SparseRun
@@ -101,7 +102,7 @@ def test_saved_and_loaded(method, input_dim):
     model, stack = attached(make_stack(input_dim), input_dim, method)
     with torch.no_grad():  # state that the weights alone do not give back
         stack.parameter.add_(torch.randn(stack.parameter.shape))
-    names = [f"{name}_of_up" for name in (*stack.state_names, *stack.parameter_names)]
+    names = [f"{name}_of_up" for name in (*stack.state, *stack.parameters)]
     assert set(model.state_dict()) == {"up", *names}
     other, loaded = attached(make_stack(input_dim, seed=1), input_dim, method)
     other.load_state_dict(model.state_dict())
@@ -118,7 +119,7 @@ def test_attached_and_detached(method):
     assert stack.run.phase == "sparse" and sparse_run(model) is stack.run
     set_phase(model, "dense")
     assert stack.run.phase == "dense"
-    stack.detach()
+    make_dense(stack)
     assert not sparse_weights(model) and list(model.state_dict()) == ["up"] and "sparse24" not in vars(model)
     assert torch.equal(model.up, make_stack(-1))
 
@@ -132,5 +133,5 @@ def test_two_weights_of_one_module_keep_their_state_apart():
     assert list(model.state_dict()) == ["up", "weight", "scale_of_up", "scale"]
     assert list(sparse_weights(model)) == ["up", "weight"]
     assert weights[0].state["scale"].shape == (EXPERTS,) and weights[1].state["scale"].shape == ()
-    weights[0].detach()
+    make_dense(weights[0])
     assert list(model.state_dict()) == ["up", "weight", "scale"] and list(sparse_weights(model)) == ["weight"]

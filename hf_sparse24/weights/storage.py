@@ -1,0 +1,168 @@
+"""Storages: how a module keeps a 2:4 weight. What differs between them stands here alone.
+
+| storage        | tensors of the module                                     | what trains                             |
+|----------------|-----------------------------------------------------------|-----------------------------------------|
+| `DenseMaster`  | the Parameter `weight`                                    | all of it; a method prunes it           |
+| `PackedMaster` | the Parameter `packed_weight_values`, a buffer of indices | the kept values; the mask never changes |
+| `PackedFrozen` | buffers of values, indices and (int8 values) scales       | nothing                                 |
+"""
+
+import math
+from typing import ClassVar, cast
+
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import Packed
+from torch import Tensor, nn
+
+from . import sharding
+from .packed_weight import buffer_names
+from .view import WeightView
+
+
+class Storage:
+    """A weight `[out, in]`, or a stack of them `[experts, out, in]`, in the module that has it.
+
+    Attributes:
+        module, name: the dense weight is, or was, the Parameter `name` of `module`.
+        input_dim: which of its dimensions is the input dimension, -1 or -2. Groups of M run along it.
+        gathered_from: with FSDP2, the DTensor that optimizers update, once a pass has gathered it. None otherwise.
+        is_split: whether tensor parallelism lets this process compute with its part of the weight alone.
+    """
+
+    is_packed: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, name: str, input_dim: int):
+        self.module, self.name, self.input_dim = module, name, input_dim
+        self.gathered_from: Tensor | None = None
+        self.is_split = False
+
+    @property
+    def master(self) -> Tensor:
+        """The tensor that optimizers update, or would update."""
+        raise NotImplementedError
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(out, in) of the weight, or of each matrix in a stack, however it is stored."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """All of the dense weight, without gradients; every process must call it where the weight is sharded."""
+        raise NotImplementedError
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of matrices, such as those of experts."""
+        return self.master.dim() > 2
+
+    def attribute(self, key: str) -> str:
+        """What the module calls a tensor that is kept beside this weight."""
+        # Transformers splits what is called `...experts.gate_up_proj` for a file, and older versions whatever begins
+        # like that, so the weight's name goes last.
+        return key if self.name == "weight" else f"{key}_of_{self.name}"
+
+    def out_in(self, stored: Tensor) -> Tensor:
+        """A matrix or a stack in the layout of the Parameter as `[..., out, in]`, or the other way round: a view."""
+        return stored if self.input_dim == -1 else stored.transpose(-1, -2)
+
+    def views(self, values: Tensor, state: dict[str, Tensor]) -> list[WeightView]:
+        """`values` in the layout of the Parameter, with `state`, as a method sees them: one, or one for each matrix."""
+        dim = 1 if self.input_dim == -1 else 0
+        if not self.is_stack:
+            return [WeightView(values, dim, state)]
+        return [WeightView(matrix, dim, {k: x[i] for k, x in state.items()}) for i, matrix in enumerate(values)]
+
+    def stacked(self, tensors: list[Tensor]) -> Tensor:
+        """What belongs to each matrix as what belongs to the weight."""
+        return torch.stack(tensors) if self.is_stack else tensors[0]
+
+    def split(self, beside: Tensor) -> Tensor:
+        """A tensor kept beside the weight, split over processes: masks as the weight is; scales are replicated."""
+        return sharding.split_like(beside, self.master, beside.dim() == self.master.dim())
+
+    def cuts_groups(self, m: int) -> bool:
+        """Whether it is sharded so that a group of `m`, or a byte of its packed mask, lies in two processes."""
+        return sharding.cuts(self.master, self.input_dim, m) or sharding.cuts(self.master, -1, math.lcm(m, 8))
+
+
+class DenseMaster(Storage):
+    """The dense weight is a Parameter, from which a method makes the 2:4 weight of the GEMMs."""
+
+    is_packed = False
+
+    @property
+    def parameter(self) -> Tensor:
+        """The weight as the module has it now. While FSDP2 or tensor parallelism runs the module, a plain tensor: the
+        whole weight, or this process's part; otherwise the Parameter, which is a DTensor with both."""
+        stored = self.module._parameters.get(self.name)
+        if stored is None:
+            raise RuntimeError(
+                f"{self.name} is no Parameter of {type(self.module).__name__} any more: something has replaced it, "
+                f"such as a parametrization or PEFT's target_parameters (call unpatch_model(model) before that), or "
+                f"FSDP1 (use FSDP2, fully_shard)"
+            )
+        return stored
+
+    @property
+    def master(self) -> Tensor:
+        return self.parameter if self.gathered_from is None else self.gathered_from
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        rows, columns = self.parameter.shape[-2:]
+        return (rows, columns) if self.input_dim == -1 else (columns, rows)
+
+    def whole(self) -> Tensor:
+        return sharding.whole(self.parameter)
+
+
+class PackedFrozen(Storage):
+    """The 2:4 weight without its zeros, in buffers: for inference, and under adapters."""
+
+    @property
+    def packed(self) -> Packed:
+        """The packed form as it is stored."""
+        return Packed(*map(self.module._buffers.get, buffer_names(self.name)))  # type: ignore[arg-type]  # two are there
+
+    @property
+    def master(self) -> Tensor:
+        return self.packed.values
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        rows, half = self.master.shape[-2:]
+        return rows, 2 * half
+
+    def dense(self) -> Tensor:
+        """A copy of the weight with its zeros, in the layout that the Parameter had."""
+        return self.out_in(kernels.unpack_nm(self.packed))
+
+    @torch.no_grad()
+    def whole_packed(self) -> Packed:
+        """The packed form with its values gathered: every process must call it where FSDP2 shards them."""
+        values, indices, scales = self.packed
+        return Packed(sharding.whole(values), indices, scales)
+
+    def whole(self) -> Tensor:
+        return self.out_in(kernels.unpack_nm(self.whole_packed()))
+
+
+class PackedMaster(PackedFrozen):
+    """The kept values are the Parameter that optimizers update (`master="packed"`)."""
+
+    @property
+    def packed(self) -> Packed:
+        values, indices, _ = buffer_names(self.name)
+        return Packed(cast(Tensor, self.module._parameters[values]), cast(Tensor, self.module._buffers[indices]))
+
+
+TRAINED = DenseMaster | PackedMaster
+"""Storages of weights that a method trains."""
+PACKED = PackedFrozen | PackedMaster
+"""Storages without a dense master."""
+
+
+def layer_name(name: str) -> str:
+    """The layer that a weight is named after, as `target_modules` and `exclude_modules` take it."""
+    return name.removesuffix(".weight")
