@@ -10,7 +10,7 @@ from torch import nn
 from .config import SavedConfig, Sparse24Config, fixed_differences
 from .facts import RunFacts
 from .methods import SparseMethod, method_class
-from .methods.context import DENSE
+from .methods.context import DENSE_PHASE
 from .methods.settings import SHARED, shown
 from .progress import get_logger
 
@@ -70,7 +70,7 @@ class SparseRun:
     @property
     def is_dense(self) -> bool:
         """Whether the model computes with its dense master weights."""
-        return self.phase == DENSE
+        return self.phase == DENSE_PHASE
 
     @property
     def backend(self) -> str:
@@ -98,7 +98,7 @@ class SparseRun:
             raise ValueError(f"phase={phase!r}: must be one of {list(self.method.phases)}")
         if self.facts.packed is not None and phase != "sparse":
             raise ValueError(f"phase={phase!r}: packed masters (master='packed') have the phase 'sparse' alone")
-        self.record(phase=phase, finished=self.facts.finished and phase == DENSE)
+        self.record(phase=phase, finished=self.facts.finished and phase == DENSE_PHASE)
 
     def record(self, **facts: Any) -> None:
         """Write down what the run has learned, unchecked: for the library and what it has read from a file.

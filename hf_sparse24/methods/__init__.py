@@ -13,7 +13,7 @@ from .context import Piece, Pieces, StepContext
 from .fixed_mask import FixedMask, KeptMaskMethod
 from .masked_adamw import GroupTensors, MaskedAdamW, step_param_groups
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
-from .registry import METHODS, method_class, register_method, takes_masks
+from .registry import METHODS, method_class, register_method
 from .s_ste import SSTE
 from .schedule import to_steps
 from .settings import (
@@ -68,7 +68,6 @@ __all__ = [
     "register_method",
     "setting",
     "step_param_groups",
-    "takes_masks",
     "to_steps",
     "whole",
     "with_default",

@@ -1,4 +1,31 @@
-"""SparseMethod: everything that a method decides, in one class."""
+"""SparseMethod: everything that a method decides, in one class. When each hook runs:
+
+patch_model:
+    unsupported(out, inputs)                          of each layer that could become sparse
+    init_state(view, 0, 1), init_parameters(view)     of each weight; again when dense weights are loaded
+
+make_optimizer(groups, total_steps, ...)              by Sparse24Trainer; in your own loop you make the optimizer
+check_run(total_steps, optimizer)                     when the controller is made, before step 0 or a resumed one
+
+for step in range(total_steps):
+    phase(step, total_steps, optimizer)               from dense to another phase: init_state(view, step, ...)
+    if the step before has not just made the state, and refreshes_state(step, total_steps):
+        init_state(view, step, total_steps)
+    for each micro-batch:
+        forward of each layer, unless the phase is "dense":
+            prune(view), prune_grad_input(view)       once in a step, not in each micro-batch
+            adapt_output(x, output, parameters, phase)
+        backward
+    optimizer.step():
+        change_gradients(pieces, context)             right before it; gradients are clipped and unscaled
+    metrics(context)                                  when the Trainer logs
+
+oneshot:                 adopt_mask(view, mask)
+loading, exporting:      check_state(view)
+exporting, unpatching:   prune(view), merge(pruned, parameters, phase)
+merging an adapter:      state_of_pruned(view)
+counting flips, decay:   mask(view)
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -10,7 +37,7 @@ from torch import Tensor
 from ..weights.gemms import Gemms, standard_gemms
 from ..weights.rules import Mask, Rule, mask_of
 from ..weights.view import WeightView
-from .context import DENSE, Pieces, StepContext
+from .context import DENSE_PHASE, Pieces, StepContext
 from .schedule import Schedule
 from .settings import GemmSettings, MethodSettings, PhaseSettings
 
@@ -44,7 +71,6 @@ class SparseMethod:
         settings: of the config.
         pattern: N:M of the config.
         gemms: the three GEMMs of a layer, by the settings.
-        has_own_mask: whether `mask` is the class's own, and says more than the rule of `prune`.
     """
 
     name: ClassVar[str]
@@ -53,7 +79,7 @@ class SparseMethod:
     Settings: ClassVar[type[MethodSettings]] = StandardSettings
     """The frozen dataclass of the method's settings."""
 
-    phases: ClassVar[tuple[str, ...]] = ("sparse", DENSE)
+    phases: ClassVar[tuple[str, ...]] = ("sparse", DENSE_PHASE)
     """In `"dense"` a layer computes with its master weight, in every other phase with what the method prunes it to."""
 
     transposable: ClassVar[bool] = False
@@ -81,11 +107,15 @@ class SparseMethod:
         self.settings, self.pattern = settings, pattern
         names = [f.name for f in dataclasses.fields(GemmSettings)]
         chosen = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-        own_grad_input = type(self).prune_grad_input is not SparseMethod.prune_grad_input
+        own_grad_input = self.overrides("prune_grad_input")
         self.gemms: Gemms = standard_gemms(
             pattern, transposable=self.transposable, own_grad_input=own_grad_input, **chosen
         )
-        self.has_own_mask = type(self).mask is not SparseMethod.mask
+
+    @classmethod
+    def overrides(cls, *hooks: str) -> bool:
+        """Whether the class has one of these hooks of its own; the library skips work that only a default would do."""
+        return any(getattr(cls, hook) is not getattr(SparseMethod, hook) for hook in hooks)
 
     # What the GEMMs multiply by.
 

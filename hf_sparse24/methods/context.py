@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..weights.sparse_weight import SparseWeight
 
-DENSE = "dense"
+DENSE_PHASE = "dense"
 """The phase in which a model computes with its master weights."""
 
 
@@ -34,7 +34,7 @@ class StepContext:
     @property
     def is_dense(self) -> bool:
         """Whether the model computes with its dense master weights."""
-        return self.phase == DENSE
+        return self.phase == DENSE_PHASE
 
 
 @dataclass(frozen=True)

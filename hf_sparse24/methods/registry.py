@@ -53,7 +53,7 @@ def register_method(name: str) -> Callable[[Method], Method]:
 
 
 def _check_class(cls: type[SparseMethod]) -> None:
-    if cls.mask is SparseMethod.mask and cls.prune is SparseMethod.prune:
+    if not cls.overrides("mask", "prune"):
         raise ValueError(f"{cls.__name__} must implement mask, or prune")
     if not {"sparse", "dense"} <= set(cls.phases):
         raise ValueError(f"{cls.__name__}.phases={cls.phases!r}: must have 'sparse' and 'dense' among them")
@@ -69,11 +69,6 @@ def _check_class(cls: type[SparseMethod]) -> None:
             raise ValueError(f"{cls.__name__}.Settings.{found.name}: make it by setting(default, check, text)")
         if found.name in RESERVED:
             raise ValueError(f"{cls.__name__}.Settings.{found.name}: a config has a field of that name already")
-
-
-def takes_masks(method: type[SparseMethod]) -> bool:
-    """Whether masks that were chosen elsewhere, such as by `oneshot`, can be the state of a method."""
-    return method.adopt_mask is not SparseMethod.adopt_mask
 
 
 def method_class(name: Any) -> type[SparseMethod]:

@@ -29,7 +29,7 @@ def unsupported_method(method: SparseMethod) -> str | None:
         return "stacked experts: FP8 cannot be simulated"
     if gemms.grad_input.weight != gemms.output.weight:
         return f"stacked experts: method {method.name!r} multiplies by another weight in the backward pass"
-    if type(method).adapt_output is not SparseMethod.adapt_output:
+    if method.overrides("adapt_output"):
         return f"stacked experts: method {method.name!r} adds to what a layer returns"
     return None
 

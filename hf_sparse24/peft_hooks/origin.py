@@ -24,7 +24,7 @@ from torch import nn
 from ..adapters.merging import adapters_in
 from ..config import SavedConfig
 from ..methods import method_class
-from ..methods.context import DENSE
+from ..methods.context import DENSE_PHASE
 from ..metrics import is_nm_sparse
 from ..patching.packing import packed_config
 from ..patching.surgery import patch_model, set_phase, unpatch_model
@@ -94,7 +94,7 @@ def check_origin(model: nn.Module, config: Any) -> None:
             f"hf_sparse24 imported, and the adapter onto it. {config.base_model_name_or_path!r} is where that base "
             f"came from; if it was patched, pruned or trained in memory since, save it by base.save_pretrained"
         )
-    if is_dense and phase != DENSE and not _has_zeros(model):
+    if is_dense and phase != DENSE_PHASE and not _has_zeros(model):
         logger.warning(
             f"the adapter's base is dense on disk and was patched with method={trained_on.config.method!r}, as the "
             "adapter says. If the base was trained between patch_model and the adapter, its weights differ: load that "
@@ -146,8 +146,8 @@ def _difference(trained_on: SavedConfig, names: list[str] | None, model: nn.Modu
             return f"it has {field}={one!r}, this model {other!r}"
     if names is not None and (others := sorted({*names} ^ {*_base_names(model)})):
         return f"{others[0]} is 2:4 in one of them alone ({len(others)} such weights; target_modules)"
-    if sparse_weights(model, PACKED) and trained_on.facts.phase == DENSE:
-        return f"it has phase={DENSE!r}, and this model is packed"
+    if sparse_weights(model, PACKED) and trained_on.facts.phase == DENSE_PHASE:
+        return f"it has phase={DENSE_PHASE!r}, and this model is packed"
     pruning = trained_on.facts.pruning
     if pruning and found.facts.pruning != pruning and not _has_zeros(model):
         return f"its masks are those of oneshot ({pruning}), and this model was not pruned so"
@@ -174,6 +174,6 @@ def _save_pretrained(
     record = {"config": sparse.to_dict(), "weights": names}
     mapping = auto_mapping_dict or {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
     saved = copy.copy(config)
-    if is_masked and sparse.facts.phase != DENSE:
+    if is_masked and sparse.facts.phase != DENSE_PHASE:
         saved.peft_type = MASKED_TYPE
     type(config).save_pretrained(saved, save_directory, auto_mapping_dict=mapping | {KEY: record}, **kwargs)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ..config import Sparse24Config
-from ..methods import ONESHOT_METHOD, method_class, takes_masks
+from ..methods import ONESHOT_METHOD, method_class
 from ..patching.masters import wants_packed_master
 from ..patching.packing import check_within_24
 from ..weights.packed_weight import format_version
@@ -58,7 +58,7 @@ def check_config(config: Sparse24Config, values: str) -> None:
     if values == "int8":
         for pattern in (config.pattern, *(config.layer_patterns or {}).values()):
             check_within_24(pattern)
-    if not takes_masks(method_class(config.method)):
+    if not method_class(config.method).overrides("adopt_mask"):
         raise ValueError(
             f"method={config.method!r}: does not keep the masks that oneshot chooses; {ONESHOT_METHOD!r} does"
         )

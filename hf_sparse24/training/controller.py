@@ -11,14 +11,14 @@ from torch import nn
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
-from ..methods.context import DENSE
+from ..methods.context import DENSE_PHASE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import get_logger
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
-from .mask_metrics import kept_share
+from .mask_metrics import kept_magnitude
 from .optimizers import check_optimizer, followed, warn_of_lost_updates
 from .ranks import check_ranks_agree
 from .step_work import StepWork
@@ -152,7 +152,7 @@ class Sparse24Controller(StepWork):
         """
         values = {"sparse_phase": float(not self._context().is_dense)}
         if self.weights:
-            values["kept_magnitude"] = kept_share(self.weights)
+            values["kept_magnitude"] = kept_magnitude(self.weights)
         rate = self._flips.rate()
         if rate is not None:
             values["flip_rate"] = rate
@@ -200,7 +200,7 @@ class Sparse24Controller(StepWork):
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
         self.run.record(finished=False)
-        set_phase(self.model, DENSE if state["finished"] else self.phase)
+        set_phase(self.model, DENSE_PHASE if state["finished"] else self.phase)
         self.run.record(finished=bool(state["finished"]))
         self._set_streams()
 

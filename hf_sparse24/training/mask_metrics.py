@@ -75,7 +75,7 @@ def _fresh_mask(weight: SparseWeight, parameter: Tensor) -> Tensor:
     return weight.storage.stacked([method_mask(method, view, packed=True) for view in views])
 
 
-def kept_share(weights: Mapping[str, SparseWeight]) -> float:
+def kept_magnitude(weights: Mapping[str, SparseWeight]) -> float:
     """The share of the weights' L1 norm that their masks keep. Where weights are sharded, all processes must call."""
     sums = []
     for weight in weights.values():

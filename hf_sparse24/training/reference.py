@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from ..methods.context import DENSE
+from ..methods.context import DENSE_PHASE
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
@@ -48,7 +48,7 @@ def check_reference(trainer: Trainer) -> None:
     if not name or getattr(reference.config, "_name_or_path", "") != name:
         return
     optimizer: Any = trainer.optimizer  # None but for STEP
-    begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE)
+    begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE_PHASE)
     tensors, sparse = reference.state_dict(), sparse_weights(reference, TRAINED)
     for key, weight in sparse_weights(policy, TRAINED).items():
         ours = weight.master if begins_dense else weight.merged()

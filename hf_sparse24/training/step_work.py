@@ -13,7 +13,7 @@ from sparse24_kernels.dispatch import choose_kernels
 from torch import Tensor, nn
 
 from ..adapters.merging import adapters_in
-from ..methods import SparseMethod, StepContext
+from ..methods import StepContext
 from ..patching.surgery import set_phase
 from ..run import SparseRun
 from ..weights.sharding import local, rank
@@ -86,7 +86,7 @@ class StepWork:
 
     @property
     def _has_own_optimizer(self) -> bool:
-        return type(self.run.method).make_optimizer is not SparseMethod.make_optimizer and not self._keeps_phase
+        return self.run.method.overrides("make_optimizer") and not self._keeps_phase
 
     @property
     def phase(self) -> str:
@@ -118,7 +118,7 @@ class StepWork:
     @torch.no_grad()
     def _change_gradients(self) -> None:
         """When the gradients of a step, or with ZeRO of a group, are final."""
-        if type(self.run.method).change_gradients is not SparseMethod.change_gradients:
+        if self.run.method.overrides("change_gradients"):
             pieces = self._optimizer.pieces(self.weights, self._mask)
             self.run.method.change_gradients(pieces, self._context())
 

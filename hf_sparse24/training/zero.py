@@ -95,7 +95,7 @@ class ZeroOptimizer:
 
 def check_method(method: SparseMethod) -> None:
     """Raise ValueError where a method has an optimizer of its own, as STEP has."""
-    if type(method).make_optimizer is not SparseMethod.make_optimizer:
+    if method.overrides("make_optimizer"):
         raise ValueError(
             f"method {method.name!r} has an optimizer of its own, and DeepSpeed ZeRO optimizes flat pieces of the "
             f"weights, one group after the other; use DDP or FSDP2"

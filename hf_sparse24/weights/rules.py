@@ -100,7 +100,7 @@ def is_exact(rule: Rule) -> bool:
 
 def method_mask(method: Any, view: WeightView, packed: bool) -> Tensor:
     """Which entries a method keeps: bool in the shape of `view.matrix`, or its packed bits."""
-    if not method.has_own_mask:
+    if not method.overrides("mask"):
         return mask_of(method.prune(view), view, method.pattern, packed)
     mask = method.mask(view)
     return kernels.pack_bits(mask) if packed else mask
