@@ -24,7 +24,6 @@ from .pruning.patterns import choose_patterns
 from .run import sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
-from .training.dense_flips import DenseFlipRateCallback
 from .training.distillation import DistillationConfig, distill
 from .training.seq2seq import Sparse24Seq2SeqTrainer
 from .training.trainer import Sparse24Trainer
@@ -34,7 +33,6 @@ from .weights.sparse_weight import sparse_weights
 _register_tuners()
 
 __all__ = [
-    "DenseFlipRateCallback",
     "DistillationConfig",
     "PatchReport",
     "Sparse24Callback",

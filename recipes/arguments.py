@@ -13,9 +13,10 @@ from importlib import import_module
 from pathlib import Path
 
 import yaml
+from dense_flips import DenseFlipRateCallback
 from transformers import HfArgumentParser, TrainerCallback
 
-from hf_sparse24 import DenseFlipRateCallback, DistillationConfig, Sparse24Config
+from hf_sparse24 import DistillationConfig, Sparse24Config
 from hf_sparse24.methods import METHODS
 
 

@@ -92,8 +92,8 @@ FINISHED = (
     'sparse_run(model).set_phase("sparse") before training makes it sparse again'
 )
 _PRETRAINED = (
-    "its weights are trained already, and lose much of that now: for short training, prune the model by "
-    "oneshot(model, batches) instead, and train what that gives"
+    "its weights are pretrained, and pruning them now loses much of what they learned: for short training, call "
+    "oneshot(model, batches) first and train the result"
 )
 
 

@@ -17,7 +17,6 @@ from ..weights.storage import PACKED
 from . import reference
 from .controller import Sparse24Controller
 from .distillation import Distiller, find_distiller
-from .first_loss import check_first_loss
 from .mask_metrics import measuring_interval
 from .resume import check_resumed, find_checkpoint, restore
 from .run_log import ConsoleFilter, RunLog
@@ -173,9 +172,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self.controller.load_state_dict(saved.get("controller", {}) | of_this_run)
         records = state.is_world_process_zero and args.logging_strategy != "no"
         self.run_log = RunLog(args, state, self.controller) if records else None
-        # Probes of a decay search do not know a trainer; a compiled model would compile another graph.
-        if not state.global_step and self._knows_trainer and not args.torch_compile:
-            check_first_loss(self.controller)
         if state.global_step >= state.max_steps:
             self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
 

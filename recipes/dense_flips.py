@@ -9,13 +9,11 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..config import Sparse24Config
-from ..methods import method_class
-from ..patching.ownership import unwrap
-from ..patching.surgery import patch_model
-from ..run import sparse_run
-from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from .mask_metrics import fresh_masks, measuring_interval
+from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
+from hf_sparse24.methods import method_class
+from hf_sparse24.patching.ownership import unwrap
+from hf_sparse24.training.mask_metrics import fresh_masks, measuring_interval
+from hf_sparse24.weights.sparse_weight import SparseWeight, first_of_each
 
 
 class DenseFlipRateCallback(TrainerCallback):
@@ -29,18 +27,6 @@ class DenseFlipRateCallback(TrainerCallback):
 
     Raises:
         ValueError: no config, or one of a method that keeps its masks; when training starts, a patched model.
-
-    Examples:
-        >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> ids = torch.randint(300, (16,))
-        >>> data = [{"input_ids": ids, "labels": ids}] * 16
-        >>> arguments = TrainingArguments("out", max_steps=2, logging_steps=1, report_to="none")
-        >>> callback = DenseFlipRateCallback(Sparse24Config(method="sr-ste"))
-        >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
-        >>> output = trainer.train()
-        >>> "flip_rate" in trainer.state.log_history[0]
-        True
 
     Reference: Hu et al. 2024 (arXiv 2404.01847), sections 3 and 4.3: sparse training should flip masks somewhat less.
     """

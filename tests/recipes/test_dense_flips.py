@@ -2,10 +2,11 @@
 
 import pytest
 import zoo
+from dense_flips import DenseFlipRateCallback
 from training_runs import arguments, dataset
 from transformers import Trainer
 
-from hf_sparse24 import DenseFlipRateCallback, Sparse24Config, Sparse24Trainer, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Trainer, patch_model, sparse_weights
 from hf_sparse24.run import patched_config
 
 SETTINGS = {"max_steps": 8, "logging_steps": 2, "learning_rate": 1e-2}
@@ -51,8 +52,8 @@ def test_masks_of_t_sr_ste_are_compared_from_refresh_to_refresh(tmp_path):
 def test_a_patched_model_is_refused(tmp_path):
     model = zoo.build("llama")
     patch_model(model)
-    with pytest.raises(ValueError, match="the model is patched, and its own callback logs flip_rate"):
+    with pytest.raises(ValueError, match="the model is patched"):
         train_dense(tmp_path, model, Sparse24Config())
     for config in (None, Sparse24Config(method="fixed-mask")):
-        with pytest.raises(ValueError, match="must be a Sparse24Config of a method whose masks change"):
+        with pytest.raises(ValueError, match="config="):
             DenseFlipRateCallback(config)
