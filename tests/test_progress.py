@@ -147,7 +147,7 @@ def prints(path: Path) -> list[int]:
 
 
 def test_the_library_prints_nothing():
-    """Only the command line does; the worker of the autotuner answers on its standard output, by `os.write`."""
+    """Only the command line does."""
     for folder in ("hf_sparse24", "kernels/sparse24_kernels"):
         for path in (ROOT / folder).rglob("*.py"):
             if "tools" not in path.parts:

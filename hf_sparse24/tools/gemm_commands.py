@@ -57,7 +57,9 @@ def tune(options: argparse.Namespace) -> int:
     print(f"{count(len(found), 'GEMM')}; Ctrl-C keeps what is done", flush=True)
     with Progress("tuning", len(found), "GEMM", partial(print, flush=True)) as progress:
         verdicts = autotune.tune(
-            found, device, on_progress=lambda step: progress.update(step.number - progress.done, str(step))
+            found,
+            device,
+            lambda problem, done: progress.update(done - progress.done, f"{problem.m} x {problem.n} x {problem.k}"),
         )
         progress.update(len(found) - progress.done, "")
     rows = [["m x n x k", "runs", "dense us", "sparse us"]]

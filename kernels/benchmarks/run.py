@@ -132,7 +132,7 @@ def tune(run: Run, problems: list[GemmProblem]) -> None:
     todo = [problem for problem in possible if not autotune.choose(problem, device).measured]
     if todo:
         with time_limit(run.left(reserve=10)):
-            autotune.tune(todo, device, seconds_per_problem=5)
+            autotune.tune(todo, device)
 
 
 def line(entry: str, row: Row) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from sparse24_kernels.gemm import cusparselt
-from sparse24_kernels.gemm.autotune.timing import capture, elapsed
+from sparse24_kernels.gemm.measure import capture, elapsed
 
 Call = Callable[[], object]
 Maker = Callable[[], list[Call]]

@@ -1,23 +1,49 @@
-"""What autotuning chooses: from which measurements, and when it does not."""
+"""What autotuning chooses, from which measurements; where it keeps them, and what it does with a damaged table."""
+
+import json
+import pwd
+from pathlib import Path
+from types import SimpleNamespace
 
 import cslt
 import pytest
 import torch
-from autotune_stage import CPU, HERE, PROBLEM, measured, remember, tune
-from sparse24_kernels import GemmProblem, linear_problem, plan_gemm
-from sparse24_kernels.gemm import autotune, cusparselt, layout
-from sparse24_kernels.gemm.autotune import choose, reset
-from sparse24_kernels.gemm.autotune import table as autotune_table
-from sparse24_kernels.gemm.autotune.table import Entry, Environment, bucket, bucket_start
-from sparse24_kernels.gemm.problem import Algorithm
+from sparse24_kernels import GemmProblem, cache_folder, linear_problem, plan_gemm
+from sparse24_kernels.gemm import autotune, cusparselt, layout, measure
+from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, reset, table_path, tune, write
+from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
 
-pytestmark = pytest.mark.usefixtures("autotune_stage")
+CPU = torch.device("cpu")
+HERE = Environment("Test GPU", "9.0", "2.13.0", "801")
+PROBLEM = GemmProblem(64, 4096, 128, torch.bfloat16, True, True)
+
+
+@pytest.fixture(autouse=True)
+def stage(tmp_path, monkeypatch):
+    """A cache of this test alone, and a device that would do."""
+    monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: None)
+    monkeypatch.setattr(autotune, "current_environment", lambda device: HERE)
+    reset()
+    yield
+    reset()
+
+
+def measured(id: int, sparse_us: float, split_k: int = 1) -> Measured:
+    return Measured(Algorithm(id, split_k), sparse_us, 100.0)
+
+
+def remember(problem: GemmProblem, *candidates: Measured, environment: Environment = HERE) -> Path:
+    """Into the user's cache, as tuning in another process does."""
+    write(read() | {(environment, problem): Entry(candidates)})
+    reset()
+    return table_path()
 
 
 def test_untuned_is_dense_and_says_what_to_do():
     verdict = choose(PROBLEM, CPU)
     assert verdict == ("dense", None, None, None, "not tuned: run `hf-sparse24 tune`", False)
-    assert not HERE.path().parent.exists()
+    assert not table_path().parent.exists()
 
 
 def test_what_cannot_run_is_dense_with_the_reason(monkeypatch):
@@ -36,9 +62,9 @@ def test_round_trip():
     remember(PROBLEM, *candidates)
     other = PROBLEM._replace(n=16, dtype=torch.float16, transposed=False)
     remember(other)
-    assert autotune_table.read(HERE) == {PROBLEM: Entry(candidates), other: Entry()}
-    autotune_table.write(HERE, {PROBLEM: Entry(candidates, ("hung", "wrong numbers"))})
-    assert autotune_table.read(HERE)[PROBLEM].failures == ("hung", "wrong numbers")
+    assert read() == {(HERE, PROBLEM): Entry(candidates), (HERE, other): Entry()}
+    write({(HERE, PROBLEM): Entry(candidates, ("refused", "wrong numbers"))})
+    assert read()[HERE, PROBLEM].failures == ("refused", "wrong numbers")
 
 
 def test_the_fastest_is_chosen():
@@ -75,13 +101,7 @@ def test_environments_are_apart(place, monkeypatch):
     monkeypatch.setattr(autotune, "current_environment", lambda device: elsewhere)
     assert choose(PROBLEM, CPU).backend == "dense"
     remember(PROBLEM, measured(2, 50.0), environment=elsewhere)
-    assert choose(PROBLEM, CPU).algorithm.id == 2
-    assert len(list(HERE.path().parent.glob("*.json"))) == 2
-
-
-def test_names_of_devices_make_files_that_are_apart():
-    names = {HERE._replace(device=device).path().name for device in ("A/B", "A B", "A-B", "../A-B", "é")}
-    assert len(names) == 5 and not [name for name in names if "/" in name or " " in name]
+    assert choose(PROBLEM, CPU).algorithm.id == 2 and len(read()) == 2
 
 
 def test_buckets():
@@ -104,20 +124,12 @@ def test_a_bucket_shares_its_verdict():
 
 def test_a_verdict_stays_until_reset():
     assert choose(PROBLEM, CPU).backend == "dense"
-    autotune_table.write(HERE, {PROBLEM: Entry((measured(1, 50.0),))})
+    write({(HERE, PROBLEM): Entry((measured(1, 50.0),))})
     assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
     reset()
     assert choose(PROBLEM, CPU).algorithm.id == 1
-    HERE.path().unlink()  # read once
+    table_path().unlink()  # read once
     assert choose(PROBLEM._replace(m=128), CPU).backend == "dense" and choose(PROBLEM, CPU).algorithm.id == 1
-
-
-def test_steady_state_reads_nothing(monkeypatch):
-    remember(PROBLEM, measured(1, 50.0))
-    choose(PROBLEM, CPU)
-    monkeypatch.setattr(autotune, "_decide", None)
-    monkeypatch.setattr(autotune, "_table", None)
-    assert choose(PROBLEM._replace(n=4000), CPU).algorithm.id == 1
 
 
 def test_deterministic_when_asked():
@@ -187,3 +199,171 @@ def test_a_plan_in_a_compiled_graph_holds_for_its_bucket(monkeypatch):
         x = torch.randn(n, 128)
         torch.testing.assert_close(compiled(x), x @ weight.t() * (1 if n > 96 else 2))
     assert len(graphs) == 3  # static, then one for each bucket
+
+
+def test_a_file_holds_what_was_measured():
+    path = remember(PROBLEM, measured(3, 80.0))
+    ((environment, problem, candidates, _),) = json.loads(path.read_text())["entries"]
+    assert problem == [64, 4096, 128, "bfloat16", True, True] and candidates == [[[3, 1, -1], 80.0, 100.0]]
+    assert environment == list(HERE)
+
+
+def edited(**changes):
+    return lambda text: json.dumps(json.loads(text) | changes)
+
+
+UNREADABLE = {
+    "empty": lambda text: "",
+    "truncated": lambda text: text[: len(text) // 2],
+    "binary": lambda text: "\x00\udcff\udcfe",
+    "a list": lambda text: "[]",
+    "nested": lambda text: "[" * 100_000,
+    "a number of 10000 digits": lambda text: text.replace("50.0", "9" * 10000),
+    "a time beyond floats": lambda text: text.replace("50.0", "1" + "0" * 1000),
+    "a time that is text": lambda text: text.replace("50.0", '"fast"'),
+    "older format": edited(format=3),
+    "newer format": edited(format=6),
+    "no entries": edited(entries=None),
+    "a bad entry": edited(entries=[1]),
+    "an unknown dtype": lambda text: text.replace("bfloat16", "float7"),
+}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+def test_a_damaged_table_is_refused_until_it_is_deleted(damage):
+    path = remember(PROBLEM, measured(1, 50.0))
+    damaged = UNREADABLE[damage](path.read_text()).encode(errors="surrogateescape")
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"gemms\.json .*delete it"):
+        choose(PROBLEM, CPU)
+    assert path.read_bytes() == damaged
+    path.unlink()
+    assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+
+
+def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
+    path = remember(PROBLEM, measured(1, 50.0))
+    before = path.read_text()
+    monkeypatch.setattr(cache_folder.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        remember(PROBLEM, measured(2, 50.0))
+    assert path.read_text() == before and choose(PROBLEM, CPU).algorithm == Algorithm(1)
+
+
+def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "file" / "cache"))  # unwritable, even for root
+    monkeypatch.setattr(autotune, "search", lambda problem, device: Entry())
+    with pytest.raises(OSError, match="file"):
+        tune([PROBLEM], CPU)
+
+
+def test_cache_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/somebody")
+    monkeypatch.setenv("SPARSE24_CACHE", "~/own")
+    assert table_path().parent == Path("/somebody/own")
+    monkeypatch.delenv("SPARSE24_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert table_path().parent == Path("/xdg/sparse24")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert table_path().parent == Path("/somebody/.cache/sparse24")
+
+
+def test_without_a_home_directory_nothing_is_tuned(monkeypatch, tmp_path):
+    monkeypatch.delenv("SPARSE24_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: (_ for _ in ()).throw(KeyError()))
+    monkeypatch.chdir(tmp_path)
+    assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+    assert not list(tmp_path.iterdir())
+
+
+class Library(cslt.StandIn):
+    """Finds `found`, or raises it; `us` is the time of an algorithm's last GEMM, and dense math takes 100 us."""
+
+    def __init__(self, found, us, **behaviour):
+        super().__init__(**behaviour)
+        self.found, self.us, self.last = found, us, None
+
+    def search(self, compressed, dense, bias, alpha, out_dtype, transposed):
+        if isinstance(self.found, Exception):
+            raise self.found
+        return *self.found, 63
+
+    def matmul(self, *operands, alg_id=0, split_k=1, **rest):
+        self.last = Algorithm(alg_id, split_k)
+        if self.us.get(self.last) is None:
+            raise RuntimeError("not supported\nin words")
+        return super().matmul(*operands, alg_id=alg_id, split_k=split_k, **rest)
+
+    def sampler(self, call):
+        def sample():
+            self.last = None
+            result = call()
+            return 100.0 if self.last is None else self.us[self.last], result
+
+        return sample
+
+    def install(self, monkeypatch) -> "Library":
+        monkeypatch.setattr(torch, "_cslt_compress", self.compress)
+        monkeypatch.setattr(torch, "_cslt_sparse_mm", self.matmul)
+        monkeypatch.setattr(torch._C, "_cusparselt", SimpleNamespace(mm_search=self.search), raising=False)
+        monkeypatch.setattr(measure, "sampler", self.sampler)
+        return self
+
+
+SMALL = GemmProblem(32, 48, 64, torch.bfloat16, True, True)
+
+
+def test_the_fastest_of_what_the_search_finds_and_the_default(monkeypatch):
+    Library((7, 2, 1), {Algorithm(7, 2): 40.0, Algorithm(7): 50.0, Algorithm(): 60.0}).install(monkeypatch)
+    seen = []
+    verdict = tune([SMALL, SMALL._replace(n=40)], CPU, lambda problem, done: seen.append((problem, done)))[SMALL]
+    assert verdict[:4] == ("cusparselt", Algorithm(7, 2, 1), 40.0, 100.0) and seen == [(SMALL, 0)]
+    assert [found.algorithm for found in read()[HERE, SMALL].candidates] == [(7, 2, 1), (7, 1, -1), (0, 1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("us", "behaviour", "why"),
+    [
+        ({7: 10.0}, {"wrong_ids": (7,)}, "wrong numbers"),
+        ({7: 0.0}, {}, "cannot be"),
+        ({7: None}, {}, "not supported"),
+    ],
+    ids=["wrong", "zero time", "raises"],
+)
+def test_a_wrong_raising_or_zero_time_algorithm_is_never_chosen(us, behaviour, why, monkeypatch):
+    times = {Algorithm(): 90.0} | {Algorithm(number): time for number, time in us.items()}
+    Library((7, 1, -1), times, **behaviour).install(monkeypatch)
+    assert tune([SMALL], CPU)[SMALL].algorithm == Algorithm()
+    (failure,) = read()[HERE, SMALL].failures
+    assert "id=7" in failure and why in failure and "in words" not in failure
+
+
+def test_a_search_that_fails_leaves_the_default(monkeypatch):
+    Library(RuntimeError("no heuristic"), {Algorithm(): 90.0}).install(monkeypatch)
+    assert tune([SMALL], CPU)[SMALL].algorithm == Algorithm()
+    assert "no heuristic" in read()[HERE, SMALL].failures[0]
+
+
+def test_where_nothing_passes_dense_math_runs_and_the_reason_is_kept(monkeypatch):
+    Library((0, 1, -1), {Algorithm(): 10.0}, wrong_ids=(0,)).install(monkeypatch)
+    verdict = tune([SMALL], CPU)[SMALL]
+    assert verdict.backend == "dense" and verdict.measured and "wrong numbers" in verdict.reason
+
+
+def test_an_interruption_keeps_what_is_measured_and_a_table_of_others(monkeypatch):
+    other = PROBLEM._replace(m=128)
+    assert choose(SMALL, CPU).reason == autotune.NOT_TUNED  # the file was read
+    write({(HERE, other): Entry((measured(7, 50.0),))})
+    Library((0, 1, -1), {Algorithm(): 10.0}).install(monkeypatch)
+
+    def stop(problem, done):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune([SMALL, PROBLEM], CPU, stop)
+    assert set(read()) == {(HERE, SMALL), (HERE, other)}
+    assert choose(SMALL, CPU).backend == "cusparselt"

@@ -14,7 +14,7 @@ from benchmarks import gemms, operations
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
 from kernel_cases import BF16, assert_same_bits, check
 from sparse24_kernels.dispatch import KERNEL_DTYPES, choose_kernels
-from sparse24_kernels.gemm.autotune.timing import capture
+from sparse24_kernels.gemm.measure import capture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

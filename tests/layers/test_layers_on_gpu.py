@@ -8,7 +8,7 @@ import torch
 from benchmarks.gemms import NAMES, assert_three_way
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
 from kernel_cases import BF16, draw
-from sparse24_kernels.gemm.autotune.timing import capture
+from sparse24_kernels.gemm.measure import capture
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

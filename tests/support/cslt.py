@@ -37,7 +37,7 @@ class StandIn:
         flat = torch.cat([values.flatten(), units.view(matrix.dtype), torch.randn(m * self.padding).to(matrix.dtype)])
         return flat if self.flat else flat.view(m, -1)
 
-    def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0, split_k=1):
+    def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
         k, n = dense.shape
         assert compressed.dtype == dense.dtype, "bits would be reinterpreted"
         assert bias is None or bias.dtype == dense.dtype

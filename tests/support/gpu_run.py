@@ -69,7 +69,7 @@ def tuned(stand_in, monkeypatch):  # noqa: F811
     """Problems that were given to the autotuner; what was not given is not tuned, which stays dense."""
     found, verdict = [], autotune.choose(None, CPU)
     nothing = autotune.Verdict("dense", None, None, None, "not tuned", measured=False)
-    monkeypatch.setattr(autotune, "tune", lambda problems, device, seconds_per_problem: found.extend(problems))
+    monkeypatch.setattr(autotune, "tune", lambda problems, device: found.extend(problems))
     monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict if problem in found else nothing)
     return found
 

@@ -163,7 +163,7 @@ def test_tune(directory, capsys, monkeypatch, stand_in, on_gpu):  # noqa: F811
 
     def tune(problems, device, on_progress):
         asked.extend(problems)
-        on_progress(autotune.Progress(asked[1], 1, len(asked), 7, 1.5))
+        on_progress(asked[1], 1)
         return {problem: verdict(problem, device) for problem in problems}
 
     monkeypatch.setattr(autotune, "tune", tune, raising=False)

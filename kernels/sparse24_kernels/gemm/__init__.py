@@ -7,6 +7,7 @@ Modules, from the bottom up; each imports only those above it in this list:
     cusparselt.py   Nvidia's sparse tensor cores; the only module that calls cuSPARSELt
     layout.py       how cuSPARSELt stores a compressed matrix, determined by experiment
     packed.py       weights that exist in packed form alone
-    autotune/       which backend is fastest: measured in a child process, checked, remembered
+    measure.py      one algorithm, checked against dense math and timed
+    autotune.py     sparse or dense: cuSPARSELt's search, checked, remembered in one table
     planning.py     `plan_gemm`, `plan_packed`: backend, algorithm and storage of one GEMM, with the reason
 """

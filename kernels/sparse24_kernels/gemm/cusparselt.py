@@ -6,7 +6,7 @@ torch's operators leave some work to the caller, which is done here:
   size that the library asks for, which pads small and odd matrices (pytorch PR 163125).
 * A dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides.
 * m and k must be multiples of 16, or the library refuses them; n should be, or the library is slow: n is padded here.
-* Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `autotune/`.
+* Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `measure.py`.
 """
 
 import operator
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..formats import unpadded_columns
+from .problem import Algorithm
 
 MULTIPLE = 16
 """m and k must be multiples of this in fp16 and bf16; n is padded to it."""
@@ -145,6 +146,7 @@ def matmul(
     transposed: bool,
     algorithm: int,
     split_k: int,
+    split_k_mode: int = -1,
 ) -> Tensor:
     """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
 
@@ -153,7 +155,7 @@ def matmul(
         dense: `[k, n]`, row-major or the transpose of that (other strides are copied).
         bias: `[m]` in the operands' dtype, or None.
         transposed: the layout of the result.
-        algorithm, split_k: see `Algorithm`.
+        algorithm, split_k, split_k_mode: see `Algorithm`.
     """
     (m, columns), (k, n) = compressed.shape, dense.shape
     if columns != unpadded_columns(k) and columns != library_columns(m, k, compressed.dtype, compressed.device):
@@ -178,6 +180,7 @@ def matmul(
         transpose_result=transposed,
         alg_id=algorithm,
         split_k=split_k,
+        split_k_mode=split_k_mode,
     )
     if missing:
         result = result[:n] if transposed else result[:, :n].contiguous()
@@ -192,9 +195,23 @@ def _(
     transposed: bool,
     algorithm: int,
     split_k: int,
+    split_k_mode: int = -1,
 ) -> Tensor:
     m, n = compressed.shape[0], dense.shape[1]
     return dense.new_empty((n, m) if transposed else (m, n))
+
+
+def search(compressed: Tensor, dense: Tensor, transposed: bool) -> Algorithm:
+    """The algorithm that the library's own search prefers for operands as `matmul` hands them on.
+
+    Raises:
+        RuntimeError: the search fails.
+    """
+    library = torch._C._cusparselt  # only in builds with the library
+    number, split_k, split_k_mode, _ = library.mm_search(  # type: ignore[attr-defined]
+        compressed, dense, None, None, None, transposed
+    )
+    return Algorithm(int(number), int(split_k), int(split_k_mode))
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One GEMM `sparse @ dense` as data: its shape, dtypes and memory layouts, and the algorithm that runs it."""
+"""One GEMM `sparse @ dense` as data: shape, dtypes, memory layouts; the algorithm that runs it; buckets of n."""
 
 from typing import NamedTuple
 
@@ -44,10 +44,33 @@ class Algorithm(NamedTuple):
     Attributes:
         id: the library's number for it.
         split_k: parts that k is split into, whose results are summed; 1 for none.
+        split_k_mode: how the library sums them, by its own number; -1 for its default.
     """
 
     id: int = 0
     split_k: int = 1
+    split_k_mode: int = -1
+
+
+BUCKETS = tuple(edge for power in range(4, 32) for edge in (2**power, 3 * 2 ** (power - 1)) if edge % 16 == 0)
+
+
+def bucket(n: int) -> int:
+    """The largest n that shares a measurement with `n`: a power of two or the middle of two (16, 32, 48, 64, 96, ...).
+
+    Rounded up, because full batches are usually powers of two and the last batch is smaller. Only comparisons, so
+    torch.compile turns a dynamic n into a guard on this range.
+    """
+    for edge in BUCKETS:
+        if n <= edge:
+            return edge
+    return BUCKETS[-1]
+
+
+def bucket_start(n: int) -> int:
+    """The smallest n that shares a measurement with `n`."""
+    index = BUCKETS.index(bucket(n))
+    return BUCKETS[index - 1] + 1 if index else 1
 
 
 def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem:

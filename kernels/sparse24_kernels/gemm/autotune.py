@@ -1,0 +1,311 @@
+"""Which GEMMs run sparse: verdicts from measurements, and dense math where nothing was measured.
+
+    tune(problems, device)     searches by cuSPARSELt, checks, times and stores; `hf-sparse24 tune` calls it
+    choose(problem, device)    says what to run now; planning calls it for every GEMM
+
+Measurements are kept in one JSON file, `gemms.json` in the user's cache folder, by environment (device, versions of
+torch and cuSPARSELt) and problem. Each holds for a *bucket* of n (`problem.bucket`), measured at its largest n. So
+varying batch shapes need no measurement each, and a graph that torch.compile makes for a dynamic n holds for the whole
+bucket. A verdict stays the same until the process ends, `tune` measures its bucket, or `reset` is called.
+"""
+
+import json
+import operator
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache_folder import cache_folder, write_json
+from . import cusparselt
+from .measure import Rejected, prepare, try_algorithm
+from .problem import Algorithm, GemmProblem, bucket
+
+FORMAT = 5
+
+MARGIN = 1.02
+"""Speedup from which sparse is chosen. Medians of interleaved timings vary by one to two per cent between runs; above
+this margin, that variation does not make sparse slower than dense."""
+
+NOT_TUNED = "not tuned: run `hf-sparse24 tune`"
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in cusparselt.DTYPES}
+
+
+class Environment(NamedTuple):
+    """What a measurement is valid for besides its problem. Versions as torch gives them: cuSPARSELt 0.8.1 is "801"."""
+
+    device: str
+    capability: str
+    torch: str
+    cusparselt: str
+
+
+class Measured(NamedTuple):
+    """An algorithm that passed its checks, with its time and that of dense math, measured in turns."""
+
+    algorithm: Algorithm
+    sparse_us: float
+    dense_us: float
+
+    @property
+    def speedup(self) -> float:
+        return self.dense_us / self.sparse_us
+
+
+class Entry(NamedTuple):
+    """The outcome of a search: the algorithms that passed every check, the fastest first, and why others failed."""
+
+    candidates: tuple[Measured, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+Table = dict[tuple[Environment, GemmProblem], Entry]
+"""Outcomes by environment and problem, whose n is that of its bucket."""
+
+
+class Verdict(NamedTuple):
+    """The decision for a GEMM: `backend` is "cusparselt" or "dense".
+
+    `algorithm` is the fastest that passed its checks, with its times, even where dense is faster; None where none
+    passed. `measured` is False where no measurement exists, so nothing is known of the sparse algorithms.
+    """
+
+    backend: str
+    algorithm: Algorithm | None
+    sparse_us: float | None
+    dense_us: float | None
+    reason: str
+    measured: bool
+
+
+_given: dict[tuple[GemmProblem, torch.device, bool], Verdict] = {}
+_tables: list[Table] = []  # one, once it is read
+_lock = threading.RLock()  # autograd calls `choose` from threads of its own
+
+
+def current_environment(device: torch.device) -> Environment:
+    """The environment of this process on `device`."""
+    name, capability = device.type, ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    return Environment(name, capability, str(torch.__version__), str(cusparselt.version()))
+
+
+def table_path() -> Path:
+    """Where the measurements are.
+
+    Raises:
+        RuntimeError: there is no home directory to have them.
+    """
+    return cache_folder() / "gemms.json"
+
+
+def choose(problem: GemmProblem, device: torch.device) -> Verdict:
+    """The verdict for `problem` on `device`; n may be symbolic while torch.compile traces.
+
+    Under `torch.use_deterministic_algorithms(True)`, algorithms that split k are left out.
+
+    Raises:
+        ValueError: the table is damaged, or another version's.
+    """
+    # While tracing, comparisons in `bucket` guard n, `index` specialises m and k, and `_verdict` gets constants.
+    return _verdict(
+        operator.index(problem.m),
+        bucket(problem.n),
+        operator.index(problem.k),
+        problem.dtype,
+        problem.dense_is_column_major,
+        problem.transposed,
+        device,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@torch.compiler.assume_constant_result
+def _verdict(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    column_major: bool,
+    transposed: bool,
+    device: torch.device,
+    deterministic: bool,
+) -> Verdict:
+    problem = GemmProblem(m, n, k, dtype, column_major, transposed)
+    key = (problem, device, deterministic)
+    verdict = _given.get(key)
+    if verdict is None:
+        with _lock:
+            verdict = _given.setdefault(key, _decide(*key))
+    return verdict
+
+
+def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> Verdict:
+    unsupported = cusparselt.unsupported_device(device)
+    unsupported = unsupported or cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
+    if unsupported:
+        return _unmeasured(unsupported)
+    if not _tables:
+        _tables.append(read())
+    entry = _tables[0].get((current_environment(device), problem))
+    return _unmeasured(NOT_TUNED) if entry is None else _judge(problem, entry, deterministic)
+
+
+def _judge(problem: GemmProblem, entry: Entry, deterministic: bool) -> Verdict:
+    where = f"measured at {problem.m} x {problem.n} x {problem.k}"
+    if not entry.candidates:
+        reason = ": ".join((where, "no algorithm passes the checks", *entry.failures[:1]))
+        return Verdict("dense", None, None, None, reason, measured=True)
+    usable = [found for found in entry.candidates if found.algorithm.split_k == 1 or not deterministic]
+    if not usable:
+        return Verdict("dense", None, None, None, f"{where}: no algorithm is deterministic", measured=True)
+    algorithm, sparse_us, dense_us = best = max(usable, key=lambda found: found.speedup)
+    reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
+    if best.speedup < MARGIN:
+        reason = f"{reason} where {MARGIN} is required"
+        return Verdict("dense", algorithm, sparse_us, dense_us, reason, measured=True)
+    return Verdict("cusparselt", algorithm, sparse_us, dense_us, reason, measured=True)
+
+
+def _unmeasured(reason: str) -> Verdict:
+    return Verdict("dense", None, None, None, reason, measured=False)
+
+
+def tune(
+    problems: Iterable[GemmProblem],
+    device: torch.device,
+    on_progress: Callable[[GemmProblem, int], None] | None = None,
+) -> dict[GemmProblem, Verdict]:
+    """Measure the buckets of problems, save after each, and return what `choose` now says of them.
+
+    cuSPARSELt searches in this process. Ctrl-C keeps the buckets that are measured.
+
+    Args:
+        problems: what to measure.
+        device: where.
+        on_progress: called before each bucket with its problem, and how many are done.
+
+    Raises:
+        ValueError: cuSPARSELt cannot run on this device, or the table is damaged.
+        OSError: the measurements cannot be saved.
+        RuntimeError: the device fails, and stays so until the process ends.
+    """
+    if reason := cusparselt.unsupported_device(device):
+        raise ValueError(f"nothing to tune: {reason}")
+    problems = list(problems)
+    unmeasured: dict[GemmProblem, Verdict] = {}
+    for done, problem in enumerate(dict.fromkeys(problem._replace(n=bucket(problem.n)) for problem in problems)):
+        if on_progress is not None:
+            on_progress(problem, done)
+        reason = cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
+        if reason is None:
+            try:
+                _remember(problem, device, search(problem, device))
+            except (Rejected, torch.OutOfMemoryError) as error:
+                reason = f"the problem cannot be tried: {str(error)[:200]}"
+        if reason is not None:
+            unmeasured[problem] = _unmeasured(reason)
+    return {found: unmeasured.get(found._replace(n=bucket(found.n))) or choose(found, device) for found in problems}
+
+
+@torch.no_grad()
+def search(problem: GemmProblem, device: torch.device) -> Entry:
+    """What cuSPARSELt's own search finds, that without split-k, and the default: each checked and timed.
+
+    Raises:
+        Rejected: dense math itself is inaccurate.
+        RuntimeError: the device fails.
+    """
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        cases = prepare(problem, device)
+        passed: list[Measured] = []
+        failures: list[str] = []
+        algorithms = [Algorithm()]
+        try:
+            found = cusparselt.search(cases[0].compressed, cases[0].dense, problem.transposed)
+            algorithms += [found, Algorithm(found.id)]
+        except RuntimeError as error:
+            _give_up_after_a_fault(device)
+            failures.append(f"cuSPARSELt's search: {_first_line(error)}")
+        for algorithm in dict.fromkeys(algorithms):
+            try:
+                passed.append(Measured(algorithm, *try_algorithm(cases, algorithm)))
+            except (Rejected, RuntimeError) as error:
+                _give_up_after_a_fault(device)
+                failures.append(f"{algorithm}: {_first_line(error)}")
+    return Entry(tuple(sorted(passed, key=lambda found: -found.speedup)), tuple(failures))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def _give_up_after_a_fault(device: torch.device) -> None:
+    """Raise RuntimeError after a fault of the device, with which every call fails. A refusal leaves it as it was."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _remember(problem: GemmProblem, device: torch.device, entry: Entry) -> None:
+    with _lock:
+        table = read() | {(current_environment(device), problem): entry}  # others may have saved theirs meanwhile
+        write(table)
+        _tables[:] = [table]
+        for key in [key for key in _given if key[0] == problem]:
+            del _given[key]
+
+
+def read() -> Table:
+    """What was measured: nothing where there is no file.
+
+    Raises:
+        ValueError: the file cannot be read, or is another version's.
+    """
+    try:
+        path = table_path()
+    except RuntimeError:  # no home directory
+        return {}
+    try:
+        if not path.exists():
+            return {}
+        data: dict[str, Any] = json.loads(path.read_text())
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']}, not {FORMAT}")
+        return dict(map(_parsed, data["entries"]))
+    except (ArithmeticError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ValueError(f"{path} cannot be read ({what}): delete it and run `hf-sparse24 tune` again") from error
+
+
+def write(table: Table) -> None:
+    """Replace the file completely or not at all, so that no reader sees half of it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    entries = []
+    for (environment, problem), entry in table.items():
+        m, n, k, dtype, column_major, transposed, *_ = problem
+        record = [m, n, k, str(dtype).removeprefix("torch."), column_major, transposed]
+        entries.append([environment, record, *entry])
+    write_json(table_path(), {"format": FORMAT, "entries": entries})
+
+
+def _parsed(record: list[Any]) -> tuple[tuple[Environment, GemmProblem], Entry]:
+    """One entry, as `write` writes it."""
+    environment, (m, n, k, dtype, column_major, transposed), candidates, failures = record
+    measured = [Measured(Algorithm(*found), float(sparse), float(dense)) for found, sparse, dense in candidates]
+    problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
+    return (Environment(*environment), problem), Entry(tuple(measured), tuple(map(str, failures)))
+
+
+def reset() -> None:
+    """Forget all verdicts of this process; the file is read again when needed. Compiled graphs keep theirs."""
+    with _lock:
+        _given.clear()
+        _tables.clear()
