@@ -1,10 +1,10 @@
-"""Distillation: a teacher's predictions, and its hidden states if asked, as a second target beside the labels.
+"""Distillation: a teacher's predictions as a second target.
 
-    loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student) + hidden_weight * SquareHead
+    loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student)
 
 The cross entropy is the loss that the model itself returns. The KL divergence compares the predictions at temperature
-T, SquareHead the hidden states, both at the tokens whose prediction has a label. Both are sums over tokens, divided as
-the model divides the cross entropy, so that micro-batches add up to one batch.
+T, at the tokens whose prediction has a label. It is a sum over tokens, divided as the model divides the cross entropy,
+so that micro-batches add up to one batch.
 
 No tensor of the size [tokens, vocabulary] is made for the teacher, whose logits come in chunks of tokens. The gradient
 of the student's logits is made in the same pass, and is the one such tensor that a step holds in addition. (TRL and
@@ -28,49 +28,39 @@ from ..run import sparse_run
 from .teacher import Chunks, Teacher, shifts_labels
 
 IGNORED = -100
-EPS = 1e-6
-"""Keeps SquareHead finite where a teacher's hidden state is zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """How much a teacher counts beside the labels.
+    """How much a teacher counts, and how much the labels.
 
-        loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student) + hidden_weight * SquareHead
+        loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student)
 
     The defaults are AST's for GPT-2 (arXiv 2407.20584): 1/3 cross entropy + 2/3 KL at T = 2. Where no config is given,
     a model of a method that is published with other numbers (`teacher_loss`) takes those.
 
     Args:
-        weight: of the KL divergence, in [0, 1]; the cross entropy has the rest.
+        weight: of the KL divergence, in (0, 1]; the cross entropy has the rest.
         temperature: T > 0, which divides both models' logits. The KL divergence is multiplied by T^2, so that its
             gradients keep their size.
-        hidden_weight: of SquareHead, >= 0: squared difference of the hidden states behind every block over the mean
-            square of the teacher's, summed over blocks, averaged over tokens (arXiv 2310.06927). Ours takes that mean
-            token by token: the mean of a whole batch is that of its few largest tokens, and differs by micro-batch.
 
     Raises:
-        ValueError: a number out of its range, or weights that give the teacher no effect.
+        ValueError: a number out of its range.
 
     Examples:
         >>> DistillationConfig(weight=0.5, temperature=1.0)
-        DistillationConfig(weight=0.5, temperature=1.0, hidden_weight=0.0)
+        DistillationConfig(weight=0.5, temperature=1.0)
     """
 
     weight: float = 2 / 3
     temperature: float = 2.0
-    hidden_weight: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}={value!r}: must be a finite number >= 0")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: must be a finite number above 0; without a teacher, pass none")
         if self.weight > 1:
-            raise ValueError(f"weight={self.weight!r}: must be in [0, 1]; the cross entropy has the rest")
-        if self.temperature == 0:
-            raise ValueError("temperature=0: must be above 0")
-        if not self.weight and not self.hidden_weight:
-            raise ValueError("weight=0 and hidden_weight=0: the teacher would have no effect; leave out teacher=")
+            raise ValueError(f"weight={self.weight!r}: must be in (0, 1]; the cross entropy has the rest")
 
 
 def kl_divergence(logits: Tensor, chunks: Chunks, temperature: float) -> Tensor:
@@ -118,16 +108,6 @@ def predicting_positions(labels: Tensor, shifted: bool) -> Tensor:
     return (targets != IGNORED).flatten().nonzero().squeeze(1)
 
 
-def square_head(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], positions: Tensor) -> Tensor:
-    """SquareHead of two models' hidden states, each [batch, tokens, hidden], summed over blocks and `positions`. The
-    first of them, the embeddings, are left out."""
-    total = torch.zeros((), device=ours[0].device)
-    for own, other in zip(ours[1:], theirs[1:]):
-        own, other = own.flatten(0, -2)[positions].float(), other.flatten(0, -2)[positions].to(own.device).float()
-        total = total + ((own - other).square().mean(-1) / (other.square().mean(-1) + EPS)).sum()
-    return total
-
-
 class Distiller:
     """The teacher's terms in the loss of a model, from `distill` on until `end`.
 
@@ -148,19 +128,16 @@ class Distiller:
         self, model: nn.Module, teacher: nn.Module | str | PathLike, config: DistillationConfig, tokenizer: Any = None
     ):
         self.config, self.shifted = config, shifts_labels(model)
-        self.teacher = Teacher(teacher, model, tokenizer, bool(config.hidden_weight))
+        self.teacher = Teacher(teacher, model, tokenizer)
         self.reset()
-        self._handles = [model.register_forward_hook(self, with_kwargs=True)]
-        if config.hidden_weight:
-            self._handles.append(model.register_forward_pre_hook(_with_hidden_states, with_kwargs=True))
+        self._handle = model.register_forward_hook(self, with_kwargs=True)
 
     def end(self) -> None:
         """Let the model learn without the teacher."""
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
 
     def reset(self) -> None:
-        """Begin the means anew."""
+        """Start new means."""
         self._sums: dict[str, Tensor] = {}
         self._micro_batches, self.is_mean = 0, True
 
@@ -172,8 +149,7 @@ class Distiller:
                 for the mean over micro-batches.
 
         Returns:
-            `cross_entropy`, `distillation_loss` and `hidden_state_loss`, as far as they count: 0-d tensors of this
-            process.
+            `cross_entropy` and `distillation_loss`: 0-d tensors of this process.
         """
         count = self._micro_batches if self.is_mean or steps is None else steps
         return {name: total / max(count, 1) for name, total in self._sums.items()}
@@ -210,20 +186,12 @@ class Distiller:
         count = tokens if labels_of_step is None else torch.as_tensor(labels_of_step).flatten()[0]
         share = 1 / count if tokens else 0.0
         parts = {"cross_entropy": loss.detach().mean() if tokens else torch.zeros_like(loss.detach().mean())}
-        total = (1 - self.config.weight) * loss
-        hidden, states = self.teacher.run(batch)
-        if self.config.weight:
-            chunks = self.teacher.logits(hidden, batch, positions)
-            kl = kl_divergence(logits, chunks, self.config.temperature) * share
-            parts["distillation_loss"] = kl.detach()
-            total = total + self.config.weight * kl
-        if self.config.hidden_weight:
-            square = square_head(outputs["hidden_states"], states, positions) * share
-            parts["hidden_state_loss"] = square.detach()
-            total = total + self.config.hidden_weight * square
+        chunks = self.teacher.logits(batch, positions)
+        kl = kl_divergence(logits, chunks, self.config.temperature) * share
+        parts["distillation_loss"] = kl.detach()
         self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}
         self._micro_batches += bool(tokens)
-        return total
+        return (1 - self.config.weight) * loss + self.config.weight * kl
 
     def _predictions(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The student's logits, and the positions where they predict a label."""
@@ -242,10 +210,6 @@ class Distiller:
                 f"tuning, which adds tokens of its own, is not supported"
             )
         return logits, predicting_positions(labels, self.shifted and shifted is None).to(logits.device)
-
-
-def _with_hidden_states(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (args, kwargs | {"output_hidden_states": True}) if model.training else None
 
 
 def distill(
@@ -273,7 +237,7 @@ def distill(
 
     Raises:
         ValueError: the model is no causal or masked language model, has a teacher already, or the teacher shares
-            weights with it, or has other tokens, layers or sizes than it must have.
+            weights with it, or has other tokens.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM

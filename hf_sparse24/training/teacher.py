@@ -2,7 +2,7 @@
 
 A batch of logits can be larger than the teacher. So its output embedding computes one token of each row, its input is
 kept, and chunks of that are turned into logits when they are compared. Where a model changes the logits behind the
-output embedding, as by scaling or capping them, it runs row by row instead.
+output embedding, as by scaling or capping them, all logits of a batch are made at once.
 """
 
 import inspect
@@ -28,7 +28,7 @@ CHUNK = 2**24
 Chunks = Iterator[tuple[Tensor, Tensor]]
 """Flat positions of some tokens [n], and the teacher's logits there [n, vocabulary]."""
 
-_OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
+_OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "return_dict", "use_cache")
 
 
 class Teacher:
@@ -39,13 +39,12 @@ class Teacher:
             saved in.
         student: the model it teaches.
         tokenizer: of the student, to tell padding of the vocabulary from tokens; anything else is ignored.
-        gives_states: whether hidden states are compared: the two need the same blocks then.
 
     Raises:
-        ValueError: it has no weights, shares some with the student, or has other tokens, or blocks, than it must have.
+        ValueError: it has no weights, shares some with the student, or has other tokens.
     """
 
-    def __init__(self, teacher: Any, student: Any, tokenizer: Any, gives_states: bool):
+    def __init__(self, teacher: Any, student: Any, tokenizer: Any):
         tokenizer = tokenizer if hasattr(tokenizer, "get_vocab") else None
         if isinstance(teacher, str | PathLike):
             if tokenizer is not None:
@@ -60,10 +59,7 @@ class Teacher:
                 "torch.device('meta')"
             )
         _check_models(teacher, student, tokenizer)
-        if gives_states:
-            _check_blocks(teacher, student)
         self.model = teacher.eval().requires_grad_(False)
-        self.gives_states = gives_states
         self.device: torch.device | None = None
         self.chunk = max(CHUNK // _size(teacher, "vocab_size"), 1)
         self.by_chunks: bool | None = None
@@ -75,12 +71,23 @@ class Teacher:
             self.model.to(device)
         self.device = device
 
-    def run(self, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Any]:
-        """The inputs [batch, tokens, hidden] of the output embedding for a batch, None where chunks of them do not give
-        the logits; and the hidden states, where they are compared."""
-        if self.by_chunks is False and not self.gives_states:
-            return None, None
-        head = self.model.get_output_embeddings()
+    def logits(self, inputs: Mapping[str, Any], positions: Tensor) -> Chunks:
+        """The logits at flat `positions` [n] of a batch, chunk by chunk."""
+        head: Any = self.model.get_output_embeddings()
+        source = None if head is None or self.by_chunks is False else self._hidden(inputs, head)
+        if source is None:
+            source, head = self._call(inputs).logits, nn.Identity()
+        labels = inputs["labels"] if inputs.get("shift_labels") is None else inputs["shift_labels"]
+        if source.shape[1] != labels.shape[1]:
+            raise ValueError(
+                f"the teacher has {source.shape[1]} positions where the labels have {labels.shape[1]}, as one with a "
+                f"tuned prompt has: its logits cannot be compared with the student's"
+            )
+        flat = source.flatten(0, 1)
+        return ((chunk, head(flat[chunk.to(flat.device)])) for chunk in positions.split(self.chunk))
+
+    def _hidden(self, inputs: Mapping[str, Any], head: nn.Module) -> Tensor | None:
+        """The inputs [batch, tokens, hidden] of the output embedding; None where it does not give the last logits."""
         before: list[Tensor] = []
         behind: list[Tensor] = []
 
@@ -88,43 +95,22 @@ class Teacher:
             before.append(args[0])
             return (args[0][:, :1], *args[1:]) if args[0].dim() == 3 else None
 
-        hooks = [] if head is None else [head.register_forward_pre_hook(keep)]
-        hooks += [] if head is None else [head.register_forward_hook(lambda module, args, out: behind.append(out))]
+        hooks = [
+            head.register_forward_pre_hook(keep),
+            head.register_forward_hook(lambda module, args, out: behind.append(out)),
+        ]
         try:
-            outputs = self._call(inputs, **({"output_hidden_states": True} if self.gives_states else {}))
+            logits = self._call(inputs).logits
         finally:
             for hook in hooks:
                 hook.remove()
-        shapes = {x.shape[1] for name, x in inputs.items() if name in ("labels", "shift_labels")}
-        if before and before[0].dim() == 3 and shapes and before[0].shape[1] not in shapes:
-            raise ValueError(
-                f"the teacher has {before[0].shape[1]} positions where the labels have {shapes.pop()}, as one with a "
-                f"tuned prompt has: its logits cannot be compared with the student's"
-            )
         if self.by_chunks is None:
-            is_last = (
-                len(behind) == 1 and behind[0].dim() == 3 and torch.equal(behind[0].float(), outputs.logits.float())
-            )
-            self._choose(is_last)
-        return before[0] if self.by_chunks else None, outputs.hidden_states if self.gives_states else None
-
-    def logits(self, hidden: Tensor | None, inputs: Mapping[str, Any], positions: Tensor) -> Chunks:
-        """The logits at flat `positions` [n] of a batch, chunk by chunk; `hidden` is what `run` gave for it."""
-        if hidden is not None:
-            head = self.model.get_output_embeddings()
-            flat = hidden.flatten(0, 1)
-            for chunk in positions.split(self.chunk):
-                yield chunk, head(flat[chunk.to(flat.device)])
-            return
-        tokens = next(x.shape[1] for name, x in inputs.items() if name in ("labels", "shift_labels"))
-        rows = positions // tokens
-        for row in rows.unique().tolist():
-            logits = self._call({name: _row(x, row) for name, x in inputs.items()}).logits[0]
-            for chunk in positions[rows == row].split(self.chunk):
-                yield chunk, logits[(chunk - row * tokens).to(logits.device)]
+            is_last = len(behind) == 1 and behind[0].dim() == 3
+            self._choose(is_last and torch.equal(behind[0].float(), logits.float()))
+        return before[0] if self.by_chunks else None
 
     @torch.no_grad()
-    def _call(self, inputs: Mapping[str, Any], **more: Any) -> Any:
+    def _call(self, inputs: Mapping[str, Any]) -> Any:
         """The outputs for what it knows of a batch."""
         parameters = inspect.signature(self.model.forward).parameters
         takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -133,9 +119,8 @@ class Teacher:
             for name, value in inputs.items()
             if (takes_all or name in parameters) and name not in _OF_THE_STUDENT
         }
-        if "use_cache" in parameters:
-            more["use_cache"] = False
-        return self.model(**known, return_dict=True, **more)
+        cache = {"use_cache": False} if "use_cache" in parameters else {}
+        return self.model(**known, return_dict=True, **cache)
 
     def _choose(self, is_last: bool) -> None:
         self.by_chunks = is_last
@@ -145,7 +130,7 @@ class Teacher:
         else:
             logger.warning(
                 f"distillation: the teacher, {name}, changes its logits behind its output embedding, as by scaling or "
-                f"capping them, so it runs row by row of a batch, with all logits of a row"
+                f"capping them, so all logits of a batch are made at once"
             )
 
 
@@ -182,10 +167,6 @@ def _size(model: Any, name: str) -> int:
     return getattr(base_of_peft(model).config.get_text_config(), name)
 
 
-def _row(value: Any, row: int) -> Any:
-    return value[row : row + 1] if isinstance(value, Tensor) and value.dim() > 1 else value
-
-
 def _check_tokens(tokenizer: Any, teacher: str) -> None:
     """The teacher's own tokenizer, where it has one, must have the same tokens under the same ids."""
     try:
@@ -219,13 +200,3 @@ def _check_models(teacher: Any, student: Any, tokenizer: Any) -> None:
             f"the model has a vocabulary of {sizes[0]}, the teacher one of {sizes[1]}, and {known}: take a teacher "
             f"with the model's tokens. Where they differ by padding alone, pass processing_class=tokenizer"
         )
-
-
-def _check_blocks(teacher: Any, student: Any) -> None:
-    for name in ("hidden_size", "num_hidden_layers"):
-        sizes = _size(student, name), _size(teacher, name)
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"hidden_weight compares hidden states, and the model has {name} {sizes[0]}, the teacher {sizes[1]}; "
-                f"set hidden_weight=0, or take a teacher of the model's sizes"
-            )
