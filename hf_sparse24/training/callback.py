@@ -164,12 +164,13 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 f"this run has none: pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
             )
         states: Any = state.stateful_callbacks  # by the names of classes
-        saved = states.get(type(self).__name__, {})  # a checkpoint of 0.1 has none
+        saved = states.get(type(self).__name__, {})  # none where another trainer began the run
         states.setdefault(type(self).__name__, self.state())
         if isinstance(saved, list):
             raise ValueError("this Trainer has two callbacks of class Sparse24Callback; it needs one")
-        of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
-        self.controller.load_state_dict(saved.get("controller", {}) | of_this_run)
+        if saved.get("controller"):
+            of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
+            self.controller.load_state_dict(saved["controller"] | of_this_run)
         records = state.is_world_process_zero and args.logging_strategy != "no"
         self.run_log = RunLog(args, state, self.controller) if records else None
         if state.global_step >= state.max_steps:

@@ -1,6 +1,7 @@
 """Sparse24Controller: everything that happens between steps, without any Trainer.
 
-`step_work.py` says what happens around a step; this file is what users call.
+Forward decides nothing: gradient checkpointing and accumulation repeat it. What changes during training changes here,
+as the method says: phases, state such as masks, gradients, and the random streams of MVUE.
 """
 
 from typing import Any
@@ -11,37 +12,38 @@ from torch import nn
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import adapters_in
+from ..methods import StepContext
 from ..methods.context import DENSE_PHASE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..patching.surgery import set_phase
 from ..progress import get_logger
+from ..run import SparseRun
+from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .mask_metrics import kept_magnitude
-from .optimizers import check_optimizer, followed, warn_of_lost_updates
+from .optimizers import TorchOptimizer, check_optimizer, followed, warn_of_lost_updates
+from .random_streams import RandomStreams
 from .ranks import check_ranks_agree
-from .step_work import StepWork
+from .step_masks import StepMasks
+from .zero import ZeroOptimizer
 
 logger = get_logger(__name__)
 
 
-class Sparse24Controller(StepWork):
+class Sparse24Controller:
     """Runs a patched model's sparsity in a training loop of your own.
 
-    It follows the optimizer: right before each of its steps, when gradients are final, the method changes them; right
-    after, it counts the step, switches the phase and refreshes state. A call of `optimizer.step()` that takes no step,
-    as accelerate skips it while gradients accumulate, or a GradScaler when they overflow, does not count.
+    It follows the optimizer. Right before each step, when gradients are final, the method changes them; right after,
+    the controller counts the step, switches the phase and refreshes state. A call of `optimizer.step()` that takes no
+    step does not count: accelerate skips it while gradients accumulate, and a GradScaler when they overflow.
 
     Pruned weights are kept from one step to the next, for all micro-batches in between. Code that writes weights there
     through `.data` must call `weight.clear_encodings()` on `hf_sparse24.sparse_weights(model).values()`.
 
     To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
-    controller, in this order. A new controller takes a model over from its earlier one.
-
-    With several processes, each makes its own, at the same place of the program: they compare what they start with, and
-    take the same steps. Masks, scales and phases are the same on all of them; gradients get their masked decay on the
-    part of a weight that a process updates.
+    controller, in this order. With several processes, each makes its own, and they compare what they start with.
 
     Args:
         model: a patched model, plain or wrapped by DDP, `fully_shard` (FSDP2), DeepSpeed ZeRO-1 or ZeRO-2, or tensor
@@ -54,18 +56,14 @@ class Sparse24Controller(StepWork):
             computations.
 
     Raises:
-        ValueError: the model is not patched, the schedule does not fit `total_steps`, a trainable sparse weight is
-            not in the optimizer, the method needs another optimizer or a setting that is still `"auto"`, or does what
-            has no place in DeepSpeed, a weight is split by FSDP1, DeepSpeed ZeRO-3, or FSDP2 and tensor parallelism at
-            once, processes differ in what they start with, or a number is out of its range.
+        ValueError: the model, its optimizer or its engine cannot train as it is, or a number is out of its range.
 
     Attributes:
         model: the model, out of what was put around it.
+        run: the model's run.
         optimizer: the optimizer that is followed, never a wrapper.
-        weights: the sparse weights by name; empty where they are packed masters, to which nothing is to be done.
-        total_steps: optimizer steps of the whole run.
-        step: optimizer steps done.
-        micro_step: micro-batches done since.
+        weights: the sparse weights by name; none where they are packed masters.
+        step, micro_step: optimizer steps done, and micro-batches since.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -97,46 +95,66 @@ class Sparse24Controller(StepWork):
         _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
         _check_ints(0, total_steps, step=step)
         _check_ints(0, seed=seed)
-        _check_buffers(model)
-        model = unwrap(model)
-        self.weights = sparse_weights(model)
-        attach_adapters(model)  # those that PEFT has not found by its registry
-        check_adapters(model)
-        if any(weight.storage.is_split for weight in self.weights.values()) and adapters_in(model):
-            raise ValueError(
-                "adapters around weights that tensor parallelism splits are not supported; use FSDP2 or DDP with them"
-            )
-        run = adopt(model)
-        if run is None:
-            raise ValueError("the model is not patched; call patch_model(model) first")
-        if run.facts.finished:
-            logger.info(FINISHED)
-        self.optimizer = followed(optimizer, run.method)
+        self.model, self.run = _prepared(model)
+        self.weights, self.optimizer = sparse_weights(self.model), followed(optimizer, self.run.method)
+        self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
+        self.step, self.micro_step = step, 0
         # Packed masters train as ordinary Parameters: nothing is done to them, and their masks never flip.
-        masters = sparse_weights(model, TRAINED)
+        masters = sparse_weights(self.model, TRAINED)
         check_optimizer(masters, self.optimizer)
         warn_of_lost_updates(masters, self.optimizer)
-        super().__init__(model, run, self.weights, self.optimizer, total_steps, seed, step, metrics_interval)
+        self._masks = StepMasks(self.model, self.run, self.weights)
+        if not self._keeps_phase:
+            self.run.method.check_run(total_steps, self.optimizer)
         if step and self._has_own_optimizer and not self.optimizer.state:
-            logger.warning(f"step={step}: the optimizer of method {run.method.name!r} has no state; load that first")
+            logger.warning(f"step={step}: the optimizer of method {self.run.method.name!r} has no state; load it first")
+        if self.run.controller is not None:
+            self.run.controller.end()
+        self._streams = RandomStreams(list(self.weights.values()))
+        self._hooks: list[Any] = []
+        self.run.controller = self
+        self._masks.enter_phase(self.phase)
+        self._masks.complete_state()
         numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
         try:
-            check_ranks_agree(masters, run.saved.to_dict() | numbers)
+            check_ranks_agree(masters, self.run.saved.to_dict() | numbers)
         except ValueError:
             self.end()
             raise
-        self.follow()
+        self._set_streams()
+        self.run.open_step = object()
+        own: Any = self.optimizer
+        self._followed: Any = own if isinstance(own, ZeroOptimizer) else TorchOptimizer(own)
+        self._hooks = self._followed.follow(self._before_step, self._change_gradients, self._after_step)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it follows the optimizer: it has not ended, and no other controller has taken the model over."""
+        return self.run.controller is self
+
+    @property
+    def phase(self) -> str:
+        """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next. It
+        stays where all sparse weights are frozen, or some below adapters, and where an earlier run has ended dense."""
+        keeps = self._keeps_phase
+        return self.run.phase if keeps else self.run.method.phase(self.step, self.total_steps, self.optimizer)
+
+    def end(self) -> None:
+        """Stop following the optimizer. Call it where training stops before `total_steps`."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.is_running:
+            self.run.open_step = self.run.controller = None
+            self._streams.end()
 
     def after_micro_step(self) -> None:
-        """Call after the backward pass of each micro-batch, so that the next one draws other MVUE samples.
-
-        The call after an optimizer step's last micro-batch may be left out: the next step starts afresh.
-        """
+        """Call after the backward pass of each micro-batch, so that the next one draws other MVUE samples. The call for
+        the last one of a step may be left out."""
         self.micro_step += 1
         self._set_streams()
 
     def skip_step(self) -> None:
-        """Count a step that the optimizer did not take, where whoever counts the run's steps counts such steps."""
+        """Count a step that the optimizer did not take, for a loop that counts such steps."""
         self._after_step()
 
     @torch.no_grad()
@@ -144,65 +162,114 @@ class Sparse24Controller(StepWork):
         """What to log now.
 
         Returns:
-            `sparse_phase` is 1.0 while sparse, 0.0 while dense. `kept_magnitude` is the share of the sparse weights' L1
-            norm that the masks keep. `flip_rate` is the share of sparse weights that entered or left the mask in the
-            last measured step, or, where masks change at refreshes alone, in the last refresh; it is absent before the
-            first. And what the method adds. Packed masters have `sparse_phase` alone. Where weights are sharded, all
-            processes must call this.
+            By name: `sparse_phase`, 1.0 while sparse and 0.0 while dense; `kept_magnitude`, the share of the sparse
+            weights' L1 norm that the masks keep; `flip_rate`, the share of sparse weights that entered or left the mask
+            in the last measured step, or in the last refresh where masks change at refreshes alone; and the method's
+            own. Packed masters have `sparse_phase` alone. Where weights are sharded, all processes must call this.
         """
         values = {"sparse_phase": float(not self._context().is_dense)}
         if self.weights:
             values["kept_magnitude"] = kept_magnitude(self.weights)
-        rate = self._flips.rate()
-        if rate is not None:
+        if (rate := self._masks.flips.rate()) is not None:
             values["flip_rate"] = rate
-        if self._keeps_phase:  # the method's schedule does not apply, as below adapters
-            return values
-        return values | self.run.method.metrics(self._context())
+        # Below adapters, for one, the method's schedule does not apply.
+        return values if self._keeps_phase else values | self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:
-        """`flip_rate` by layer, as last measured; a weight that layers share stands under the first of them.
-
-        Returns:
-            Name of the layer to share of its weights that entered or left the mask. Empty before the first measurement.
-        """
-        return self._flips.layer_rates()
+        """`flip_rate` by the layer's name, as last measured; empty before the first measurement. A weight that layers
+        share stands under the first of them."""
+        return self._masks.flips.layer_rates()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the controller needs to go on, as plain numbers. Masks and scales are in the model's `state_dict`.
-
-        Returns:
-            `method`, `step`, `micro_step`, `seed`, `finished` (whether the model had ended dense in an earlier run, or
-            has now), and `flips`, a dict by name of the weight. Where an optimizer of the
-            method's own has no state after these steps, `uses_optimizer_state` is False.
-        """
-        flips = {name: int(count) for name, count in self._flips.counts.items()}
-        numbers = {"step": self.step, "micro_step": self.micro_step, "seed": self.seed}
-        numbers["finished"] = self.run.facts.finished
+        """What the controller needs to go on, as plain numbers by name, `flips` by name of the weight. Masks and scales
+        are in the model's `state_dict`."""
+        state = {
+            "method": self.run.method.name,
+            "step": self.step,
+            "micro_step": self.micro_step,
+            "seed": self.seed,
+            "finished": self.run.facts.finished,
+            "flips": {name: int(count) for name, count in self._masks.flips.counts.items()},
+        }
         is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
-        marks = {"uses_optimizer_state": False} if is_stateless else {}
-        return {"method": self.run.method.name, **numbers, "flips": flips, **marks}
+        return state | ({"uses_optimizer_state": False} if is_stateless else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; load those of the model and of the optimizer first.
-
-        Args:
-            state: what `state_dict()` gave.
+        """Go on from what `state_dict()` gave; load those of the model and of the optimizer first.
 
         Raises:
             ValueError: not what `state_dict` gives, or of another method, another model or a longer run, or the state
                 of the method's own optimizer is not loaded. Nothing is changed then.
         """
-        defaults: dict[str, Any] = {"flips": {}, "method": self.run.method.name}  # which 0.1 did not save
-        defaults["finished"] = self.run.facts.finished
-        state = defaults | {"uses_optimizer_state": True} | state
+        state = {"uses_optimizer_state": True} | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
-        self._flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
+        self._masks.flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
         self.run.record(finished=False)
         set_phase(self.model, DENSE_PHASE if state["finished"] else self.phase)
         self.run.record(finished=bool(state["finished"]))
         self._set_streams()
+
+    @property
+    def _keeps_phase(self) -> bool:
+        return self._masks.is_frozen or self.run.facts.finished
+
+    @property
+    def _has_own_optimizer(self) -> bool:
+        return self.run.method.overrides("make_optimizer") and not self._keeps_phase
+
+    def _before_step(self) -> None:
+        """Right before the optimizer uses the gradients."""
+        if self.step >= self.total_steps:
+            raise RuntimeError(
+                f"total_steps={self.total_steps} are done, and the optimizer takes another: make the controller with "
+                f"the steps of the whole run, or call controller.end()"
+            )
+        self.run.open_step = None
+        self._masks.start_step(measures_flips=(self.step + 1) % self.metrics_interval == 0 or self.step == 0)
+
+    @torch.no_grad()
+    def _change_gradients(self) -> None:
+        """When the gradients of a step, or with ZeRO of a group, are final."""
+        if self.run.method.overrides("change_gradients"):
+            self.run.method.change_gradients(self._followed.pieces(self.weights, self._masks.mask), self._context())
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        """Right after an optimizer step: counts it, switches the phase, refreshes state."""
+        self.step += 1
+        self.micro_step = 0
+        has_new_state = self._masks.enter_phase(self.phase)
+        if self.step == self.total_steps and not self._keeps_phase:
+            self.run.record(finished=self.run.is_dense)
+        keeps_state = has_new_state or self.run.is_dense
+        self._masks.finish_step(not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps))
+        self._set_streams()
+        self.run.open_step = object() if self.step < self.total_steps else None
+
+    def _context(self) -> StepContext:
+        return StepContext(self.step, self.total_steps, self.phase, self.optimizer, self.weights)
+
+    def _set_streams(self) -> None:
+        self._streams.set(self.seed + rank(), self.step, self.micro_step)
+
+
+def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
+    """The model out of what was put around it, whose adapters and configs know that it is sparse; and its run."""
+    _check_buffers(model)
+    model = unwrap(model)
+    attach_adapters(model)  # those that PEFT has not found by its registry
+    check_adapters(model)
+    if any(weight.storage.is_split for weight in sparse_weights(model).values()) and adapters_in(model):
+        raise ValueError(
+            "adapters around weights that tensor parallelism splits are not supported; use FSDP2 or DDP with them"
+        )
+    run = adopt(model)
+    if run is None:
+        raise ValueError("the model is not patched; call patch_model(model) first")
+    if run.facts.finished:
+        logger.info(FINISHED)
+    return model, run
 
 
 def _check_buffers(model: Any) -> None:

@@ -36,7 +36,7 @@ from .decay_search import (
 from .distillation import DistillationConfig, distill
 from .engines import check_engine
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
-from .step_work import trains
+from .step_masks import trains
 
 logger = get_logger(__name__)
 

