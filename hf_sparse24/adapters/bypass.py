@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
+from ..weights.input_dim import input_dim_of
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
 
@@ -68,8 +68,7 @@ class _Probe(nn.Module):
     def __init__(self, layer: Any):
         super().__init__()
         weight = layer.weight
-        sizes = weight.shape if isinstance(layer, Conv1D) else weight.shape[::-1]
-        self.in_features, self.out_features = sizes
+        self.in_features, self.out_features = weight.shape[::-1] if input_dim_of(layer) == -1 else weight.shape
         self.weight = nn.Parameter(weight.new_tensor(torch.nan).expand(weight.shape), requires_grad=False)
         self.bias = None if layer.bias is None else nn.Parameter(torch.zeros_like(layer.bias), requires_grad=False)
         self.was_called = False

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.pytorch_utils import Conv1D
 
 from ..layers.linear import Sparse24Layer
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
+from ..weights.input_dim import input_dim_of
 
 CHUNK = 2**22
 """Number of elements of D that are computed at a time."""
@@ -60,11 +60,6 @@ def is_pruned(layer: nn.Module) -> bool:
 def has_mask(layer: nn.Module) -> bool:
     """Return whether the zeros of a layer's weight are its mask, as they are except in a method's dense phase."""
     return is_pruned(layer) or not isinstance(layer, Sparse24Layer)
-
-
-def input_dim_of(layer: nn.Module) -> int:
-    """Return the input dimension of a linear layer's weight."""
-    return -2 if isinstance(layer, Conv1D) else -1
 
 
 def out_in(layer: nn.Module, weight: Tensor) -> Tensor:

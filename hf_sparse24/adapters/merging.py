@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer, pack_weight, packed_of, unpack_weight
+from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from .bypass import is_adapter, is_masked
-from .masked import input_dim_of, is_pruned, out_in
+from .masked import is_pruned, out_in
 
 _UNMERGED = "sparse24_unmerged"
 """Attribute of a merged adapter with the `Unmerged` of its base layer."""

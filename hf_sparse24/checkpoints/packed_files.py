@@ -13,11 +13,10 @@ from sparse24_kernels import Packed
 from sparse24_kernels.formats import scale_columns
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ..layers.packed import pack_weight, packed_of
-from ..patching.stacks import find_input_dim, stacked_parameters
 from ..run import SparseRun
+from ..weights.input_dim import find_input_dim
 from ..weights.packed_weight import VALUES, PackedFormat, buffer_names, packed_weight_name, wrong_packed
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
@@ -75,7 +74,7 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
         if module is None:  # such as the head of another class of this architecture
             continue
         weight = module._parameters.get(attribute)
-        input_dim = None if weight is None else _input_dim(module, attribute)
+        input_dim = None if weight is None else find_input_dim(module, attribute)
         if weight is None or input_dim is None:
             raise ValueError(f"packed.weights has {name!r}, which is no weight of a linear layer or of stacked experts")
         *stack, out, inputs = weight.shape if input_dim == -1 else weight.transpose(-1, -2).shape
@@ -105,15 +104,6 @@ def _names(model: PreTrainedModel, name: str) -> tuple[str, str, str]:
     """The name of a tensor, and what it is called in the model with or without its head."""
     prefix = f"{model.base_model_prefix}."
     return name, name.removeprefix(prefix), prefix + name
-
-
-def _input_dim(module: nn.Module, name: str) -> int | None:
-    """The input dimension of a weight of a linear layer or of experts, -1 or -2; None for any other."""
-    if isinstance(module, Conv1D):
-        return -2
-    if isinstance(module, nn.Linear):
-        return -1
-    return find_input_dim(module, name) if name in stacked_parameters(module) else None
 
 
 def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:

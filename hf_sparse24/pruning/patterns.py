@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
@@ -54,8 +53,7 @@ def choose_patterns(
     for candidate in find_candidates(model, run):
         if candidate.skipped is not None:
             continue
-        dim = candidate.input_dim if candidate.is_stack else -2 if isinstance(candidate.module, Conv1D) else -1
-        groups = candidate.weight.movedim(dim, -1).unflatten(-1, (-1, m))
+        groups = candidate.weight.movedim(candidate.input_dim, -1).unflatten(-1, (-1, m))
         counts = groups.count_nonzero(-1).flatten().bincount(minlength=m + 1)
         within = counts.cumsum(0).double() / counts.sum()  # share of groups with at most so many non-zeros
         n = max(1, int((within < confidence).sum()))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..patching.stacks import is_stacked_experts
+from ..patching.stacks import stacked_parameters
+from ..weights.input_dim import find_input_dim
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 
 
@@ -74,14 +75,11 @@ def parts(model: PreTrainedModel) -> Iterator[Part]:
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            is_stack = parameter.dim() == 3 and is_stacked_experts(prefix, module)
+            is_stack = own in stacked_parameters(prefix, module)
             if not is_stack and not (isinstance(module, nn.Linear | Conv1D) and own == "weight"):
                 continue
             weight = sparse.get(id(parameter))
-            if weight is not None:
-                out, inputs = weight.sizes
-            else:
-                out, inputs = parameter.shape[-2:] if not isinstance(module, Conv1D) else parameter.shape[::-1]
+            out, inputs = parameter.shape[-2:] if find_input_dim(module, own) != -2 else parameter.shape[:-3:-1]
             count = len(parameter) if is_stack else 1
             share = min(1.0, chosen / count) if is_stack else 1.0
             yield Part(block.get(f"{prefix}.{own}"), out, inputs, count, share, weight)

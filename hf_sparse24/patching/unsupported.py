@@ -1,0 +1,116 @@
+"""Why a weight that was selected cannot become sparse."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+from sparse24_kernels.checks import INPUTS as PRUNABLE
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..adapters import bypasses_layer, is_adapter
+from ..layers.sparse_module import SparseModule
+from ..methods import SparseMethod
+from ..weights.input_dim import find_input_dim
+from .stacks import unsupported_method
+
+READ_BY = {
+    "BambaMixer": ("out_proj",),
+    "DabDetrMHAttentionMap": ("k_linear",),
+    "ConditionalDetrMHAttentionMap": ("k_proj",),
+    "DetrMHAttentionMap": ("k_proj",),
+    "MaskFormerDetrMHAttentionMap": ("k_proj",),
+    "DisentangledSelfAttention": ("in_proj",),
+    "FalconH1Mixer": ("out_proj",),
+    "FalconMambaMixer": ("dt_proj", "out_proj", "x_proj"),
+    "Gemma3nTextAltUp": ("correction_coefs", "prediction_coefs"),
+    "GraniteMoeHybridMambaLayer": ("out_proj",),
+    "JambaMambaMixer": ("dt_proj",),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LongcatFlashTopkRouter": ("classifier",),
+    "LSHSelfAttention": ("query_key", "value"),
+    "Mamba2Mixer": ("out_proj",),
+    "MambaMixer": ("dt_proj", "out_proj", "x_proj"),
+    "MobileBertLMPredictionHead": ("decoder", "dense"),
+    "MultiheadAttention": ("out_proj",),
+    "NemotronHMamba2Mixer": ("out_proj",),
+    "NeoMMEForMaskedLM": ("unembedding_projection",),
+    "PPDocLayoutV2ReadingOrderEncoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "TDNNLayer": ("kernel",),
+    "TransformerEncoderLayer": ("linear1", "linear2"),
+    "WavLMAttention": ("k_proj", "out_proj", "q_proj", "v_proj"),
+    "Zamba2MambaMixer": ("out_proj",),
+}
+"""The layers whose weights a class of PyTorch or Transformers multiplies by itself: a sparse layer's forward would not
+run. A test looks for others in the installed Transformers."""
+
+PLAIN = ("FalconLinear",)
+"""Subclasses of `nn.Linear` with a forward that computes the same."""
+
+
+def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
+    """Return why a weight cannot become sparse, None if it can.
+
+    Args:
+        path: see `Place`.
+        parameter: the weight's name in the last module of `path`.
+        method: that would prune it.
+    """
+    (name, module), parent = path[-1], path[-2 if len(path) > 1 else -1][1]  # a model may be one layer
+    if any(part != "base_layer" and is_adapter(around) for (_, around), (part, _) in pairwise(path)):
+        return "an adapter"
+    if isinstance(module, SparseModule) and parameter in module.sparse24:
+        return None
+    weight = cast(Tensor, module._parameters[parameter])
+    is_stack = weight.dim() == 3
+    class_name, parent_name = type(module).__name__, type(parent).__name__
+    if is_adapter(parent) and (is_stack or bypasses_layer(parent)):
+        return f"its adapter ({parent_name}) computes with its weight without calling it"
+    if not is_stack and not _is_plain_linear(module):
+        return f"its class {class_name} is not a plain linear layer"
+    if name in READ_BY.get(parent_name, ()):
+        return f"{parent_name} uses its weight without calling it"
+    input_dim = find_input_dim(module, parameter)
+    if input_dim is None:
+        return f"{class_name} does not say how it multiplies by {parameter}: set its attribute is_transposed"
+    rows, columns = weight.shape[-2:]
+    outputs, inputs = (rows, columns) if input_dim == -1 else (columns, rows)
+    reason = unsupported_method(method) if is_stack else None
+    return reason or _unsupported_tensor(weight) or method.unsupported(outputs, inputs)
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    forward = type(module).forward
+    return forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ in PLAIN
+
+
+def _unsupported_tensor(weight: Tensor) -> str | None:
+    if weight.dtype not in PRUNABLE:
+        return f"its weight is {weight.dtype}; fp64, fp32, bf16 and fp16 can be pruned"
+    if weight.layout != torch.strided:
+        return f"the layout of its weight is {weight.layout}, not dense"
+    if not weight.numel():
+        return "its weight is empty"
+    if 0 in weight.stride():
+        return "its weight is expanded: elements share memory"
+    return None
+
+
+def overlapping_tensors(model: nn.Module) -> dict[int, str]:
+    """Return the Parameters and buffers that share memory with another one, by id, with the other's name."""
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + extent * tensor.element_size(), id(tensor), name))
+    spans.sort()
+    found = {}
+    for i, (device, _, end, key, name) in enumerate(spans):
+        for other_device, other_start, _, other_key, other_name in spans[i + 1 :]:
+            if other_device != device or other_start >= end:
+                break
+            found[key], found[other_key] = other_name, name
+    return found
