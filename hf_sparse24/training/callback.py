@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any, cast
-from uuid import uuid4
 
 from accelerate.utils import reduce
 from torch import nn
@@ -18,7 +17,7 @@ from . import reference
 from .controller import Sparse24Controller
 from .distillation import Distiller, find_distiller
 from .mask_metrics import measuring_interval
-from .resume import check_resumed, find_checkpoint, restore
+from .resume import check_resumed, restore
 from .run_log import ConsoleFilter, RunLog
 
 logger = get_logger(__name__)
@@ -30,7 +29,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     `Sparse24Trainer` has it already. For another trainer, add it with `Sparse24Callback.add_to(trainer)`, which puts
     it in front of the reporting callbacks and knows the trainer. Passed as `callbacks=[Sparse24Callback()]` it works
     too, but raises an error where it would need the trainer: in TRL's trainers that have a reference model, and where a
-    run resumes from a checkpoint outside of its output directory.
+    run resumes.
 
     Each log gets `flip_rate`, `kept_magnitude`, `sparse_phase` and the metrics of the method. Trackers (TensorBoard,
     W&B, trackio) also get `flip_rate/<layer>`, `steps_per_second` and `peak_memory_gb`; the console and
@@ -69,10 +68,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         """What the Trainer writes into `trainer_state.json`.
 
         Returns:
-            A dict of plain numbers, that of the controller under `controller`, and an `id` of the checkpoint's own.
+            A dict of plain numbers, that of the controller under `controller`.
         """
         controller = {} if self.controller is None else self.controller.state_dict()
-        return {"args": {}, "attributes": {}, "controller": controller, "id": uuid4().hex}
+        return {"args": {}, "attributes": {}, "controller": controller}
 
     @classmethod
     def add_to(cls, trainer: Trainer, check_reference: bool = True) -> "Sparse24Callback":
@@ -146,10 +145,14 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 f"than that, or start a new run from its weights"
             )
         if state.global_step:
+            if self.checkpoint is None:
+                raise ValueError(
+                    f"the run resumes at step {state.global_step}, and a callback is not told from which checkpoint: "
+                    f"call Sparse24Callback.add_to(trainer) before train(), in place of callbacks=[Sparse24Callback()]"
+                )
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
-            checkpoint = self.checkpoint or find_checkpoint(args, state)
-            check_resumed(kwargs["model"], checkpoint)
-            restore(kwargs["model"], checkpoint)
+            check_resumed(kwargs["model"], self.checkpoint)
+            restore(kwargs["model"], self.checkpoint)
         self.controller = Sparse24Controller(
             kwargs["model"],
             kwargs["optimizer"],

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
@@ -60,25 +59,6 @@ def last_whole_checkpoint(output_dir: str | Path) -> str:
         f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} ({'; '.join(damaged) or 'none at all'}); "
         f"start without it"
     )
-
-
-def find_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The checkpoint that `state` was loaded from: the one in the output directory, or that which the arguments name.
-    Raises ValueError where neither has the contents of `state`."""
-    own = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    for path in (own, Path(str(args.resume_from_checkpoint))):
-        file = path / TRAINER_STATE_NAME
-        if file.is_file() and _contents(TrainerState.load_from_json(str(file))) == _contents(state):
-            return path
-    raise ValueError(
-        f"the run resumes at step {state.global_step}, and {own} is not what it resumes from: a callback is not told "
-        f"which checkpoint it is, and needs its config and experts. Call Sparse24Callback.add_to(trainer) before "
-        f"train(), instead of passing callbacks=[Sparse24Callback()]"
-    )
-
-
-def _contents(state: TrainerState) -> str:
-    return json.dumps([state.log_history, state.stateful_callbacks])
 
 
 def checkpoint_damage(checkpoint: str | Path) -> str | None:
