@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
     text = "measure every sparse GEMM that training MODEL asks for, and remember what wins"
     tune = command("tune", "gemm_commands:tune", text)
-    text = "what a step of MODEL would hold and move on GPUs, and when sparse GEMMs pay for pruning"
+    text = "bytes that training MODEL holds and that pruning moves, and when sparse GEMMs pay for it"
     plan = command("plan", "gemm_commands:plan", text)
     for each in (tune, plan):
         each.add_argument("model", metavar="MODEL", help=_MODEL)
@@ -98,11 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
         each.add_argument("--dtype", choices=dtypes, default="bf16", help="of the GEMMs (default bf16)")
         text = "that each layer sees per step and GPU, patches of images too (default 8192)"
         each.add_argument("--tokens", type=positive_number, default=8192, help=text)
-    plan.add_argument("--gpus", type=positive_number, default=1, help="one process each (default 1)")
-    plan.add_argument("--parallel", choices=("ddp", "fsdp2"), help="without it ddp if that fits in memory, else fsdp2")
-    plan.add_argument("--memory", type=positive_number, default=80, metavar="GB", help="of a GPU (default 80)")
-    plan.add_argument("--gradient-checkpointing", action="store_true", help="layers run again in the backward pass")
-    text = "what the GPU computes while it moves a byte (default: an H100 SXM's data sheet)"
+    text = "FLOP that the GPU computes per byte that it moves (default: 295, an H100 SXM by its data sheet)"
     plan.add_argument("--flops-per-byte", type=positive_number, metavar="N", help=text)
 
     text = "one HTML file about a run: losses, flip rates by layer, masks, metrics, schedule, speed, memory, config"

@@ -247,10 +247,8 @@ def test_the_command_takes_every_kind(name, tmp_path, capsys):
     for architectures in ([KINDS[name].model_class], None):
         config.architectures = architectures
         config.save_pretrained(tmp_path)
-        for more in (["--gpus", "2", "--parallel", "ddp"], ["--parallel", "fsdp2", "--gradient-checkpointing"]):
-            assert main(["plan", str(tmp_path), "--target-modules", "all-linear", *more]) == 0
-            (activations,) = re.findall(r"activations and logits +(\S+)", capsys.readouterr().out)
-            assert float(activations) > 0
+        assert main(["plan", str(tmp_path), "--target-modules", "all-linear"]) == 0
+        assert re.search(r"TFLOP in GEMMs .*; pruning moves \S+ GB", capsys.readouterr().out)
     assert main(["doctor", str(tmp_path)]) == 0
     assert re.search(r"\d+ +64 x 32 ", capsys.readouterr().out)
 

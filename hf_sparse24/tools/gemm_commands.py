@@ -16,10 +16,7 @@ from ..tables import print_table
 from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
 from .models import model_class, read_config
-from .plan import plan_training
-from .plan_text import print_plan
-from .pruning_costs import FLOPS_PER_BYTE
-from .sizes import Setting
+from .plan import FLOPS_PER_BYTE, print_plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -87,12 +84,9 @@ def _tune_cpu(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print what a step of training holds and moves."""
-    model = _patched(options)
-    dtype, memory = _DTYPES[options.dtype], options.memory * 1e9
-    setting = Setting(options.gpus, options.tokens, dtype=dtype, checkpointing=options.gradient_checkpointing)
-    found = plan_training(model, setting, options.parallel, memory)
-    print_plan(options.model, model, found, memory, options.flops_per_byte or FLOPS_PER_BYTE)
+    """Print what a step of training holds, what pruning moves, and when sparse GEMMs pay for it."""
+    dtype, flops_per_byte = _DTYPES[options.dtype], options.flops_per_byte or FLOPS_PER_BYTE
+    print_plan(options.model, _patched(options), options.tokens, dtype, flops_per_byte)
     return 0
 
 

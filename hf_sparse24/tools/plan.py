@@ -1,73 +1,66 @@
-"""What training a model on many GPUs would hold and move, in bytes, computed: what `hf-sparse24 plan` prints.
+"""What training a model holds and what pruning moves, in bytes, and when sparse GEMMs pay for it: `hf-sparse24 plan`.
 
-Read in this order: `sizes.py` (what is read from a model), this file, `pruning_costs.py` (bytes that pruning moves, and
-when sparse GEMMs pay for it), and `plan_text.py`, which prints. What is exact here is compared with what processes hold
-and move by `tests/tools/test_plan.py`; what is an assumption says so, and the command prints it.
+Computed for one GPU, AdamW on fp32 parameters and one micro-batch per step. Nothing is measured, and no time predicted.
 """
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from ..methods import SparseMethod
-from ..weights.sparse_weight import first_of_each, sparse_weights
-from .pruning_costs import MASTER_BYTES, LayerCost, layer_cost
-from .sizes import Part, Setting, blocks, parts, sharded
+from ..methods.masked_decay import MaskedDecayMethod
+from ..tables import print_table
+from ..weights.gemms import PRUNED
+from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from .doctor import sparse_problems
 
-KEPT_AUTOCAST, KEPT_CAST = 1.78, 1.21
-"""Bytes that a layer of a Llama in eager mode keeps for the backward pass, over those of the inputs and outputs of its
-linear layers: with fp32 Parameters under autocast, and with FSDP2, which casts them. Measured on a CPU by the tests."""
+MASTER_BYTES = 4
+"""Bytes of an element of a Parameter, a gradient, and each of AdamW's two moments: fp32, as Transformers' Trainer has
+them in mixed precision."""
+COMPRESSED = 9 / 16
+"""Bytes of a 2:4 matrix as sparse tensor cores read it, over those of the dense one: half the values, 2 bits each."""
+FLOPS_PER_BYTE = 295
+"""What an H100 SXM computes while it moves a byte, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s."""
+_MASK = 1 / 8  # bytes of an element of a packed mask
 _LONG_RUN = 10_000  # optimizer steps of the run that schedules and refreshes are averaged over
-_COUNT_BYTES = 8
+_ASSUMED = (
+    "assumed: pruning takes as long as the bytes that it moves, and every GEMM that can be sparse is; activations and "
+    "traffic between GPUs are not counted"
+)
 
 
-class Collective(NamedTuple):
-    """One kind of communication in a step.
+class LayerCost(NamedTuple):
+    """What a layer, or a stack of experts, costs in a sparse step.
 
     Attributes:
-        kind: `"all_reduce"`, `"all_gather"` or `"reduce_scatter"`.
-        what: the name of what is moved.
-        nbytes: of the whole tensors per step: what is reduced, or what a process has after gathering, padding included.
+        name: of its weight.
+        sparse: names of the GEMMs that sparse tensor cores can run.
+        flops: of these GEMMs as dense math.
+        pruning: bytes moved by pruning weights and gradients, by masked decay and by mask refreshes.
+        encodings: bytes of the encodings of its weight.
     """
 
-    kind: str
-    what: str
-    nbytes: float
-
-    def sent(self, ranks: int) -> float:
-        """Bytes that each of `ranks` processes sends per step, by the ring algorithms: a reduction is a reduce-scatter
-        and an all-gather."""
-        return (2 if self.kind == "all_reduce" else 1) * self.nbytes * (ranks - 1) / ranks
+    name: str
+    sparse: tuple[str, ...]
+    flops: float
+    pruning: float
+    encodings: float
 
 
 class Plan(NamedTuple):
-    """What one sparse step costs each GPU.
+    """What one sparse step costs.
 
     Attributes:
-        setting: how the model is trained.
-        memory: bytes that the first process holds, which has the most, by what they are for.
-        collectives: what moves between GPUs.
-        layers: pruning and sparse GEMMs of each patched layer.
-        sparse_share: of the steps of a run; the others are dense, and gain nothing.
+        memory: bytes held, by what they are for.
+        layers: the cost of each sparse layer.
+        sparse_share: the share of a run's steps that are sparse; the others gain nothing.
     """
 
-    setting: Setting
     memory: dict[str, float]
-    collectives: list[Collective]
     layers: list[LayerCost]
     sparse_share: float
-
-    @property
-    def total_memory(self) -> float:
-        return sum(self.memory.values())
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a GPU sends in a step."""
-        return sum(collective.sent(self.setting.gpus) for collective in self.collectives)
 
     @property
     def flops(self) -> float:
@@ -76,31 +69,66 @@ class Plan(NamedTuple):
 
     @property
     def pruning(self) -> float:
-        """Bytes that pruning moves in a GPU's memory."""
+        """Bytes that pruning moves."""
         return sum(layer.pruning for layer in self.layers)
 
 
-def plan_training(model: PreTrainedModel, setting: Setting, parallel: str | None, memory: float) -> Plan:
-    """`plan_step` for `parallel`. Where that is None: for DDP if it fits into `memory` bytes, otherwise for FSDP2."""
-    plan = plan_step(model, replace(setting, parallel=parallel or "ddp"))
-    if parallel is None and plan.total_memory > memory:
-        return plan_step(model, replace(setting, parallel="fsdp2"))
-    return plan
-
-
-def plan_step(model: PreTrainedModel, setting: Setting) -> Plan:
-    """The plan of one sparse step of training with AdamW; the model is patched, and may be on the meta device."""
-    method: Any = next(iter(sparse_weights(model).values())).method
+def plan_step(model: PreTrainedModel, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Plan:
+    """The plan of one sparse step of so many tokens; the model is patched, and may be on the meta device."""
+    weights = first_of_each(sparse_weights(model))
+    method: Any = next(iter(weights.values())).method
     sparse_share, refreshes = _averages(method)
-    all_parts = list(parts(model))
-    layers = [layer_cost(part, part.weight, setting, refreshes) for part in all_parts if part.weight is not None]
-    memory = _memory(model, all_parts, layers, setting)
-    collectives = _collectives(model, setting, method, refreshes) if setting.gpus > 1 else []
-    return Plan(setting, memory, collectives, layers, sparse_share)
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    layers = [layer_cost(name, weight, tokens, dtype, refreshes, chosen) for name, weight in weights.items()]
+    fp32 = sum(parameter.numel() for parameter in model.parameters()) * MASTER_BYTES
+    memory: dict[str, float] = {
+        "parameters, fp32": fp32,
+        "gradients, fp32": fp32,
+        "AdamW's moments, fp32": 2 * fp32,
+        "masks, scales and other buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "encodings, kept for the step": sum(layer.encodings for layer in layers),
+    }
+    return Plan(memory, layers, sparse_share)
+
+
+def break_even(flops: float, pruning: float, flops_per_byte: float) -> float | None:
+    """The speed-up of the sparse GEMMs from which they save the time that pruning takes.
+
+    None where it is above 2, which sparse tensor cores cannot reach.
+
+    Args:
+        flops: of the sparse GEMMs as dense math. pruning: bytes moved.
+        flops_per_byte: of the GPU.
+    """
+    saved = 1 - pruning * flops_per_byte / flops if flops else 0.0
+    return 1 / saved if saved >= 0.5 else None
+
+
+def print_plan(name: str, model: PreTrainedModel, tokens: int, dtype: torch.dtype, flops_per_byte: int) -> None:
+    """Print the plan of a patched model for a GPU that computes so many FLOP per byte that it moves."""
+    plan, weights = plan_step(model, tokens, dtype), first_of_each(sparse_weights(model)).values()
+    method = next(iter(weights)).method.name
+    total = sum(parameter.numel() for parameter in model.parameters())
+    share = sum(weight.parameter.numel() for weight in weights) / total
+    print(f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them in 2:4 layers")
+    print(f"{tokens} tokens per step, {str(dtype).removeprefix('torch.')}: computed, not measured\n")
+    held = [[what, _gb(nbytes)] for what, nbytes in plan.memory.items()]
+    print_table([["held", "GB"], *held, ["total", _gb(sum(plan.memory.values()))]])
+    print("", *_summary(plan, flops_per_byte), _ASSUMED, sep="\n")
+
+
+def _summary(plan: Plan, flops_per_byte: int) -> Iterator[str]:
+    yield f"{plan.flops / 1e12:.3g} TFLOP in GEMMs that can be sparse; pruning moves {_gb(plan.pruning)} GB"
+    speedup = break_even(plan.flops, plan.pruning, flops_per_byte)
+    if speedup is None:
+        yield "pruning takes longer than sparse GEMMs can save, which is half of their time; try more tokens per step"
+    else:
+        yield f"sparse GEMMs pay for pruning from {speedup:.2f} times the speed of dense ones; 2 is the most they reach"
+    yield f"at {flops_per_byte} FLOP per byte moved (--flops-per-byte); {plan.sparse_share:.0%} of the steps are sparse"
 
 
 def _averages(method: SparseMethod) -> tuple[float, float]:
-    """The share of a long run's steps that are sparse, and how often one of them computes masks or scales anew."""
+    """The share of a long run's steps that are sparse, and how often one of them refreshes masks or scales."""
     schedule = method.schedule(_LONG_RUN)
     last = _LONG_RUN if schedule.first_tail is None else schedule.first_tail
     # What is computed when sparsity begins is no cost of a step.
@@ -109,96 +137,58 @@ def _averages(method: SparseMethod) -> tuple[float, float]:
     return sparse / _LONG_RUN, refreshed / sparse
 
 
-def _memory(
-    model: PreTrainedModel, all_parts: Iterable[Part], layers: Iterable[LayerCost], setting: Setting
-) -> dict[str, float]:
-    is_fsdp2 = setting.parallel == "fsdp2"
-    elements = sum(sharded(parameter, setting.gpus if is_fsdp2 else 1) for parameter in model.parameters())
-    found: dict[str, float] = {
-        "parameters, fp32": elements * MASTER_BYTES,
-        "gradients, fp32": elements * MASTER_BYTES,
-        "AdamW's moments, fp32": 2 * elements * MASTER_BYTES,
-    }
-    if not is_fsdp2 and setting.gpus > 1:
-        found["DDP's buckets, fp32"] = elements * MASTER_BYTES  # a second copy of the gradients
-    found["masks, scales and other buffers"] = sum(buffer.nbytes for buffer in model.buffers())
-    if is_fsdp2:
-        # An assumption on what coincides: what is outside the layers, which stays, two layers (one computes, the next
-        # is fetched), and the whole gradient of one.
-        sizes = _elements_by_block(model, ranks=1)
-        largest = max((size for block, size in sizes.items() if block is not None), default=0)
-        found["gathered layers"] = (sizes[None] + 3 * largest) * setting.dtype.itemsize
-        found["encodings of one layer"] = max(layer.encodings for layer in layers)
-    else:
-        found["encodings, kept for the step"] = sum(layer.encodings * layer.part.matrices for layer in layers)
-    features: Counter[str] = Counter()
-    entering: dict[str, int] = {}
-    for part in all_parts:
-        if part.block is not None:
-            features[part.block] += round((part.out + part.inputs) * part.matrices * part.token_share)
-            entering.setdefault(part.block, part.inputs)  # the first linear layer reads what comes into its layer
-    output: Any = model.get_output_embeddings()  # an image classifier has none, and few logits
-    found["activations and logits"] = activations(
-        list(features.values()), max(entering.values(), default=0), 0 if output is None else len(output.weight), setting
-    )
-    return found
-
-
-def activations(features: list[int], hidden: int, vocabulary: int, setting: Setting) -> float:
-    """Bytes that wait for the backward pass: of the linear layers times the factors above, and of the logits, of which
-    there is a copy in fp32 and its gradient. Checkpointing keeps what goes into each layer, and everything of the one
-    layer that runs again.
+def layer_cost(
+    name: str, weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes: float, chosen: int = 1
+) -> LayerCost:
+    """The cost of a layer.
 
     Args:
-        features: inputs + outputs of the linear layers, of each transformer layer.
-        hidden: size of what goes from layer to layer, in fp32 under autocast; the largest of all stacks.
-        vocabulary: size of each token's logits.
+        refreshes: how often per step a mask or scale is computed.
+        chosen: experts that a token goes to.
     """
-    itemsize = setting.dtype.itemsize
-    factor, entering = (KEPT_CAST, itemsize) if setting.parallel == "fsdp2" else (KEPT_AUTOCAST, MASTER_BYTES)
-    layers = [size * itemsize * factor for size in features]
-    kept = entering * hidden * len(layers) + max(layers, default=0.0) if setting.checkpointing else sum(layers)
-    return setting.tokens * (kept + vocabulary * (itemsize + 2 * 4))
+    matrices = len(weight.parameter) if weight.is_stack else 1
+    rows, itemsize = max(1, round(tokens * min(1.0, chosen / matrices))), dtype.itemsize
+    sparse = () if weight.run.backend == "dense" else tuple(sparse_problems(weight, rows, dtype))
+    out, inputs = weight.sizes
+    elements, kept_mask = out * inputs, _kept_mask(weight)
+    forms = _forms(weight, sparse, itemsize)
+    per_element = MASTER_BYTES + kept_mask + sum(forms) + _decay_bytes(weight) + (MASTER_BYTES + kept_mask) * refreshes
+    pruning = elements * per_element + rows * out * _gradient_bytes(weight, sparse, itemsize)
+    flops = 2.0 * rows * elements * len(sparse)
+    return LayerCost(name, sparse, matrices * flops, matrices * pruning, matrices * elements * sum(forms))
 
 
-def _collectives(model: PreTrainedModel, setting: Setting, method: SparseMethod, refreshes: float) -> list[Collective]:
-    """The collectives of a step. DDP reduces all gradients; `Sparse24Trainer` lets it broadcast no buffers.
-
-    FSDP2 gathers every layer for the forward and again for the backward pass, Parameters outside the layers once, and
-    reduces fp32 gradients. Gradient checkpointing adds nothing: a layer runs again while it is gathered for the
-    backward pass.
-    """
-    ranks, itemsize = setting.gpus, setting.dtype.itemsize
-    if setting.parallel == "ddp":
-        gradients = sum(parameter.numel() for parameter in model.parameters()) * MASTER_BYTES
-        return [Collective("all_reduce", "gradients", gradients)]
-    sizes = _elements_by_block(model, ranks)
-    total = sum(sizes.values())
-    found = [
-        Collective("all_gather", "parameters, forward", total * itemsize),
-        Collective("all_gather", "parameters, backward", (total - sizes[None]) * itemsize),
-        Collective("reduce_scatter", "gradients", total * MASTER_BYTES),
-    ]
-    weights = first_of_each(sparse_weights(model))
-    for name, weight in weights.items():
-        inputs, m = weight.sizes[1], method.pattern.m
-        if weight.input_dim == -2 and not weight.is_stack and inputs % (ranks * m):
-            raise ValueError(
-                f"FSDP2 over {ranks} GPUs splits groups of {m} of {name}, which has its {inputs} inputs in the first "
-                f"dimension; this is not planned: take a number of GPUs that divides {inputs // m}"
-            )
-    if refreshes:
-        whole = sum(sharded(weight.parameter, ranks) for weight in weights.values()) * ranks * MASTER_BYTES
-        found.append(Collective("all_gather", "weights, for refreshes", whole * refreshes))
-    if refreshes and method.flips_at_refresh:
-        found.append(Collective("all_reduce", "counts of flips", len(weights) * _COUNT_BYTES * refreshes))
-    return found
+def _forms(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> list[float]:
+    """Bytes per element of the encodings that a step needs; one that two GEMMs take counts once."""
+    gemms = weight.method.gemms
+    found = {}
+    for gemm, form in ((gemms.output, "compressed"), (gemms.grad_input, "compressed-transposed")):
+        is_sparse = gemm.name in sparse
+        found[gemm.weight or PRUNED, form if is_sparse else "dense"] = itemsize * (COMPRESSED if is_sparse else 1)
+    return list(found.values())
 
 
-def _elements_by_block(model: PreTrainedModel, ranks: int) -> Counter[str | None]:
-    """Elements of the whole Parameters, padded as `ranks` processes gather them, by transformer layer; under None of
-    those outside."""
-    block, sizes = blocks(model), Counter[str | None]()
-    for name, parameter in model.named_parameters():
-        sizes[block[name]] += sharded(parameter, ranks) * ranks
-    return sizes
+def _kept_mask(weight: SparseWeight) -> float:
+    """Bytes per element of a mask that the method keeps, which pruning reads and a refresh writes."""
+    return _MASK if any(tensor.dtype == torch.uint8 for tensor in weight.state.values()) else 0.0
+
+
+def _decay_bytes(weight: SparseWeight) -> float:
+    """Bytes per element that masked decay moves: it reads gradient, weight and mask, and writes the gradient. A mask
+    that is not kept is made from the weight first."""
+    method = weight.method
+    if not (isinstance(method, MaskedDecayMethod) and method.settings.masked_decay):
+        return 0.0
+    return 3 * MASTER_BYTES + _MASK + (0.0 if _kept_mask(weight) else MASTER_BYTES + _MASK)
+
+
+def _gradient_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> float:
+    """Bytes per element that pruning the output's gradient moves: each GEMM that asks for it reads the gradient and
+    writes it in one form."""
+    gemms = weight.method.gemms
+    pruned = [gemm for gemm in (gemms.grad_input, gemms.grad_weight) if gemm.estimator != "none"]
+    return sum(itemsize * (1 + (COMPRESSED if gemm.name in sparse else 1)) for gemm in pruned)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.0f}" if nbytes >= 1e11 else f"{nbytes / 1e9:.3g}" if nbytes >= 1e6 else "<0.001"
