@@ -1,7 +1,6 @@
-"""The published methods by name, one file per paper, each opening with its method card; and all that an author of a
-method imports.
+"""The published methods, one file per paper, each opening with its method card; and all that an author imports.
 
-`register_method` adds a method of one's own. docs/guides/own_method.md builds one step by step.
+`register_method` adds your own method. docs/guides/own_method.md builds one step by step.
 """
 
 from ..weights.rules import Magnitude, Mask, Rule, SoftThreshold, Values

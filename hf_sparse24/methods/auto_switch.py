@@ -18,17 +18,16 @@ class AutoSwitch:
     * "arithmetic", option I: `z_t = mean |v_t - v_{t-1}|` over all entries of all weights.
     * "geometric", option II: `z_t = exp(mean log |v_t - v_{t-1}|)`.
 
-    v has settled once the mean of z over the last `floor(1 / (1 - beta2))` steps, or over those that there have been,
-    is below eps. A change of v has the units of squared gradients, and eps those of a gradient: small gradients fulfil
-    the rule at once, large ones never, and then it switches at `switch_by`.
+    v has settled once the mean of z over the last `floor(1 / (1 - beta2))` steps is below eps; at the beginning the
+    mean is over fewer steps. Limits:
 
-    The geometric mean leaves out entries with v_t = v_{t-1} exactly: one dead entry would make it zero, and so switch
-    at `switch_after`. If every entry is dead, z_t is 1 - beta2.
+    * v has the units of squared gradients, eps those of a gradient. So small gradients fulfil the rule at once, and
+      large ones never do: then the switch comes at `switch_by`.
+    * The geometric mean leaves out entries with v_t = v_{t-1}: one dead entry would make it zero. If all are dead, z_t
+      is 1 - beta2.
+    * A bf16 variance cannot fall where 1 - beta2 is below 0.004, and looks settled. Keep the weights in fp32.
 
-    In bfloat16 a variance cannot fall where 1 - beta2 is below 0.004, and looks settled: keep the weights in fp32.
-
-    The optimizer saves what AutoSwitch has seen, a dict. Its `window` has z of the last steps, inf for what has not
-    been seen.
+    The optimizer saves the dict of what AutoSwitch has seen. `window` has z of the last steps, inf where unseen.
 
     Args:
         rule: one of `SWITCH_RULES`.
@@ -62,7 +61,7 @@ class AutoSwitch:
         return {"rule": self.rule, "window": window, "statistic": torch.tensor(math.inf)}
 
     def resume(self, seen: dict[str, Any]) -> None:
-        """Keep what was saved if the same rule made it with the same window, and start anew otherwise."""
+        """Keep what was saved if the same rule made it with the same window; otherwise forget it."""
         fresh = self.nothing_seen(seen["window"].device)
         if seen.get("rule") != self.rule or seen["window"].shape != fresh["window"].shape:
             seen.update(fresh)

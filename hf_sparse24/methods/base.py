@@ -44,7 +44,7 @@ from .settings import GemmSettings, MethodSettings, PhaseSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StandardSettings(PhaseSettings, GemmSettings):
-    """The settings of a method that has none of its own: dense phases, and what happens in the three GEMMs."""
+    """The settings of a method that declares none: dense phases, and what happens in the three GEMMs."""
 
 
 class SparseMethod:
@@ -114,7 +114,7 @@ class SparseMethod:
 
     @classmethod
     def overrides(cls, *hooks: str) -> bool:
-        """Whether the class has one of these hooks of its own; the library skips work that only a default would do."""
+        """Whether the class overrides one of these hooks; the library skips the work of a default."""
         return any(getattr(cls, hook) is not getattr(SparseMethod, hook) for hook in hooks)
 
     # What the GEMMs multiply by.
@@ -147,7 +147,7 @@ class SparseMethod:
     # What a weight keeps.
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
-        """Buffers to keep beside a weight, a deterministic function of it and of the step; (0, 1) outside training.
+        """Buffers to keep with a weight: a deterministic function of it and of the step; (0, 1) outside training.
 
         Runs when a model is patched (possibly on the meta device), after dense weights have been loaded, when sparsity
         begins after a dense start, and at refreshes.
@@ -155,11 +155,11 @@ class SparseMethod:
         return {}
 
     def refreshes_state(self, step: int, total_steps: int) -> bool:
-        """Whether state is made anew from the weights once `step` steps are done, besides where sparsity starts."""
+        """Whether `init_state` runs again once `step` steps are done. It always runs where sparsity starts."""
         return False
 
     def init_parameters(self, view: WeightView) -> dict[str, Tensor]:
-        """Trainable tensors to keep beside a weight, a deterministic function of it (never views of `view.matrix`).
+        """Trainable tensors to keep with a weight: a deterministic function of it, never views of `view.matrix`.
 
         Runs when a model is patched (possibly on the meta device) and after dense weights have been loaded. Optimizers,
         schedulers and checkpoints know the tensors from then on; they take part in training as early or late as

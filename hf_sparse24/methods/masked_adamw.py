@@ -17,7 +17,7 @@ _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 
 
 class GroupTensors(NamedTuple):
-    """Parallel lists for functions that update many tensors at once: this process's shards, and the whole `owners`."""
+    """A group's tensors that have a gradient, as parallel lists: this process's shards, and the whole `owners`."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -130,7 +130,7 @@ def step_param_groups(
         model: a patched model. Its sparse weights go into groups with `"masked": True`.
         weight_decay: of the parameters in `decay_names`; the others get 0.
         decay_names: names of parameters to decay, such as `Trainer.get_decay_parameter_names(model)`. None for
-            Transformers' convention: all but biases and norms. What a method trains beside a weight is never decayed.
+            Transformers' convention: all but biases and norms. A method's own trainable tensors are never decayed.
 
     Returns:
         At most four groups, masked and other, decayed and not, each with at least one parameter.
@@ -140,11 +140,11 @@ def step_param_groups(
     decay_names = set(decay_names)
     weights = sparse_weights(model).values()
     masked_weights = {id(weight.master) for weight in weights}
-    beside = {id(parameter) for weight in weights for parameter in weight.parameters.values()}
+    own = {id(parameter) for weight in weights for parameter in weight.parameters.values()}
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decayed = name in decay_names and id(parameter) not in beside
+            decayed = name in decay_names and id(parameter) not in own
             groups.setdefault((id(parameter) in masked_weights, decayed), []).append(parameter)
     return [
         {"params": parameters, "masked": masked, "weight_decay": weight_decay if decayed else 0.0}

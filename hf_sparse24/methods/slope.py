@@ -4,12 +4,12 @@ Method card
     Forward          Z = X (R * W)^T, R one row-wise mask: N of every M along the input dimension
     Backward         dX = dZ (C * R * W), C the N largest magnitudes of every M of R * W along the output dimension, so
                      that this GEMM can be sparse without a transposable mask.  dW = R * (dZ^T X)
-    Mask             R is chosen when the model is patched (`initial_mask`) or by `oneshot`, and kept. C is made anew
-                     from the weights in every optimizer step. At 2:4 it keeps 13/16 of what R keeps: 3/32 of all
+    Mask             R is chosen when the model is patched (`initial_mask`) or by `oneshot`, and kept. C follows
+                     the weights in every optimizer step. At 2:4 it keeps 13/16 of what R keeps: 3/32 of all
                      entries are zero besides (the paper's formula, for independent rows)
     Dropped weights  zero from the first optimizer step on, as with `fixed-mask`: no gradient, decay or moments
     Adapters         with `adapter_rank` r > 0, in the last `adapter_steps`: Z = X (R * W)^T + (X A) B / r, where A is
-                     N(0, 1) [in, r] and B zero [r, out] at first. The weight trains on beside them
+                     N(0, 1) [in, r] and B zero [r, out] at first. The weight goes on training
     Hyper-parameters initial_mask: "random" is the paper's, "magnitude" the authors' code's and the default here: a
                      trained model keeps more of what it learned, and at random initialisation, where entries are
                      exchangeable, that mask is uniform, too. adapter_rank: 0 is exactly 2:4; the paper takes 4, 16 and

@@ -19,7 +19,7 @@ from .registry import register_method
 
 
 class MagnitudeMethod(SparseMethod):
-    """A method that keeps the N largest magnitudes of every M, chosen anew from the weights as they are."""
+    """A method that keeps the N largest magnitudes of every M, of the weights as they are now."""
 
     mask_is_local = True
 

@@ -4,7 +4,7 @@ Method card
     Precondition     dense training with Adam, until AutoSwitch finds the variance v reliable
     Mask learning    STE with an N:M magnitude mask, updates w <- w - lr clip(m^ / (sqrt(v*) + eps)), v* frozen
     Why              SR-STE loses accuracy with Adam because v is then estimated from masked weights' gradients
-    Hyper-parameters switch_rule "arithmetic" (option I) or "geometric" (option II), logged as `switch_statistic` beside
+    Hyper-parameters switch_rule "arithmetic" (option I) or "geometric" (option II), logged as `switch_statistic` and
                      `switch_threshold`; not before 10 % (`switch_after`) and by 50 % (`switch_by`) of training;
                      update_clip 1.0, 0 for the paper's steps (see `StepAdamW`)
     Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it

@@ -21,8 +21,7 @@ class StepAdamW(MaskedAdamW):
         phase 2     w <- w - lr weight_decay w - lr clip(m^ / (sqrt(v*) + eps)),    v* = v^ of the last step of phase 1
 
     where clip limits each entry to [-update_clip, update_clip]. Phase 1 ends with the first step t >= `switch_after` at
-    which `AutoSwitch` finds that v has settled, and with step `switch_by` in any case. The masks of STEP begin with the
-    next step.
+    which `AutoSwitch` finds v settled, at the latest with step `switch_by`. STEP's masks begin with the next step.
 
     Args:
         params: parameter groups. Those with `"masked": True` take part in AutoSwitch and in phase 2; all others are
@@ -45,19 +44,17 @@ class StepAdamW(MaskedAdamW):
         RuntimeError: a masked parameter gets its first gradient in phase 2, when it is too late to learn a variance.
 
     `state_dict()` holds everything, AutoSwitch included (in the first masked group), so a resumed run equals an
-    uninterrupted one. It needs no memory beyond AdamW's but AutoSwitch's window, and reads one number from the device
-    per step between `switch_after` and the switch. Each process updates its shards of sharded parameters (FSDP2, tensor
-    parallelism); means are over all shards, so all processes switch at the same step.
+    uninterrupted one. Memory is AdamW's and AutoSwitch's window. Between `switch_after` and the switch each step reads
+    one number from the device. Each process updates its shards (FSDP2, tensor parallelism); means are over all shards,
+    so all processes switch at the same step.
 
-    Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. A re-implementation by
-    the authors of S-STE has no bias correction in v* and eps^(3/4) in phase 2; the paper has eps. Our deviations:
+    Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. Deviations:
 
     * The clip. AdamW moves no entry by more than lr max(1, (1 - beta1) / sqrt(1 - beta2)), because v follows the
-      gradient (Kingma and Ba 2015, section 2.1). A frozen v* does not follow: when gradients grow, entries with a small
-      v* take many times that step. On a Llama of 1.6M parameters, lr 6e-3, switched after 400 of 4,000 steps, the loss
-      rose from 4.3 to 4.8; clipped, it went on falling. It also limits the steps of lr m^ / eps of an entry whose
-      gradient was zero all through phase 1.
-    * v* keeps the bias correction it had when it was frozen. Without it, steps would grow at the switch, by 26 % after
+      gradient (Kingma and Ba 2015, section 2.1). A frozen v* does not: when gradients grow, entries with a small v*
+      take many times that step. On a Llama of 1.6M parameters, lr 6e-3, switched after 400 of 4,000 steps, the loss
+      rose from 4.3 to 4.8; clipped, it went on falling. The clip also limits an entry without a gradient in phase 1.
+    * v* keeps the bias correction it had when it was frozen. Without it, steps would grow by 26 % after
       1 / (1 - beta2) steps.
 
     Examples:
@@ -120,7 +117,7 @@ class StepAdamW(MaskedAdamW):
 
     @property
     def _auto_switch(self) -> dict[str, Any]:
-        # Kept in a parameter group, and looked up anew: loading replaces the groups.
+        # Looked up each time: loading replaces the groups.
         return next(group["auto_switch"] for group in self.param_groups if "auto_switch" in group)
 
     def before_groups(self, masked: list[GroupTensors]) -> None:

@@ -25,7 +25,7 @@ def followed(optimizer: Any, method: SparseMethod) -> Any:
 
 
 def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
-    """It is one that can be followed, and holds all that is trainable of whole weights."""
+    """Raise ValueError if the optimizer cannot be followed, or lacks a trainable part of a sparse weight."""
     if not isinstance(optimizer, torch.optim.Optimizer | ZeroOptimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -43,8 +43,7 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None
 
 
 def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
-    """Warn where master weights are in bf16 or fp16 and steps of Adam, of about the learning rate, too small for them:
-    less than half the distance from an entry to the next, >= |entry| eps / 4, rounds to nothing in every step anew."""
+    """Warn if Adam's learning rate is below half a ULP of bf16 or fp16 masters: its updates round away."""
     if isinstance(optimizer, ZeroOptimizer):  # which has fp32 masters
         return
     names = {id(weight.master): name for name, weight in weights.items() if weight.master.dtype.itemsize < 4}
@@ -85,7 +84,7 @@ class TorchOptimizer:
 
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """What this process updates of the weights that have a gradient; `mask` gives that of a weight by name."""
-        # Looked up anew: loading an optimizer's state gives it other group objects.
+        # Looked up each time: loading an optimizer's state gives it other group objects.
         groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
         pieces = []
         for name, weight in first_of_each(weights).items():

@@ -11,7 +11,7 @@ import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from method_runs import dataset, loop, run_steps, trainer
 from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
-from own_models import give_adapters_a_value, patched
+from own_models import patched
 from paths import SUPPORT
 from sparse_models import keep_encodings
 from torch import nn
@@ -33,8 +33,6 @@ from hf_sparse24 import (
 )
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import METHODS, MethodSettings, SparseMethod, Values, setting, step_param_groups
-from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import set_phase
 from hf_sparse24.run import SparseRun, sparse_run
 from hf_sparse24.tools import doctor
 
@@ -132,25 +130,6 @@ def test_what_it_cannot_patch_is_reported():
 
 
 # --- GEMMs ---
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_backward_pass_uses_another_weight(name):
-    """Z by the mask's weight, dX by that pruned 2:4 along the output dimension as well, dW straight through."""
-    model = patched(name).double()
-    weight = next(iter(sparse_weights(model).values()))
-    layer, across = weight.module, -3 - weight.input_dim  # the other of -1 and -2
-    pruned = weight.pruned()
-    twice = kernels.nm_prune(pruned, 2, 4, across)
-    assert is_nm_sparse(twice, dim=across) and is_nm_sparse(twice, dim=weight.input_dim) and not twice.equal(pruned)
-    x = torch.randn(16, weight.sizes[1], dtype=torch.float64, requires_grad=True)
-    grad = torch.randn(16, weight.sizes[0], dtype=torch.float64)
-    as_out_in = (lambda t: t) if weight.input_dim == -1 else torch.Tensor.t
-    output = layer(x)
-    torch.testing.assert_close(output, nn.functional.linear(x, as_out_in(pruned), layer.bias))
-    output.backward(grad)
-    torch.testing.assert_close(x.grad, grad @ as_out_in(twice))
-    torch.testing.assert_close(weight.parameter.grad, as_out_in(grad.t() @ x))
 
 
 def test_all_three_gemms_run_sparse(stand_in):  # noqa: F811
@@ -293,24 +272,6 @@ def test_weights_that_are_all_frozen_have_no_pieces():
     for weight in sparse_weights(model).values():
         weight.parameter.requires_grad_(False)
     run_steps(model, *loop(model), 1)
-
-
-@pytest.mark.parametrize("phase", ["sparse", ADAPTING])
-def test_compiled_in_one_graph(phase):
-    model = patched()
-    give_adapters_a_value(model)
-    set_phase(model, phase)
-    mlp, x = model.model.layers[0].mlp, torch.randn(16, 32)
-    mlp(x).square().sum().backward()
-    expected = {name: p.grad.clone() for name, p in mlp.named_parameters() if p.grad is not None}
-    mlp.zero_grad()
-    torch._dynamo.reset()
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), mlp(x))
-    compiled(x).square().sum().backward()
-    assert any("left" in name for name in expected) == (phase == ADAPTING)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(mlp.get_parameter(name).grad, gradient, atol=1e-5, rtol=1e-4)
 
 
 def test_oneshot_gives_it_masks():
