@@ -1,6 +1,6 @@
 """export_model writes checkpoints to share: `dense` loads in every engine, `packed` has 9/16 of the bytes in bf16.
 
-Tensors are computed and written one at a time, so an export needs little memory beside the model.
+Tensors are computed and written one at a time, so an export needs little memory besides the model.
 """
 
 import hashlib
@@ -46,10 +46,10 @@ WEIGHT_FILES = re.compile(
 """Names of the weight files of a model, which are removed when an export replaces it."""
 
 NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its weights are packed"
-"""What a packed export has in place of a file's name, which the quantizer knows; Transformers' error shows it."""
+"""Stored as the weights' file name, so that loading without hf_sparse24 fails with this text."""
 
 MARK = "hf_sparse24_export"
-"""The key in the header of every file of an export; its value tells files of two exports apart."""
+"""The header key that marks a file of an export; its value differs between two exports."""
 
 _OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
 """Files of an adapter and of a training run."""
@@ -195,7 +195,7 @@ def write_weights(
         The dimension of the groups of each sparse tensor, and the sha256 of each file, by name.
     """
     if len(files) > 1:
-        # Who has read the index of another export finds its files or an error, never these in their place.
+        # A reader with another export's index finds that export's files or an error, never these.
         files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
     metadata = {"format": "pt", MARK: fingerprint}
     sparse: dict[str, int] = {}

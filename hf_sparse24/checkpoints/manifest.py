@@ -26,7 +26,7 @@ _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 
 
 class Listing(NamedTuple):
-    """Which weights of a checkpoint are said to be sparse.
+    """Which weights a checkpoint lists as sparse.
 
     Attributes:
         format: `"dense"` or `"packed"`.
@@ -35,7 +35,7 @@ class Listing(NamedTuple):
         files: sha256 of each safetensors file by name; empty where they were not recorded.
         pattern: of the groups.
         patterns: those of the weights that have another, by name.
-        method: the method that trained it, None where that is not known.
+        method: the method that trained it, None if unknown.
     """
 
     format: str
@@ -53,7 +53,7 @@ class Listing(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The check of a weight, or of a file, which has 0 elements; `problem` is None where nothing is wrong."""
+    """One check's result. For a file, `elements` is 0; `problem` is None where nothing is wrong."""
 
     name: str
     elements: int
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
 
 
 class Tensors:
-    """The tensors of the safetensors files in a directory, each read on request. OSError: a file is damaged or gone."""
+    """The tensors in a directory's safetensors files, read on request. OSError: a file is damaged or missing."""
 
     def __init__(self, directory: Path):
         self.files: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def _read_manifest(path: Path) -> Listing:
 
 
 def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> Iterator[Finding]:
-    """Read all listed files and weights of a checkpoint; yields a `Finding` for each."""
+    """Yield a `Finding` for each listed file and weight, and read all of them."""
     directory = Path(directory)
     for name, digest in listing.files.items():
         try:
@@ -221,7 +221,7 @@ def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError where it holds no such object."""
+    """The JSON object in a file. ValueError: the file holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..files import written_whole
 from .replay import ModelInputs
 
 _MASK = "mask of "
@@ -62,9 +63,8 @@ class FinishedBlocks:
         tensors = {key: value.detach().cpu().contiguous() for key, value in block.named_parameters()}
         tensors |= {_MASK + key: mask.cpu().contiguous() for key, mask in masks.items()}
         path = self.directory / f"block-{len(self._names):04}.safetensors"
-        part = path.with_suffix(".part")
-        save_file(tensors, part, {"run": self._run, "block": name, "report": json.dumps(report)})
-        os.replace(part, path)
+        with written_whole(path) as part:
+            save_file(tensors, part, {"run": self._run, "block": name, "report": json.dumps(report)})
         self._names[name] = path
 
     def load(self, name: str, block: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

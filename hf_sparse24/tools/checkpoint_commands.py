@@ -154,8 +154,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     for finding in problems[:20]:
         print(f"FAILED {finding.name}: {finding.problem}")
     if not listing.weights:
-        why = "; one in a dense phase, or with adapters of its method, is dense" if listing.method else ""
-        print(f"no weight of this checkpoint is sparse{why}")
+        print("this export lists no sparse weights: the model was in a dense phase, or has its method's adapters")
     elif not problems:
         files = f", and {count(len(listing.files), 'file')} as exported" if listing.files else ""
         took = f"; read in {duration(progress.seconds)}"

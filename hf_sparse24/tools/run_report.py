@@ -17,6 +17,7 @@ from typing import Any
 from .. import charts
 from ..charts import X_LABEL, Series, shown
 from ..checkpoints.losses import evaluation_losses, loss_series, some_rows
+from ..files import written_whole
 from ..tables import html_table
 from ..training.run_log import MEMORY, RUN_LOG, SPEED
 from .run_files import POINTS, Run, layer_map, read_run, thinned
@@ -53,12 +54,8 @@ def write_report(
     if control is not None and control.has_phases:
         raise ValueError(f"{dense} is a run with sparse weights; --dense takes the control run, of a dense model")
     path = Path(directory) / "report.html" if output is None else Path(output)
-    part = path.with_name(f"{path.name}.part")
-    try:
+    with written_whole(path) as part:
         part.write_text(_page(run, control), encoding="utf-8", errors="replace")  # JSON can hold half a letter
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 

@@ -12,7 +12,6 @@ Lines are written as they come, so a killed run has them all. `hf-sparse24 repor
 """
 
 import json
-import os
 import platform
 import re
 import sys
@@ -28,6 +27,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from ..files import written_whole
 from ..progress import get_logger
 from ..version import __version__
 from ..weights.sparse_weight import first_of_each
@@ -97,9 +97,8 @@ class RunLog:
         """Replace the file by its lines up to this start, and the start: all at once."""
         kept = [line for line, step, _ in read_lines(self.path) if self._step and step <= self._step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text("".join([*(f"{line}\n" for line in kept), start]), encoding="utf-8")
-        os.replace(part, self.path)
+        with written_whole(self.path) as part:
+            part.write_text("".join([*(f"{line}\n" for line in kept), start]), encoding="utf-8")
 
     def _try(self, write: Callable[[str], None], entry: dict[str, Any]) -> None:
         if not self._is_writable:
