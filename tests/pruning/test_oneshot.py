@@ -95,7 +95,7 @@ def test_an_export_stores_exactly_the_int8_values_that_oneshot_chose(name, dtype
         found = sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "int8"), PACKED)
         assert found.keys() == sparse_weights(model).keys()
         for key, weight in sparse_weights(model).items():
-            assert torch.equal(found[key].dense(), weight.pruned())
+            assert torch.equal(found[key].storage.dense(), weight.pruned())
 
 
 def test_weights_that_cannot_be_packed_are_not_rounded(tmp_path):
@@ -245,19 +245,6 @@ def test_later_blocks_see_the_pruned_ones_before_them():
     x = torch.cat(inputs)
     mask = sparse_weights(model)["model.layers.1.mlp.down_proj.weight"].mask()
     assert torch.equal(mask, wanda_mask(target.weight, x.square().sum(0), 2, 4))
-
-
-def test_forward_passes_end_with_their_block():
-    model, calls = zoo.build("gpt2"), []
-    for i, block in enumerate(model.transformer.h):
-        block.mlp.register_forward_pre_hook(
-            lambda module, args, i=i: calls.append(i if not module.training else "training")
-        )
-    head = []
-    model.lm_head.register_forward_pre_hook(lambda module, args: head.append(1))
-    oneshot(model, batches(1), fixed_mask(), **LAYERWISE)
-    assert calls == [0, 1, 0, 1, 0, 0, 1] and len(head) == 1  # the survey, the trial of replay, block 0, block 1
-    assert model.training
 
 
 def test_an_encoder_without_a_head(tmp_path):

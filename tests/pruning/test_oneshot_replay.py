@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_sparse24 import oneshot
-from hf_sparse24.pruning import statistics
 from hf_sparse24.pruning.replay import Replay
+from hf_sparse24.pruning.statistics import Gram
 
 CONFIG = fixed_mask()
 
@@ -216,25 +216,17 @@ def test_no_cache_for_generation_is_made():
 
 
 def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
-    sizes = []
-    product = statistics._upper_product
-    monkeypatch.setattr(statistics, "_upper_product", lambda rows: sizes.append(rows.shape[1]) or product(rows))
+    sizes, summary = [], Gram.summary
+    monkeypatch.setattr(Gram, "summary", lambda self, rows: sizes.append(rows.shape[1]) or summary(self, rows))
     oneshot(zoo.build("llama"), batches(1), CONFIG, **LAYERWISE)
-    assert sizes == [33, 33, 33, 65] * 2  # query, key and value; the attention's output; gate and up; down
-
-
-@pytest.mark.parametrize("columns", [1, 5, 8, 21])
-def test_half_of_a_gram_matrix_is_enough(columns):
-    rows = torch.randn(50, columns, dtype=torch.float64)
-    upper = statistics._upper_product(rows).triu()
-    torch.testing.assert_close(upper + upper.triu(1).T, rows.T @ rows)
+    assert sizes == [32, 32, 32, 64] * 2  # query, key and value; the attention's output; gate and up; down
 
 
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (Secretive, r"blocks\.1 differs when the blocks before it are replayed, as if .* \(AssertionError"),
-        (InParts, r"it runs parts of blocks\.0, and not the whole"),
+        (Secretive, r"blocks\.1 differs"),
+        (InParts, r"it runs parts of blocks\.0"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(build, reason):
