@@ -6,27 +6,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_sparse24.tables import markdown_table
+
 Run = dict[str, Any]
 
 INTRO = """# Does a step gain what was predicted?
 
-Two papers explain by pictures why 2:4 training is hard. S-STE (arXiv 2409.09099, Figures 1 and 2): with a hard
-threshold the loss jumps where weights flip, so what a step gains cannot be predicted, and a step that descends with
-the old mask may ascend with the new one. T-SR-STE (2404.01847): masks flip where two of them are nearly as good, and
-masked decay calms them. `recipes/analysis.py` makes the same pictures of the small Llama of [methods side by
-side](methods.md), and says at its top what each number is: we know the papers' definitions from captions alone, so
-they are ours.
+Two papers explain with pictures why 2:4 training is hard.
+
+- S-STE (arXiv 2409.09099, Figures 1 and 2): with a hard threshold the loss jumps where weights flip. So the gain of a
+  step cannot be predicted, and a step that descends with the old mask may ascend with the new one.
+- T-SR-STE (2404.01847): masks flip where two of them are nearly as good, and masked decay calms them.
+
+`recipes/analysis.py` makes the same pictures of the small Llama of [methods side by side](methods.md). It defines each
+number itself, because we know the papers' definitions from captions alone.
 
 {steps} steps of 1,024 tokens, every {every}th measured; hidden layers at one learning rate of {learning_rate:g} for
 all, no MVUE, no dense tail; seeds {seeds}. A cell is the mean over seeds, with each seed in brackets."""
 
-READING = """With a hard threshold no measured step ascends. Flips carry a part of the descent, a larger one as steps
-get shorter. Our reading: a weight enters the mask because the straight-through gradient has made it grow, so its jump
-goes the way of the descent more often than not. By the change of the pruned weights every step is predicted as well
-as in dense training: thousands of jumps, each small, are one small change of the weights that the GEMMs see. Where a
-mask is held for {refresh} steps it is as the papers say: what enters at a refresh is chosen by what has been, and
-refreshes raise the loss. The soft threshold has no jumps, and its measured steps gain no more for it. The papers'
-models are larger, trained longer and by shorter steps; this says nothing about those."""
+READING = """With a hard threshold no measured step ascends, and flips carry a part of the descent, more of it as
+steps get shorter. Our reading: a weight enters the mask because the straight-through gradient made it grow, so its
+jump mostly goes the way of the descent. Thousands of small jumps are one small change of the weights that the GEMMs
+see, and by that change every step is predicted as well as in dense training. Where a mask is held for {refresh}
+steps, refreshes raise the loss, as the papers say. The soft threshold has no jumps, and its measured steps gain no
+more. The papers' models are larger and trained longer with shorter steps; this says nothing about them."""
 
 
 def page(path: Path) -> str:
@@ -162,7 +165,7 @@ SECTIONS = (
         ),
     ),
     Section(
-        "Flip rates beside those of dense training",
+        "Flip rates and those of dense training",
         "flips-dense",
         "Flip rate by step of dense training with virtual masks beside ste, sr-ste and s-ste, and beside t-sr-ste with "
         "two decays",
@@ -183,7 +186,7 @@ def of_variant(runs: list[Run], variant: str) -> dict[int, Run]:
 
 
 def table(runs: list[Run], variants: tuple[str, ...], columns: tuple[Column, ...]) -> str:
-    lines = [["variant", *(title for title, _, _ in columns)], ["---"] * (len(columns) + 1)]
+    lines = []
     for variant in variants:
         found = of_variant(runs, variant).values()
         cells = []
@@ -192,7 +195,7 @@ def table(runs: list[Run], variants: tuple[str, ...], columns: tuple[Column, ...
             each = ", ".join(f"{one:{form}}" for one in values)
             cells.append(f"{statistics.mean(values):{form}} [{each}]")
         lines.append([f"`{variant}`", *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(["variant", *(title for title, _, _ in columns)], lines)
 
 
 def claims(runs: list[Run]) -> str:
@@ -232,9 +235,7 @@ def claims(runs: list[Run]) -> str:
         ("With the default decay, `t-sr-ste` ends at more flips than dense", less(last_rate, "dense", "t-sr-ste")),
     ]
     words = {(True,): "seen", (False,): "**not seen**", (False, True): "**seeds differ**"}
-    lines = ["| claim | here |", "| --- | --- |"]
-    lines += [f"| {claim} | {words[tuple(sorted(set(seen)))]} |" for claim, seen in checks]
-    return "\n".join(lines)
+    return markdown_table(["claim", "here"], [[claim, words[tuple(sorted(set(seen)))]] for claim, seen in checks])
 
 
 if __name__ == "__main__":

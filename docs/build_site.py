@@ -24,6 +24,7 @@ import pretrained_page
 
 from hf_sparse24 import __version__, describe_settings
 from hf_sparse24.methods import METHODS
+from hf_sparse24.tables import markdown_table
 from hf_sparse24_command import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,11 +132,9 @@ def costs_page() -> str:
 def _costs(result: dict[str, Any]) -> str:
     keys = list(result["rows"][0])
     rows = [[_figure(row[key]) for key in keys] for row in result["rows"]]
-    table = [
-        "| " + " | ".join(line) + " |" for line in [[key.replace("_", " ") for key in keys], ["---"] * len(keys), *rows]
-    ]
+    table = markdown_table([key.replace("_", " ") for key in keys], rows)
     made = ", ".join(f"{key} {value}" for key, value in result.items() if key not in ("command", "rows"))
-    return "\n".join([f"## `{result['command']}`", "", f"Made with {made}.", "", *table, ""])
+    return "\n".join([f"## `{result['command']}`", "", f"Made with {made}.", "", table, ""])
 
 
 _COSTS = (

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_sparse24.tables import markdown_table
+
 INTRO = """# Packed models on a CPU
 
 Decoding reads every weight for every token, so fewer bytes mean more tokens per second where memory is the limit. A
@@ -140,8 +142,7 @@ def number(x: float) -> str:
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
-    rows = [head, ["---"] * len(head), *(line + [""] * (len(head) - len(line)) for line in lines)]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in rows)
+    return markdown_table(head, [line + [""] * (len(head) - len(line)) for line in lines])
 
 
 SECTIONS = {

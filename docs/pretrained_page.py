@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hf_sparse24.tables import markdown_table
+
 Run = dict[str, Any]
 
 INTRO = """# A pretrained model, pruned and trained on
@@ -58,7 +60,7 @@ def decision(runs: list[Run], folder: Path) -> str:
         if found:
             best = min(found, key=lambda run: loss(run, "validation"))
             rows.append([number(tokens), f"`{best['variant']}`", *(over_dense(runs, best, name) for name in SHORT)])
-    text = table(["tokens", "best on validation", *(f"{SHORT[name]}, x dense" for name in SHORT)], rows)
+    text = markdown_table(["tokens", "best on validation", *(f"{SHORT[name]}, x dense" for name in SHORT)], rows)
     return f"The best of what was tried, by the number of training tokens:\n\n{text}"
 
 
@@ -73,7 +75,7 @@ def one_shot(runs: list[Run], folder: Path) -> str:
         ]
         for run in found
     ]
-    text = table(["model", "tokens", "passes", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY], rows)
+    text = markdown_table(["model", "tokens", "passes", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY], rows)
     reference = next((run for run in found if run["variant"] == "ours, sparsegpt alone"), None)
     ours = next((run for run in found if run["variant"] == "oneshot"), None)
     dense = next(run for run in found if run["variant"] == "dense")
@@ -99,7 +101,7 @@ def by_time(runs: list[Run], folder: Path) -> str:
         [f"`{run['variant']}`", number(run["tokens"]), quality(run)[2], f"{perplexity(run, 'validation'):.1f}"]
         for run in found
     ]
-    text = table(["from the dense model", "tokens trained on", "CPU s", "validation, perplexity"], rows)
+    text = markdown_table(["from the dense model", "tokens trained on", "CPU s", "validation, perplexity"], rows)
     return f"{text}\n\nSparseGPT followed by as many CPU seconds of training as `oneshot` takes has not been measured."
 
 
@@ -111,7 +113,7 @@ def by_tokens(runs: list[Run], folder: Path) -> str:
             rate = f"{run['learning_rate']:g}"
             rows.append([f"`{run['variant']}`", number(run["tokens"]), rate, *cells, *quality(run)])
     head = ["variant", "tokens", "learning rate", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY]
-    return table(head, rows)
+    return markdown_table(head, rows)
 
 
 def bits(runs: list[Run], folder: Path) -> str:
@@ -120,7 +122,7 @@ def bits(runs: list[Run], folder: Path) -> str:
         if run["seed"] == 0 and run is best_rate(runs, run["variant"], run["tokens"]):
             cells = [f"{perplexity(run, name):.1f}, {bits_per_byte(run, name):.3f}" for name in SHORT]
             rows.append([f"`{run['variant']}`", number(run["tokens"]), *cells])
-    return table(["variant", "tokens", *(f"{SHORT[name]}: perplexity, bits per byte" for name in SHORT)], rows)
+    return markdown_table(["variant", "tokens", *(f"{SHORT[name]}: perplexity, bits per byte" for name in SHORT)], rows)
 
 
 def seeds(runs: list[Run], folder: Path) -> str:
@@ -133,7 +135,8 @@ def seeds(runs: list[Run], folder: Path) -> str:
             losses = [[loss(run, name) for run in found] for name in SHORT]
             cells = [f"{sum(each) / len(each):.3f} [{min(each):.3f}, {max(each):.3f}]" for each in losses]
             rows.append([f"`{variant}`", number(tokens), str(len(found)), *cells])
-    return (rows and table(["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)], rows)) or ""
+    head = ["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)]
+    return markdown_table(head, rows) if rows else ""
 
 
 def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
@@ -150,7 +153,7 @@ def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
     if not rows:
         return ""
     head = ["variant", "over", "tokens", "learning rate", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
-    return FIXED_MASK.format(light=light) + table(head, rows)
+    return FIXED_MASK.format(light=light) + markdown_table(head, rows)
 
 
 FIXED_MASK = """All start from the model that `oneshot` pruned. **x fixed** is the perplexity divided by that of a
@@ -178,7 +181,7 @@ def rates(runs: list[Run], folder: Path) -> str:
         "Validation loss of seed 0 by learning rate. Runs on more tokens take the best rate of 30,000. Variants that\n"
     )
     text += "are not here take the rate of another (`RATE_OF` in `recipes/pretrained/measure.py`).\n\n"
-    return text + table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
+    return text + markdown_table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
 
 
 def samples(runs: list[Run], folder: Path) -> str:
@@ -193,7 +196,7 @@ def samples(runs: list[Run], folder: Path) -> str:
         for run in found
     ]
     text = "Greedy, 40 tokens, not selected. The model continues the first two prompts and answers the others.\n\n"
-    return text + table(["model", *prompts], [[cell.replace("|", "\\|") for cell in row] for row in rows])
+    return text + markdown_table(["model", *prompts], rows)
 
 
 def encoder(runs: list[Run], folder: Path) -> str:
@@ -209,7 +212,7 @@ def encoder(runs: list[Run], folder: Path) -> str:
         f"all-MiniLM-L6-v2, all linear layers 2:4, by `recipes/pretrained/encoder.py`; sentences: {counts}, the first\n"
     )
     text += "to calibrate by, the second to compare the embeddings of the dense and of the pruned model.\n\n"
-    return text + table(["way", *names], rows)
+    return text + markdown_table(["way", *names], rows)
 
 
 def sources(runs: list[Run], folder: Path) -> str:
@@ -227,7 +230,12 @@ def sources(runs: list[Run], folder: Path) -> str:
         "Texts are fetched from packages by their hashes, and not redistributed here. The dense model wrote chats and\n"
     )
     text += "`own`.\n\n"
-    return text + table(["text", "bytes", "tokens"], rows) + "\n\n" + table(["source", "package", "licence"], licences)
+    return (
+        text
+        + markdown_table(["text", "bytes", "tokens"], rows)
+        + "\n\n"
+        + markdown_table(["source", "package", "licence"], licences)
+    )
 
 
 SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {
@@ -303,11 +311,6 @@ def ratio(run: Run, control: Run, corpus: str, digits: int = 2) -> str:
 
 def number(value: int) -> str:
     return f"{value:,}"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What the site adds to Markdown: formulas as MathML, which browsers typeset without a script, and inline code that is
-broken between its words only.
+"""What the site adds to Markdown: formulas as MathML, which browsers typeset without a script, and inline code that
+breaks only between words.
 
 Formulas are written as on GitHub: `$...$` within a line, `$$...$$` as a paragraph.
 """

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "recipes"))  # methods_runs.py
 
 import concepts  # noqa: E402, F401  registers its figures
+import concepts_runs  # noqa: E402, F401  the same
 import descent  # noqa: E402, F401  the same
 import results  # noqa: E402, F401  the same
 from style import PICTURES, render  # noqa: E402

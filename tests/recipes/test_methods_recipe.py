@@ -267,6 +267,6 @@ def test_figures_of_the_runs_that_there_are(name, tmp_path, monkeypatch):
     drawn = []
     for found in ([], some, [*some, *(run(variant, flips=[0.1, 0.1]) for variant in methods.VARIANTS)]):
         monkeypatch.setattr(results, "every_run", lambda found=found: found)
-        monkeypatch.setattr("concepts.every_run", lambda found=found: found)
+        monkeypatch.setattr("concepts_runs.every_run", lambda found=found: found)
         drawn.append(style.render(name))
     assert drawn[0] != drawn[2] and "nan" not in "".join(drawn)
