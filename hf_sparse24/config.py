@@ -12,8 +12,9 @@ from sparse24_kernels.gemm.backend import backend_names
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .facts import FACTS, RunFacts
+from .messages import shown
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
-from .methods.settings import FORMER_DEFAULTS, SHARED, MethodSettings, one_of, plain, shown
+from .methods.settings import FORMER_DEFAULTS, SHARED, MethodSettings, one_of, plain
 from .module_names import check_module_names
 from .progress import get_logger
 from .version import __version__

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
-from .weights.packed_weight import PackedFormat
+from .packed_format import PackedFormat
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import regex
 
-from .methods.settings import shown
+from .messages import shown
 
 TARGET_GROUPS = ("mlp", "attention", "all-linear")
 

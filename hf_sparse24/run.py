@@ -9,10 +9,12 @@ from torch import nn
 
 from .config import SavedConfig, Sparse24Config, fixed_differences
 from .facts import RunFacts
+from .messages import shown
 from .methods import SparseMethod, method_class
 from .methods.context import DENSE_PHASE
-from .methods.settings import SHARED, shown
+from .methods.settings import SHARED
 from .progress import get_logger
+from .weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
 
@@ -189,3 +191,17 @@ def patched_config(model: nn.Module) -> Sparse24Config | None:
     """The config that a model is patched with, its own; None of a model that is not patched."""
     run = sparse_run(model)
     return None if run is None else run.config
+
+
+def set_phase(model: nn.Module, phase: str) -> None:
+    """Let every sparse weight be used as `phase` says, which the model's config then says too.
+
+    Raises:
+        ValueError: the method has no such phase.
+    """
+    run = sparse_run(model)
+    if run is None or run.phase == phase:
+        return
+    run.set_phase(phase)
+    for weight in sparse_weights(model).values():
+        weight.clear_encodings()  # the dense phase needs none

@@ -16,8 +16,7 @@ from hf_sparse24 import Sparse24Config, __version__, describe_settings, patch_mo
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.facts import RunFacts
 from hf_sparse24.methods import METHODS
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import sparse_run
+from hf_sparse24.run import set_phase, sparse_run
 
 
 class Name(enum.StrEnum):

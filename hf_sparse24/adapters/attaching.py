@@ -9,9 +9,9 @@ from torch import nn
 
 from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer
-from .bypass import is_adapter
+from .bypass import adapters_in, is_adapter
 from .masked import has_mask
-from .merging import Unmerged, adapters_in, keep_merges_sparse
+from .merging import Unmerged, keep_merges_sparse
 
 WHEN_ATTACHED: list[Callable[[nn.Module], None]] = []
 """What is called with a model whose adapters are attached; `peft_hooks` adds the record of their base."""

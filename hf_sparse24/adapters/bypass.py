@@ -22,6 +22,11 @@ def is_adapter(module: nn.Module) -> bool:
     return any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
 
 
+def adapters_in(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that PEFT put around a `base_layer`."""
+    return [module for module in model.modules() if is_adapter(module)]
+
+
 def is_masked(adapter: Any) -> bool:
     """Return whether all active adapters of a layer act through the mask."""
     variants = getattr(adapter, "lora_variant", {})

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..layers.linear import Sparse24Layer
+from ..layers.sparse_module import SparseModule
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.input_dim import input_dim_of
@@ -35,6 +35,9 @@ CHUNK = 2**22
 """Number of elements of D that are computed at a time."""
 
 ALL = slice(None)
+
+UNMERGED = "sparse24_unmerged"
+"""Attribute of a merged adapter with the `Unmerged` of its base layer."""
 
 
 @torch.no_grad()
@@ -54,17 +57,23 @@ def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> 
 
 def is_pruned(layer: nn.Module) -> bool:
     """Return whether a layer is a sparse one that now computes with a pruned weight, not with its dense master."""
-    return isinstance(layer, Sparse24Layer) and not layer.sparse24["weight"].run.is_dense
+    return isinstance(layer, SparseModule) and not layer.sparse24["weight"].run.is_dense
 
 
 def has_mask(layer: nn.Module) -> bool:
     """Return whether the zeros of a layer's weight are its mask, as they are except in a method's dense phase."""
-    return is_pruned(layer) or not isinstance(layer, Sparse24Layer)
+    return is_pruned(layer) or not isinstance(layer, SparseModule)
 
 
 def out_in(layer: nn.Module, weight: Tensor) -> Tensor:
     """Return a stored weight as `[out, in]`, or the other way round."""
     return weight if input_dim_of(layer) == -1 else weight.t()
+
+
+def unmerged_weight(adapter: Any) -> Tensor:
+    """Return the weight `[out, in]` that an adapter's base layer computed with before any adapter was merged."""
+    layer = adapter.get_base_layer()
+    return getattr(adapter, UNMERGED).weight() if adapter.merged_adapters else out_in(layer, layer.weight.detach())
 
 
 def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:

@@ -23,11 +23,8 @@ from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
-from .bypass import is_adapter, is_masked
-from .masked import is_pruned, out_in
-
-_UNMERGED = "sparse24_unmerged"
-"""Attribute of a merged adapter with the `Unmerged` of its base layer."""
+from .bypass import adapters_in, is_adapter, is_masked
+from .masked import UNMERGED, is_pruned, out_in
 
 
 class Unmerged:
@@ -116,12 +113,6 @@ def keep_merges_sparse(adapter: Any) -> None:
     adapter.unmerge = functools.partial(_unmerge, adapter)
 
 
-def unmerged_weight(adapter: Any) -> Tensor:
-    """Return the weight `[out, in]` that an adapter's base layer computed with before any adapter was merged."""
-    layer = adapter.get_base_layer()
-    return getattr(adapter, _UNMERGED).weight() if adapter.merged_adapters else out_in(layer, layer.weight.detach())
-
-
 def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     layer, merged_before = adapter.get_base_layer(), list(adapter.merged_adapters)
     if isinstance(layer, PackedLayer) and packed_of(layer.sparse24["weight"]).scales is not None:
@@ -131,7 +122,7 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
         )
     before = Unmerged(layer).expose()
     if not merged_before:
-        setattr(adapter, _UNMERGED, before)
+        setattr(adapter, UNMERGED, before)
     is_done = False
     try:
         type(adapter).merge(adapter, *args, **kwargs)
@@ -148,12 +139,12 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
             before.restore()
             adapter.merged_adapters[:] = merged_before
             if not merged_before:
-                delattr(adapter, _UNMERGED)
+                delattr(adapter, UNMERGED)
 
 
 def _unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     type(adapter).unmerge(adapter, *args, **kwargs)
-    before = adapter.__dict__.pop(_UNMERGED, None)
+    before = adapter.__dict__.pop(UNMERGED, None)
     if before is not None:
         before.restore()
 
@@ -173,11 +164,6 @@ def check_unmerged(model: nn.Module) -> None:
     merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
     if merged is not None:
         raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
-
-
-def adapters_in(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that PEFT put around a `base_layer`."""
-    return [module for module in model.modules() if is_adapter(module)]
 
 
 def _is_guarded(adapter: Any) -> bool:

@@ -12,8 +12,7 @@ from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
-from .masked import has_mask, masked_delta, masked_linear, out_in, row_norms
-from .merging import unmerged_weight
+from .masked import has_mask, masked_delta, masked_linear, out_in, row_norms, unmerged_weight
 
 
 class MaskedLora(LoraVariant):

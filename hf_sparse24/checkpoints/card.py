@@ -19,11 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..methods import ONESHOT_METHOD, method_class
+from ..packed_format import format_version
 from ..patching.report import shown_count
 from ..run import SparseRun, sparse_run
 from ..tables import markdown_table
 from ..version import __version__
-from ..weights.packed_weight import format_version
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import TRAINED, PackedMaster
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses

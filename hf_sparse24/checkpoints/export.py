@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..adapters.merging import adapters_in, without_adapters
+from ..adapters.bypass import adapters_in
+from ..adapters.merging import without_adapters
 from ..config import SavedConfig
 from ..methods import ONESHOT_METHOD
+from ..packed_format import PACKED_INDEX, PackedFormat, format_version
+from ..patching.masters import packed_config
 from ..patching.ownership import adopt, check_not_offloaded, unwrap
-from ..patching.packing import check_packable, packed_config
+from ..patching.packing import check_packable
 from ..patching.surgery import reject_non_finite
 from ..progress import Progress, get_logger
-from ..weights.packed_weight import PACKED_INDEX, PackedFormat, format_version
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states

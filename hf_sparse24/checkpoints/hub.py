@@ -13,7 +13,8 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import PreTrainedModel
 
-from ..adapters.merging import adapters_in, without_adapters
+from ..adapters.bypass import adapters_in
+from ..adapters.merging import without_adapters
 from ..patching.ownership import MODEL_METHODS
 from ..patching.surgery import reject_non_finite
 from ..run import patched_config

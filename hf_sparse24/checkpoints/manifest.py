@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..metrics import all_finite, is_nm_sparse
-from ..weights.packed_weight import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, wrong_packed
+from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names
+from ..weights.packed_weight import wrong_packed
 from .replacing import CONFIG
 from .safetensors_file import DTYPES, open_safetensors
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..layers.packed import pack_weight, packed_of
+from ..packed_format import VALUES, PackedFormat, buffer_names, packed_weight_name
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
-from ..weights.packed_weight import VALUES, PackedFormat, buffer_names, packed_weight_name, wrong_packed
+from ..weights.packed_weight import wrong_packed
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
 from .safetensors_file import DTYPES, header_hash

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import SavedConfig, Sparse24Config, fixed_differences
-from ..patching.masters import list_masters, wants_packed_master
+from ..packed_format import PackedFormat
+from ..patching.masters import list_masters, packed_config, wants_packed_master
 from ..patching.ownership import forget_quantizer, write_config
-from ..patching.packing import packed_config, unpack_model
+from ..patching.packing import unpack_model
 from ..patching.surgery import patch_model, reject_non_finite
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import PackedFormat
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states

@@ -186,7 +186,7 @@ class Sparse24Layer(SparseModule):
         if not torch.is_grad_enabled():
             (output_weight,) = sparse.encoded(wanted, dtype, tokens)
             output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
-            return method.adapt_output(x, output, sparse.parameters, run.phase)
+            return method.adapt_output(x, output, sparse.state.parameters, run.phase)
         is_compiling = torch.compiler.is_compiling()
         if self.training and weight.requires_grad and not is_compiling:
             run.expect_controller()
@@ -212,7 +212,7 @@ class Sparse24Layer(SparseModule):
             backend,
             encode,
         )
-        return method.adapt_output(x, output, sparse.parameters, run.phase)
+        return method.adapt_output(x, output, sparse.state.parameters, run.phase)
 
     def extra_repr(self) -> str:
         sparse = self.sparse24["weight"]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from ..packed_format import buffer_names
 from ..weights.gemms import PRUNED
-from ..weights.packed_weight import buffer_names
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import PackedFrozen, PackedMaster

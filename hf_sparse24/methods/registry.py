@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..messages import shown
 from .base import SparseMethod
-from .settings import RESERVED, MethodSettings, shown
+from .settings import RESERVED, MethodSettings
 
 METHODS: dict[str, type[SparseMethod]] = {}
 """The registered methods by name: those of this library, and those that `register_method` has added."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..facts import FACTS
+from ..messages import shown
 
 Check = Callable[[Any], str | None]
 """Says what a value must be, where it is not; None where it is."""
@@ -110,15 +111,6 @@ def _plain_scalar(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return int.__int__(value)
     return float.__float__(value) if isinstance(value, float) else value
-
-
-def shown(value: Any) -> str:
-    """A value in an error message: its repr, cut where it is long."""
-    try:
-        text = repr(value)
-    except Exception as error:  # such as an int of more than 4300 digits
-        text = f"<{type(value).__name__}, which cannot be printed: {error}>"
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _hint(check: Check, value: Any) -> str:

@@ -4,6 +4,7 @@ Such a layer is a `PackedLinear` whose values train. Its mask never changes, so 
 between steps; its run, and the model's config, are those of a patched model.
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import sparse24_kernels as kernels
@@ -11,12 +12,12 @@ import torch
 from sparse24_kernels import Packed
 from torch import nn
 
-from ..adapters.merging import adapters_in
-from ..config import Sparse24Config
+from ..adapters.bypass import adapters_in
+from ..config import SavedConfig, Sparse24Config
 from ..layers.packed import pack_weight
 from ..layers.sparse_module import make_dense
+from ..packed_format import PackedFormat
 from ..run import SparseRun
-from ..weights.packed_weight import PackedFormat
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import PackedMaster, layer_name
 
@@ -24,6 +25,12 @@ from ..weights.storage import PackedMaster, layer_name
 def wants_packed_master(config: Sparse24Config) -> bool:
     """Whether a config says `master="packed"`."""
     return getattr(config, "master", "dense") == "packed"
+
+
+def packed_config(saved: SavedConfig, packed: PackedFormat | None) -> SavedConfig:
+    """What `config.json` says of the packed model that a model becomes, or of its dense export. No master trains."""
+    config = saved.config.replace(master="dense") if wants_packed_master(saved.config) else saved.config
+    return SavedConfig(config, replace(saved.facts, packed=packed, finished=False))
 
 
 def check_masters(model: nn.Module, run: SparseRun) -> None:

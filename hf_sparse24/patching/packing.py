@@ -1,7 +1,5 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
-import dataclasses
-
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed, Pattern
@@ -13,11 +11,12 @@ from ..adapters.merging import check_unmerged
 from ..config import SavedConfig
 from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
+from ..packed_format import PackedFormat, format_version
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import PackedFormat, format_version, pack_exactly
+from ..weights.packed_weight import pack_exactly
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED, TRAINED, PackedFrozen, PackedMaster
-from .masters import wants_packed_master
+from .masters import packed_config
 from .ownership import check_not_offloaded, forget_quantizer, outermost
 from .surgery import reject_non_finite, release, unpatch_model
 
@@ -163,12 +162,6 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
     if packed is None:
         raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
     return kernels.quantize_packed(packed) if values == "int8" else packed
-
-
-def packed_config(saved: SavedConfig, packed: PackedFormat | None) -> SavedConfig:
-    """What `config.json` says of the packed model that a model becomes, or of its dense export. No master trains."""
-    config = saved.config.replace(master="dense") if wants_packed_master(saved.config) else saved.config
-    return SavedConfig(config, dataclasses.replace(saved.facts, packed=packed, finished=False))
 
 
 def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:

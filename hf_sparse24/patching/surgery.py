@@ -251,20 +251,6 @@ def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
         )
 
 
-def set_phase(model: nn.Module, phase: str) -> None:
-    """Let every sparse weight be used as `phase` says, which the model's config then says too.
-
-    Raises:
-        ValueError: the method has no such phase.
-    """
-    run = sparse_run(model)
-    if run is None or run.phase == phase:
-        return
-    run.set_phase(phase)
-    for weight in sparse_weights(model).values():
-        weight.clear_encodings()  # the dense phase needs none
-
-
 def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={model!r}: must be a torch.nn.Module, such as a model of Transformers; load it first")

@@ -21,15 +21,15 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.merging import adapters_in
+from ..adapters.bypass import adapters_in
 from ..config import SavedConfig
 from ..methods import method_class
 from ..methods.context import DENSE_PHASE
 from ..metrics import is_nm_sparse
-from ..patching.packing import packed_config
-from ..patching.surgery import patch_model, set_phase, unpatch_model
+from ..patching.masters import packed_config
+from ..patching.surgery import patch_model, unpatch_model
 from ..progress import get_logger
-from ..run import patched_config, sparse_run
+from ..run import patched_config, set_phase, sparse_run
 from ..weights.sharding import whole
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, Storage

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
-from ..patching.surgery import patch_model, set_phase, unpatch_model
+from ..patching.surgery import patch_model, unpatch_model
 from ..progress import Progress, get_logger
-from ..run import patched_config, sparse_run
+from ..run import patched_config, set_phase, sparse_run
 from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import layer_name

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
+from ..packed_format import format_version
 from ..patching.masters import wants_packed_master
 from ..patching.packing import check_within_24
-from ..weights.packed_weight import format_version
 from .criteria import CRITERIA
 from .statistics import Gram, InputNorms
 

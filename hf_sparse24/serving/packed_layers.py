@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse24_kernels.formats import SCALED
 
-from ..weights.packed_weight import PackedFormat
+from ..packed_format import PackedFormat
 
 WAY_OUT = "serve a dense export instead: hf-sparse24 export CHECKPOINT DIRECTORY"
 

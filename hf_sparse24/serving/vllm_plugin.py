@@ -23,7 +23,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..weights.packed_weight import VALUES, PackedFormat, buffer_names, wrong_packed
+from ..packed_format import VALUES, PackedFormat, buffer_names
+from ..weights.packed_weight import wrong_packed
 from .packed_layers import WAY_OUT, check_split, is_packed, read_format
 
 

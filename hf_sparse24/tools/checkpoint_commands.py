@@ -17,11 +17,11 @@ from ..checkpoints.export import export_model, refuse_other_models
 from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
+from ..packed_format import buffer_names
 from ..patching.report import group_name, shown_count
 from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
 from ..tables import print_table
-from ..weights.packed_weight import buffer_names
 from ..weights.sparse_weight import sparse_weights
 from .models import check_name, model_class, read_config
 

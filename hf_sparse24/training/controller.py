@@ -11,14 +11,13 @@ from torch import nn
 
 from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
-from ..adapters.merging import adapters_in
+from ..adapters.bypass import adapters_in
 from ..methods import StepContext
 from ..methods.context import DENSE_PHASE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
-from ..patching.surgery import set_phase
 from ..progress import get_logger
-from ..run import SparseRun
+from ..run import SparseRun, set_phase
 from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED

@@ -24,9 +24,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from ..methods import method_class
 from ..methods.masked_decay import AUTO, MaskedDecayMethod
 from ..patching.report import FINISHED
-from ..patching.surgery import set_phase
 from ..progress import Progress, get_logger
-from ..run import patched_config, sparse_run
+from ..run import patched_config, set_phase, sparse_run
 from ..tables import TableReport
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback

@@ -20,10 +20,9 @@ from ..config import SavedConfig, Sparse24Config
 from ..methods import method_class
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
-from ..patching.surgery import set_phase
 from ..peft_hooks.origin import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
-from ..run import patched_config, sparse_run
+from ..run import patched_config, set_phase, sparse_run
 
 logger = get_logger(__name__)
 

@@ -6,9 +6,8 @@ from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from torch import Tensor, nn
 
-from ..adapters.merging import adapters_in
-from ..patching.surgery import set_phase
-from ..run import SparseRun
+from ..adapters.bypass import adapters_in
+from ..run import SparseRun, set_phase
 from ..weights.sharding import local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from .mask_metrics import Flips

@@ -15,7 +15,7 @@ The files, from the lowest layer up:
     gemms.py             the three GEMMs of a layer as data, and which of them can be sparse
     rules.py             how a weight becomes N:M, as data, and what becomes of that
     encodings.py         the rule by which encodings are kept
-    packed_weight.py     the packed form: names in modules and files, the facts in config.json, checks
+    packed_weight.py     tensors in packed form: made without loss, checked after they were read
     storage.py           how a module keeps a weight: dense master, packed master, packed and frozen
     state.py             the buffers and Parameters that a method keeps beside a weight
     sparse_weight.py     `SparseWeight`, which has one of each of these, and `sparse_weights`, which finds them

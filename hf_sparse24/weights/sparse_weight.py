@@ -196,7 +196,7 @@ class SparseWeight:
                 f"older versions of Transformers do; split the model by FSDP2 (fully_shard), or by "
                 f"from_pretrained(tp_plan='auto') of Transformers 5.23"
             )
-        made_from = [parameter, *(sharding.local(tensor) for tensor in self.state.values())]
+        made_from = [parameter, *self.state.local()]
         keep = self.storage.gathered_from is None  # FSDP2 frees what they would be valid for
         make = partial(self._encode, dtype)
         return self.encodings.get(wanted, dtype, made_from, tokens, self.run.open_step, make, keep)

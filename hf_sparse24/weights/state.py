@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -32,6 +33,11 @@ class WeightState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def local(self) -> list[Tensor]:
+        """What this process holds of the buffers."""
+        buffers, attribute = self.storage.module._buffers, self.storage.attribute
+        return [sharding.local(cast(Tensor, buffers[attribute(name)])) for name in self.names]
 
     @property
     def parameters(self) -> dict[str, Tensor]:

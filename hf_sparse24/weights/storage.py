@@ -15,8 +15,8 @@ import torch
 from sparse24_kernels import Packed
 from torch import Tensor, nn
 
+from ..packed_format import buffer_names
 from . import sharding
-from .packed_weight import buffer_names
 from .view import WeightView
 
 

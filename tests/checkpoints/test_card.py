@@ -23,7 +23,7 @@ from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
 from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import METHODS
-from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import set_phase
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]
 EVALUATED = [{"step": 50, "eval_loss": 4.2, "eval_runtime": 1.0}, {"step": 100, "eval_loss": 3.25, "eval_runtime": 1.0}]

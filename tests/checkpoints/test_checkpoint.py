@@ -21,8 +21,7 @@ from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, spar
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.facts import RunFacts
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import patched_config
+from hf_sparse24.run import patched_config, set_phase
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model, unpatch_model
 from hf_sparse24.checkpoints import replacing
 from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
-from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import set_phase
 
 OUTDATED = re.compile(r"model.*\.safetensors(\.index\.json)?")
 CHANGES = ("link", "mkdir", "remove", "replace", "rmdir", "symlink", "unlink")

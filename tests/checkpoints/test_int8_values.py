@@ -27,7 +27,7 @@ from hf_sparse24 import (
     unpack_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.weights.packed_weight import buffer_names
+from hf_sparse24.packed_format import buffer_names
 from hf_sparse24.weights.storage import PACKED
 from hf_sparse24_command import main
 

@@ -21,7 +21,7 @@ from hf_sparse24 import export_model
 from hf_sparse24.checkpoints.manifest import Tensors
 from hf_sparse24.checkpoints.safetensors_file import header_hash
 from hf_sparse24.config import SavedConfig
-from hf_sparse24.weights.packed_weight import PackedFormat, buffer_names
+from hf_sparse24.packed_format import PackedFormat, buffer_names
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 VALUES, INDICES, SCALES = buffer_names(NAME)

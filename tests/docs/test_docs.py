@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import export_model, patch_model
 from hf_sparse24.methods import METHODS
-from hf_sparse24.weights.packed_weight import VALUES, PackedFormat
+from hf_sparse24.packed_format import VALUES, PackedFormat
 from hf_sparse24_command import make_parser
 
 README = (ROOT / "README.md").read_text()

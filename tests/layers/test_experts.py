@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, pack_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import set_phase
+from hf_sparse24.run import set_phase
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
 

@@ -39,8 +39,8 @@ from hf_sparse24 import (
 from hf_sparse24.layers.packed import PackedLinear
 from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.weights.packed_weight import buffer_names
+from hf_sparse24.packed_format import buffer_names
+from hf_sparse24.run import set_phase
 from hf_sparse24.weights.storage import PACKED
 
 pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
@@ -327,7 +327,7 @@ import torch, zoo, hf_sparse24
 from sharing import peak_of
 from transformers import AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
-from hf_sparse24.weights.packed_weight import buffer_names
+from hf_sparse24.packed_format import buffer_names
 from hf_sparse24.weights.storage import PACKED
 
 torch.set_num_threads(1)

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 import hf_sparse24_command
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import sparse_run
+from hf_sparse24.run import set_phase, sparse_run
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

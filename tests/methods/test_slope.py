@@ -24,8 +24,7 @@ from hf_sparse24 import (
     unpatch_model,
 )
 from hf_sparse24.methods import METHODS
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import SparseRun, sparse_run
+from hf_sparse24.run import SparseRun, set_phase, sparse_run
 from hf_sparse24.weights.encodings import Wanted
 
 WEIGHT = [

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import patched_config, sparse_run
+from hf_sparse24.run import patched_config, set_phase, sparse_run
 
 # Suffixes of the layers that each group must find, the same in every block.
 EXPECTED = {

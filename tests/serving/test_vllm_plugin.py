@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
-from hf_sparse24.weights.packed_weight import PACKED_WEIGHTS
+from hf_sparse24.packed_format import PACKED_WEIGHTS
 
 pytestmark = pytest.mark.slow
 

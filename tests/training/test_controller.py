@@ -13,8 +13,7 @@ from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import StepAdamW, step_param_groups
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import sparse_run
+from hf_sparse24.run import set_phase, sparse_run
 from hf_sparse24.weights.sparse_weight import SparseWeight
 from hf_sparse24.weights.storage import layer_name
 

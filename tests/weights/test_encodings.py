@@ -14,8 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from hf_sparse24 import Sparse24Controller, sparse_weights
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import sparse_run
+from hf_sparse24.run import set_phase, sparse_run
 from hf_sparse24.weights.encodings import Sample
 from hf_sparse24.weights.sparse_weight import SparseWeight
 

@@ -11,8 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
 from hf_sparse24.layers.sparse_module import make_dense
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.patching.surgery import set_phase
-from hf_sparse24.run import SparseRun
+from hf_sparse24.run import SparseRun, set_phase
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
 EXPERTS, OUT, IN = 3, 16, 8
