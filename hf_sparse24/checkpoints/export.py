@@ -27,7 +27,7 @@ from ..packed_format import PACKED_INDEX, PackedFormat, format_version
 from ..patching.masters import packed_config
 from ..patching.ownership import adopt, check_not_offloaded, unwrap
 from ..patching.packing import check_packable
-from ..patching.surgery import reject_non_finite
+from ..patching.refusals import reject_non_finite
 from ..progress import Progress, get_logger
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..adapters.bypass import adapters_in
 from ..adapters.merging import without_adapters
 from ..patching.ownership import MODEL_METHODS
-from ..patching.surgery import reject_non_finite
+from ..patching.refusals import reject_non_finite
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights

@@ -13,7 +13,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..packed_format import buffer_names, format_version, packed_weight_name
 from ..patching.packing import is_packable, packed_form
-from ..patching.surgery import reject_non_finite
+from ..patching.refusals import reject_non_finite
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed

@@ -17,7 +17,8 @@ from ..packed_format import PackedFormat
 from ..patching.masters import list_masters, packed_config, wants_packed_master
 from ..patching.ownership import forget_quantizer, write_config
 from ..patching.packing import unpack_model
-from ..patching.surgery import patch_model, reject_non_finite
+from ..patching.refusals import reject_non_finite
+from ..patching.surgery import patch_model
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights

@@ -18,7 +18,8 @@ from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED, TRAINED, PackedFrozen, PackedMaster
 from .masters import packed_config
 from .ownership import check_not_offloaded, forget_quantizer, outermost
-from .surgery import reject_non_finite, release, unpatch_model
+from .refusals import reject_non_finite
+from .surgery import release, unpatch_model
 
 
 @torch.no_grad()

@@ -1,41 +1,28 @@
 """patch_model and unpatch_model: make a model's linear layers 2:4 sparse in place, and back."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 
 from ..adapters.attaching import attach_adapters
-from ..adapters.merging import check_unmerged
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
 from ..layers.sparse_module import make_dense
-from ..metrics import all_finite
 from ..run import SparseRun, sparse_run
-from ..weights.sharding import check_whole, is_sharded, local, total
+from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from ..weights.storage import TRAINED, PackedMaster
+from ..weights.storage import TRAINED
 from .masters import check_masters, pack_masters, wants_packed_master
-from .ownership import adopt, check_not_offloaded, is_dequantized, name_layers, write_config
+from .ownership import adopt, check_not_offloaded, name_layers, write_config
+from .refusals import check_module, check_patchable, check_trainable, reject_non_finite, reject_wrapped
 from .report import PatchReport, make_report
 from .targets import Candidate, find_candidates
-
-# Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
-_WRAPPERS = {
-    "OptimizedModule": "it is already compiled; patch first, then call torch.compile",
-    "FullyShardedDataParallel": "FSDP1 wraps it, and flattens weights; patch first, then shard by FSDP2 (fully_shard)",
-    "FSDPModule": "it is already sharded by FSDP2 (fully_shard); patch first, then shard",
-    "DistributedDataParallel": "it is already wrapped by DDP; patch first, then wrap",
-    "DataParallel": "it is already wrapped by DataParallel; patch first, then wrap",
-    "DeepSpeedEngine": "it is already a DeepSpeed engine; patch first, then initialize DeepSpeed",
-}
 
 
 def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> PatchReport:
@@ -75,38 +62,35 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     """
     if not isinstance(config, Sparse24Config | None):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
-    _check_module(model)
-    if is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
-            "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
-        )
-    if sparse_weights(model, PackedMaster):
-        raise ValueError(
-            "the model has packed masters already (master='packed'), and trains as it is: leave out patch_model, and "
-            "sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
-        )
-    current = sparse_run(model)
-    if current is None:
-        _check_patchable(model)
-    elif config is not None:
-        if others := fixed_differences(current.config, config):
-            raise ValueError(
-                f"the model is already patched with another config ({others}); call unpatch_model(model) first"
-            )
-        current.change_settings(**config.given_settings())
-        current.change_config(backend=config.backend)
-    run = current or SparseRun(config or named_config(model) or Sparse24Config())
+    check_module(model)
+    check_trainable(model)
+    run = sparse_run(model)
+    if run is not None:
+        return _patch_again(model, run, config)
+    check_patchable(model)
+    run = SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
-    is_pretrained = False
-    if current is None:
-        is_pretrained = bool(getattr(model, "name_or_path", "")) and _loses_weights(candidates, run.config)
-        _make_sparse(model, run, candidates)
+    is_pretrained = bool(getattr(model, "name_or_path", "")) and _loses_weights(candidates, run.config)
+    _make_sparse(model, run, candidates)
     adopt(model)
     report = make_report(model, run, candidates, is_pretrained)
     if wants_packed_master(run.config):
         pack_masters(model, run)
     return report
+
+
+def _patch_again(model: nn.Module, run: SparseRun, config: Sparse24Config | None) -> PatchReport:
+    """Take the settings of a config over into a model that is patched, and report what is sparse."""
+    if config is not None:
+        if others := fixed_differences(run.config, config):
+            raise ValueError(
+                f"the model is already patched with another config ({others}); call unpatch_model(model) first"
+            )
+        run.change_settings(**config.given_settings())
+        run.change_config(backend=config.backend)
+    candidates = find_candidates(model, run)
+    adopt(model)
+    return make_report(model, run, candidates, False)
 
 
 def named_config(model: Any) -> Sparse24Config | None:
@@ -184,7 +168,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         >>> unpatch_model(model).transformer.h[0].mlp.c_fc.weight.eq(0).float().mean()
         tensor(0.5000)
     """
-    _check_module(model)
+    check_module(model)
     weights = sparse_weights(model, TRAINED)
     for name, weight in weights.items():
         if is_sharded(weight.master):
@@ -192,7 +176,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
                 f"{name} is sharded, and unpatch_model changes whole weights: export_model(model, directory) in all "
                 f"processes writes the plain model"
             )
-    _reject_wrapped(model)
+    reject_wrapped(model)
     if not weights:
         raise ValueError("the model is not patched; there is nothing to undo")
 
@@ -249,57 +233,3 @@ def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
             f"{doubled[0]} is shared with another layer, and the method trains {list(weights[doubled[0]].parameters)} "
             f"beside each weight; leave one of the layers out with exclude_modules"
         )
-
-
-def _check_module(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model={model!r}: must be a torch.nn.Module, such as a model of Transformers; load it first")
-
-
-def _check_patchable(model: nn.Module) -> None:
-    """Raise ValueError where a model cannot be patched as it is."""
-    _reject_wrapped(model)
-    _reject_quantized(model)
-    _reject_lazy(model)
-    check_unmerged(model)
-
-
-def _reject_wrapped(model: nn.Module) -> None:
-    for module in model.modules():
-        for cls in type(module).__mro__:
-            if cls.__name__ in _WRAPPERS:
-                raise ValueError(f"cannot patch this model: {_WRAPPERS[cls.__name__]}")
-        if module._compiled_call_impl is not None:
-            raise ValueError(f"cannot patch this model: {_WRAPPERS['OptimizedModule']}")
-
-
-def _reject_quantized(model: nn.Module) -> None:
-    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
-    if quantization is None:
-        return
-    is_dict = isinstance(quantization, dict)
-    method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
-    if isinstance(quantization, SavedConfig) and quantization.facts.packed is not None:
-        raise ValueError("the model is packed, and has no weights to train; call unpack_model(model) first")
-    if method != "sparse24":
-        if is_dequantized(model):
-            return
-        name = getattr(method, "value", method)  # of an enum, or as config.json has it
-        way = "with quantization_config=GgufConfig(dequantize=True)" if name == "gguf" else "without quantization"
-        raise ValueError(f"the model is quantized with {name}; load it {way} to make it 2:4 sparse")
-
-
-def _reject_lazy(model: nn.Module) -> None:
-    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(f"{lazy[0]} has no size before the first forward pass (nn.LazyLinear): run one, then patch")
-
-
-def reject_non_finite(weights: Iterable[tuple[str, Tensor]], advice: str = "nothing was changed") -> None:
-    """Raise ValueError where a named weight has NaN or inf; its text ends with `advice`."""
-    found = {name: weight for name, weight in weights if not weight.is_meta and weight.is_floating_point()}
-    counts = [1 - all_finite(local(weight)).int() for weight in found.values()]
-    bad = [name for name, count in zip(found, total(counts, list(found.values()))) if count] if found else []
-    if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(f"NaN or inf in the weights of {', '.join(bad[:5])}{more}; {advice}")

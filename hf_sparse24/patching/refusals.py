@@ -1,0 +1,94 @@
+"""Models that cannot be patched or unpatched as they are, each refused by an error that says what to do."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from ..adapters.merging import check_unmerged
+from ..config import SavedConfig
+from ..metrics import all_finite
+from ..weights.sharding import local, total
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import PackedMaster
+from .ownership import is_dequantized
+
+# Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
+_WRAPPERS = {
+    "OptimizedModule": "it is already compiled; patch first, then call torch.compile",
+    "FullyShardedDataParallel": "FSDP1 wraps it, and flattens weights; patch first, then shard by FSDP2 (fully_shard)",
+    "FSDPModule": "it is already sharded by FSDP2 (fully_shard); patch first, then shard",
+    "DistributedDataParallel": "it is already wrapped by DDP; patch first, then wrap",
+    "DataParallel": "it is already wrapped by DataParallel; patch first, then wrap",
+    "DeepSpeedEngine": "it is already a DeepSpeed engine; patch first, then initialize DeepSpeed",
+}
+
+
+def check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r}: must be a torch.nn.Module, such as a model of Transformers; load it first")
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ValueError where a model, patched or not, cannot be trained by a config."""
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
+            "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
+        )
+    if sparse_weights(model, PackedMaster):
+        raise ValueError(
+            "the model has packed masters already (master='packed'), and trains as it is: leave out patch_model, and "
+            "sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
+        )
+
+
+def check_patchable(model: nn.Module) -> None:
+    """Raise ValueError where a dense model cannot be patched as it is."""
+    reject_wrapped(model)
+    _reject_quantized(model)
+    _reject_lazy(model)
+    check_unmerged(model)
+
+
+def reject_wrapped(model: nn.Module) -> None:
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS:
+                raise ValueError(f"cannot patch this model: {_WRAPPERS[cls.__name__]}")
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"cannot patch this model: {_WRAPPERS['OptimizedModule']}")
+
+
+def _reject_quantized(model: nn.Module) -> None:
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantization is None:
+        return
+    is_dict = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
+    if isinstance(quantization, SavedConfig) and quantization.facts.packed is not None:
+        raise ValueError("the model is packed, and has no weights to train; call unpack_model(model) first")
+    if method != "sparse24":
+        if is_dequantized(model):
+            return
+        name = getattr(method, "value", method)  # of an enum, or as config.json has it
+        way = "with quantization_config=GgufConfig(dequantize=True)" if name == "gguf" else "without quantization"
+        raise ValueError(f"the model is quantized with {name}; load it {way} to make it 2:4 sparse")
+
+
+def _reject_lazy(model: nn.Module) -> None:
+    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} has no size before the first forward pass (nn.LazyLinear): run one, then patch")
+
+
+def reject_non_finite(weights: Iterable[tuple[str, Tensor]], advice: str = "nothing was changed") -> None:
+    """Raise ValueError where a named weight has NaN or inf; its text ends with `advice`."""
+    found = {name: weight for name, weight in weights if not weight.is_meta and weight.is_floating_point()}
+    counts = [1 - all_finite(local(weight)).int() for weight in found.values()]
+    bad = [name for name, count in zip(found, total(counts, list(found.values()))) if count] if found else []
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(f"NaN or inf in the weights of {', '.join(bad[:5])}{more}; {advice}")
