@@ -221,7 +221,7 @@ class Sparse24Layer(SparseModule):
 
 
 def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:
-    return Wanted(gemm.weight or PRUNED, gemm.weight_form(plan), plan.compression)
+    return Wanted(gemm.weight or PRUNED, gemm.weight_form(plan), plan.backend if plan.is_sparse else None)
 
 
 class Sparse24Linear(Sparse24Layer, nn.Linear):

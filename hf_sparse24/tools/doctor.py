@@ -16,7 +16,6 @@ from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import autotune, cusparselt
 from sparse24_kernels.gemm.backend import DENSE
-from sparse24_kernels.gemm.layout import compressor
 from sparse24_kernels.gemm.planning import choose_backend
 from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
@@ -56,10 +55,8 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
         try:
             plan = kernels.plan_packed(problem, device)
             rows.append((f"  {kind} values, 1 token", plan.backend.name, plan.reason))
-        except RuntimeError as error:  # a cuSPARSELt that cannot compress, which the last row tells
+        except RuntimeError as error:  # a cuSPARSELt that cannot compress
             rows.append((f"  {kind} values, 1 token", "none", str(error)))
-    if cusparselt.unsupported_device(device) is None:
-        rows.append(("compressed operands", *compressor(device)))
     if device.type == "cuda" and cusparselt.is_slow_on(device):
         rows.append(("", "warning", f"cuSPARSELt {cusparselt.version()} is slow on this GPU: 0.8.1 fixed that"))
     return rows

@@ -20,16 +20,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from sparse24_kernels.formats import Compression
+from sparse24_kernels import GemmBackend
 from torch import Tensor, nn
 
 
 class Wanted(NamedTuple):
-    """An encoding that a GEMM asks for: `Gemm.weight`, `Gemm.weight_form` and `GemmPlan.compression`."""
+    """An encoding that a GEMM asks for: `Gemm.weight`, `Gemm.weight_form`, and who stores it."""
 
     operand: str
     form: str
-    compression: Compression | None
+    backend: GemmBackend | None
 
 
 class _Kept(NamedTuple):
@@ -62,7 +62,7 @@ class Encodings:
         tensors: Sequence[Tensor],
         tokens: int,
         step: object | None,
-        make: Callable[[str, Mapping[str, Compression | None]], Sequence[Tensor]],
+        make: Callable[[str, Mapping[str, GemmBackend | None]], Sequence[Tensor]],
         keep: bool = True,
     ) -> list[Tensor]:
         """The wanted encodings in `dtype`, from memory where they are valid.
@@ -76,10 +76,10 @@ class Encodings:
         """
         keep = keep and _may_be_kept(step, tensors)
         kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
-        missing: dict[str, dict[str, Compression | None]] = {}
-        for operand, form, compression in wanted:
-            if _key(operand, form, compression) not in kept.tensors:
-                missing.setdefault(operand, {})[form] = compression
+        missing: dict[str, dict[str, GemmBackend | None]] = {}
+        for operand, form, backend in wanted:
+            if _key(operand, form, backend) not in kept.tensors:
+                missing.setdefault(operand, {})[form] = backend
         if missing:
             # What is made in inference mode could not be used in training.
             with torch.inference_mode(False) if keep else nullcontext():
@@ -101,8 +101,8 @@ class Encodings:
         return Encodings, ()
 
 
-def _key(operand: str, form: str, compression: Compression | None) -> tuple[str, str, str | None]:
-    return operand, form, None if compression is None else compression.backend
+def _key(operand: str, form: str, backend: GemmBackend | None) -> tuple[str, str, str | None]:
+    return operand, form, None if backend is None else backend.name
 
 
 def _may_be_kept(step: object | None, tensors: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import GemmPlan, GemmProblem, Pattern
-from sparse24_kernels.gemm.backend import DENSE
+from sparse24_kernels.gemm.backend import DENSE, encode_one
 from torch import Tensor
 
 HARDWARE_PATTERN = Pattern(2, 4)
@@ -130,10 +130,9 @@ class Gemm:
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        compressed = kernels.mvue(
-            operand, n, m, dim, self._mvue_estimator, key=key, form="compressed", compression=plan.compression
-        )
-        return cast(Tensor, compressed)
+        form = "transposed" if dim == 0 else "dense"
+        estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
+        return encode_one(plan.backend, cast(Tensor, estimate))
 
     @property
     def _mvue_estimator(self) -> str:

@@ -6,15 +6,18 @@ from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Pattern
-from sparse24_kernels.formats import Compression
+from sparse24_kernels import GemmBackend, Pattern
+from sparse24_kernels.gemm.backend import encode_one
 from torch import Tensor
 
 from .gemms import PRUNED
 from .view import WeightView
 
-Forms = Mapping[str, Compression | None]
-"""Forms of a matrix by the names that `sparse24_kernels.prune_forms` knows; for compressed ones, how to compress."""
+Forms = Mapping[str, GemmBackend | None]
+"""Forms of a matrix: `"dense"`; `"compressed"` and `"compressed-transposed"` with the backend that stores them."""
+
+_PRUNED_FORMS = {"dense": "dense", "compressed": "dense", "compressed-transposed": "transposed"}
+"""What a backend compresses, as `sparse24_kernels.prune_forms` names it."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,19 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
         arguments = {"mask": rule.mask}
     elif isinstance(rule, Values):
         arguments = {"mask": rule.values != 0}
-    compressions = {form: compression for form, compression in forms.items() if compression is not None}
-    made = kernels.prune_forms(
+    pruned = list(dict.fromkeys(_PRUNED_FORMS[form] for form in forms))
+    results = kernels.prune_forms(
         matrix,
-        list(forms),
+        pruned,
         names[type(rule)],
         *pattern,
         view.dim,
         dtype=dtype,
-        compressions=compressions,
         **arguments,
     )
-    return cast(list[Tensor], list(made))
+    made = dict(zip(pruned, cast(tuple[Tensor, ...], results)))
+    parts = [(made[_PRUNED_FORMS[form]], backend) for form, backend in forms.items()]
+    return [dense if backend is None else encode_one(backend, dense) for dense, backend in parts]
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

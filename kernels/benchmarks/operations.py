@@ -16,7 +16,6 @@ import sparse24_kernels as kernels
 import torch
 from kernel_cases import BF16, FP32, Case, cases
 from sparse24_kernels import Packed, reference
-from sparse24_kernels.formats import Compression
 from sparse24_kernels.gemm.backend import GemmPlan
 from sparse24_kernels.gemm.packed import PACKED
 from torch import Tensor
@@ -78,10 +77,10 @@ def workloads() -> Iterator[Workload]:
 def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str, Any]]]:
     """Function, name, shapes, maker of arguments, what it takes after shape and dtype, and more fields of each."""
     # fp32 or bf16 weights in, bf16 operands of a GEMM out.
-    one_way = (["dense"], ["dense", "transposed"], ["packed"], ["compressed"])
-    two_ways = (["packed", "packed-transposed"], ["compressed", "compressed-transposed"])
+    one_way = (["dense"], ["dense", "transposed"], ["packed"])
+    two_ways = ["packed", "packed-transposed"]
     rows = [(rule, 1, forms) for rule, forms in product(("magnitude", "soft-threshold", "mask"), one_way)]
-    rows += [("mask", 1, forms) for forms in two_ways]
+    rows.append(("mask", 1, two_ways))
     rows += [(rule, 0, ["dense"]) for rule in ("magnitude", "soft-threshold")]
     for rule, dim, forms in rows:
         name = f"prune {rule}{'' if dim else ', columns'}: {'+'.join(forms)}"
@@ -98,12 +97,11 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
         yield "packed.packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, (tokens,), fields
 
     # MVUE: groups along tokens are those of dW, groups along features those of dX.
-    results = ("dense", "transposed", "packed", "compressed")
+    results = ("dense", "transposed", "packed")
     along_dims = (("tokens", 0), ("features", 1))
     for (n, m, estimator), (along, dim), form in product(cases.MVUE_KINDS, along_dims, results):
-        shapes = BF16_TOKENS if form == "compressed" else TOKENS
         settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
-        yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", shapes, cases.mvue, settings, {}
+        yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", TOKENS, cases.mvue, settings, {}
 
     for kind, layout in product(("swiglu", "geglu"), ("row", "column")):
         for count, (function, terms) in enumerate(cases.GATED.items(), 2):
@@ -113,22 +111,11 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
 
 
 def _prune(weight, rule, n, m, dim, mask, scale, dtype, forms, *_):
-    sizes = {"compressed": tuple(weight.shape), "compressed-transposed": tuple(weight.shape)[::-1]}
-    stored = {form: compression(weight.device, *size) for form, size in sizes.items() if form in forms}
-    return kernels.prune_forms(weight, forms, rule, n, m, dim, mask=mask, scale=scale, dtype=dtype, compressions=stored)
+    return kernels.prune_forms(weight, forms, rule, n, m, dim, mask=mask, scale=scale, dtype=dtype)
 
 
 def _mvue(x, key, n, m, dim, estimator, form, *_):
-    size = tuple(x.shape) if dim else tuple(x.shape)[::-1]
-    stored = compression(x.device, *size) if form == "compressed" else None
-    return kernels.mvue(x, n, m, dim, estimator, key=key, form=form, compression=stored)
-
-
-def compression(device: torch.device, m: int, k: int) -> Compression:
-    """How the library stores a bf16 `[m, k]`; without a library, what has its usual size."""
-    problem = kernels.mm_problem(m, 16, k, BF16)
-    plan = kernels.plan_gemm(problem, device, "cusparselt") if device.type == "cuda" else None
-    return plan.compression if plan and plan.compression else Compression(9 * k // 16)
+    return kernels.mvue(x, n, m, dim, estimator, key=key, form=form)
 
 
 PUBLIC: dict[str, Callable[..., Any]] = {
@@ -150,7 +137,7 @@ COPY = "copy of as many bytes"
 # A compilation takes seconds, so one workload of each kind has this baseline. The transposable reference loops over
 # parts of the matrix, and each part would be compiled.
 COMPILED = re.compile(
-    r"prune (magnitude|soft-threshold): dense$|prune mask: (dense\+transposed|compressed\+)|unpack|s_ste_scale|"
+    r"prune (magnitude|soft-threshold): dense$|prune mask: dense\+transposed|unpack|s_ste_scale|"
     r"nm_mask bits, rows|mvue .*tokens: dense|.*row-major"
 )
 
@@ -193,9 +180,6 @@ def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
     if workload.function == "packed.packed_linear":
         name = "cuBLAS on the dense weight"
         yield name, lambda found: partial(linear, found[0], kernels.unpack_nm(Packed(*found[1:3])))
-    if workload.name == "prune magnitude: compressed":
-        name = "cuSPARSELt compresses the pruned matrix"
-        yield name, lambda found: lambda: kernels.prune_forms(found[0], ["compressed"], dtype=BF16)
     if COMPILED.match(workload.name):
         torch._dynamo.reset()  # it counts how often one piece of code was compiled, and stops at eight
         compiled = torch.compile(computed, dynamic=False)  # the sizes are constants: what it can do at best

@@ -14,7 +14,7 @@ torch sees them. From the bottom up:
 Here are the names that most users need. The others stay where they are defined: names of choices beside their function
 (`transposable.SOLVERS`, `scale.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`), `fp8.fp8_quantize` and
 `fp8.fp8_simulate`, `masks.count_flips`, `decay.foreach_masked_decay_`, `dispatch.choose_kernels`,
-`formats.Compression`, and of `gemm`: `operand.Operand`, `problem.Algorithm`, `planning.choose_backend`.
+and of `gemm`: `operand.Operand`, `problem.Algorithm`, `planning.choose_backend`.
 """
 
 from .decay import masked_decay_

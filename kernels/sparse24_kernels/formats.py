@@ -98,34 +98,6 @@ class Packed(NamedTuple):
         return Packed(values.to(dtype), indices) if scales is None else Packed(values, indices, scales.to(dtype))
 
 
-class Compression(NamedTuple):
-    """How a backend stores 2:4 matrices `[m, k]` of one size. `plan_gemm` gives it; you pass it on.
-
-    Plain ints and a name, so that torch.compile carries it as a constant.
-
-    Attributes:
-        columns: cuSPARSELt's compressed matrix is `[m, columns]`: 9 k / 16 columns, or more where the library pads.
-        layout: number of the layout, for kernels that prune and compress in one pass; -1 where only the library knows
-            the layout, so that it compresses the pruned matrix.
-        backend: the name of the backend. Any other than `"cusparselt"` encodes the pruned matrix by itself.
-    """
-
-    columns: int = 0
-    layout: int = -1
-    backend: str = "cusparselt"
-
-
-class Layout(NamedTuple):
-    """Where the indices of a compressed matrix `[m, k]` are, in units of 16 bits counted from the first index.
-
-    `rows` int32 `[m]`, `units` int32 `[k / 16]`: the indices of row r, elements 16 u to 16 u + 15, are unit
-    `rows[r] + units[u]`. Both tensors are on the matrix's device. `gemm/layout.py` determines them.
-    """
-
-    rows: Tensor
-    units: Tensor
-
-
 SCALED = 128
 """Elements of a row that share a scale, where values are int8."""
 
@@ -140,11 +112,6 @@ def mask_bytes(size: int) -> int:
     return (size + 7) // 8
 
 
-def unpadded_columns(k: int) -> int:
-    """Columns of a compressed `[m, k]` that is not padded: k/2 values, and k/8 bytes of indices as 16-bit words."""
-    return k * 9 // 16
-
-
 def empty_mask(weight: Tensor, packed: bool) -> Tensor:
     """An uninitialised mask of `weight`, row-major whatever the strides of `weight`: bool, or packed bits."""
     if packed:
@@ -156,9 +123,3 @@ def empty_packed(matrix: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Uninitialised values `[R, K/2]` and indices `[R, K/8]` of a packed `[R, K]` matrix."""
     rows, size = matrix.shape
     return [matrix.new_empty(rows, size // 2, dtype=dtype), matrix.new_empty(rows, size // 8, dtype=torch.uint8)]
-
-
-def empty_compressed(matrix: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
-    """An uninitialised compressed `[R, K]` matrix; `columns` where the library pads."""
-    rows, size = matrix.shape
-    return matrix.new_empty(rows, unpadded_columns(size) if columns is None else columns, dtype=dtype)

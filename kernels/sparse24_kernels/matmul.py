@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .checks import check_device, check_floating, check_is, check_matrix, check_packed
 from .cpu import limits
-from .formats import Compression, Packed
+from .formats import Packed
 from .gemm.backend import DENSE, GemmPlan
 from .gemm.operand import Operand
 from .gemm.planning import plan_packed
@@ -31,7 +31,6 @@ def compress(matrix: Tensor | Packed, plan: GemmPlan) -> Operand:
 
     Raises:
         ValueError: a dtype, size or device that the backend does not take.
-        RuntimeError: cuSPARSELt stores this size in another number of columns than the plan's.
     """
     check_is(GemmPlan, "compress", plan=plan)
     if isinstance(matrix, Packed):
@@ -40,7 +39,7 @@ def compress(matrix: Tensor | Packed, plan: GemmPlan) -> Operand:
     else:
         check_floating("compress", matrix=matrix)
         check_matrix("compress", matrix=matrix)
-    return plan.backend.encode(matrix, plan.compression or Compression())
+    return plan.backend.encode(matrix)
 
 
 def sparse_linear(
@@ -51,7 +50,7 @@ def sparse_linear(
     Args:
         x: `[..., in]`, fp64, fp32, bf16 or fp16; what the plan's backend takes of these.
         weight: in the dtype of `x`. Without a plan, or for dense math, `[out, in]` with any strides; otherwise what
-            `compress` made of it, or `prune_forms` as `"compressed"`.
+            `compress` made of it.
         bias: `[out]` in the dtype of `x`, or None.
         plan: of `plan_gemm(linear_problem(...), ...)`; None is dense math.
 
@@ -131,7 +130,7 @@ def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tenso
         return packed_linear(x, packed, bias)
     tokens = x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
     plan = _kept_plan(tokens, values.shape[0], x.shape[-1], x.dtype, values.dtype, x.device)
-    return plan.backend.linear(x, plan.backend.encode(packed, plan.compression or Compression()), bias, plan)
+    return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
 
 
 def _plan_packed(
@@ -149,8 +148,8 @@ def sparse_mm(sparse: Tensor | Operand, dense: Tensor, *, plan: GemmPlan | None 
     """`sparse @ dense` with a 2:4 left operand.
 
     Args:
-        sparse: without a plan, or for dense math, `[m, k]`, 2:4 along k; otherwise what `compress` made of it, or
-            `mvue` as `"compressed"`. fp64, fp32, bf16 or fp16; what the plan's backend takes of these.
+        sparse: without a plan, or for dense math, `[m, k]`, 2:4 along k; otherwise what `compress` made of it.
+            fp64, fp32, bf16 or fp16; what the plan's backend takes of these.
         dense: `[k, n]` in the same dtype, any strides.
         plan: of `plan_gemm(mm_problem(...), ...)`; None is dense math.
 

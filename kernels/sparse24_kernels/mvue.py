@@ -5,12 +5,9 @@ from torch import Tensor
 
 from .checks import check_dim, check_floating, check_is, check_one_of, described
 from .dispatch import implementation
-from .formats import Compression, Packed, empty_compressed, empty_packed, unpadded_columns
-from .gemm import cusparselt
-from .gemm.backend import encode_dense
-from .gemm.layout import layout_of
+from .formats import Packed, empty_packed
 
-FORMS = ("dense", "transposed", "packed", "compressed")
+FORMS = ("dense", "transposed", "packed")
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
 
@@ -25,7 +22,6 @@ def mvue(
     *,
     key: Tensor | int | None = None,
     form: str = "dense",
-    compression: Compression | None = None,
 ) -> Tensor | Packed:
     """A random n:m tensor whose expectation is `x`: the minimum-variance unbiased estimate.
 
@@ -40,9 +36,8 @@ def mvue(
         key: int64 scalar tensor (or an int) that determines the draw, on every device alike: the random numbers are
             Philox 4x32-7 of the key and the position in `x`. Overrides `generator`. If both are None, the key is drawn
             from torch's global generator.
-        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order, and `"packed"` or
-            `"compressed"`, with rows that run along `dim`, as in `prune_forms`.
-        compression: for the form `"compressed"`, that of the plan of its GEMM; None as for `prune_forms`.
+        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order, and `"packed"`, with rows
+            that run along `dim`, as in `prune_forms`.
 
     Returns:
         Same shape and dtype (except for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
@@ -52,7 +47,6 @@ def mvue(
 
     Raises:
         ValueError: another pattern, an estimator the pattern does not have, or a form that `x` cannot take.
-        RuntimeError: a compressed form whose size is not that of its `Compression`.
 
     Reference: Chmiel et al. (arXiv 2203.10991), section 4: the inclusion probabilities `pi_i = min(1, c |x_i|)`,
     `sum pi = n`, and value `x_i / pi_i`. Our deviation: we draw the two elements of 2:4 by systematic sampling from one
@@ -77,21 +71,11 @@ def mvue(
     check_one_of(FORMS, form=form)
     if form != "dense" and x.dim() != 2:
         raise ValueError(f"mvue: form={form!r} needs a matrix, got shape {tuple(x.shape)}")
-    if form in ("packed", "compressed") and x.shape[dim] % 8:
+    if form == "packed" and x.shape[dim] % 8:
         raise ValueError(f"mvue: form={form!r} needs a multiple of 8 along dim={dim}, got {x.shape[dim]}")
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
     key = _key(key, generator, x.device).to(x.device)
-    columns, layout = 0, -1
-    if form == "compressed":
-        rows, size = _rows_along(x, dim)
-        compression = Compression(unpadded_columns(size)) if compression is None else compression
-        check_is(Compression, "mvue", compression=compression)
-        if compression.backend != "cusparselt":
-            (estimate,) = _mvue(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed", 0, -1)
-            return encode_dense("mvue", estimate, compression)
-        cusparselt.check_compressible("mvue", rows, size, x.dtype, x.device)
-        columns, layout, _ = compression
-    results = _mvue(x, key, n, m, dim, estimator, form, columns, layout)
+    results = _mvue(x, key, n, m, dim, estimator, form)
     return Packed(*results) if form == "packed" else results[0]
 
 
@@ -109,32 +93,13 @@ def _key(key: Tensor | int | None, generator: torch.Generator | None, device: to
     raise ValueError(f"mvue: key={described(key)}: must be an int of 64 bits or an int64 0-d tensor")
 
 
-def _rows_along(x: Tensor, dim: int) -> tuple[int, int]:
-    """Sizes of the matrix whose rows run along `dim` of `x`."""
-    rows, size = x.shape if dim == 1 else x.shape[::-1]
-    return rows, size
-
-
 @torch.library.custom_op("sparse24::mvue", mutates_args=())
-def _mvue(
-    x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str, columns: int, layout: int
-) -> list[Tensor]:
-    """The estimate in one form; `columns` and `layout` are the `Compression` of the compressed one."""
-    draw = implementation("mvue.mvue", x)
-    if form != "compressed":
-        return draw(x, key, n, m, dim, estimator, form)
-    found = layout_of(Compression(columns, layout), *_rows_along(x, dim), x.dtype, x.device)
-    if found is not None:
-        return draw(x, key, n, m, dim, estimator, form, found)
-    (estimate,) = draw(x, key, n, m, dim, estimator, "dense" if dim == 1 else "transposed")
-    return [cusparselt.compress(estimate, columns)]
+def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+    return implementation("mvue.mvue", x)(x, key, n, m, dim, estimator, form)
 
 
 @_mvue.register_fake
-def _(
-    x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str, columns: int, layout: int
-) -> list[Tensor]:
-    if form in ("packed", "compressed"):
-        matrix = x if dim == 1 else x.t()
-        return empty_packed(matrix, x.dtype) if form == "packed" else [empty_compressed(matrix, x.dtype, columns)]
+def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+    if form == "packed":
+        return empty_packed(x if dim == 1 else x.t(), x.dtype)
     return [x.new_empty(x.shape if form == "dense" else x.shape[::-1])]

@@ -1,6 +1,6 @@
-"""Pruning by magnitude, by a mask, or by S-STE's soft threshold, in dense, packed and compressed forms."""
+"""Pruning by magnitude, by a mask, or by S-STE's soft threshold, in dense and packed forms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from .checks import (
     check_dim,
     check_floating,
     check_groups,
-    check_is,
     check_mask,
     check_matrix,
     check_one_of,
@@ -20,15 +19,10 @@ from .checks import (
     check_scalar,
 )
 from .dispatch import implementation
-from .formats import Compression, Packed, Pattern, empty_compressed, empty_packed, unpadded_columns
-from .gemm import cusparselt
-from .gemm.backend import encode_dense
-from .gemm.layout import layout_of
+from .formats import Packed, Pattern, empty_packed
 
 RULES = ("magnitude", "mask", "soft-threshold")
-COMPRESSED = {"compressed": "dense", "compressed-transposed": "transposed"}
-"""Compressed forms, and the dense form that the library compresses for each."""
-FORMS = ("dense", "transposed", "packed", "packed-transposed", *COMPRESSED)
+FORMS = ("dense", "transposed", "packed", "packed-transposed")
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -120,41 +114,30 @@ def prune_forms(
     mask: Tensor | None = None,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    compressions: Mapping[str, Compression] | None = None,
 ) -> tuple[Tensor | Packed, ...]:
     """Prune a matrix, and write it in several forms in one pass.
 
     Args:
         weight: `[R, C]`, the size of `dim` a multiple of `m`.
-        forms: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and two forms that store a 2:4 matrix
-            without its zeros, with groups along C, or as `"...-transposed"` of `[C, R]` with groups along R:
+        forms: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and a `Packed`, which stores a 2:4 matrix
+            without its zeros: `"packed"` with groups along C, `"packed-transposed"` of `[C, R]` with groups along R.
 
-            * `"packed"`: a `Packed`; the dimension of the groups is a multiple of 8;
-            * `"compressed"`: what `compress` makes of the dense form. For cuSPARSELt: bf16 or fp16, both sizes
-              multiples of 16, on a device that runs sparse GEMMs. Of other backends, those that store one tensor.
-
-            Both need 2:4 groups in their direction: `dim` for magnitude and soft threshold, and a mask that keeps at
-            most two of every four (of more, the last two are stored; where it keeps fewer, zeros fill the places). They
-            do not have what the rule drops besides these two, not even NaN. Packed and compressed exclude each other
-            in one direction.
+            A packed form needs 2:4 groups in its direction, whose size is a multiple of 8: `dim` for magnitude and soft
+            threshold, and a mask that keeps at most two of every four. Of more, the last two are stored; where a mask
+            keeps fewer, zeros fill the places. What the rule drops besides these two is not stored, not even NaN.
         rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
         n: entries to keep of each group, 0 < n < m.
-        m: size of a group. Packed and compressed forms take 2:4 and what is within it (`Pattern.is_within_24`).
+        m: size of a group. Packed forms take 2:4 and what is within it (`Pattern.is_within_24`).
         dim: the dimension that groups run along, for magnitude and soft threshold.
         mask: of the rule `"mask"`, as for `apply_mask`.
         scale: of the rule `"soft-threshold"`, as there.
         dtype: of the results; None for that of `weight`. FP8 saturates.
-        compressions: for a compressed form, the `Compression` of the plan of its GEMM (`plan_gemm`). If that has a
-            layout, the kernel writes the form in the same pass. Without an entry, the library compresses the pruned
-            matrix, and its size must be one that the library does not pad. Entries of other forms are ignored.
 
     Returns:
         One result per form, in the order of `forms`, a tensor or a `Packed`.
 
     Raises:
-        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not needed, a
-            compressed form where no sparse GEMM can run.
-        RuntimeError: a compressed form whose size is not that of its `Compression`.
+        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not needed.
 
     Examples:
         >>> dense, packed = prune_forms(torch.randn(16, 32), ["dense", "packed"])
@@ -167,42 +150,18 @@ def prune_forms(
     check_pattern("prune_forms", n, m)
     if not isinstance(forms, (list, tuple)) or not forms or any(forms.count(form) > 1 for form in forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
-    if compressions is not None and not isinstance(compressions, Mapping):
-        raise ValueError(f"prune_forms: compressions={compressions!r}: must be a dict from forms to their Compression")
-    dtype = weight.dtype if dtype is None else dtype
-    taken: dict[int, str] = {}
-    stored: list[int] = []
-    encoded: dict[str, Compression] = {}
     for form in forms:
         check_one_of(FORMS, form=form)
         if form in ("dense", "transposed"):
             continue
-        along = 0 if form.endswith("-transposed") else 1
-        compression = compressions.get(form) if compressions and form in COMPRESSED else None
-        is_foreign = isinstance(compression, Compression) and compression.backend != "cusparselt"
-        check_groups(f"prune_forms: {form}", weight, 4 if is_foreign else 8, along)
+        along = 0 if form == "packed-transposed" else 1
+        check_groups(f"prune_forms: {form}", weight, 8, along)
         if not Pattern(n, m).is_within_24:
             raise ValueError(f"form={form!r} is for 2:4 and patterns within it, not {n}:{m}")
         if rule != "mask" and along != check_dim("prune_forms", weight, dim):
             raise ValueError(f"form={form!r} needs groups along dimension {along}, and {rule!r} has dim={dim}")
-        if taken.setdefault(along, form) != form:
-            raise ValueError(f"forms={forms!r}: {taken[along]!r} and {form!r} do not go together")
-        if form.startswith("compressed"):
-            rows, size = weight.shape if along else weight.shape[::-1]
-            compression = Compression(unpadded_columns(size)) if compression is None else compression
-            check_is(Compression, "prune_forms", compression=compression)
-            if is_foreign:
-                encoded[form] = compression
-                continue
-            cusparselt.check_compressible("prune_forms", rows, size, dtype, weight.device)
-            stored += compression[:2]
-    # What another backend stores is made from the dense form.
-    written = list(dict.fromkeys(COMPRESSED[form] if form in encoded else form for form in forms))
-    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, written, stored))
-    made = {form: Packed(next(results), next(results)) if "packed" in form else next(results) for form in written}
-    for form, compression in encoded.items():
-        made[form] = encode_dense("prune_forms", made[COMPRESSED[form]], compression)
-    return tuple(made[form] for form in forms)
+    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, forms))
+    return tuple(Packed(next(results), next(results)) if "packed" in form else next(results) for form in forms)
 
 
 def _prune_checked(
@@ -215,8 +174,7 @@ def _prune_checked(
     mask: Tensor | None,
     scale: Tensor | None,
     dtype: torch.dtype | None,
-    forms: list[str],
-    compressions: Sequence[int] = (),
+    forms: Sequence[str],
 ) -> list[Tensor]:
     if rule == "mask":
         if mask is None:
@@ -236,7 +194,7 @@ def _prune_checked(
         check_scalar(name, "scale", scale, weight)
     dtype = weight.dtype if dtype is None else dtype
     check_result(name, dtype)
-    return _prune(weight, rule, n, m, dim, mask, scale, dtype, ",".join(forms), list(compressions))
+    return _prune(weight, rule, n, m, dim, mask, scale, dtype, [FORMS.index(form) for form in forms])
 
 
 @torch.library.custom_op("sparse24::prune", mutates_args=())
@@ -249,10 +207,9 @@ def _prune(
     mask: Tensor | None,
     scale: Tensor | None,
     dtype: torch.dtype,
-    forms: str,
-    compressions: Sequence[int],
+    forms: Sequence[int],
 ) -> list[Tensor]:
-    """The tensors of all forms in order; `compressions` has columns and layout number of each compressed one."""
+    """The tensors of all forms in order; a form is its place in `FORMS`, because a schema has no list of strings."""
     if rule != "mask" and (n, m) != (2, 4):
         # The kernels choose two of four alone. Any other pattern is a mask to them, which has every form.
         if rule == "magnitude":
@@ -262,21 +219,7 @@ def _prune(
             mask = weight != 0
         rule = "mask"
     prune = implementation("prune.prune", weight, has_kernels=dtype.itemsize > 1)
-    wanted = forms.split(",")  # an operator's schema has no list of strings
-    stored = _compression_of(wanted, compressions)
-    layouts = {}
-    for form, compression in stored.items():
-        rows, size = weight.shape if form == "compressed" else weight.shape[::-1]
-        layout = layout_of(compression, rows, size, dtype, weight.device)
-        if layout is not None:
-            layouts[form] = layout
-    by_library = {form: COMPRESSED[form] for form in stored if form not in layouts}
-    written = list(dict.fromkeys(by_library.get(form, form) for form in wanted))
-    results = iter(prune(weight, rule, n, m, dim, mask, scale, dtype, written, layouts))
-    made = {form: [next(results), next(results)] if "packed" in form else [next(results)] for form in written}
-    for form, dense_form in by_library.items():
-        made[form] = [cusparselt.compress(*made[dense_form], stored[form].columns)]
-    return [tensor for form in wanted for tensor in made[form]]
+    return prune(weight, rule, n, m, dim, mask, scale, dtype, [FORMS[form] for form in forms])
 
 
 @_prune.register_fake
@@ -289,23 +232,13 @@ def _(
     mask: Tensor | None,
     scale: Tensor | None,
     dtype: torch.dtype,
-    forms: str,
-    compressions: Sequence[int],
+    forms: Sequence[int],
 ) -> list[Tensor]:
-    stored = _compression_of(forms.split(","), compressions)
     results: list[Tensor] = []
-    for form in forms.split(","):
+    for form in (FORMS[form] for form in forms):
         matrix = weight.t() if form.endswith("transposed") else weight
         if form in ("dense", "transposed"):
             results.append(weight.new_empty(matrix.shape, dtype=dtype))
-        elif form in stored:
-            results.append(empty_compressed(matrix, dtype, stored[form].columns))
         else:
             results += empty_packed(matrix, dtype)
     return results
-
-
-def _compression_of(forms: list[str], compressions: Sequence[int]) -> dict[str, Compression]:
-    """The `Compression` of each compressed form, from its two numbers."""
-    compressed = [form for form in forms if form in COMPRESSED]
-    return {form: Compression(compressions[2 * i], compressions[2 * i + 1]) for i, form in enumerate(compressed)}

@@ -47,7 +47,8 @@ CALLS = {
     "packed_linear": {"x": X, "packed": PACKED, "bias": None, "plan": None},
     "plan_gemm": {"problem": PROBLEM, "device": CPU, "backend": "auto"},
     "plan_packed": {"problem": PROBLEM, "device": CPU},
-    "prune_forms": {"weight": X, "forms": ["dense"], "rule": "soft-threshold", **PATTERN, "scale": None, "dtype": None},
+    "prune_forms": {"weight": X, "forms": ["dense"], "rule": "soft-threshold", **PATTERN}
+    | {"mask": None, "scale": None, "dtype": None},
     "quantize_packed": {"packed": PACKED},
     "register_backend": {"backend": NAMED, "auto": False},
     "s_ste_scale": {"weight": X, **PATTERN, "rule": "mse"},
@@ -59,11 +60,7 @@ CALLS = {
     "unpack_nm": {"packed": PACKED},
 }
 # Sparse tensor cores only: on the stand-in for them.
-COMPRESSED = {
-    "compress": {"matrix": W.bfloat16(), "plan": sparse_plan(32)},
-    "mvue": CALLS["mvue"] | {"x": X.bfloat16(), "form": "compressed", "compression": None},
-    "prune_forms": {"weight": X, "forms": ["compressed"], "mask": None, "dtype": BF16, "compressions": None},
-}
+COMPRESSED = {"compress": {"matrix": W.bfloat16(), "plan": sparse_plan()}}
 ODD = [3, 2.5, "no", b"no", [1], [[1.0]], {}, object(), X, X.long(), X[0], X[0, 0], X.to(META), X.to(torch.complex64)]
 ODD += [None, True, -1, 0, 5, 2**70, NAN, (2, 4), torch.Size([2]), torch.zeros(3, 5), BF16, torch.int8, META, [None]]
 ODD += [[X, X], MASK, [X.to(META)], torch.float8_e4m3fn, X.to(torch.float8_e4m3fn), "dense", "cpu", range(3)]

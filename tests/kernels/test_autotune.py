@@ -9,7 +9,7 @@ import cslt
 import pytest
 import torch
 from sparse24_kernels import GemmProblem, cache_folder, linear_problem, plan_gemm
-from sparse24_kernels.gemm import autotune, cusparselt, layout, measure
+from sparse24_kernels.gemm import autotune, cusparselt, measure
 from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, reset, table_path, tune, write
 from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
 
@@ -180,7 +180,7 @@ def test_in_a_compiled_graph(monkeypatch):
 def test_a_plan_in_a_compiled_graph_holds_for_its_bucket(monkeypatch):
     """A plan guards n by its bucket and takes m and k as constants."""
     monkeypatch.setattr(torch, "_cslt_compress", cslt.StandIn().compress)
-    monkeypatch.setattr(layout, "_compressions", {})
+    monkeypatch.setattr(cusparselt, "_columns", {})
     weight = torch.randn(64, 128)
 
     def double_if_sparse(x):

@@ -177,7 +177,7 @@ def test_gemms(tiny, tuned, times, tmp_path):
     assert set(rows) == {f"{layer}: {name}" for layer in wanted for name in gemms.NAMES}
     assert all("us" in rows[f"{layer}: {name}"]["times"]["sparse"] for layer in wanted for name in gemms.NAMES)
     row = rows[f"{LAYERS[1]}: output"]
-    assert row["facts"]["algorithm"] == [3, 1, -1] and row["facts"]["compression"][1] >= 0
+    assert row["facts"]["algorithm"] == [3, 1, -1]
     assert row["goals"] == {"auto": gemms.AUTO, "sparse, packing": 1.5}
     assert rows[f"{LAYERS[0]}: output"]["goals"] == {"auto": gemms.AUTO}  # too few tokens
     cells = ("dense 1000 us", "sparse 500 us (2.00)", "sparse, packing 800 us (1.25, MISSES 1.5)")

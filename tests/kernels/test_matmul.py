@@ -9,7 +9,6 @@ from cslt import (
     stand_in,  # noqa: F401 (a fixture)
 )
 from sparse24_kernels import GemmPlan
-from sparse24_kernels.formats import Compression
 from sparse24_kernels.gemm import autotune, cusparselt
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.operand import Operand
@@ -48,8 +47,8 @@ CPU_ONLY = "no compressed form: cuSPARSELt needs a CUDA device, not cpu"
         (lambda: kernels.sparse_mm(A, B.to("meta")), "sparse_mm: tensors on different devices: cpu, meta"),
         (lambda: kernels.sparse_mm(A, B.tolist()), r"sparse_mm: dense=\[\[.*\.\.\. \(list\): must be a tensor"),
         (lambda: kernels.sparse_mm(A, B, plan=3), "sparse_mm: plan=3: must be of type GemmPlan"),
-        (lambda: kernels.sparse_mm(A, B, plan=sparse_plan(8)), f"sparse_mm: {CPU_ONLY}"),
-        (lambda: kernels.sparse_linear(B.t(), A, plan=sparse_plan(8)), f"sparse_linear: {CPU_ONLY}"),
+        (lambda: kernels.sparse_mm(A, B, plan=sparse_plan()), f"sparse_mm: {CPU_ONLY}"),
+        (lambda: kernels.sparse_linear(B.t(), A, plan=sparse_plan()), f"sparse_linear: {CPU_ONLY}"),
         (lambda: kernels.sparse_linear(B, A), r"sparse_linear: a 2:4 operand of shape \(6, 8\) does not contract"),
         (lambda: kernels.sparse_linear(B[0, 0], A), r"sparse_linear: x must have a last dimension, got shape \(\)"),
         (lambda: kernels.sparse_linear(B.t(), A[0]), r"sparse_linear needs a matrix, got shape \(8,\) as weight"),
@@ -59,9 +58,9 @@ CPU_ONLY = "no compressed form: cuSPARSELt needs a CUDA device, not cpu"
             r"bias must be torch.float32 \(6,\), got torch.float16",
         ),
         (lambda: kernels.sparse_linear(B.t().long(), A.long()), "sparse_linear takes fp64, .*, got torch.int64 as x"),
-        (lambda: kernels.compress(A, Compression(9)), r"compress: plan=Compression\(.*\): must be of type GemmPlan"),
-        (lambda: kernels.compress(A[0], sparse_plan(8)), r"compress needs a matrix, got shape \(8,\) as matrix"),
-        (lambda: kernels.compress(A, sparse_plan(8)), f"compress: {CPU_ONLY}"),
+        (lambda: kernels.compress(A, 3), r"compress: plan=3: must be of type GemmPlan"),
+        (lambda: kernels.compress(A[0], sparse_plan()), r"compress needs a matrix, got shape \(8,\) as matrix"),
+        (lambda: kernels.compress(A, sparse_plan()), f"compress: {CPU_ONLY}"),
         (lambda: kernels.mvue(A, key="1"), "mvue: key='1': must be an int of 64 bits or an int64 0-d tensor"),
         (lambda: kernels.mvue(A, key=2**63), "mvue: key=9223372036854775808: must be an int of 64 bits"),
         (lambda: kernels.mvue(A, key=True), "mvue: key=True: must be an int of 64 bits"),
@@ -105,7 +104,6 @@ def test_no_backend_takes_operands_of_several_dtypes_yet(stand_in):  # noqa: F81
 def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
     plan = kernels.plan_gemm(PROBLEM, CPU)
     assert plan[:3] == (CUSPARSELT, "measured", Algorithm(3)) and plan.is_sparse
-    assert plan.compression.columns == 18 and plan.compression.layout >= 0
     assert kernels.plan_gemm(PROBLEM, CPU) == plan
     for change, reason in (
         ({"m": 40}, "cuSPARSELt needs multiples of 16, not 40 x 32"),
@@ -143,12 +141,10 @@ def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811
     def step(x, weight, grad):
         plan = kernels.plan_gemm(kernels.linear_problem(len(x), *weight.shape, x.dtype), x.device)
         assert plan.is_sparse
-        forms = {"compressed": plan.compression}
-        (compressed,) = kernels.prune_forms(weight, ["compressed"], compressions=forms)
-        y = kernels.sparse_linear(x, compressed, plan=plan)
+        y = kernels.sparse_linear(x, kernels.compress(kernels.nm_prune(weight), plan), plan=plan)
         plan = kernels.plan_gemm(kernels.mm_problem(grad.shape[1], x.shape[1], len(x), x.dtype), x.device)
-        estimate = kernels.mvue(grad, dim=0, key=3, form="compressed", compression=plan.compression)
-        return y, kernels.sparse_mm(estimate, x, plan=plan)
+        estimate = kernels.mvue(grad, dim=0, key=3, form="transposed")
+        return y, kernels.sparse_mm(kernels.compress(estimate, plan), x, plan=plan)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     weight = torch.randn(48, 32).bfloat16()
@@ -158,7 +154,7 @@ def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811
         stand_in.compressed = 0
         for ours, theirs in zip(results, step(x, weight, grad)):
             assert torch.equal(ours, theirs)
-        assert stand_in.compressed == 0  # the kernels wrote the compressed matrices
+        assert stand_in.compressed == 2
 
 
 def test_every_backend_gives_the_same_product(stand_in):  # noqa: F811
@@ -176,7 +172,7 @@ def test_every_backend_gives_the_same_product(stand_in):  # noqa: F811
 
 def test_operators(stand_in):  # noqa: F811
     matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
-    plan = sparse_plan(48, algorithm=1)
+    plan = sparse_plan(algorithm=1)
     compressed = kernels.compress(matrix, plan)
     assert compressed.values.shape == (32, 27)
     torch.library.opcheck(torch.ops.sparse24.cslt_compress.default, (matrix, 27))
@@ -192,14 +188,14 @@ def test_operators(stand_in):  # noqa: F811
     with pytest.raises(ValueError, match="compressed 32 x 27 is no matrix of 32 x 64"):
         kernels.sparse_linear(torch.randn(20, 64).bfloat16(), compressed, plan=plan)
     with pytest.raises(ValueError, match="compress: no compressed form: cuSPARSELt needs multiples of 16, not 10 x 16"):
-        kernels.compress(torch.randn(10, 16).bfloat16(), sparse_plan(16))
+        kernels.compress(torch.randn(10, 16).bfloat16(), sparse_plan())
     with pytest.raises(ValueError, match=r"needs operands of one dtype, got torch.bfloat16 \(2:4\) and torch.float16"):
         kernels.sparse_linear(x.half(), compressed, plan=plan)
 
 
 def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
     matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
-    plan = sparse_plan(48, algorithm=1)
+    plan = sparse_plan(algorithm=1)
     compressed = kernels.compress(matrix, plan)
     for x in (torch.randn(1, 48).bfloat16(), torch.randn(48).bfloat16()):
         result = kernels.sparse_linear(x, compressed, plan=plan)
@@ -214,27 +210,17 @@ def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
 def test_padded_matrices_and_those_of_older_releases(monkeypatch, library):
     cslt.install(monkeypatch, cslt.StandIn(**library))
     plan = kernels.plan_gemm(PROBLEM, CPU)
-    assert plan.compression.columns == 18 + library.get("padding", 0)
     weight, x = torch.randn(48, 32).bfloat16(), torch.randn(16, 32).bfloat16()
-    dense, compressed = kernels.prune_forms(
-        weight, ["dense", "compressed"], compressions={"compressed": plan.compression}
-    )
-    assert compressed.shape == (48, plan.compression.columns)
-    for ours in (compressed, kernels.compress(dense, plan)):
-        assert torch.equal(kernels.sparse_linear(x, ours, plan=plan), F.linear(x, dense))
+    dense = kernels.nm_prune(weight)
+    compressed = kernels.compress(dense, plan)
+    assert compressed.values.shape == (48, 18 + library.get("padding", 0))
+    assert torch.equal(kernels.sparse_linear(x, compressed, plan=plan), F.linear(x, dense))
 
 
-def test_a_padded_size_without_its_compression_is_refused(monkeypatch):
+def test_a_wrong_number_of_columns_is_refused(monkeypatch):
     cslt.install(monkeypatch, cslt.StandIn(padding=3))
-    weight = torch.randn(48, 32).bfloat16()
-    message = r"cuSPARSELt stores a 48 x 32 matrix of torch.bfloat16 in 21 columns, not 18: plan the GEMM first"
-    for call in (
-        lambda: kernels.prune_forms(weight, ["compressed"]),
-        lambda: kernels.compress(kernels.nm_prune(weight), sparse_plan(32)),
-        lambda: kernels.mvue(weight, form="compressed"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call()
+    with pytest.raises(RuntimeError, match=r"48 x 32 .* in 21 columns, not 18"):
+        cusparselt.compress(kernels.nm_prune(torch.randn(48, 32).bfloat16()), 18)
 
 
 def test_releases_that_allocate_no_padding_take_sizes_that_have_none(monkeypatch):

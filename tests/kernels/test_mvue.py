@@ -117,7 +117,7 @@ def test_forms():
         assert not torch.signbit(packed.values[packed.values == 0]).any()
     for x, n, m, form, message in (
         (torch.ones(8, 12), 2, 4, "packed", "form='packed' needs a multiple of 8 along dim=1, got 12"),
-        (torch.ones(8, 10), 1, 2, "compressed", "form='compressed' needs a multiple of 8 along dim=1, got 10"),
+        (torch.ones(8, 10), 1, 2, "packed", "form='packed' needs a multiple of 8 along dim=1, got 10"),
         (torch.ones(8), 2, 4, "transposed", "needs a matrix"),
         (torch.ones(8, 8), 2, 4, "sparse", "must be one of .'dense', 'transposed', 'packed'"),
     ):
@@ -143,9 +143,7 @@ def test_non_finite_gradients_stay_visible(value):
 def test_operator_contract():
     for n, m, estimator in ESTIMATORS:
         for x in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(2, 3, 4).transpose(0, 2)):
-            torch.library.opcheck(
-                torch.ops.sparse24.mvue.default, (x, torch.tensor(1), n, m, 0, estimator, "dense", 0, -1)
-            )
+            torch.library.opcheck(torch.ops.sparse24.mvue.default, (x, torch.tensor(1), n, m, 0, estimator, "dense"))
 
 
 def test_independent_between_keys_and_groups():

@@ -7,10 +7,9 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import dispatch
-from sparse24_kernels.formats import Compression
 from sparse24_kernels.gemm import backend as gemm_backend
 from sparse24_kernels.gemm import packed as packed_gemm
-from sparse24_kernels.gemm.backend import DENSE, backend_names, unregister_backend
+from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, unregister_backend
 from sparse24_kernels.gemm.operand import Operand
 from torch import nn
 from torch.nn.functional import linear
@@ -42,22 +41,22 @@ def fp32(monkeypatch):
 
 def test_a_backend_is_chosen_by_name(fp32):
     plan = kernels.plan_gemm(PROBLEM, CPU, "fp32")
-    assert plan == (fp32, "requested; sums in fp32", None, Compression(backend="fp32")) and plan.is_sparse
+    assert plan == (fp32, "requested; sums in fp32", None) and plan.is_sparse
     weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(16, 32).to(BF16), torch.randn(48)
     expected = (linear(x.float(), weight.float()) + bias.to(BF16).float()).to(BF16)
-    (pruned,) = kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression})
-    for operand in (pruned, kernels.compress(weight, plan), kernels.compress(kernels.pack_nm(weight), plan)):
+    packed = kernels.pack_nm(weight)
+    for operand in (encode_one(fp32, weight), kernels.compress(weight, plan), kernels.compress(packed, plan)):
         assert torch.equal(kernels.sparse_linear(x, operand, bias.to(BF16), plan=plan), expected)
-    assert torch.equal(kernels.packed_linear(x, kernels.pack_nm(weight), bias.to(BF16), plan=plan), expected)
+    assert torch.equal(kernels.packed_linear(x, packed, bias.to(BF16), plan=plan), expected)
     assert fp32.ran == 4 and backend_names()[-1] == "fp32"
 
 
 def test_what_it_refuses_is_dense_with_its_reason(fp32):
     assert kernels.plan_gemm(PROBLEM, CPU).backend is DENSE, "auto asks no backend that did not want to be asked"
     plan = kernels.plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU, "fp32")
-    assert plan == (DENSE, "fp32 gains nothing for torch.float32", None, None)
+    assert plan == (DENSE, "fp32 gains nothing for torch.float32", None)
     plan = kernels.plan_gemm(kernels.mm_problem(48, 32, 16, BF16), CPU, "fp32")
-    assert plan == (DENSE, "fp32 has linear layers only", None, None)
+    assert plan == (DENSE, "fp32 has linear layers only", None)
     with pytest.raises(NotImplementedError, match="backend='fp32' planned a GEMM that it has no method for"):
         fp32.mm(Operand(torch.ones(4, 4)), torch.ones(4, 4), plan)
 
@@ -100,8 +99,7 @@ def test_a_model_runs_on_it_forward_and_backward(fp32):
 def test_it_compiles_in_one_graph(fp32):
     def step(x, weight):
         plan = kernels.plan_gemm(kernels.linear_problem(len(x), *weight.shape, x.dtype), x.device, "fp32")
-        (operand,) = kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression})
-        return kernels.sparse_linear(x, operand, plan=plan)
+        return kernels.sparse_linear(x, kernels.compress(kernels.nm_prune(weight), plan), plan=plan)
 
     x, weight = torch.randn(16, 32).to(BF16), torch.randn(48, 32).to(BF16)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -109,15 +107,11 @@ def test_it_compiles_in_one_graph(fp32):
 
 
 def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp32, monkeypatch):
-    monkeypatch.setattr(type(fp32), "encode", lambda self, matrix, compression: Operand(*kernels.pack_nm(matrix)[:2]))
+    monkeypatch.setattr(type(fp32), "encode", lambda self, matrix: Operand(*kernels.pack_nm(matrix)[:2]))
     plan, weight = kernels.plan_gemm(PROBLEM, CPU, "fp32"), torch.randn(48, 32)
     assert kernels.compress(weight, plan).indices is not None
-    for call in (
-        lambda: kernels.prune_forms(weight, ["compressed"], compressions={"compressed": plan.compression}),
-        lambda: kernels.mvue(weight, form="compressed", compression=plan.compression),
-    ):
-        with pytest.raises(ValueError, match="backend='fp32' stores several tensors: prune to 'dense' and call"):
-            call()
+    with pytest.raises(ValueError, match="backend='fp32' stores several tensors"):
+        encode_one(fp32, weight)
 
 
 def test_an_implementation_may_have_one_operator(dense_math, monkeypatch):

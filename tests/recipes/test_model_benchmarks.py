@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from benchmarks import run as run_module
-from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
+from cslt import stand_in  # noqa: F401 (a fixture)
 from gpu_run import CPU, LAYERS, FakeMachine, run, times, tiny, tuned  # noqa: F401 (fixtures)
 
 from hf_sparse24.weights.sparse_weight import SparseWeight
@@ -31,7 +31,7 @@ def test_layers(tiny, tuned, times, tmp_path):
     assert "t-sr-ste, made" not in result["sections"]["layers"]["rows"][str(LAYERS[0])]["goals"]  # too few tokens
 
 
-def test_kept_operands_are_made_once_though_the_library_keeps_nothing(counting_stand_in, monkeypatch):
+def test_kept_operands_are_made_once_though_the_library_keeps_nothing(stand_in, monkeypatch):
     """As while a CUDA graph is captured, when no encoding is valid. MVUE's are made in every call."""
     encode, encoded = SparseWeight._encode, []
     monkeypatch.setattr(SparseWeight, "_encode", lambda self, *args: encoded.append(args) or encode(self, *args))
@@ -43,10 +43,10 @@ def test_kept_operands_are_made_once_though_the_library_keeps_nothing(counting_s
         module = modules.patched(build, "t-sr-ste", "cusparselt", operands)
         modules.train(module, x.requires_grad_(), grad)  # the warm-up
         encoded.clear()
-        counting_stand_in.compressed = 0
+        stand_in.compressed = 0
         for _ in range(3):
             results[operands] = modules.train(module, x, grad)
-        assert bool(encoded) == (operands == "made") and counting_stand_in.compressed == 3 * (each_time + 1)
+        assert bool(encoded) == (operands == "made") and stand_in.compressed == 3 * (each_time + 1)
     for kept, made in zip(results["kept"], results["made"], strict=True):
         assert torch.equal(kept, made)
 

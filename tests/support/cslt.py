@@ -3,8 +3,7 @@
 import pytest
 import torch
 from sparse24_kernels import GemmPlan, Packed, pack_nm, unpack_nm
-from sparse24_kernels.formats import Compression, unpadded_columns
-from sparse24_kernels.gemm import autotune, cusparselt, layout, sparse_tensor_cores
+from sparse24_kernels.gemm import autotune, cusparselt, sparse_tensor_cores
 from sparse24_kernels.gemm.problem import Algorithm
 from torch import Tensor
 
@@ -12,24 +11,23 @@ from torch import Tensor
 class StandIn:
     """Counts its calls. `wrong_ids` are algorithms that return wrong numbers, as some of the library's do.
 
-    `order` is the layout of the indices: a function of rows `[m, 1]`, columns `[1, k / 16]` and both sizes that gives
-    the position of a unit of 16 bits. `padding` is the number of columns that the library adds to a compressed matrix.
+    `padding` is the number of columns that the library adds to a compressed matrix.
     `flat`: a compressed matrix has one dimension, as in torch before 2.10.
     """
 
-    def __init__(self, wrong_ids: tuple[int, ...] = (), order=None, padding: int = 0, flat: bool = False):
-        self.wrong_ids, self.order, self.padding, self.flat = wrong_ids, order or tiles, padding, flat
+    def __init__(self, wrong_ids: tuple[int, ...] = (), padding: int = 0, flat: bool = False):
+        self.wrong_ids, self.padding, self.flat = wrong_ids, padding, flat
         self.compressed, self.gemms = 0, []
 
     def positions(self, m: int, k: int) -> Tensor:
-        return self.order(torch.arange(m)[:, None], torch.arange(k // 16)[None, :], m, k // 16).flatten()
+        return tiles(torch.arange(m)[:, None], torch.arange(k // 16)[None, :], m, k // 16).flatten()
 
     def compress(self, matrix: Tensor) -> Tensor:
         assert matrix.is_contiguous() and matrix.dtype in cusparselt.DTYPES
         assert matrix.shape[0] % 16 == 0 and matrix.shape[1] % 16 == 0
         assert ((matrix.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all(), "not 2:4"
         assert not torch.signbit(matrix[matrix == 0]).any(), "-0.0 counts as a value"
-        self.compressed += 1
+        self.compressed += bool(matrix.any())  # zeros only ask for a size
         values, indices, _ = pack_nm(matrix)
         units = torch.empty(indices.numel() // 2, dtype=torch.int16)
         units[self.positions(*matrix.shape)] = indices.view(torch.int16).flatten()
@@ -64,38 +62,9 @@ def tiles(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
     return (row // 16 * units + unit) * 16 + row % 8 * 2 + row // 8 % 2
 
 
-def row_major(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    return row * units + unit
-
-
-def ampere(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """CUTLASS's for 16-bit operands on compute capability 8 (host_reorder.h).
-
-    Rows of a block of 32 are interleaved, the lowest bits of row and column exchanged, pairs of columns adjacent.
-    """
-    row = row // 32 * 32 + row % 8 * 4 + row % 32 // 8
-    row, unit = row - row % 2 + unit % 2, unit - unit % 2 + row % 2
-    return unit // 2 * 2 * m + row * 2 + unit % 2
-
-
-def hopper(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """CUTLASS's for 16-bit operands on compute capability 9 (sm90_sparse_config.inl).
-
-    Blocks of 64 x 4 units, one column of blocks after the other.
-    """
-    block = unit // 4 * (m // 64) + row // 64
-    return block * 256 + row // 16 % 4 * 64 + unit % 2 * 32 + row % 8 * 4 + unit // 2 % 2 * 2 + row // 8 % 2
-
-
-def swizzled(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
-    """Positions that are no sum of a number of the row and a number of the unit."""
-    return row * units + (unit ^ (row % 2))
-
-
-def sparse_plan(k: int, algorithm: int = 0, columns: int | None = None) -> GemmPlan:
-    """A plan of cuSPARSELt for a matrix of `k` columns, which the library compresses."""
-    compression = Compression(unpadded_columns(k) if columns is None else columns)
-    return GemmPlan(sparse_tensor_cores.CUSPARSELT, "a test's", Algorithm(algorithm), compression)
+def sparse_plan(algorithm: int = 0) -> GemmPlan:
+    """A plan of cuSPARSELt."""
+    return GemmPlan(sparse_tensor_cores.CUSPARSELT, "a test's", Algorithm(algorithm))
 
 
 @pytest.fixture
@@ -104,20 +73,11 @@ def stand_in(monkeypatch):
     return install(monkeypatch, StandIn())
 
 
-@pytest.fixture
-def counting_stand_in(stand_in, monkeypatch):
-    """The same, with a layout that stays unknown: the library compresses every matrix, and counts them."""
-    monkeypatch.setattr(sparse_tensor_cores, "find_compression", lambda m, k, *_: Compression(unpadded_columns(k)))
-    return stand_in
-
-
 def install(monkeypatch, library: StandIn) -> StandIn:
     monkeypatch.setattr(torch, "_cslt_compress", library.compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", library.matmul)
     monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: None)
-    # What was asked of another library; its layouts stay, because their numbers never change their meaning.
-    monkeypatch.setattr(layout, "_compressions", {})
-    monkeypatch.setattr(cusparselt, "_columns", {})
+    monkeypatch.setattr(cusparselt, "_columns", {})  # what was asked of another library
     verdict = autotune.Verdict("cusparselt", Algorithm(3), 1.0, 2.0, "measured", measured=True)
     monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
     return library

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -50,23 +49,6 @@ def test_doctor_fails_where_an_operation_is_wrong(capsys, monkeypatch):
     assert "soft_threshold     FAILED: differs from fp64 by 1" in printed
     assert "nm_mask            FAILED: ZeroDivisionError" in printed
     assert "mvue               ok" in printed  # the others go on
-
-
-def test_a_library_that_cannot_compress_is_told(stand_in, monkeypatch, capsys):  # noqa: F811
-    def broken(matrix):
-        raise RuntimeError("no kernel image")
-
-    monkeypatch.setattr(torch, "_cslt_compress", broken)
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert "compressed operands" in printed and printed.count("RuntimeError: no kernel image") == 1
-
-
-@pytest.mark.parametrize(("order", "who"), [(cslt.tiles, "pruning kernels"), (cslt.swizzled, "cuSPARSELt")])
-def test_the_compressor_is_told(stand_in, order, who):  # noqa: F811
-    stand_in.order = order
-    choices = {work: (runs, why) for work, runs, why in doctor.choices(torch.device("cpu"))}
-    assert choices["compressed operands"][0] == who and choices["compressed operands"][1]
 
 
 def verdict(problem, device):

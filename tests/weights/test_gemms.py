@@ -5,7 +5,7 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 import zoo
-from cslt import counting_stand_in, stand_in  # noqa: F401 (fixtures)
+from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse_models import keep_encodings, model_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -79,12 +79,10 @@ def test_training_by_sparse_gemms_equals_dense_math(stand_in, method, tokens):  
     assert any(not transposed for *_, transposed in by_shape) == (method != "ste" and tokens == 32)  # grad_weight
 
 
-@pytest.mark.parametrize("known_layout", [False, True])
 @pytest.mark.parametrize("pattern", ["1:2", "1:4", "1:8", "1:16", "2:8"])
 @pytest.mark.parametrize("method", SOME)
-def test_patterns_within_24_run_on_sparse_tensor_cores(request, method, pattern, known_layout):
+def test_patterns_within_24_run_on_sparse_tensor_cores(stand_in, method, pattern):  # noqa: F811
     """With gradients by 1:2 MVUE, training by sparse GEMMs equals dense math, bit for bit."""
-    library = request.getfixturevalue("stand_in" if known_layout else "counting_stand_in")
     settings = {"pattern": pattern, "weight_grad": "mvue-1:2"}
     settings |= {"mask_solver": "greedy"} if method == "t-sr-ste" else {}
     sparse, dense = model_of(method, **settings), model_of(method, "dense", **settings)
@@ -93,7 +91,7 @@ def test_patterns_within_24_run_on_sparse_tensor_cores(request, method, pattern,
         assert plan.is_sparse == (gemm.name != "grad_input" or method == "t-sr-ste"), plan.reason
     for ours, theirs in zip(train(sparse), train(dense), strict=True):
         assert torch.equal(ours, theirs)
-    by_shape = {(m, k, transposed) for m, _, k, _, transposed in library.gemms}
+    by_shape = {(m, k, transposed) for m, _, k, _, transposed in stand_in.gemms}
     assert {(48, 32, True), (16, 48, True), (48, 32, False), (16, 32, False)} <= by_shape  # output and grad_weight
     assert ((48, 16, True) in by_shape) == (method == "t-sr-ste")  # grad_input of the second layer
     for weight in sparse_weights(sparse).values():
@@ -101,30 +99,30 @@ def test_patterns_within_24_run_on_sparse_tensor_cores(request, method, pattern,
 
 
 @pytest.mark.parametrize("method", SOME)
-def test_weights_are_compressed_once_per_optimizer_step(counting_stand_in, method):  # noqa: F811
+def test_weights_are_compressed_once_per_optimizer_step(stand_in, method):  # noqa: F811
     steps, micro_batches, layers = 3, 4, 2
     forms = 3 if method == "t-sr-ste" else 2  # of both layers; the first one's input needs no gradient
     gradients = 0 if method == "ste" else steps * micro_batches * layers
     train(model_of(method), steps=steps, micro_batches=micro_batches)
-    assert counting_stand_in.compressed == steps * forms + gradients
+    assert stand_in.compressed == steps * forms + gradients
 
 
-def test_recomputation_and_inference_reuse_them(counting_stand_in):  # noqa: F811
+def test_recomputation_and_inference_reuse_them(stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     with keep_encodings(sparse_run(model)):
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
-        assert counting_stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
+        assert stand_in.compressed == 4 + 2  # both directions of two layers, two gradients
         with torch.no_grad():
             model(x)
-        assert counting_stand_in.compressed == 6
+        assert stand_in.compressed == 6
 
 
-def test_without_an_open_step_every_forward_compresses(counting_stand_in):  # noqa: F811
+def test_without_an_open_step_every_forward_compresses(stand_in):  # noqa: F811
     model = model_of("t-sr-ste")
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert counting_stand_in.compressed == 4 + 4 + 2  # the forward pass, its recomputation, two gradients
+    assert stand_in.compressed == 4 + 4 + 2  # the forward pass, its recomputation, two gradients
 
 
 def test_operands_of_different_dtypes_are_refused(stand_in):  # noqa: F811
@@ -189,11 +187,8 @@ def test_padded_matrices_and_those_of_older_releases(monkeypatch, library, compi
 
 
 @pytest.mark.parametrize("conv1d", [False, True])
-@pytest.mark.parametrize("known_layout", [False, True])
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_gives_every_form(request, method, known_layout, conv1d):
-    """Where the pruning kernels write the library's layout, and where the library compresses."""
-    request.getfixturevalue("stand_in" if known_layout else "counting_stand_in")
+def test_every_method_gives_every_form(stand_in, method, conv1d):  # noqa: F811
     layer = Conv1D(48, 32) if conv1d else nn.Linear(32, 48)
     layer.bfloat16()
     with torch.no_grad():
@@ -206,8 +201,7 @@ def test_every_method_gives_every_form(request, method, known_layout, conv1d):
         assert plan.is_sparse == (gemm.sparse == "weight")
         if not plan.is_sparse:
             continue
-        assert (plan.compression.layout >= 0) == known_layout
-        wanted = [Wanted(gemm.weight, form, plan.compression) for form in ("dense", gemm.weight_form(plan))]
+        wanted = [Wanted(gemm.weight, "dense", None), Wanted(gemm.weight, gemm.weight_form(plan), plan.backend)]
         dense, compressed = weight.encoded(wanted, torch.bfloat16, 16)
         assert dense.shape == (48, 32) and is_nm_sparse(dense, dim=-1 if gemm.name == "output" else 0)
         matrix = dense if gemm.name == "output" else dense.t()

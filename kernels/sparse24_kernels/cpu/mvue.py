@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import Layout
 from .prune import run
 
 _REUSED = 1 << 26  # bytes of memory that is kept at most
@@ -23,11 +22,10 @@ def mvue(
     dim: int,
     estimator: str,
     form: str,
-    layout: Layout | None = None,
 ) -> list[Tensor]:
     """Draw the estimate of `x` that `key` determines, in one form; `dim` is not negative."""
     if (n, m, estimator) != (2, 4, "exact") or form not in ("dense", "transposed"):
-        return reference.mvue.mvue(x, key, n, m, dim, estimator, form, layout)
+        return reference.mvue.mvue(x, key, n, m, dim, estimator, form)
     estimate = _empty_like(x)
     run("mvue", x, estimate, dim, key=int(key))
     return [estimate if form == "dense" else estimate.t().contiguous()]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import Layout, mask_bytes
+from ..formats import mask_bytes
 from .library import DTYPES, loaded
 
 _PRUNING = ("magnitude", "soft-threshold", "mask", "bits")
@@ -24,11 +24,10 @@ def prune(
     scale: Tensor | None,
     dtype: torch.dtype,
     forms: list[str],
-    layouts: dict[str, Layout] | None = None,
 ) -> list[Tensor]:
     """The pruned weight in each of `forms`; only a dense and a transposed one are the kernels'."""
     if not {"dense", "transposed"}.issuperset(forms) or dtype not in DTYPES:
-        return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms, layouts)
+        return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms)
     dense = weight.new_empty(weight.shape, dtype=dtype)
     if mask is None:
         run(rule, weight, dense, dim, scale=1.0 if scale is None else float(scale))

@@ -5,7 +5,6 @@ Modules, from the bottom up; each imports only those above it in this list:
     problem.py      one GEMM's shape, and the algorithm that runs it
     backend.py      the protocol of a backend, and dense math
     cusparselt.py   Nvidia's sparse tensor cores; the only module that calls cuSPARSELt
-    layout.py       how cuSPARSELt stores a compressed matrix, determined by experiment
     packed.py       weights that exist in packed form alone
     measure.py      one algorithm, checked against dense math and timed
     autotune.py     sparse or dense: cuSPARSELt's search, checked, remembered in one table

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_is
-from ..formats import Compression, Packed
+from ..formats import Packed
 from .operand import Operand, unpack
 from .problem import Algorithm, GemmProblem
 
@@ -62,15 +62,14 @@ class GemmBackend(Protocol):
         """
         ...
 
-    def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
+    def encode(self, matrix: Tensor | Packed) -> Operand:
         """The operand that `linear` and `mm` take, of a 2:4 matrix. The default keeps it dense.
 
         Args:
             matrix: `[m, k]`, dense (any strides, never -0.0) or packed.
-            compression: that of the plan.
 
         Returns:
-            The operand. `prune_forms` and models take backends that store one tensor.
+            The operand. Models take backends that store one tensor.
         """
         return Operand(unpack(*matrix) if isinstance(matrix, Packed) else matrix)
 
@@ -113,18 +112,16 @@ class GemmPlan(NamedTuple):
         backend: what encodes the sparse operand and runs the GEMM.
         reason: in words, with the measured times where there are any.
         algorithm: the library's algorithm, for backends that have several.
-        compression: how the backend stores the operand: what `prune_forms` and `mvue` take. None for dense math.
     """
 
     backend: GemmBackend
     reason: str
     algorithm: Algorithm | None = None
-    compression: Compression | None = None
 
     @property
     def is_sparse(self) -> bool:
         """Whether the backend takes an encoded operand; dense math takes the pruned matrix as it is."""
-        return self.compression is not None
+        return self.backend.name != "dense"
 
 
 class DenseBackend(GemmBackend):
@@ -200,14 +197,14 @@ def automatic_backends() -> list[GemmBackend]:
     return [_backends[name] for name in _automatic]
 
 
-def encode_dense(name: str, matrix: Tensor | Packed, compression: Compression) -> Tensor:
-    """A pruned matrix as the backend of `compression` stores it, for functions that write one tensor per form.
+def encode_one(backend: GemmBackend, matrix: Tensor) -> Tensor:
+    """A pruned matrix as a backend stores it, for callers that keep one tensor.
 
     Raises:
         ValueError: the backend stores more than one tensor.
     """
-    values, indices, scale = find_backend(compression.backend).encode(matrix, compression)
+    values, indices, scale = backend.encode(matrix)
     if indices is not None or scale is not None:
-        backend = f"backend={compression.backend!r}"
-        raise ValueError(f"{name}: {backend} stores several tensors: prune to 'dense' and call compress(matrix, plan)")
+        name = f"backend={backend.name!r}"
+        raise ValueError(f"{name} stores several tensors: a model keeps one; call compress(matrix, plan) yourself")
     return values

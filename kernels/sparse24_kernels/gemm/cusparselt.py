@@ -9,13 +9,11 @@ torch's operators leave some work to the caller, which is done here:
 * Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `measure.py`.
 """
 
-import operator
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from ..formats import unpadded_columns
 from .problem import Algorithm
 
 MULTIPLE = 16
@@ -88,30 +86,29 @@ def compress_by_library(matrix: Tensor) -> Tensor:
     return torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
 
 
-Size = tuple[int, int, torch.dtype, torch.device]
-
-_columns: dict[Size, int] = {}
+_columns: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
 
 
+def unpadded_columns(k: int) -> int:
+    """Columns of a compressed `[m, k]` that is not padded: k/2 values, and k/8 bytes of indices as 16-bit words."""
+    return k * 9 // 16
+
+
+@torch.compiler.assume_constant_result
 def library_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many columns the library's compressed `[m, k]` has. Compresses zeros to see, once per size.
 
     The dictionary behind this is a memo of a pure function: the library gives one answer for a size, whenever it is
     asked. Never called inside CUDA graph capture for a size that was not asked before.
     """
-    if m % UNPADDED == 0 and k % UNPADDED == 0:
+    if device.type == "meta" or (m % UNPADDED == 0 and k % UNPADDED == 0):
         return unpadded_columns(k)
-    size = size_key(m, k, dtype, device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    size = (m, k, dtype, device)
     if size not in _columns:
         _columns[size] = compress_by_library(torch.zeros(m, k, dtype=dtype, device=device)).shape[1]
     return _columns[size]
-
-
-def size_key(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Size:
-    """Key of what is known of a size: plain ints, and the device that "cuda" stands for, as in a tensor's device."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return operator.index(m), operator.index(k), dtype, device  # symbolic sizes of a graph have no hash
 
 
 @torch.library.custom_op("sparse24::cslt_compress", mutates_args=())
@@ -127,8 +124,7 @@ def compress(matrix: Tensor, columns: int) -> Tensor:
     if compressed.shape[1] != columns:
         m, k = matrix.shape
         raise RuntimeError(
-            f"cuSPARSELt stores a {m} x {k} matrix of {matrix.dtype} in {compressed.shape[1]} columns, not {columns}: "
-            f"plan the GEMM first and pass the Compression of plan_gemm(...)"
+            f"cuSPARSELt stores a {m} x {k} matrix of {matrix.dtype} in {compressed.shape[1]} columns, not {columns}"
         )
     return compressed
 

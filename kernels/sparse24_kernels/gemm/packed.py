@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ..cpu import limits
 from ..dispatch import choose_kernels, implementation
-from ..formats import Compression, Packed
+from ..formats import Packed
 from .backend import GemmBackend, GemmPlan
 from .operand import Operand
 from .problem import GemmProblem
 
 FEW_TOKENS = 64
-"""Tokens that a GPU multiplies a packed weight by as it is. Until then, reading it takes longer than multiplying, and
-any other way moves four times the bytes: it is written dense, and read again. An estimate, not measured."""
+"""Most tokens that a GPU multiplies a packed weight by as it is: up to 64 tokens a layer is bound by memory, and any
+other way moves four times the bytes. An estimate, not measured."""
 
 
 @torch.library.custom_op("sparse24::packed_linear", mutates_args=())
@@ -68,9 +68,9 @@ class PackedBackend(GemmBackend):
         if most is not None and problem.n > most:
             return f"more than {most} tokens ({known})"
         reason = "any number of tokens" if most is None else f"at most {most} tokens"
-        return GemmPlan(self, f"{reason} ({known})", compression=Compression(backend=self.name))
+        return GemmPlan(self, f"{reason} ({known})")
 
-    def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
+    def encode(self, matrix: Tensor | Packed) -> Operand:
         if not isinstance(matrix, Packed):
             raise ValueError("backend='packed' takes packed weights: pack_nm makes them")
         return Operand(*matrix)

@@ -4,7 +4,6 @@ import torch
 
 from ..checks import check_is
 from ..dispatch import Choice
-from ..formats import Compression
 from .backend import DENSE, GemmBackend, GemmPlan, automatic_backends, find_backend, register_backend
 from .packed import PACKED
 from .problem import GemmProblem
@@ -74,12 +73,12 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
         planned = _requested(backend, device).plan(problem, device, True)
         if isinstance(planned, str):
             return _dense(problem, device, planned)
-        return _complete(planned._replace(reason=f"requested; {planned.reason}"))
+        return planned._replace(reason=f"requested; {planned.reason}")
     refusals = []
     for candidate in automatic_backends():
         planned = candidate.unsupported(device) or candidate.plan(problem, device, False)
         if isinstance(planned, GemmPlan):
-            return _complete(planned)
+            return planned
         refusals.append(planned)
     return _dense(problem, device, "; ".join(refusals))
 
@@ -115,13 +114,6 @@ def _requested(name: str, device: torch.device) -> GemmBackend:
     if reason:
         raise ValueError(f"backend={name!r}: {reason}; use 'auto'")
     return backend
-
-
-def _complete(plan: GemmPlan) -> GemmPlan:
-    """The plan with the name of its backend as compression, where the backend gives none of its own."""
-    if plan.compression is None and plan.backend is not DENSE:
-        return plan._replace(compression=Compression(backend=plan.backend.name))
-    return plan
 
 
 def _dense(problem: GemmProblem, device: torch.device, reason: str) -> GemmPlan:

@@ -6,32 +6,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..formats import Compression, Packed
+from ..formats import Packed
 from . import autotune, cusparselt
 from .backend import GemmBackend, GemmPlan
-from .layout import find_compression, layout_of
 from .operand import Operand, unpack
 from .problem import Algorithm, GemmProblem
 
 
-@torch.library.custom_op("sparse24::compress_packed", mutates_args=())
-def compress_packed(values: Tensor, indices: Tensor, columns: int, layout: int) -> Tensor:
-    """What `cusparselt.compress` makes of the dense matrix; where the layout is known, only the indices move."""
-    m, k = len(values), 2 * values.shape[1]
-    found = layout_of(Compression(columns, layout), m, k, values.dtype, values.device)
-    if found is None:
-        return cusparselt.compress(unpack(values, indices), columns)
-    return reference.prune.compress(values, indices, found)
-
-
-@compress_packed.register_fake
-def _(values: Tensor, indices: Tensor, columns: int, layout: int) -> Tensor:
-    return values.new_empty(len(values), columns)
-
-
 class CusparseltBackend(GemmBackend):
-    """GEMMs on sparse tensor cores. The operand is compressed (`layout.py`)."""
+    """GEMMs on sparse tensor cores. cuSPARSELt compresses the operand."""
 
     name = "cusparselt"
 
@@ -48,17 +31,14 @@ class CusparseltBackend(GemmBackend):
         algorithm = verdict.algorithm if verdict.measured else Algorithm()
         if algorithm is None or (not requested and verdict.backend == "dense"):
             return f"requested; {verdict.reason}" if requested else verdict.reason
-        # `index` specialises symbolic sizes: a compressed matrix has one size.
-        m, k = operator.index(problem.m), operator.index(problem.k)
-        return GemmPlan(self, verdict.reason, algorithm, find_compression(m, k, problem.dtype, device))
+        _columns(problem.m, problem.k, problem.dtype, device)  # asks the library now, not during CUDA graph capture
+        return GemmPlan(self, verdict.reason, algorithm)
 
-    def encode(self, matrix: Tensor | Packed, compression: Compression) -> Operand:
-        if isinstance(matrix, Packed) and matrix.scales is None:
-            return Operand(compress_packed(matrix.values, matrix.indices, compression.columns, compression.layout))
+    def encode(self, matrix: Tensor | Packed) -> Operand:
         matrix = cast(Tensor, unpack(*matrix) if isinstance(matrix, Packed) else matrix)
         m, k = matrix.shape
         cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
-        return Operand(cusparselt.compress(matrix, compression.columns))
+        return Operand(cusparselt.compress(matrix, _columns(m, k, matrix.dtype, matrix.device)))
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
         rows, compressed = x.reshape(-1, x.shape[-1]), weight.values
@@ -69,6 +49,11 @@ class CusparseltBackend(GemmBackend):
     def mm(self, sparse: Operand, dense: Tensor, plan: GemmPlan) -> Tensor:
         cusparselt.check_compressible("sparse_mm", len(sparse.values), len(dense), dense.dtype, dense.device)
         return cusparselt.matmul(sparse.values, dense, None, False, *(plan.algorithm or Algorithm()))
+
+
+def _columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
+    # `index` specialises symbolic sizes: a compressed matrix has one size.
+    return cusparselt.library_columns(operator.index(m), operator.index(k), dtype, device)
 
 
 CUSPARSELT = CusparseltBackend()

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import Layout, empty_compressed, empty_packed
+from ..formats import empty_packed
 from ..reference.philox import ROUNDS
 from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, store_transposed, tile
-from .packing import pack4, pack_columns, pack_rows, packed_arguments
+from .packing import pack4, pack_columns, pack_rows
 
 
 @on_its_device
@@ -19,21 +19,20 @@ def mvue(
     dim: int,
     estimator: str,
     form: str,
-    layout: Layout | None = None,
 ) -> list[Tensor]:
     """One read of `x`, one write of the estimate; the key is read on the device."""
     if 0 < dim < x.dim() - 1:
         first = x.movedim(dim, 0)
-        return [mvue(first, key, n, m, 0, estimator, form, layout)[0].movedim(0, dim).contiguous()]
+        return [mvue(first, key, n, m, 0, estimator, form)[0].movedim(0, dim).contiguous()]
     matrix, along = as_matrix(x, dim)
     rows, columns = matrix.shape
-    if form in ("packed", "compressed"):
-        packed_matrix = matrix if along == 1 else matrix.t()
-        out = empty_packed(packed_matrix, x.dtype) if layout is None else [empty_compressed(packed_matrix, x.dtype)]
-        stored = packed_arguments(out, layout)
+    stored: list[Tensor | None]
+    if form == "packed":
+        out = empty_packed(matrix if along == 1 else matrix.t(), x.dtype)
+        stored = [*out]
     else:
         out = [x.new_empty(x.shape if form == "dense" else (columns, rows))]
-        stored = [out[0], None, None, None]
+        stored = [*out, None]
     if matrix.numel():
         _mvue_kernel[grid(rows, columns)](
             matrix,
@@ -56,8 +55,6 @@ def _mvue_kernel(
     key,
     out,
     indices,
-    row_offsets,
-    unit_offsets,
     rows,
     columns,
     DIM: tl.constexpr,
@@ -70,7 +67,7 @@ def _mvue_kernel(
     top, left, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(x, row, column, rows, columns)
     seed = tl.load(key)
-    PACKED: tl.constexpr = FORM == "packed" or FORM == "compressed"
+    PACKED: tl.constexpr = FORM == "packed"
     if DIM == 1:
         # Vectors are rows: the four words of a counter are for the four slices.
         SIZE: tl.constexpr = 2 if KIND == "1:2 exact" else 4
@@ -104,11 +101,10 @@ def _mvue_kernel(
                 y0, y1, y2, y3 = group
     # MVUE never shrinks a kept magnitude, so no cast underflows and `cast` needs no TINY.
     if PACKED:
-        offsets = (row_offsets, unit_offsets)
         if DIM == 1:
-            pack_rows(out, indices, offsets, (y0, y1, y2, y3), top, left, rows, columns, None)
+            pack_rows(out, indices, (y0, y1, y2, y3), top, left, rows, columns, None)
         else:
-            pack_columns(out, indices, offsets, group, top, left, rows, columns, None)
+            pack_columns(out, indices, group, top, left, rows, columns, None)
     elif FORM == "transposed":
         store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None)
     else:

@@ -1,25 +1,13 @@
-"""How kernels write packed and compressed results: two values of every four, and their indices.
+"""How kernels write packed results: two values of every four, and their indices.
 
 Packed along rows, groups are four neighbours in a slice; along columns, the four slices (see `groups.py`). In both
 cases `pack4` chooses what is stored, and `store_indices` writes its indices.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..formats import Layout
 from .groups import cast, nibbles_to_bytes, split4
-
-
-def packed_arguments(out: list[Tensor], layout: Layout | None) -> list[Tensor | None]:
-    """A kernel's four arguments for one packed result: values, indices, and the layout's two tensors if compressed."""
-    if layout is None:
-        return [*out, None, None]
-    flat = out[0].view(-1)
-    count = flat.numel() * 8 // 9
-    return [flat, flat[count:].view(torch.int16), *layout]
 
 
 @triton.jit
@@ -38,7 +26,7 @@ def pack4(x0, x1, x2, x3, m1, m2, m3):
 
 
 @triton.jit
-def pack_rows(values, indices, offsets, slices, top, left, rows, columns, TINY: tl.constexpr):
+def pack_rows(values, indices, slices, top, left, rows, columns, TINY: tl.constexpr):
     """Write a tile packed along its rows, from `pack4` of each slice `[G, COLS / 4]`: values `[rows, columns / 2]`,
     indices by `store_indices`."""
     NIBBLE: tl.constexpr = 2
@@ -52,11 +40,11 @@ def pack_rows(values, indices, offsets, slices, top, left, rows, columns, TINY: 
     low, high = tl.split(four.reshape(G, BYTES, 2))
     packed = (low | (high << 4)).expand_dims(1) >> (8 * tl.arange(0, 4))[None, :, None]
     row = top + tl.arange(0, 4 * G)[:, None]
-    store_indices(indices, offsets, packed.to(tl.uint8).reshape(4 * G, BYTES), row, left, rows, columns)
+    store_indices(indices, packed.to(tl.uint8).reshape(4 * G, BYTES), row, left, rows, columns)
 
 
 @triton.jit
-def pack_columns(values, indices, offsets, packed, top, left, rows, columns, TINY: tl.constexpr):
+def pack_columns(values, indices, packed, top, left, rows, columns, TINY: tl.constexpr):
     """Write a tile packed along its columns, from `pack4` of the four slices `[G, COLS]`: values `[columns, rows / 2]`,
     indices by `store_indices`."""
     first, second, nibble = packed
@@ -67,7 +55,7 @@ def pack_columns(values, indices, offsets, packed, top, left, rows, columns, TIN
     c = left.to(tl.int64) + tl.arange(0, COLS)[:, None]
     half = top // 2 + tl.arange(0, 2 * G)[None, :]
     tl.store(values + c * (rows // 2) + half, stored, mask=(c < columns) & (half < rows // 2))
-    store_indices(indices, offsets, nibbles_to_bytes(nibble.to(tl.uint8).trans(1, 0)), c, top, columns, rows)
+    store_indices(indices, nibbles_to_bytes(nibble.to(tl.uint8).trans(1, 0)), c, top, columns, rows)
 
 
 @triton.jit
@@ -90,15 +78,7 @@ def pack_row(y, m):
 
 
 @triton.jit
-def store_indices(ptr, offsets, packed, row, left, rows, columns):
-    """Write the indices, bytes, of rows `[R, 1]` from element `left` on: into `[rows, columns / 8]`, or as units of 16
-    bits at the sum of the two `offsets` (see `Layout`)."""
-    BYTES: tl.constexpr = packed.shape[1]
-    if offsets[0] is None:
-        byte = left // 8 + tl.arange(0, BYTES)[None, :]
-        tl.store(ptr + row * (columns // 8) + byte, packed, mask=(row < rows) & (byte < columns // 8))
-    else:
-        low, high = tl.split(packed.to(tl.int16).reshape(packed.shape[0], BYTES // 2, 2))
-        unit = left // 16 + tl.arange(0, BYTES // 2)[None, :]
-        offset = tl.load(offsets[0] + row, mask=row < rows) + tl.load(offsets[1] + unit, mask=unit < columns // 16)
-        tl.store(ptr + offset, low | (high << 8), mask=(row < rows) & (unit < columns // 16))
+def store_indices(ptr, packed, row, left, rows, columns):
+    """Write the indices, bytes, of rows `[R, 1]` from element `left` on into `[rows, columns / 8]`."""
+    byte = left // 8 + tl.arange(0, packed.shape[1])[None, :]
+    tl.store(ptr + row * (columns // 8) + byte, packed, mask=(row < rows) & (byte < columns // 8))

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import Layout, empty_compressed, empty_packed
+from ..formats import empty_packed
 from .groups import (
     LAUNCH,
     as_matrix,
@@ -22,7 +22,7 @@ from .groups import (
     tile,
     two_largest,
 )
-from .packing import pack4, pack_columns, pack_row, pack_rows, packed_arguments
+from .packing import pack4, pack_columns, pack_row, pack_rows
 
 
 @on_its_device
@@ -36,26 +36,20 @@ def prune(
     scale: Tensor | None,
     dtype: torch.dtype,
     forms: list[str],
-    layouts: dict[str, Layout] | None = None,
 ) -> list[Tensor]:
     """Every form in one pass: the weight is read once, each result written once."""
     # A mask has no groups, and its packed bits are those of the last dimension.
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)
     rows, columns = matrix.shape
     out: dict[str, list[Tensor]] = {}
-    layouts = layouts or {}
-    stored: dict[str, list[Tensor | None]] = {"rows": [None] * 4, "columns": [None] * 4}
+    stored: dict[str, list[Tensor | None]] = {"rows": [None] * 2, "columns": [None] * 2}
     for form in forms:
         if form in ("dense", "transposed"):
             out[form] = [matrix.new_empty(weight.shape if form == "dense" else (columns, rows), dtype=dtype)]
         else:
             along_columns = form.endswith("-transposed")
-            packed_matrix = matrix.t() if along_columns else matrix
-            if form in layouts:
-                out[form] = [empty_compressed(packed_matrix, dtype)]
-            else:
-                out[form] = empty_packed(packed_matrix, dtype)
-            stored["columns" if along_columns else "rows"] = packed_arguments(out[form], layouts.get(form))
+            out[form] = empty_packed(matrix.t() if along_columns else matrix, dtype)
+            stored["columns" if along_columns else "rows"] = [*out[form]]
     if matrix.numel():
         _prune_kernel[grid(rows, columns)](
             matrix,
@@ -85,12 +79,8 @@ def _prune_kernel(
     transposed,
     values,
     indices,
-    row_offsets,
-    unit_offsets,
     values_t,
     indices_t,
-    row_offsets_t,
-    unit_offsets_t,
     rows,
     columns,
     RULE: tl.constexpr,
@@ -128,13 +118,11 @@ def _prune_kernel(
     if transposed is not None:
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, TINY)
     if values is not None:
-        offsets = (row_offsets, unit_offsets)
         slices = (pack_row(y0, m0), pack_row(y1, m1), pack_row(y2, m2), pack_row(y3, m3))
-        pack_rows(values, indices, offsets, slices, top, left, rows, columns, TINY)
+        pack_rows(values, indices, slices, top, left, rows, columns, TINY)
     if values_t is not None:
-        offsets = (row_offsets_t, unit_offsets_t)
         packed = pack4(y0, y1, y2, y3, m1, m2, m3)
-        pack_columns(values_t, indices_t, offsets, packed, top, left, rows, columns, TINY)
+        pack_columns(values_t, indices_t, packed, top, left, rows, columns, TINY)
 
 
 @triton.jit

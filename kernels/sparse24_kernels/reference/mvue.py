@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..formats import Layout
 from .masks import groups, member_dim
 from .philox import uniform
-from .prune import compress, pack, wide
+from .prune import pack, wide
 
 
 def mvue(
@@ -19,9 +18,8 @@ def mvue(
     dim: int,
     estimator: str,
     form: str,
-    layout: Layout | None = None,
 ) -> list[Tensor]:
-    """Draw the estimate of `x` that `key` determines, in one form (with a layout, compressed); `dim` is not negative.
+    """Draw the estimate of `x` that `key` determines, in one form; `dim` is not negative.
 
     Each group gets one random number (two for "approx"), determined by its index along `dim` and by the vector along
     `dim` that it is in. So the estimate of a transposed matrix along the other dimension is the transposed estimate.
@@ -40,8 +38,7 @@ def mvue(
     if form == "transposed":
         return [estimate.narrow(dim, 0, size).t().contiguous()]
     stored = stored.bool()
-    values, indices = pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
-    return [values, indices] if layout is None else [compress(values, indices, layout)]
+    return pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
 
 
 def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
-"""Pruning: hard by a mask, soft by S-STE's threshold; the result dense, transposed, packed or compressed."""
+"""Pruning: hard by a mask, soft by S-STE's threshold; the result dense, transposed or packed."""
 
 import torch
 from torch import Tensor
 
-from ..formats import Layout
 from .masks import as_bool, groups, member_dim, nm_mask
 
 
@@ -17,9 +16,8 @@ def prune(
     scale: Tensor | None,
     dtype: torch.dtype,
     forms: list[str],
-    layouts: dict[str, Layout] | None = None,
 ) -> list[Tensor]:
-    """The pruned weight in each of `forms`. A packed form is two tensors; a compressed one needs a layout."""
+    """The pruned weight in each of `forms`. A packed form is two tensors."""
     if rule == "soft-threshold":
         pruned = soft_threshold(weight, n, m, dim, scale)
         keep = pruned != 0
@@ -28,7 +26,6 @@ def prune(
         # Multiplied, so that a NaN shows even where it is masked.
         pruned = weight * keep
     pruned = cast(pruned, dtype).contiguous()
-    layouts = layouts or {}
     results: list[Tensor] = []
     for form in forms:
         if form == "dense":
@@ -36,8 +33,7 @@ def prune(
         elif form == "transposed":
             results.append(pruned.t().clone(memory_format=torch.contiguous_format))
         else:
-            values, indices = pack(pruned.t(), keep.t()) if form.endswith("-transposed") else pack(pruned, keep)
-            results += [compress(values, indices, layouts[form])] if form in layouts else [values, indices]
+            results += pack(pruned.t(), keep.t()) if form.endswith("-transposed") else pack(pruned, keep)
     return results
 
 
@@ -77,8 +73,9 @@ def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
 def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     """`[R, K]` of which `keep` marks at most two in every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
 
-    Stores the two marked elements; where fewer are marked, the first others besides; where more are marked, the last
-    two. A group's two indices take four bits, the lower element first; the lower group is in the lower half of a byte.
+    Stores the two marked elements. Pads with the first unmarked elements where fewer are marked; of more, the last two
+    are stored. A group's two indices take four bits, the lower element first; the lower group is in the lower half of a
+    byte.
     """
     rows, size = pruned.shape
     _, k1, k2, k3 = keep.reshape(rows, size // 4, 4).unbind(-1)
@@ -88,15 +85,6 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     values = pruned.reshape(rows, size // 4, 4).view(integer_of(pruned)).gather(-1, position).view(pruned.dtype)
     nibbles = (position[..., 0] | position[..., 1] << 2).to(torch.uint8).view(rows, size // 8, 2)
     return [values.reshape(rows, size // 2), (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous()]
-
-
-def compress(values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
-    """A packed matrix as the library stores it: the values, then the indices in the order of `layout`."""
-    flat = values.new_empty(values.numel() * 9 // 8)
-    flat[: values.numel()] = values.flatten()
-    units = flat[values.numel() :].view(torch.int16)
-    units[(layout.rows[:, None] + layout.units).flatten()] = indices.view(torch.int16).flatten()
-    return flat.view(len(values), -1)
 
 
 def integer_of(x: Tensor) -> torch.dtype:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from sparse24_kernels import gpu, reference
-from sparse24_kernels.formats import Layout
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -130,9 +129,3 @@ def draw(device: torch.device, shape: Shape, dtype: torch.dtype = FP32, kind: st
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
     low, high = (-3, 4) if kind == "ties" else (0, 256)
     return torch.randint(low, high, shape, generator=generator, device=device).to(dtype)
-
-
-def tiles(device: torch.device, m: int, k: int) -> Layout:
-    """A layout like the library's: tiles of 16 rows x 1 unit, rows 0, 8, 1, 9, ... in each, tiles along rows first."""
-    row, unit = torch.arange(m, device=device), torch.arange(k // 16, device=device)
-    return Layout((row // 16 * (k // 16) * 16 + row % 8 * 2 + row // 8 % 2).int(), unit.int() * 16)

@@ -9,16 +9,13 @@ import torch
 from sparse24_kernels import reference
 from torch import Tensor
 
-from . import BF16, DTYPES, FP16, FP32, INF, NAN, Case, draw, sized, table, tiles
+from . import BF16, DTYPES, FP16, FP32, INF, NAN, Case, draw, sized, table
 
 # Rows and columns that do not fill a tile, straddle its border, or are none at all.
 SHAPES = ((1, 8), (3, 24), (5, 72), (63, 64), (66, 136), (123, 8), (0, 8), (8, 0))
 SQUARE = tuple((4 * -(-rows // 4), columns) for rows, columns in SHAPES)
 ALL_SPECIAL = (625, 64)
 MVUE_KINDS = ((2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"))
-# A shape of multiples of 16 and a dtype, the dtype of the result, and a dimension.
-TILED = zip(sized(((16, 16), (48, 272), (80, 144), (128, 64))), (BF16, FP16) * 2)
-COMPRESSIBLE = [(*of, out, dim) for of, out in TILED for dim in (0, 1)]
 
 
 def on_weight(device, shape, dtype, kind, *settings):
@@ -32,9 +29,7 @@ def prune(device, shape, dtype, kind, rule, dim, out, forms):
         any_mask = rule == "any mask"
         mask = draw(device, shape, kind="ties") > 0 if any_mask else kernels.transposable_mask(weight, packed=True)
     scale = torch.full((), 1.483, device=device) if rule == "soft-threshold" and kind == "random" else None
-    sizes = {"compressed": shape, "compressed-transposed": shape[::-1]}
-    layouts = {form: tiles(device, *size) for form, size in sizes.items() if form in forms}
-    return weight, rule.removeprefix("any "), 2, 4, dim, mask, scale, out, forms, layouts
+    return weight, rule.removeprefix("any "), 2, 4, dim, mask, scale, out, forms
 
 
 def packed_matrix(device, shape, dtype, scale=1.0):
@@ -56,8 +51,7 @@ def packed_terms(x, values, indices, bias):
 
 def mvue(device, shape, dtype, kind, key, n, m, estimator, dim, form):
     key = torch.full((), key, device=device, dtype=torch.int64)
-    layout = [tiles(device, *(shape if dim else shape[::-1]))] if form == "compressed" else []
-    return draw(device, shape, dtype, kind), key, n, m, dim, estimator, form, *layout
+    return draw(device, shape, dtype, kind), key, n, m, dim, estimator, form
 
 
 def _prune_rows() -> Iterator[tuple]:
@@ -74,12 +68,6 @@ def _prune_rows() -> Iterator[tuple]:
         for rule, form in product(("magnitude", "soft-threshold"), ("dense", "packed")):
             yield ALL_SPECIAL, dtype, "special", rule, 1, dtype, [form]
         yield (64, 72), dtype, "random", "any mask", 1, dtype, ["packed", "packed-transposed"]
-    for shape, dtype, out, dim in COMPRESSIBLE:
-        form = ("compressed-transposed", "compressed")[dim]
-        yield shape, dtype, "random", "magnitude", dim, out, [form]
-        yield shape, dtype, "random", "soft-threshold", dim, out, ["dense", form]
-        yield shape, dtype, "random", "mask", dim, out, ["compressed", "compressed-transposed", "transposed"]
-        yield shape, dtype, "random", "mask", dim, out, [form, ("packed", "packed-transposed")[dim]]
 
 
 def _mvue_rows() -> Iterator[tuple]:
@@ -93,8 +81,6 @@ def _mvue_rows() -> Iterator[tuple]:
             yield (624, 64), dtype, "special", 3, *kind, dim, "packed"
         yield from ((ALL_SPECIAL, dtype, "special", 3, *kind, 1, "dense") for kind in MVUE_KINDS)
     yield (2, 7, 12), FP32, "random", 5, *MVUE_KINDS[0], 1, "dense"
-    for (shape, _, out, dim), kind in product(COMPRESSIBLE, MVUE_KINDS):
-        yield shape, out, "random", 7, *kind, dim, "compressed"
 
 
 KINDS = ("swiglu", "geglu", "geglu-exact")
