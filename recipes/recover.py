@@ -1,11 +1,11 @@
-"""A dense model becomes the best 2:4 model that some text can buy: pruned, trained with its teacher, exported.
+"""Make a dense model 2:4 with some text: prune it, train it with the dense model as teacher, export it.
 
     python recipes/recover.py --model HuggingFaceTB/SmolLM2-135M --text my_texts/ --output my-2-4-model
     python recipes/recover.py --model DIR --text FILE --tokens 0        # pruned alone, no training
 
 Three steps: `oneshot` prunes all linear layers and reconstructs them block by block, on the first part of the text and
 on three times as much that the dense model writes from nothing, which keeps what it knows beyond the text given; then
-the kept weights train on the rest, with the dense model as teacher; then the model is exported beside its tokenizer,
+the kept weights train on the rest, with the dense model as teacher; then the model is exported with its tokenizer,
 with a card that has the losses of the dense model, of the pruned one and of the result. The last twentieth of the text
 is held out for these. Put text of every kind that the model is for into it, chats too.
 
@@ -42,7 +42,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--output", default="runs/recover", help="directory of the export; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=300_000, help="to train on; default: %(default)s")
     parser.add_argument("--calibration_tokens", type=int, default=24_576, help="to prune by; default: %(default)s")
-    parser.add_argument("--own_tokens", type=int, default=73_728, help="that it writes beside; default: %(default)s")
+    parser.add_argument(
+        "--own_tokens", type=int, default=73_728, help="that it writes in addition; default: %(default)s"
+    )
     parser.add_argument("--block_size", type=int, default=256, help="tokens of a sequence; default: %(default)s")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="default: %(default)s")
     parser.add_argument("--batch_size", type=int, default=2, help="sequences of a training step; default: %(default)s")
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
     if needed > len(blocks):
         print(f"the text has {len(blocks) * args.block_size:,} tokens for pruning and training: some are used again")
-    # A teacher's fp32 weights would be cast anew at every step.
+    # A teacher's fp32 weights would be cast at every step.
     dense = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(arguments.device).eval()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(arguments.device)
     config = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")

@@ -62,7 +62,7 @@ def _is_unused_copy(other: Any, run: SparseRun) -> bool:
 
 
 def write_config(model: nn.Module, run: SparseRun) -> None:
-    """Let the model's config say what the model is, where it has one of Transformers, which are saved.
+    """Write into a model's config of Transformers, which is saved, that it is sparse.
 
     A config of the model's own: other models made from the same config object are not sparse.
     """
@@ -87,7 +87,7 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
 
 
 def forget_quantizer(model: PreTrainedModel) -> None:
-    """Take Transformers' marks of a quantized model away, without which .float(), .half() and training are as usual."""
+    """Remove Transformers' marks of a quantized model, which refuses `.float()`, `.half()` and training."""
     for name in {"hf_quantizer", "quantization_method"} & set(model.__dict__):
         delattr(model, name)
     model.is_quantized = False  # type: ignore[assignment]  # a bool that Module's types do not know
@@ -97,15 +97,14 @@ def forget_quantizer(model: PreTrainedModel) -> None:
 
 
 def is_dequantized(model: nn.Module) -> bool:
-    """Whether the config says GGUF and the weights are ordinary, as Transformers makes them of such a file wherever it
-    has no kernels for its blocks."""
+    """Return whether a model comes from a GGUF file, and its weights are ordinary ones now."""
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     kind = getattr(quantization, "quant_method", None)
     return getattr(kind, "value", kind) == "gguf" and all(p.is_floating_point() for p in model.parameters())
 
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
-    """Let an owner's config name the layers that are sparse, one by one, or say no more that any are."""
+    """Name the layers that are sparse in the owner's config, or remove the config's entry if none are."""
     names = [layer_name(name) for name in sparse_weights(owner, TRAINED)]
     list_masters(owner, run)
     if not names:

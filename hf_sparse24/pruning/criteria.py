@@ -41,12 +41,14 @@ class Criterion(NamedTuple):
 
 
 def _magnitude(weight: Tensor, inputs: Gram | InputNorms, pattern: Pattern, damping: float) -> Pruned:
-    mask = kernels.nm_mask(weight, *pattern)
-    return Pruned(mask, kernels.apply_mask(weight, mask), damping)
+    return _masked(weight, kernels.nm_mask(weight, *pattern), damping)
 
 
 def _wanda(weight: Tensor, inputs: Gram | InputNorms, pattern: Pattern, damping: float) -> Pruned:
-    mask = layerwise.wanda_mask(weight, inputs.squares, *pattern)
+    return _masked(weight, layerwise.wanda_mask(weight, inputs.squares, *pattern), damping)
+
+
+def _masked(weight: Tensor, mask: Tensor, damping: float) -> Pruned:
     return Pruned(mask, kernels.apply_mask(weight, mask), damping)
 
 
