@@ -29,7 +29,7 @@ class Progress:
         say: called with a line every half minute where there is no bar, and with one at the end of work that raised no
             exception. A logger's `info` in the library, `print` in commands; None writes no lines.
         leave: whether the bar stays when the work is done.
-        hide: show no bar, whoever watches.
+        hide: show no bar in any case.
 
     Attributes:
         done: units so far.

@@ -156,7 +156,7 @@ def run(
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "device": f"{args.device.type}, {torch.get_num_threads()} thread(s)",
+        "device": f"{args.device.type}, threads: {torch.get_num_threads()}",
     }
 
 

@@ -78,7 +78,7 @@ def _tune_cpu(options: argparse.Namespace) -> int:
         speedups = [f"{dense / ours:.2f}x" for _, ours, dense in times]
         text = "any number" if most is None else f"{most} tokens"
         rows.append([f"{layer.out} x {layer.inputs}", layer.values, text, *speedups])
-    print("packed layers beside dense math on weights that are unpacked first:")
+    print("packed layers, and their speed over that of unpacking and dense math:")
     print_table(rows)
     return 0
 

@@ -26,8 +26,8 @@ LABEL = 40
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a run has left.
+class RunFiles:
+    """What the files of a run hold.
 
     Attributes:
         history: numbers logged with a loss or an evaluation, by step and name.
@@ -85,7 +85,7 @@ class Run:
         return spans
 
 
-def read_run(directory: str | os.PathLike) -> Run:
+def read_run(directory: str | os.PathLike) -> RunFiles:
     """What a Trainer has left in its output directory: the run log, and the `trainer_state.json` of the most steps.
 
     Raises:
@@ -112,7 +112,7 @@ def read_run(directory: str | os.PathLike) -> Run:
         speeds = [float(e["train_samples_per_second"]) for e in [*logs, *entries] if "train_samples_per_second" in e]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{root} has a {STATE} that is damaged: no Trainer wrote it so ({error!r})") from error
-    return Run(
+    return RunFiles(
         root,
         history,
         max([steps, 1, *history]),
@@ -153,7 +153,7 @@ def thinned(points: list[Point], most: int = POINTS) -> list[Point]:
     return [(part[-1][0], fmean([y for _, y in part if math.isfinite(y)] or [math.nan])) for part in parts]
 
 
-def layer_map(run: Run) -> tuple[list[tuple[str, list[float | None]]], list[float], str]:
+def layer_map(run: RunFiles) -> tuple[list[tuple[str, list[float | None]]], list[float], str]:
     """The flip rates by layer in %: rows of cells by label, the steps where cells end, and a note on them."""
     logs = [(step, rates) for step, rates in run.flip_rates.items() if rates]
     if not logs:

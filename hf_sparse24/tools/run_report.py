@@ -20,7 +20,7 @@ from ..checkpoints.losses import evaluation_losses, loss_series, some_rows
 from ..files import written_whole
 from ..tables import html_table
 from ..training.run_log import MEMORY, RUN_LOG, SPEED
-from .run_files import POINTS, Run, layer_map, read_run, thinned
+from .run_files import POINTS, RunFiles, layer_map, read_run, thinned
 
 OTHERS = 12
 """The most charts of numbers that the method or the Trainer logs besides ours."""
@@ -59,7 +59,7 @@ def write_report(
     return path
 
 
-def _page(run: Run, control: Run | None) -> str:
+def _page(run: RunFiles, control: RunFiles | None) -> str:
     """The page. Every string is escaped; its own policy lets a browser run no script and load nothing."""
     title = escape(f"{run.pattern} training: {run.directory.resolve().name}")
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def _figure(id: str, title: str, drawn: Any, note: str, is_wide: bool = False) -
     return f"<figure{wide}>{head}{chart}<figcaption>{escape(note)}</figcaption></figure>\n"
 
 
-def _figures(run: Run, control: Run | None) -> Iterator[str]:
+def _figures(run: RunFiles, control: RunFiles | None) -> Iterator[str]:
     dense, is_logged = run.dense_spans(), bool(run.starts)
     span = (0.0, float(max(run.steps, control.steps if control else 0)))
 
@@ -149,11 +149,11 @@ def _figures(run: Run, control: Run | None) -> Iterator[str]:
     yield figure("memory", "Peak memory", memory, "GB", note, from_zero=True)
 
 
-def _runs(run: Run, control: Run | None) -> list[tuple[str, Run]]:
+def _runs(run: RunFiles, control: RunFiles | None) -> list[tuple[str, RunFiles]]:
     return [(run.pattern, run), *([] if control is None else [("dense control", control)])]
 
 
-def _differences(run: Run, control: Run) -> list[Series]:
+def _differences(run: RunFiles, control: RunFiles) -> list[Series]:
     series = []
     for key, name in (("loss", "training"), ("eval_loss", "evaluation")):
         own, other = ({step: row[key] for step, row in one.history.items() if key in row} for one in (run, control))
@@ -162,7 +162,7 @@ def _differences(run: Run, control: Run) -> list[Series]:
     return series
 
 
-def _loss_notes(run: Run, control: Run | None) -> Iterator[str]:
+def _loss_notes(run: RunFiles, control: RunFiles | None) -> Iterator[str]:
     yield "Training losses are means since the log before."
     for name, one in _runs(run, control):
         for key in ("loss", *evaluation_losses(one.history)):
@@ -174,19 +174,19 @@ def _loss_notes(run: Run, control: Run | None) -> Iterator[str]:
             yield f"{name}: each point, here and below, is the mean of {math.ceil(logs / POINTS)} logs."
 
 
-def _phase_note(run: Run) -> str:
+def _phase_note(run: RunFiles) -> str:
     if not run.has_phases:
         return "The phase was not logged."
     said = ", ".join(f"{start + 1:.0f} to {end:.0f}" for start, end in run.dense_spans())
     return f"Dense phase: steps {said}, as exact as the logs are frequent." if said else "Sparse at every log."
 
 
-def _last(run: Run, key: str) -> tuple[int, float] | None:
+def _last(run: RunFiles, key: str) -> tuple[int, float] | None:
     """The last step at which a number was logged, and the number."""
     return next(((step, row[key]) for step, row in reversed(run.history.items()) if key in row), None)
 
 
-def _numbers(run: Run, control: Run | None) -> Iterator[tuple[str, str, str]]:
+def _numbers(run: RunFiles, control: RunFiles | None) -> Iterator[tuple[str, str, str]]:
     """What to see first: what it is, the number, a remark."""
     layers = run.facts.get("layers")
     if run.sparse24.get("method"):
@@ -215,7 +215,7 @@ def _numbers(run: Run, control: Run | None) -> Iterator[tuple[str, str, str]]:
         yield "peak memory", f"{max(memory):.3g} GB", ""
 
 
-def _tables(run: Run, control: Run | None) -> Iterator[str]:
+def _tables(run: RunFiles, control: RunFiles | None) -> Iterator[str]:
     columns = [("training loss", run, "loss"), ("evaluation loss", run, "eval_loss")]
     if control is not None:
         columns += [("dense, training loss", control, "loss"), ("dense, evaluation loss", control, "eval_loss")]

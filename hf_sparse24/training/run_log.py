@@ -47,7 +47,7 @@ _LAYER = "flip_rate/"
 
 
 class RunLog:
-    """Writes the log of a run. A fresh run starts the file anew; a resumed one keeps the lines up to its first step.
+    """Writes the log of a run. A fresh run replaces the file; a resumed one keeps the lines up to its first step.
 
     A file that cannot be written costs a warning, never the run.
     """

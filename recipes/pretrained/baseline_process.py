@@ -81,7 +81,7 @@ def main() -> None:
         "cost": {name: round(value, 2) for name, value in spent.items()},
         "pruned_by": {
             "versions": versions | {"python": platform.python_version()},
-            "device": f"cpu, {torch.get_num_threads()} thread(s), fp32",
+            "device": f"cpu, threads: {torch.get_num_threads()}, fp32",
         },
     }
     Path(args.output, "cost.json").write_text(json.dumps(about))

@@ -287,7 +287,7 @@ def versions() -> dict[str, Any]:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "device": f"cpu, {torch.get_num_threads()} thread(s), bf16 autocast",
+        "device": f"cpu, threads: {torch.get_num_threads()}, bf16 autocast",
     }
 
 

@@ -80,7 +80,7 @@ def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) 
         return _measured[nearest], f"measured here at {nearest.out} x {nearest.inputs}"
     if path not in SHIPPED:
         return TOKENS[0], f"path {path!r} was not measured: run `hf-sparse24 tune`"
-    return SHIPPED[path].get(wanted[:2]), f"measured elsewhere with path {path!r}"
+    return SHIPPED[path].get(wanted[:2]), f"measured on another machine with {path!r}"
 
 
 def tune(

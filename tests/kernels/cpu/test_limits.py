@@ -41,14 +41,14 @@ def test_the_limit_is_the_last_number_before_the_kernel_is_slower(first, most, s
 
 
 def test_the_nearest_size_decides_and_values_are_kept_apart(slower_from):
-    assert limits.most_tokens(BF16, BF16, 64, 64)[1].startswith("measured elsewhere with path")
+    assert limits.most_tokens(BF16, BF16, 64, 64)[1].startswith("measured on another machine")
     slower_from(64)
     limits.tune([(32, 64)], BF16)
     slower_from(1024)
     limits.tune([(320, 640)], BF16)
     assert limits.most_tokens(BF16, BF16, 40, 64) == (16, "measured here at 32 x 64")
     assert limits.most_tokens(BF16, torch.int8, 4096, 4096) == (256, "measured here at 320 x 640")
-    assert limits.most_tokens(torch.float32, torch.float32, 40, 64)[1].startswith("measured elsewhere")
+    assert limits.most_tokens(torch.float32, torch.float32, 40, 64)[1].startswith("measured on another machine")
 
 
 def test_limits_outlive_the_process_and_damage_counts_as_nothing(slower_from, monkeypatch, tmp_path):
@@ -60,7 +60,7 @@ def test_limits_outlive_the_process_and_damage_counts_as_nothing(slower_from, mo
     file.write_text('[["bfloat16"')
     monkeypatch.setattr(limits, "_measured", None)
     with pytest.warns(UserWarning, match="cannot be read"):
-        assert limits.most_tokens(BF16, BF16, 32, 64)[1].startswith("measured elsewhere")
+        assert limits.most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
 
 
 def test_a_layer_takes_the_new_limit_at_once(slower_from, monkeypatch):
