@@ -85,7 +85,7 @@ def check_origin(model: nn.Module, config: Any) -> None:
             patch_model(model, trained_on.config)
         except ValueError as error:
             raise ValueError(f"the adapter is for a 2:4 base, which this model cannot be made: {error}") from error
-    difference = _difference(trained_on, record.get("weights"), model)  # no names in files of 0.1
+    difference = _difference(trained_on, record.get("weights"), model)  # earlier files have no names
     if difference:
         if is_dense:
             unpatch_model(model, sparse=False)
