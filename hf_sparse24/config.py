@@ -177,18 +177,16 @@ class Sparse24Config(QuantizationConfigMixin):
     __hash__ = None  # type: ignore[assignment]  # lists and dicts are among the fields
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
+    def from_dict(cls, config_dict: dict[str, Any]) -> Self:  # type: ignore[override]  # called with no more than this
         """Read what `to_dict` wrote, or a dict with any of the arguments. The facts of a run are left out.
 
         A config of a later version is read, with a warning, if this version knows all its keys.
 
         Args:
             config_dict: the dict, as `quantization_config` of a `config.json` has it.
-            return_unused_kwargs: return `kwargs` too, as Transformers asks.
-            kwargs: not used.
 
         Returns:
-            The config; with `return_unused_kwargs` a tuple of it and `kwargs`.
+            The config.
 
         Raises:
             ValueError: a key this version does not know, or a value it does not allow.
@@ -201,7 +199,7 @@ class Sparse24Config(QuantizationConfigMixin):
         quant_method = values.pop("quant_method", cls.quant_method)
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
-        for name in (*FACTS, "whole_names"):  # the last was written up to a development version of 0.2
+        for name in FACTS:
             values.pop(name, None)
         values = {name: x for name, x in values.items() if name not in FORMER_DEFAULTS or x != FORMER_DEFAULTS[name]}
         method = method_class(values.get("method", DEFAULT_METHOD))
@@ -214,8 +212,7 @@ class Sparse24Config(QuantizationConfigMixin):
             logger.warning(
                 f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known"
             )
-        config = cls(**values)
-        return (config, kwargs) if return_unused_kwargs else config  # type: ignore[return-value]  # for Transformers
+        return cls(**values)
 
 
 class SavedConfig(QuantizationConfigMixin):
@@ -257,23 +254,20 @@ class SavedConfig(QuantizationConfigMixin):
     __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
+    def from_dict(cls, config_dict: dict[str, Any]) -> Self:  # type: ignore[override]  # called with no more than this
         """Read what `to_dict` wrote.
 
         Args:
             config_dict: the `quantization_config` of a `config.json`.
-            return_unused_kwargs: return `kwargs` too, as Transformers asks.
-            kwargs: not used.
 
         Returns:
-            The config and the facts; with `return_unused_kwargs` a tuple of this and `kwargs`.
+            The config and the facts.
 
         Raises:
             ValueError: a key this version does not know, or a value it does not allow.
         """
         config = Sparse24Config.from_dict(config_dict)
-        saved = cls(config, RunFacts.from_dict(config_dict, method_class(config.method).phases))
-        return (saved, kwargs) if return_unused_kwargs else saved  # type: ignore[return-value]  # for Transformers
+        return cls(config, RunFacts.from_dict(config_dict, method_class(config.method).phases))
 
 
 # `from_pretrained(sparse_checkpoint, quantization_config=Sparse24Config(...))` compares the names of the two classes.

@@ -1,4 +1,4 @@
-"""RunFacts: what a run has learned, as config.json says it beside the config."""
+"""RunFacts: what a run has learned. config.json has these facts and the config."""
 
 import copy
 import dataclasses

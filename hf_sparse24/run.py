@@ -161,7 +161,7 @@ class SparseRun:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"saved": self.saved}  # a copy has neither a controller nor models of its own
+        return {"saved": self.saved}  # a copy has no controller and no owners
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(state["saved"])

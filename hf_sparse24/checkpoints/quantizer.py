@@ -93,11 +93,11 @@ class Sparse24Quantizer(HfQuantizer):
             # in training too, and leaves the sums over processes to itself.
             weight.module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # of no Module
         # State stays fp32 whatever dtype the weights are loaded in.
-        state = {name for name, tensor in _kept_beside(model).items() if not isinstance(tensor, nn.Parameter)}
+        state = {name for name, tensor in _method_tensors(model).items() if not isinstance(tensor, nn.Parameter)}
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
         if not self.pre_quantized:
             # A dense checkpoint has none of them, and the load report need not call them missing.
-            patterns = {rf"^{name.replace('.', r'[.]')}$" for name in _kept_beside(model)}
+            patterns = {rf"^{name.replace('.', r'[.]')}$" for name in _method_tensors(model)}
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
@@ -122,7 +122,7 @@ class Sparse24Quantizer(HfQuantizer):
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
-            missing = [name for name, tensor in _kept_beside(model).items() if not was_loaded(tensor)]
+            missing = [name for name, tensor in _method_tensors(model).items() if not was_loaded(tensor)]
             if missing:
                 raise ValueError(self._lacks(missing))
             for weight in weights.values():
@@ -163,7 +163,7 @@ class Sparse24Quantizer(HfQuantizer):
             f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}. It was "
             f"loaded and saved again without `import hf_sparse24`, which drops the method's state; or made by "
             f"from_config of a sparse model's config, and saved without patch_model(model); or damaged. Load an "
-            f"earlier checkpoint; or, to start sparse training anew from its dense weights, remove quantization_config "
+            f"earlier checkpoint; or, to start sparse training from its dense weights, remove quantization_config "
             f"from its config.json and pass it: from_pretrained(path, quantization_config=Sparse24Config(...))"
         )
 
@@ -210,7 +210,7 @@ def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Spa
     return config.replace(target_modules=present) if present and present != names else config
 
 
-def _kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
+def _method_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers and Parameters of the method, by their names in a checkpoint."""
     found: dict[str, Tensor] = {}
     for name, weight in sparse_weights(model).items():

@@ -25,8 +25,8 @@ SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modu
 RESERVED = (*SHARED, *FACTS, "settings", "n", "m", "quant_method", "hf_sparse24_version")
 """What a setting cannot be called, because a config has it already."""
 
-FORMER_DEFAULTS = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned"}
-"""Settings that configs of earlier versions have, and that change nothing at these values."""
+FORMER_DEFAULTS = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned", "whole_names": True}
+"""Keys that configs of earlier versions have, and that change nothing at these values."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
 
@@ -146,7 +146,7 @@ class MethodSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSettings(MethodSettings):
-    """What happens to the operands of the three GEMMs besides the sparse weight.
+    """What happens to the operands of the three GEMMs other than the sparse weight.
 
     Attributes:
         weight_grad: how the output gradient is pruned in the grad_weight GEMM.

@@ -43,7 +43,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     Attributes:
         controller: the run's `Sparse24Controller`, None before training starts.
         run_log: where the world's first process records the run; None elsewhere, and where nothing is logged.
-        checkpoint: the directory that the trainer resumes from; None where it begins anew, or is not known.
+        checkpoint: the directory that the trainer resumes from; None where none is known.
         is_idle: whether the model is packed, so that its sparsity needs nothing: adapters around it train.
     """
 

@@ -274,8 +274,8 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
 def _check_buffers(model: Any) -> None:
     if getattr(model, "broadcast_buffers", False):
         logger.warning(
-            "DDP copies masks and scales to all processes in every forward pass, so that weights are pruned anew for "
-            "each micro-batch; they are the same anyway: pass broadcast_buffers=False (from torch 2.13 on "
+            "DDP copies masks and scales to all processes in every forward pass, so weights are pruned again for each "
+            "micro-batch. They are the same without that: pass broadcast_buffers=False (from torch 2.13 on "
             "forward_sync_buffers=False), or ddp_broadcast_buffers=False to a Trainer"
         )
 

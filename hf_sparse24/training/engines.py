@@ -39,7 +39,7 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
     state = [name for weight in sparse_weights(model, TRAINED).values() for name in weight.state]
     if plugin.cpu_ram_efficient_loading and state:
         raise ValueError(
-            f"accelerate's cpu_ram_efficient_loading sends weights only, and the method keeps {state[0]!r} beside each "
-            f"of them: set `fsdp_cpu_ram_efficient_loading: false` in accelerate's config file, or "
+            f"accelerate's cpu_ram_efficient_loading sends weights only, and not {state[0]!r}, which the method keeps: "
+            f"set `fsdp_cpu_ram_efficient_loading: false` in accelerate's config file, or "
             f'fsdp_config={{"cpu_ram_efficient_loading": false}}'
         )

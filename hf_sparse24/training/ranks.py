@@ -24,10 +24,10 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, A
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     facts = settings | {"the sparse weights": _digest(list(weights)), "masks and scales": _digest(_hashes(weights))}
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, facts)
-    first = everybody[0]
-    for number, found in enumerate(everybody):
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, facts)
+    first = of_all[0]
+    for number, found in enumerate(of_all):
         differing = sorted(name for name in first | found if first.get(name) != found.get(name))
         if differing:
             shown = "; ".join(f"{name}: {found.get(name)!r}, not {first.get(name)!r}" for name in differing)

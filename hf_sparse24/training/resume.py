@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 CONFIG = "config.json"
 OWN_CONFIG = "sparse24_config.json"
-"""The `Sparse24Config` beside weights that have neither a `config.json` nor an adapter's record of their base."""
+"""Says what a model is sparse by where neither a `config.json` nor an adapter's record of its base does."""
 
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")

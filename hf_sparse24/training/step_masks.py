@@ -95,5 +95,5 @@ class StepMasks:
 
 
 def trains(weight: SparseWeight) -> bool:
-    """Whether training changes the weight, or what the method keeps beside it."""
+    """Whether training changes the weight or a Parameter that its method adds."""
     return any(tensor.requires_grad for tensor in (weight.master, *weight.parameters.values()))

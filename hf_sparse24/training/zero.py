@@ -1,12 +1,12 @@
 """DeepSpeed ZeRO-1 and ZeRO-2: the optimizer that the controller follows there. Nothing here imports DeepSpeed.
 
-All processes have whole weights, in the precision that they compute with, so layers, masks and scales are what they are
-in one process. What is optimized is an fp32 copy: the parameters of a group, one after the other, are one flat tensor,
-and each process holds and updates a piece of that. A piece may begin and end anywhere in a weight.
+Every process has whole weights, so layers, masks and scales are those of one process. ZeRO optimizes an fp32 copy: the
+parameters of a group form one flat tensor, and each process updates a piece of it. A piece may begin and end anywhere
+in a weight.
 
-A step takes one group after the other: it unscales and clips the gradient, and lets the optimizer below ZeRO update the
-piece. In the end all processes get all pieces as their weights. So gradients are final group by group, and weights are
-new when the step of ZeRO ends, not when that of the optimizer below does.
+ZeRO's step handles the groups one by one: it unscales and clips the gradient, then the optimizer below updates the
+piece. At the end every process gets all pieces. So gradients are final group by group, and weights are new when ZeRO's
+step ends.
 
 Attributes of DeepSpeed's classes that this relies on are in 0.19.8, the version of the tests.
 """
@@ -26,7 +26,7 @@ class ZeroOptimizer:
     """What the controller needs of a `torch.optim.Optimizer`, of the optimizer of ZeRO-1 or ZeRO-2.
 
     Raises:
-        ValueError: it is another optimizer of DeepSpeed, or the method has an optimizer of its own.
+        ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
     """
 
     def __init__(self, zero: Any, method: SparseMethod):
@@ -58,7 +58,7 @@ class ZeroOptimizer:
 
     def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:
         """Call `before` and `after` around each step, and `change` when the gradients of a group are final. A step that
-        ZeRO skips, because gradients have overflowed, is none.
+        ZeRO skips because gradients have overflowed does not count.
 
         ZeRO's optimizer has no hooks, so its method `step` gets another one in its place.
 
@@ -87,17 +87,17 @@ class ZeroOptimizer:
         return [self]
 
     def remove(self) -> None:
-        """Follow it no longer. Like torch's handles, this one may be asked twice."""
+        """Stop following; a second call does nothing, as with torch's handles."""
         self._handle.remove()
         if self.zero.step is self._step:
             del self.zero.step
 
 
 def check_method(method: SparseMethod) -> None:
-    """Raise ValueError where a method has an optimizer of its own, as STEP has."""
+    """Raise ValueError where a method makes its own optimizer, as STEP does."""
     if method.overrides("make_optimizer"):
         raise ValueError(
-            f"method {method.name!r} has an optimizer of its own, and DeepSpeed ZeRO optimizes flat pieces of the "
+            f"method {method.name!r} makes its own optimizer, and DeepSpeed ZeRO optimizes flat pieces of the "
             f"weights, one group after the other; use DDP or FSDP2"
         )
 

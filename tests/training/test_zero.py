@@ -269,10 +269,10 @@ def test_other_optimizers_of_deepspeed_are_refused(name):
 @pytest.mark.parametrize("method", ["step", "ast", "own"])
 def test_methods_that_need_whole_weights_are_refused(method):
     model, _ = _make(method)
-    with pytest.raises(ValueError, match=f"method '{method}' has an optimizer of its own, and DeepSpeed ZeRO .* FSDP2"):
+    with pytest.raises(ValueError, match=f"method '{method}' .*FSDP2"):
         Sparse24Controller(model, _optimizer("DeepSpeedZeroOptimizer"), total_steps=STEPS)
     plugin = SimpleNamespace(zero_stage=2)
-    with pytest.raises(ValueError, match=f"method '{method}' has an optimizer of its own"):
+    with pytest.raises(ValueError, match=f"method '{method}' .*FSDP2"):
         check_engine(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), model)
     plugin.zero_stage = 0
     check_engine(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), model)
