@@ -42,7 +42,10 @@ class SparseArguments:
 
     def __post_init__(self):
         if self.method_module is not None:
-            import_module(self.method_module)
+            try:
+                import_module(self.method_module)
+            except ModuleNotFoundError as error:
+                raise UsageError(f"method_module={self.method_module!r}: {error}") from error
         check_choice("method", self.method, ("dense", *sorted(METHODS)))
         if self.flips_of is not None:
             check_choice("flips_of", self.flips_of, sorted(METHODS))

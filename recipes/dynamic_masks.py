@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import methods
+import compare_methods
 import stdlib_text
 import torch
 from running import run as run_script
@@ -122,7 +122,7 @@ class DynamicMask(KeptMaskMethod):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = methods.VARIANTS | {name: ("dynamic-mask", settings) for name, settings in VARIANTS.items()}
+    known = compare_methods.VARIANTS | {name: ("dynamic-mask", settings) for name, settings in VARIANTS.items()}
     parser.add_argument("variants", nargs="+", choices=known, metavar="variant", help=", ".join(known))
     parser.add_argument("--rate", type=float, default=4e-3, help="learning rate of the hidden layers")
     parser.add_argument("--seed", type=int, default=0)
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     results.mkdir(parents=True, exist_ok=True)
     stdlib_text.prepare(args.data)
     for variant in args.variants:
-        result = methods.run(variant, args.rate, args.seed, args.data, args.steps, known)
+        result = compare_methods.run(variant, args.rate, args.seed, args.data, args.steps, known)
         name = f"{variant}-lr{args.rate:g}-seed{args.seed}"
         print(f"{name}: {result['eval_loss']:.4f} in {result['train_seconds']:.0f} s", flush=True)
         stdlib_text.replace_file(results / f"{name}.json", json.dumps(result) + "\n")

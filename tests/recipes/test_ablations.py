@@ -7,7 +7,9 @@ import pytest
 import sparse24_kernels as kernels
 import sparse_models
 import torch
+import train
 import zoo
+from arguments import UsageError, parse_arguments
 from method_runs import loop, run_steps
 from paths import RECIPES
 from torch import nn
@@ -114,6 +116,23 @@ def test_greedy_pruning_keeps_the_largest_gradients_of_every_four_tokens(tokens)
     pruned = kernels.nm_prune(padded, dim=0)[:tokens]
     torch.testing.assert_close(layer.weight.grad, pruned.t() @ x.detach())
     torch.testing.assert_close(x.grad, grad @ layer.sparse_weight())
+
+
+def test_a_recipe_imports_it_by_a_flag(tmp_path):
+    flags = [
+        "--output_dir",
+        str(tmp_path),
+        "--dataset",
+        "texts",
+        "--tokenizer_name",
+        "tokenizer",
+        "--method",
+        "ste-greedy",
+    ]
+    parsed = parse_arguments(train.ARGUMENTS, [*flags, "--method_module", "ablations"])
+    assert next(group for group in parsed if hasattr(group, "make_config")).make_config().method == "ste-greedy"
+    with pytest.raises(UsageError, match="method_module='no_such'"):
+        parse_arguments(train.ARGUMENTS, [*flags, "--method_module", "no_such"])
 
 
 def test_it_imports_public_modules_alone():

@@ -159,3 +159,17 @@ def test_runs_of_the_recipe(dynamic_masks, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         dynamic_masks.main(["--help"])
     assert stopped.value.code == 0 and "magnitude-100" in capsys.readouterr().out
+
+
+def test_a_run_goes_through_the_comparison_of_methods(dynamic_masks, monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def run(variant, rate, seed, data, steps, variants):
+        asked.append((variants[variant][0], rate, seed, steps))
+        return {"eval_loss": 3.0, "train_seconds": 1.0}
+
+    monkeypatch.setattr("compare_methods.run", run)
+    monkeypatch.setattr("stdlib_text.prepare", lambda directory: directory)
+    dynamic_masks.main(["never", "dense", "--steps", "5", "--results", str(tmp_path)])
+    assert asked == [("dynamic-mask", 4e-3, 0, 5), ("dense", 4e-3, 0, 5)]
+    assert len(list((tmp_path / "5_steps").iterdir())) == 2 and "never-lr0.004-seed0: 3.0000" in capsys.readouterr().out
