@@ -18,7 +18,7 @@ and whole models on one machine, with torch's dense layers, an equally written d
   in brackets. A ratio is taken within a turn; above 1 is faster than dense.
 - **Bold** ratios reach the goal that was set before measuring, *slanted* ones miss it, the others had no goal.
 - Training steps are the other way round: time divided by that of a dense step.
-- llama.cpp is a wheel built for AVX2 alone. A build with AVX-512 is faster, and was not measured here.
+- llama.cpp is a wheel built for AVX2 alone. Builds with AVX-512 were not measured.
 - These are speeds alone. 2:4 costs [quality](pretrained.md); what llama.cpp's formats cost was not measured."""
 
 PACKED = ("packed", "packed int8")

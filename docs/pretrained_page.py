@@ -88,8 +88,8 @@ def one_shot(runs: list[Run], folder: Path) -> str:
 
 BLOCK_TRAINED = """`oneshot` prunes with SparseGPT, and then trains each block to match the dense one. The dense model
 wrote 73,728 of its tokens, in 520 CPU seconds that are not in the table; `own text` calibrated with the same 98,304
-tokens. SparseGPT alone equals llm-compressor's. Of the gap to dense in log-perplexity that it leaves, `oneshot`
-leaves"""
+tokens. SparseGPT alone is as good as llm-compressor's. Of the gap to dense in log-perplexity that it leaves,
+`oneshot` leaves"""
 
 
 def by_time(runs: list[Run], folder: Path) -> str:
