@@ -26,15 +26,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
-    """What was chosen, and the reason in words.
+    """Which implementation was chosen, and the reason in words.
 
     Attributes:
-        backend: its name: `"triton"`, `"cpu"` or `"reference"` of `choose_kernels`, a GEMM backend's of
-            `choose_backend`.
+        implementation: its name: `"triton"`, `"cpu"` or `"reference"`.
         reason: for people, such as `"the kernels need a CUDA device, not cpu"`.
     """
 
-    backend: str
+    implementation: str
     reason: str
 
 
@@ -80,7 +79,7 @@ def choose_kernels(
 
     Examples:
         >>> choose_kernels(torch.device("cpu"), torch.float64)
-        Choice(backend='reference', reason='...the kernels take fp32, bf16 and fp16, not torch.float64')
+        Choice(implementation='reference', reason='...the kernels take fp32, bf16 and fp16, not torch.float64')
     """
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)

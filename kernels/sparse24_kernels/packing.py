@@ -84,7 +84,7 @@ def _scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales in `dtype` for the largest magnitudes of groups."""
     limits = torch.finfo(dtype)
     scales = (largest / 127).clamp(max=limits.max / 128).to(dtype)  # 127 times a scale is finite
-    # One scale in 128 of bf16 is not found again from 127 times itself, rounded: its neighbour is.
+    # About 1/128 of bf16 scales do not survive x127 / 127: take the neighbour, which does.
     scales = ((127 * scales.to(largest)).to(dtype).to(largest) / 127).to(dtype)
     # Subnormal scales are coarse, and 0 in the end: one that is too small would cut the largest magnitudes off.
     smallest = limits.smallest_normal * limits.eps

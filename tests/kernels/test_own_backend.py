@@ -128,7 +128,7 @@ def test_an_implementation_may_have_one_operator(dense_math, monkeypatch):
     dispatch._choose.cache_clear()
     try:
         assert dispatch.choose_kernels(CPU, operator="packed.packed_linear") == ("native", "cpu")
-        assert dispatch.choose_kernels(CPU).backend == "reference"
+        assert dispatch.choose_kernels(CPU).implementation == "reference"
         packed, x = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
         plan = kernels.plan_packed(kernels.linear_problem(3, 8, 16, x.dtype), CPU)
         assert plan.backend is packed_gemm.PACKED

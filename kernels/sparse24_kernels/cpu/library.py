@@ -106,7 +106,7 @@ def load() -> Library | str:
 
 
 def loaded() -> Library:
-    """The kernels, for whom dispatch has chosen them."""
+    """The loaded library. Call it after dispatch chose it."""
     library = load()
     assert isinstance(library, Library)
     return library

@@ -60,7 +60,7 @@ _changed: list[Callable[[], None]] = []
 
 
 def on_change(forget: Callable[[], None]) -> None:
-    """Have `forget` called when `tune` has changed limits, by whoever keeps what follows from them."""
+    """Register a callback for changed limits."""
     _changed.append(forget)
 
 

@@ -32,7 +32,7 @@ def mvue(
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An uninitialised contiguous tensor, in the memory of the last one if nobody has that anymore.
+    """An uninitialised contiguous tensor, in the memory of the last one where that is free.
 
     A training step draws an estimate for every layer and drops it after one GEMM. Fresh memory, page by page from the
     operating system, takes twice the time of everything that the kernel does.

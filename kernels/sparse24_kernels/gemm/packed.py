@@ -34,7 +34,7 @@ def _(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: T
 def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel reads packed weights on `device`, or None where one does."""
     choice = choose_kernels(device, dtype, operator="packed.packed_linear")
-    return choice.reason if choice.backend == "reference" else None
+    return choice.reason if choice.implementation == "reference" else None
 
 
 @torch.compiler.assume_constant_result  # as above
@@ -42,7 +42,7 @@ def _most_tokens(
     device: torch.device, dtype: torch.dtype, values: torch.dtype, out: int, inputs: int
 ) -> tuple[int | None, str]:
     """The most tokens that a packed weight is multiplied by as it is, None for any number; and where that is from."""
-    if choose_kernels(device, dtype, operator="packed.packed_linear").backend != "cpu":
+    if choose_kernels(device, dtype, operator="packed.packed_linear").implementation != "cpu":
         return FEW_TOKENS, "until then, the time is that of reading the weight"
     return limits.most_tokens(dtype, values, out, inputs)
 

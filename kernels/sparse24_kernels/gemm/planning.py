@@ -1,9 +1,10 @@
 """Which backend runs a GEMM, by which algorithm, and how it stores the sparse operand. Every plan has its reason."""
 
+from typing import NamedTuple
+
 import torch
 
 from ..checks import check_is
-from ..dispatch import Choice
 from .backend import DENSE, GemmBackend, GemmPlan, automatic_backends, find_backend, register_backend
 from .packed import PACKED
 from .problem import GemmProblem
@@ -12,7 +13,14 @@ from .sparse_tensor_cores import CUSPARSELT
 register_backend(CUSPARSELT, auto=True)
 
 
-def choose_backend(requested: str, device: torch.device) -> Choice:
+class BackendChoice(NamedTuple):
+    """The name of a GEMM backend, and why it was chosen, in words."""
+
+    backend: str
+    reason: str
+
+
+def choose_backend(requested: str, device: torch.device) -> BackendChoice:
     """The name of the backend that runs GEMMs on `device`, with the reason in words.
 
     It still plans every GEMM by itself, and leaves to dense math what it refuses.
@@ -29,14 +37,14 @@ def choose_backend(requested: str, device: torch.device) -> Choice:
     """
     check_is(torch.device, "choose_backend", device=device)
     if requested != "auto":
-        return Choice(_requested(requested, device).name, "requested")
+        return BackendChoice(_requested(requested, device).name, "requested")
     refusals = []
     for backend in automatic_backends():
         reason = backend.unsupported(device)
         if reason is None:
-            return Choice(backend.name, "where a tuned GEMM beats dense, otherwise dense math")
+            return BackendChoice(backend.name, "where a tuned GEMM beats dense, otherwise dense math")
         refusals.append(reason)
-    return Choice(DENSE.name, "; ".join(refusals) or "no other backend is registered")
+    return BackendChoice(DENSE.name, "; ".join(refusals) or "no other backend is registered")
 
 
 def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto") -> GemmPlan:

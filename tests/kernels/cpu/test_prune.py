@@ -45,7 +45,7 @@ def test_functions_have_the_signatures_of_the_reference(function):
     ours = getattr(FILES[module], name)
     assert inspect.signature(ours) == inspect.signature(getattr(getattr(reference, module), name))
     choice = dispatch.choose_kernels(CPU, operator=function)
-    assert choice.backend == "cpu" and choice.reason.startswith("C++ kernels")
+    assert choice.implementation == "cpu" and choice.reason.startswith("C++ kernels")
 
 
 @st.composite
