@@ -1,4 +1,4 @@
-"""The GEMM of a LoRA adapter that acts through the mask of the weight beside it.
+"""The GEMM of a LoRA adapter that acts through the mask of the base weight.
 
     Z = X Ws^T + X D^T        D = M * (s B A),  M = (Ws != 0)
 

@@ -55,7 +55,7 @@ class SparseExperts(Made, SparseModule):
 
     Attributes:
         pruned: what its sparse weights' names stand for, an entry for each forward that is running. There are several
-            where threads share the model; they are interchangeable, as nobody changes weights meanwhile.
+            where threads share the model; they are equal, as weights do not change meanwhile.
     """
 
     prefix = "Sparse24"

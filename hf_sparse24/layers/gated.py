@@ -117,7 +117,7 @@ def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _is_simple(module: nn.Module, linears: set[str]) -> bool:
-    """Return whether the module has nothing beside its linear layers that a fused forward would leave out."""
+    """Return whether the module has nothing but its linear layers that a fused forward would leave out."""
     if module._parameters or module._buffers or "forward" in vars(module):  # the last: someone has replaced it
         return False
     if len(inspect.signature(module.forward).parameters) != 1:

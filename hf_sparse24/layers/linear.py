@@ -228,8 +228,7 @@ class Sparse24Linear(Sparse24Layer, nn.Linear):
     """`nn.Linear` whose GEMMs use an N:M sparse weight. `patch_model` makes it, of a layer that is there.
 
     The optimizer updates the dense master weight; the GEMMs multiply by what the method prunes it to, and the gradient
-    of that goes straight through to the master. What the method keeps beside it is in buffers whose names begin with
-    `sparse24_`.
+    of that goes straight through to the master. What the method keeps for it is in buffers.
 
     Attributes:
         weight: the dense master weight, a Parameter `[out, in]`. `sparse_weight()` is what the GEMMs use.

@@ -1,4 +1,4 @@
-"""SparseModule: what a module with sparse weights does besides computing: how it is saved, loaded, cast and copied."""
+"""SparseModule: how a module with sparse weights is saved, loaded, cast and copied."""
 
 from typing import cast
 

@@ -28,8 +28,8 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
 
     In place. Layers become `PackedLinear` or `PackedConv1D`, experts `PackedExperts`: the model generates, trains
     adapters, is saved and moved, and does not train by itself. `unpack_model` makes it an ordinary model of its sparse
-    weights; what the master weights had besides is gone. A sparse layer whose input size is no multiple of 8 becomes a
-    dense one.
+    weights; what the master weights had at the zeros is gone. A sparse layer whose input size is no multiple of 8
+    becomes a dense one.
 
     Args:
         model: a patched model in its sparse phase, in the dtype that it will compute in.
@@ -171,7 +171,7 @@ def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:
     model.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
     model.is_quantized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     model.quantization_method = config.quant_method  # type: ignore[assignment]  # as above
-    # Packed tensors, and all others beside them, keep the names of the model's own `state_dict` in files.
+    # Packed tensors and all others keep the names of the model's own `state_dict` in files.
     model._weight_conversions = []  # type: ignore[assignment]  # a list that Module's types do not know
 
 

@@ -225,7 +225,7 @@ def release(
 
 
 def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
-    """What a method trains beside a weight cannot be merged into it twice."""
+    """Raise ValueError where a shared weight would have two sets of a method's Parameters: a merge takes one."""
     first = first_of_each(weights)
     doubled = [name for name, weight in weights.items() if weight.parameters and name not in first]
     if doubled:

@@ -45,8 +45,8 @@ class SparseWeight:
         module, name, input_dim: see `Storage`.
         run: shared by all weights of a model: the method, the phase, the open step. None where it is frozen.
         pattern: N:M of this weight.
-        state: what the method keeps beside it.
-        rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws anew every time.
+        state: the tensors that the method keeps for it.
+        rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws another every time.
     """
 
     def __init__(self, storage: Storage, run: WeightRun | None, pattern: Pattern | None = None):
@@ -103,7 +103,7 @@ class SparseWeight:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The method's own trainable tensors beside this weight, by name."""
+        """The method's own trainable tensors for this weight, by name."""
         return self.state.parameters
 
     def views(self, parameter: Tensor | None = None) -> list[WeightView]:

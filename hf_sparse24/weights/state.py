@@ -1,4 +1,4 @@
-"""WeightState: the tensors that a method keeps beside a weight, in the weight's module."""
+"""WeightState: the tensors that a method keeps for a weight, in the weight's module."""
 
 import math
 from collections.abc import Iterator, Mapping

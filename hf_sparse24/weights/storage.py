@@ -57,7 +57,7 @@ class Storage:
         return self.master.dim() > 2
 
     def attribute(self, key: str) -> str:
-        """What the module calls a tensor that is kept beside this weight."""
+        """What the module calls a tensor that is kept for this weight."""
         # Transformers splits what is called `...experts.gate_up_proj` for a file, and older versions whatever begins
         # like that, so the weight's name goes last.
         return key if self.name == "weight" else f"{key}_of_{self.name}"
@@ -77,9 +77,9 @@ class Storage:
         """What belongs to each matrix as what belongs to the weight."""
         return torch.stack(tensors) if self.is_stack else tensors[0]
 
-    def split(self, beside: Tensor) -> Tensor:
-        """A tensor kept beside the weight, split over processes: masks as the weight is; scales are replicated."""
-        return sharding.split_like(beside, self.master, beside.dim() == self.master.dim())
+    def split(self, kept: Tensor) -> Tensor:
+        """A tensor kept for the weight, split over processes: masks as the weight is; scales are replicated."""
+        return sharding.split_like(kept, self.master, kept.dim() == self.master.dim())
 
     def cuts_groups(self, m: int) -> bool:
         """Whether it is sharded so that a group of `m`, or a byte of its packed mask, lies in two processes."""
