@@ -119,16 +119,8 @@ def test_greedy_pruning_keeps_the_largest_gradients_of_every_four_tokens(tokens)
 
 
 def test_a_recipe_imports_it_by_a_flag(tmp_path):
-    flags = [
-        "--output_dir",
-        str(tmp_path),
-        "--dataset",
-        "texts",
-        "--tokenizer_name",
-        "tokenizer",
-        "--method",
-        "ste-greedy",
-    ]
+    flags = ["--output_dir", str(tmp_path), "--dataset", "texts", "--model_name_or_path", "model"]
+    flags += ["--method", "ste-greedy"]
     parsed = parse_arguments(train.ARGUMENTS, [*flags, "--method_module", "ablations"])
     assert next(group for group in parsed if hasattr(group, "make_config")).make_config().method == "ste-greedy"
     with pytest.raises(UsageError, match="method_module='no_such'"):
