@@ -161,10 +161,11 @@ class Sparse24Controller:
         """What to log now.
 
         Returns:
-            By name: `sparse_phase`, 1.0 while sparse and 0.0 while dense; `kept_magnitude`, the share of the sparse
-            weights' L1 norm that the masks keep; `flip_rate`, the share of sparse weights that entered or left the mask
-            in the last measured step, or in the last refresh where masks change at refreshes alone; and the method's
-            own. Packed masters have `sparse_phase` alone. Where weights are sharded, all processes must call this.
+            Numbers by name. `sparse_phase` is 1.0 while sparse and 0.0 while dense; `kept_magnitude` the share of the
+            sparse weights' L1 norm that the masks keep; `flip_rate` the share of sparse weights that entered or left
+            the mask in the last measured step, or in the last refresh where masks change at refreshes alone. The method
+            may add others. Packed masters have `sparse_phase` alone. With sharded weights, all processes must call
+            this.
         """
         values = {"sparse_phase": float(not self._context().is_dense)}
         if self.weights:
@@ -175,13 +176,20 @@ class Sparse24Controller:
         return values if self._keeps_phase else values | self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:
-        """`flip_rate` by the layer's name, as last measured; empty before the first measurement. A weight that layers
-        share stands under the first of them."""
+        """Return the flip rate of each layer, as last measured.
+
+        Returns:
+            Flip rates by layer name, empty before the first measurement. A weight that layers share stands under the
+            first of them.
+        """
         return self._masks.flips.layer_rates()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the controller needs to go on, as plain numbers by name, `flips` by name of the weight. Masks and scales
-        are in the model's `state_dict`."""
+        """Return what the controller needs to go on.
+
+        Returns:
+            Plain numbers by name, `flips` by name of the weight. Masks and scales are in the model's `state_dict`.
+        """
         state = {
             "method": self.run.method.name,
             "step": self.step,
@@ -195,6 +203,9 @@ class Sparse24Controller:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict()` gave; load those of the model and of the optimizer first.
+
+        Args:
+            state: what `state_dict` returned.
 
         Raises:
             ValueError: not what `state_dict` gives, or of another method, another model or a longer run, or the state
