@@ -63,7 +63,7 @@ def method_page(name: str) -> str:
 
 {title}
 
-![Training and validation loss, flip rate and step time of {name} beside the dense control](../images/method-{name}.svg)
+![Training and validation loss, flip rate and step time of {name} and of the dense control](../images/method-{name}.svg)
 
 ```python
 from transformers import AutoModelForCausalLM
