@@ -75,7 +75,7 @@ def dense_math():
 
 
 def _forget_choices():
-    dispatch._choose.cache_clear()
+    dispatch.choose.cache_clear()
     matmul._kept_plan.cache_clear()
 
 

@@ -47,7 +47,7 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
     rows = [
         ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
         ("GEMMs", *choose_backend("auto", device)),
-        ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed.packed_linear")),
+        ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")),
     ]
     for dtype, values in _PACKED:
         problem = kernels.linear_problem(1, 2048, 2048, dtype)._replace(sparse_dtype=values)

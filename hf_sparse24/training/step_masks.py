@@ -46,7 +46,7 @@ class StepMasks:
         if name not in self._masks:
             weight = self._weights[name]
             # Bits are an eighth of the memory. In plain PyTorch packing costs more than it saves.
-            has_kernels = choose_kernels(weight.master.device, operator="masks.nm_mask").implementation != "reference"
+            has_kernels = choose_kernels(weight.master.device, operator="nm_mask").implementation != "reference"
             self._masks[name] = weight.local_mask(packed=packed or has_kernels)
         return self._masks[name]
 

@@ -75,5 +75,5 @@ def foreach_masked_decay_(
     for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
         decay = reference.decay.masked_decay_
         if grad.device.type == "cpu" and not torch.compiler.is_compiling():
-            decay = implementation("decay.masked_decay_", grad)
+            decay = implementation("masked_decay_", grad)
         decay([grad], [weight], [mask], [float(alpha)])

@@ -1,13 +1,12 @@
 """Which implementation of an operator runs, and why: plain PyTorch, or kernels where the device has them.
 
-An implementation is a package of modules with functions, such as `gpu/prune.py` with `prune`, and may hold any of the
-operators: one file is enough. `reference` holds all of them and runs everywhere. To add one, write its package, and
-append an `Implementation` to `IMPLEMENTATIONS`.
+An implementation is a table of functions (`Operators`); one operator is enough. `reference` has all of them and runs
+everywhere. To add one, append an `Implementation` to `IMPLEMENTATIONS`.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -15,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_is
+from . import reference
+from .checks import check_is, check_one_of
 from .cpu import OPERATORS as CPU_OPERATORS
 from .cpu.library import load as load_cpu_kernels
+from .operators import Operators
 
 OLDEST_TRITON = (3, 6)
 """Oldest Triton that the tests compile with. It came with torch 2.11."""
@@ -38,27 +39,26 @@ class Choice(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """A package with some of the operators.
+    """Some of the operators, and where they run.
 
     Attributes:
         name: what `choose_kernels` calls it.
-        where: what it runs on, in words, where it runs.
-        package: its modules are imported on first use, so that importing this library needs none of its dependencies.
+        load: returns its functions. Called once `unsupported` returned None, so that importing this library needs none
+            of its dependencies.
         unsupported: why it does not run on a device, for tensors of a dtype; None where it does.
-        operators: "module.function" of each; None for all that `reference` has.
+        where: what it runs on, in words, where it runs.
     """
 
     name: str
-    package: str
+    load: Callable[[], Operators]
     unsupported: Callable[[torch.device, torch.dtype], str | None]
     where: Callable[[torch.device], str]
-    operators: frozenset[str] | None = None
 
 
 def choose_kernels(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    operator: str = "prune.prune",
+    operator: str = "prune",
 ) -> Choice:
     """Which implementation of an operator runs on a device, and why.
 
@@ -68,7 +68,7 @@ def choose_kernels(
     Args:
         device: where the tensors are.
         dtype: theirs. The kernels take fp32, bf16 and fp16; masks and other bytes are no obstacle.
-        operator: "module.function" of `reference`; the default stands for pruning and masks.
+        operator: a field of `Operators`; the default stands for pruning and masks.
 
     Returns:
         The implementation's name with the reason in words: `"reference"` (plain PyTorch, on any device) where all
@@ -83,34 +83,36 @@ def choose_kernels(
     """
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)
-    check_is(str, "choose_kernels", operator=operator)
-    return _choose(operator, device, dtype)[1]
+    check_one_of(NAMES, operator=operator)
+    return choose(operator, device, dtype)[1]
 
 
 def implementation(operator: str, tensor: Tensor, has_kernels: bool = True) -> Callable[..., Any]:
     """The function that computes an operator on the device of `tensor`.
 
     Args:
-        operator: "module.function", such as `"prune.prune"`.
+        operator: a field of `Operators`.
         tensor: one of the arguments, whose device and dtype decide.
-        has_kernels: False for arguments, such as patterns other than 2:4, that `reference` alone takes.
+        has_kernels: False for arguments that `reference` alone takes, such as patterns other than 2:4.
     """
-    package = _choose(operator, tensor.device, tensor.dtype)[0] if has_kernels else REFERENCE
-    module, name = operator.split(".")
-    return getattr(import_module(f"{package}.{module}"), name)
+    if has_kernels:
+        return choose(operator, tensor.device, tensor.dtype)[0]
+    return getattr(reference.OPERATORS, operator)
 
 
 @cache
-def _choose(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Choice]:
-    """The package, with its name and the reason."""
+def choose(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Callable[..., Any], Choice]:
+    """The function of an operator, with its implementation's name and the reason. Every operator passes here once."""
     refusals = []
-    for name, package, unsupported, where, operators in IMPLEMENTATIONS:
-        if operators is None or operator in operators:
-            reason = unsupported(device, dtype)
-            if reason is None:
-                return package, Choice(name, where(device))
-            refusals.append(reason)
-    return REFERENCE, Choice("reference", "; ".join(refusals))
+    for name, load, unsupported, where in IMPLEMENTATIONS:
+        reason = unsupported(device, dtype)
+        if reason is None:
+            function = getattr(load(), operator)
+            if function is not None:
+                return function, Choice(name, where(device))
+            reason = f"{name} has no {operator}"
+        refusals.append(reason)
+    return getattr(reference.OPERATORS, operator), Choice("reference", "; ".join(refusals))
 
 
 def _triton_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -148,9 +150,15 @@ def _gpu_where(device: torch.device) -> str:
     return f"Triton on {torch.cuda.get_device_name(device)}"
 
 
-REFERENCE = f"{__package__}.reference"
+def _load_gpu() -> Operators:
+    from .gpu import OPERATORS  # imports Triton
+
+    return OPERATORS
+
+
+NAMES = tuple(field.name for field in fields(Operators))
 IMPLEMENTATIONS = [
-    Implementation("triton", f"{__package__}.gpu", _triton_unsupported, _gpu_where),
-    Implementation("cpu", f"{__package__}.cpu", _cpu_unsupported, _cpu_where, CPU_OPERATORS),
+    Implementation("triton", _load_gpu, _triton_unsupported, _gpu_where),
+    Implementation("cpu", lambda: CPU_OPERATORS, _cpu_unsupported, _cpu_where),
 ]
 """Asked in order, before `reference`."""

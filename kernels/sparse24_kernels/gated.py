@@ -48,12 +48,12 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 @torch.library.custom_op("sparse24::gated_activation", mutates_args=())
 def _gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    return implementation("gated.gated_activation", gate)(gate, up, kind)
+    return implementation("gated_activation", gate)(gate, up, kind)
 
 
 @torch.library.custom_op("sparse24::gated_activation_backward", mutates_args=())
 def _gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    return implementation("gated.gated_activation_backward", gate)(grad, gate, up, kind)
+    return implementation("gated_activation_backward", gate)(grad, gate, up, kind)
 
 
 @_gated_activation.register_fake

@@ -95,7 +95,7 @@ def _key(key: Tensor | int | None, generator: torch.Generator | None, device: to
 
 @torch.library.custom_op("sparse24::mvue", mutates_args=())
 def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
-    return implementation("mvue.mvue", x)(x, key, n, m, dim, estimator, form)
+    return implementation("mvue", x)(x, key, n, m, dim, estimator, form)
 
 
 @_mvue.register_fake

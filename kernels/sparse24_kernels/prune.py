@@ -218,7 +218,7 @@ def _prune(
             weight, scale = reference.prune.soft_threshold(weight, n, m, dim, scale), None
             mask = weight != 0
         rule = "mask"
-    prune = implementation("prune.prune", weight, has_kernels=dtype.itemsize > 1)
+    prune = implementation("prune", weight, has_kernels=dtype.itemsize > 1)
     return prune(weight, rule, n, m, dim, mask, scale, dtype, [FORMS[form] for form in forms])
 
 

@@ -46,7 +46,7 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
 
 @torch.library.custom_op("sparse24::s_ste_scale", mutates_args=())
 def _s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
-    return implementation("prune.s_ste_scale", weight, (n, m) == (2, 4))(_near_one(weight), n, m, dim, rule)
+    return implementation("s_ste_scale", weight, (n, m) == (2, 4))(_near_one(weight), n, m, dim, rule)
 
 
 def _near_one(weight: Tensor) -> Tensor:

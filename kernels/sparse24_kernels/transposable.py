@@ -56,7 +56,7 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
 
 @torch.library.custom_op("sparse24::transposable_mask", mutates_args=())
 def _transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
-    solve = implementation("transposable.transposable_mask", weight, (n, m, solver) == (2, 4, "exact"))
+    solve = implementation("transposable_mask", weight, (n, m, solver) == (2, 4, "exact"))
     return solve(weight, n, m, solver, packed)
 
 

@@ -29,7 +29,7 @@ FUNCTIONS |= {function.__name__: function for function in ELSEWHERE}
 CALLS = {
     "apply_mask": {"weight": X, "mask": MASK, "dtype": None},
     "choose_backend": {"requested": "auto", "device": CPU},
-    "choose_kernels": {"device": CPU, "dtype": BF16, "operator": "prune.prune"},
+    "choose_kernels": {"device": CPU, "dtype": BF16, "operator": "prune"},
     "count_flips": {"before": [MASK], "after": [MASK]},
     "foreach_masked_decay_": {"grads": [X.clone()], "weights": [X], "masks": [MASK], "alphas": [0.1]},
     "fp8_quantize": {"x": X, "format": "e4m3"},

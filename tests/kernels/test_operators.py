@@ -3,7 +3,7 @@
 import pytest
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.dispatch import _choose, choose_kernels
+from sparse24_kernels.dispatch import choose, choose_kernels
 from sparse24_kernels.fp8 import fp8_quantize
 from sparse24_kernels.masks import count_flips
 
@@ -64,26 +64,26 @@ def test_compiles_in_one_graph():
 
 
 def test_the_choice_of_kernels_has_a_reason(dense_math, monkeypatch):
-    _choose.cache_clear()
+    choose.cache_clear()
     assert choose_kernels(torch.device("cpu")) == ("reference", "Triton's kernels need a CUDA device, not cpu")
     cuda = torch.device("cuda", 0)
     capability = (9, 0)
     assert choose_kernels(cuda) == ("reference", "this build of torch, or this machine, has no CUDA")
-    _choose.cache_clear()
+    choose.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("sparse24_kernels.dispatch.version", lambda _: "3.5.1")
     reason = "Triton 3.5.1 is too old, 3.6 is needed: pip install -U triton"
     assert choose_kernels(cuda) == ("reference", reason)
-    _choose.cache_clear()
+    choose.cache_clear()
     monkeypatch.setattr("sparse24_kernels.dispatch.version", lambda _: "3.10.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     assert choose_kernels(cuda, torch.bfloat16) == ("triton", "Triton on NVIDIA H200")
     assert choose_kernels(cuda, torch.float64).reason == "the kernels take fp32, bf16 and fp16, not torch.float64"
-    _choose.cache_clear()
+    choose.cache_clear()
     capability = (7, 5)
     assert choose_kernels(cuda) == ("reference", "the kernels need compute capability 8.0 or more: NVIDIA H200")
-    _choose.cache_clear()
+    choose.cache_clear()
     monkeypatch.setattr("sparse24_kernels.dispatch.find_spec", lambda _: None)
     assert choose_kernels(cuda) == ("reference", "Triton is not installed: pip install triton")
-    _choose.cache_clear()
+    choose.cache_clear()

@@ -1,7 +1,6 @@
 """A backend and an operator of a user's own: one file, one registration each, and everything else works with them."""
 
 import sys
-from types import ModuleType
 
 import pytest
 import sparse24_kernels as kernels
@@ -11,6 +10,7 @@ from sparse24_kernels.gemm import backend as gemm_backend
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, unregister_backend
 from sparse24_kernels.gemm.operand import Operand
+from sparse24_kernels.operators import Operators
 from torch import nn
 from torch.nn.functional import linear
 
@@ -115,28 +115,28 @@ def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp3
 
 
 def test_an_implementation_may_have_one_operator(dense_math, monkeypatch):
-    """A native `packed_linear` for CPUs, say: one module and one registration, and everything else stays."""
-    module = ModuleType("native_kernels.packed")
-    module.packed_linear = lambda x, values, indices, bias, scales: x.new_full((len(x), len(values)), 7.0)
-    monkeypatch.setitem(sys.modules, "native_kernels.packed", module)
+    """A native `packed_linear` for CPUs, say: one table and one registration, and everything else stays."""
+
+    def load():
+        return Operators(packed_linear=lambda x, values, indices, bias, scales: x.new_full((len(x), len(values)), 7.0))
 
     def unsupported(device, dtype):
         return None if device.type == "cpu" else f"native kernels run on CPUs, not {device.type}"
 
-    native = dispatch.Implementation("native", "native_kernels", unsupported, str, frozenset({"packed.packed_linear"}))
+    native = dispatch.Implementation("native", load, unsupported, str)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [*dispatch.IMPLEMENTATIONS, native])
-    dispatch._choose.cache_clear()
+    dispatch.choose.cache_clear()
     try:
-        assert dispatch.choose_kernels(CPU, operator="packed.packed_linear") == ("native", "cpu")
+        assert dispatch.choose_kernels(CPU, operator="packed_linear") == ("native", "cpu")
         assert dispatch.choose_kernels(CPU).implementation == "reference"
         packed, x = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
         plan = kernels.plan_packed(kernels.linear_problem(3, 8, 16, x.dtype), CPU)
         assert plan.backend is packed_gemm.PACKED
         assert (kernels.packed_linear(x, packed) == 7).all() and kernels.unpack_nm(packed).shape == (8, 16)
-        meta = dispatch.choose_kernels(torch.device("meta"), operator="packed.packed_linear")
+        meta = dispatch.choose_kernels(torch.device("meta"), operator="packed_linear")
         assert meta == (
             "reference",
             "Triton's kernels need a CUDA device, not meta; native kernels run on CPUs, not meta",
         )
     finally:
-        dispatch._choose.cache_clear()
+        dispatch.choose.cache_clear()

@@ -25,7 +25,7 @@ expected = packed.packed_linear(x, matrix.values, matrix.indices, None)
 torch.testing.assert_close(loaded.packed_linear(x, matrix), expected)
 operators = {name.split("::")[0] for name in torch._C._dispatch_get_all_op_names() if "sparse24" in name}
 assert operators == {loaded.__name__}, operators
-print(dispatch.choose_kernels(torch.device("cpu"), operator="packed.packed_linear").implementation)
+print(dispatch.choose_kernels(torch.device("cpu"), operator="packed_linear").implementation)
 """
 
 

@@ -8,15 +8,15 @@
 Importing this package compiles and loads nothing.
 """
 
-OPERATORS = frozenset(
-    {
-        "decay.masked_decay_",
-        "masks.nm_mask",
-        "mvue.mvue",
-        "packed.packed_linear",
-        "packed.unpack_nm",
-        "prune.prune",
-        "transposable.transposable_mask",
-    }
+from ..operators import Operators
+from . import decay, masks, mvue, packed, prune, transposable
+
+OPERATORS = Operators(
+    nm_mask=masks.nm_mask,
+    transposable_mask=transposable.transposable_mask,
+    prune=prune.prune,
+    mvue=mvue.mvue,
+    masked_decay_=decay.masked_decay_,
+    unpack_nm=packed.unpack_nm,
+    packed_linear=packed.packed_linear,
 )
-"""The operators of `reference` that have kernels here, as "module.function"."""

@@ -26,7 +26,7 @@ class Operand(NamedTuple):
 @torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
 def unpack(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
     """The dense `[R, K]` of values `[R, K/2]`, indices `[R, K/8]` and, of int8 values, scales `[R, ceil(K/128)]`."""
-    return implementation("packed.unpack_nm", indices)(values, indices, scales)
+    return implementation("unpack_nm", indices)(values, indices, scales)
 
 
 @unpack.register_fake

@@ -22,7 +22,7 @@ def packed_linear(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
 ) -> Tensor:
     """`[T, K]` times a packed `[R, K]`, whose int8 values have scales, plus a bias `[R]` -> `[T, R]`."""
-    return implementation("packed.packed_linear", x)(x, values, indices, bias, scales)
+    return implementation("packed_linear", x)(x, values, indices, bias, scales)
 
 
 @packed_linear.register_fake
@@ -33,7 +33,7 @@ def _(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: T
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
 def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel reads packed weights on `device`, or None where one does."""
-    choice = choose_kernels(device, dtype, operator="packed.packed_linear")
+    choice = choose_kernels(device, dtype, operator="packed_linear")
     return choice.reason if choice.implementation == "reference" else None
 
 
@@ -42,7 +42,7 @@ def _most_tokens(
     device: torch.device, dtype: torch.dtype, values: torch.dtype, out: int, inputs: int
 ) -> tuple[int | None, str]:
     """The most tokens that a packed weight is multiplied by as it is, None for any number; and where that is from."""
-    if choose_kernels(device, dtype, operator="packed.packed_linear").implementation != "cpu":
+    if choose_kernels(device, dtype, operator="packed_linear").implementation != "cpu":
         return FEW_TOKENS, "until then, the time is that of reading the weight"
     return limits.most_tokens(dtype, values, out, inputs)
 
@@ -82,7 +82,7 @@ class PackedBackend(GemmBackend):
         # Operators cost Python some 10 us, as long as a small layer takes. Only tracing needs them: torch.compile,
         # tensors of other kinds, and make_fx, which would record that memory is taken, and not that it is filled.
         plain = type(rows) is Tensor and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
-        run = implementation("packed.packed_linear", rows) if plain else packed_linear
+        run = implementation("packed_linear", rows) if plain else packed_linear
         return run(rows, values, indices, bias, scales).view(*x.shape[:-1], len(values))
 
 

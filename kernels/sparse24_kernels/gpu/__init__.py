@@ -1,10 +1,20 @@
-"""The functions of `reference` as Triton kernels: same files, same names, same arguments. FP8, masked decay and
-counting flips run in PyTorch everywhere.
+"""The operators of `reference` as Triton kernels. FP8, masked decay and counting flips run in PyTorch everywhere.
 
 With TRITON_INTERPRET=1 in the environment before the import, they run on CPU tensors in Triton's interpreter. That is
 how the tests check them where there is no GPU.
 """
 
+from ..operators import Operators
 from . import gated, masks, mvue, packed, prune, transposable
 
-__all__ = ["gated", "masks", "mvue", "packed", "prune", "transposable"]
+OPERATORS = Operators(
+    nm_mask=masks.nm_mask,
+    transposable_mask=transposable.transposable_mask,
+    prune=prune.prune,
+    s_ste_scale=prune.s_ste_scale,
+    mvue=mvue.mvue,
+    gated_activation=gated.gated_activation,
+    gated_activation_backward=gated.gated_activation_backward,
+    unpack_nm=packed.unpack_nm,
+    packed_linear=packed.packed_linear,
+)

@@ -1,8 +1,7 @@
 """The specification: every operation in plain PyTorch, on any device, in fp32, or fp64 for fp64.
 
-These functions define what the library computes. They run on CPUs, and the tests compare every kernel with them: the
-package `gpu` has the same modules with the same functions and arguments. A *group* is M consecutive elements along
-`dim`.
+These functions define what the library computes. The tests compare every kernel with them. A *group* is M consecutive
+elements along `dim`.
 
 Cases that the papers leave open have one result in every function:
 
@@ -11,6 +10,20 @@ Cases that the papers leave open have one result in every function:
 * a zero is written as +0.0, never -0.0 (some compressors of sparse matrices count -0.0 as a value).
 """
 
+from ..operators import Operators
 from . import decay, fp8, gated, masks, mvue, packed, prune, transposable
 
-__all__ = ["decay", "fp8", "gated", "masks", "mvue", "packed", "prune", "transposable"]
+OPERATORS = Operators(
+    nm_mask=masks.nm_mask,
+    transposable_mask=transposable.transposable_mask,
+    prune=prune.prune,
+    s_ste_scale=prune.s_ste_scale,
+    mvue=mvue.mvue,
+    masked_decay_=decay.masked_decay_,
+    gated_activation=gated.gated_activation,
+    gated_activation_backward=gated.gated_activation_backward,
+    unpack_nm=packed.unpack_nm,
+    packed_linear=packed.packed_linear,
+)
+
+__all__ = ["OPERATORS", "decay", "fp8", "gated", "masks", "mvue", "packed", "prune", "transposable"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from paths import ROOT
 from sparse24_kernels.cpu import build, library
-from sparse24_kernels.dispatch import _choose, choose_kernels
+from sparse24_kernels.dispatch import choose, choose_kernels
 
 WAY_OUT = "$SPARSE24_CACHE names another folder to keep them in"
 COMPILER = """#!/bin/sh
@@ -183,7 +183,7 @@ def test_a_torch_that_does_not_share_its_threads(compiler, monkeypatch):
 
 def test_the_reason_is_told(monkeypatch):
     monkeypatch.setattr("sparse24_kernels.dispatch.load_cpu_kernels", lambda: "SPARSE24_CPU=off")
-    _choose.cache_clear()
-    choice = choose_kernels(torch.device("cpu"), torch.bfloat16, "packed.packed_linear")
+    choose.cache_clear()
+    choice = choose_kernels(torch.device("cpu"), torch.bfloat16, "packed_linear")
     assert choice == ("reference", "Triton's kernels need a CUDA device, not cpu; SPARSE24_CPU=off")
-    _choose.cache_clear()
+    choose.cache_clear()

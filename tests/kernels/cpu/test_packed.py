@@ -232,7 +232,7 @@ def test_operators_as_pytorch_wants_them(arguments):
 
 def test_the_kernels_run_and_are_traced_by_everything():
     """What traces has the operator, and no result of one call."""
-    assert choose_kernels(X.device, X.dtype, "packed.packed_linear").implementation == "cpu"
+    assert choose_kernels(X.device, X.dtype, "packed_linear").implementation == "cpu"
     other = torch.randn(3, 16)
     wanted = kernels.packed_linear(other, WEIGHT, BIAS)
     compiled = torch.compile(lambda x: kernels.packed_linear(x, WEIGHT, BIAS), fullgraph=True, backend="aot_eager")
