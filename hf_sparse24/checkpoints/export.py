@@ -34,7 +34,7 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.state_check import wrong_states
 from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
-from .manifest import MANIFEST, read_json, sparse_dim, weight_files, write_manifest
+from .manifest import MANIFEST, read_json, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import header_hash, open_safetensors, write_safetensors
 
@@ -272,13 +272,13 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def refuse_other_models(directory: Path) -> None:
-    """Raise ValueError where an export would replace another model than an export."""
+    """Raise ValueError where an export would replace files that are no export's."""
     found = [name for name in _OTHERS if (directory / name).exists()]
-    if (directory / CONFIG).exists():
-        saved = read_json(directory / CONFIG).get("quantization_config") or {}
-        is_training = saved.get("quant_method") == "sparse24" and "packed" not in saved
-        if is_training or not _is_export(directory):
-            found.append(CONFIG)
+    names = os.listdir(directory) if directory.exists() else []
+    model = sorted(name for name in names if name == CONFIG or WEIGHT_FILES.fullmatch(name))
+    weights = [directory / name for name in model if name.endswith(".safetensors")]
+    if model and not (weights and all(map(_is_exported, weights))):
+        found += model
     if found:
         raise ValueError(
             f"{directory} holds a training checkpoint, an adapter or another model that is no export of hf_sparse24 "
@@ -286,15 +286,12 @@ def refuse_other_models(directory: Path) -> None:
         )
 
 
-def _is_export(directory: Path) -> bool:
-    """Whether `export_model` wrote the weights in a directory, which `save_pretrained` may have written over."""
-    if not (directory / MANIFEST).exists():
-        return False
+def _is_exported(file: Path) -> bool:
+    """Whether `export_model` wrote a file of weights, which `save_pretrained` may have written over."""
     try:
-        files = [open_safetensors(path) for path in weight_files(directory)]
-    except (OSError, ValueError):  # cut short: nothing is lost that could be loaded
-        return True
-    return all(MARK in (file.metadata() or {}) for file in files)
+        return MARK in (open_safetensors(file).metadata() or {})
+    except OSError:  # cut short: nothing is lost that could be loaded
+        return file.with_name(MANIFEST).exists()
 
 
 @contextmanager

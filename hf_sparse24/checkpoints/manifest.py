@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..metrics import all_finite, is_nm_sparse
-from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names
+from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, packed_weight_name
 from ..weights.packed_weight import wrong_packed
 from .replacing import CONFIG
 from .safetensors_file import DTYPES, open_safetensors
@@ -101,12 +101,12 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names))]
 
 
-def read_listing(directory: Path) -> Listing:
-    """Which weights the checkpoint in `directory` lists as sparse.
+def read_listing(directory: Path, tensors: Tensors) -> Listing:
+    """Which weights the checkpoint in `directory`, which has these tensors, lists as sparse.
 
     Raises:
         ValueError: a training checkpoint, whose weights are dense; another that lists no sparse weights; or a file
-            that says nonsense.
+            that says nonsense, as where `config.json` does not list what is packed.
         OSError: no config.json.
     """
     config = read_json(directory / CONFIG).get("quantization_config") or {}
@@ -116,25 +116,30 @@ def read_listing(directory: Path) -> Listing:
             f"{directory} is a training checkpoint: it has the dense master weights; export it (hf-sparse24 export), "
             f"and look at the export"
         )
-    packed = PackedFormat.from_dict(config["packed"]) if is_ours else None
-    method, pattern = config.get("method"), Pattern.parse(config.get("pattern", "2:4"))
+    packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else ()
+    listing = None
     if (directory / MANIFEST).exists():
         listing = _read_manifest(directory / MANIFEST)
-        if listing.format == "packed" and (packed is None or not set(packed.weights) <= set(listing.weights)):
+        if listing.files and tensors.files.keys() != listing.files.keys():
+            if not packed:
+                raise ValueError(
+                    f"{directory / MANIFEST} lists {sorted(listing.files)}, and from_pretrained reads "
+                    f"{sorted(tensors.files)}: another model was saved over the export; remove {MANIFEST}"
+                )
+            listing = None
+    if listing is None and packed:
+        pattern = Pattern.parse(config.get("pattern", "2:4"))
+        listing = Listing("packed", CONFIG, dict.fromkeys(packed, -1), {}, pattern, {}, config.get("method"))
+    if listing is not None:
+        stored = {weight for name in tensors.names if (weight := packed_weight_name(name))}
+        expected = stored | {name for name in listing.weights if name not in tensors}
+        if listing.format == "packed" and sorted(packed) != sorted(expected):
+            wrong = sorted(expected ^ {*packed}) or [name for name in packed if packed.count(name) > 1]
             raise ValueError(
-                f"{directory / CONFIG} does not list the packed weights of {MANIFEST}, so from_pretrained would not "
-                f"find them; copy or download the whole export again"
+                f"{directory / CONFIG}: packed.weights must list each packed weight once, and no other: {wrong[0]}; "
+                f"copy or download the whole export again"
             )
-        loaded = {path.name for path in weight_files(directory)}
-        if not listing.files or loaded == set(listing.files):
-            return listing
-        if packed is None:
-            raise ValueError(
-                f"{directory / MANIFEST} lists {sorted(listing.files)}, and from_pretrained reads {sorted(loaded)}: "
-                f"another model was saved over the export; remove {MANIFEST}"
-            )
-    if packed is not None:
-        return Listing("packed", CONFIG, dict.fromkeys(packed.weights, -1), {}, pattern, {}, method)
+        return listing
     way = "; hf-sparse24 convert makes an export of it" if "sparsity_config" in config else ""
     raise ValueError(
         f"{directory} has no {MANIFEST}, which export_model writes and which lists its sparse weights{way}"

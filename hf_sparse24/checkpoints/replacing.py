@@ -72,9 +72,11 @@ def _switch(root: Path, outdated: Pattern[str]) -> None:
     for name in new:
         _flush(staging / "new" / name)
     if CONFIG not in old:
-        for name in old:
+        # What a killed process leaves has a file of weights, by which the next export knows it.
+        names = sorted(old | new, key=lambda name: (name == CONFIG, not name.endswith(".safetensors")))
+        for name in (name for name in reversed(names) if name in old):
             os.remove(root / name)
-        for name in sorted(new, key=lambda name: name == CONFIG):
+        for name in (name for name in names if name in new):
             os.replace(staging / "new" / name, root / name)
         return
     (staging / "old").mkdir()

@@ -47,13 +47,12 @@ def export(options: argparse.Namespace) -> int:
     is_packed = "packed" in own and own.get("master") != "packed"
     if not is_dense and (own.get("quant_method") != "sparse24" or is_packed):
         raise ValueError(
-            f"{options.checkpoint} is neither a training checkpoint nor a dense export of hf_sparse24; only these are "
-            f"exported. Of a packed export, unpack_model(model).save_pretrained(directory) makes ordinary weights; of "
-            f"a sparse-24-bitmask checkpoint, hf-sparse24 convert"
+            f"{options.checkpoint} is no training checkpoint of hf_sparse24 and no dense export. Of a packed export, "
+            f"unpack_model(model).save_pretrained(directory) makes dense weights; of bitmasks, hf-sparse24 convert"
         )
     model = model_class(config).from_pretrained(source)
     if is_dense:
-        _patch_export(model, read_listing(source))
+        _patch_export(model, read_listing(source, Tensors(source)))
     with _alone():
         export_model(model, options.directory, options.format, options.max_shard_size, options.values)
     return _finish(source, options.directory)
@@ -109,7 +108,7 @@ def inspect(options: argparse.Namespace) -> int:
     """Print which weights of a checkpoint are sparse, and how large it is."""
     directory = _local(options.checkpoint)
     tensors = Tensors(directory)
-    listing = read_listing(directory)
+    listing = read_listing(directory, tensors)
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
         values, indices, scales = buffer_names(name)
@@ -135,7 +134,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     """Read a checkpoint, and print whether what is said to be sparse is; the exit status is 1 where it is not."""
     directory = _local(options.checkpoint)
     tensors = Tensors(directory)
-    listing = read_listing(directory)
+    listing = read_listing(directory, tensors)
     found = []
     with Progress("verification", len(listing.files) + len(listing.weights), "tensor", leave=False) as progress:
         for finding in verify(directory, listing, tensors):

@@ -12,6 +12,7 @@ import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from checkpoints import patched
+from safetensors.torch import save
 from sparse_models import Mlp, logits
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -248,10 +249,35 @@ def test_a_training_checkpoint_is_not_written_over(name, tmp_path):
     with pytest.raises(ValueError, match=rf"a training checkpoint.* \({name or 'config.json'}.*into another directory"):
         export_model(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    (tmp_path / "config.json").write_text("{")
-    if name is None:
-        with pytest.raises(ValueError, match=r"config.json is no JSON"):
-            export_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "sparse24.json"])
+def test_weights_without_a_config_are_not_written_over(name, tmp_path):
+    """Or an index; an export that was killed before it wrote its config is."""
+    tensors = {"x": torch.ones(2)}
+    for file, data in {name: save(tensors, {"format": "pt"}), "model.safetensors.index.json": b"{}"}.items():
+        (tmp_path / file).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"no export of hf_sparse24 \(.*{file}"):
+            export_model(patched(), tmp_path)
+        assert (tmp_path / file).read_bytes() == data
+        (tmp_path / file).unlink()
+    replace, changed = os.replace, []
+
+    def killed(source, target):
+        replace(source, target)
+        changed.append(target)
+        if len(changed) == moves:
+            raise Killed
+
+    for moves in range(1, 5):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(os, "replace", killed)
+            export_model(patched(), tmp_path)
+        changed.clear()
+        if moves < 4:
+            assert not (tmp_path / "config.json").exists()
+    export_model(patched(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
 def test_a_model_that_was_not_patched(tmp_path):

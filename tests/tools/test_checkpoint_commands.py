@@ -153,13 +153,23 @@ def test_what_lies_beside_a_training_checkpoint_from_before(tmp_path, capsys):
     assert "is a training checkpoint" in capsys.readouterr().err
 
 
-def test_a_packed_export_that_would_load_random_weights(tmp_path, capsys):
-    export_model(patched(), tmp_path, "packed")
+@pytest.mark.parametrize("case", ["none", "one too few", "one twice", "one too few, saved again"])
+def test_a_packed_export_whose_config_lists_other_weights_is_not_verified(case, tmp_path, capsys):
+    export_model(patched(intermediate_size=60), tmp_path, "packed")  # down_proj is not packed
+    assert main(["verify", str(tmp_path)]) == 0
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
+    weights = config["quantization_config"]["packed"]["weights"]
+    if case == "none":
+        del config["quantization_config"]
+    elif case == "one twice":
+        weights.append(weights[0])
+    else:
+        weights.pop()
     (tmp_path / "config.json").write_text(json.dumps(config))
+    if "saved again" in case:
+        (tmp_path / "sparse24.json").unlink()
     assert main(["verify", str(tmp_path)]) == 2
-    assert "does not list the packed weights" in capsys.readouterr().err
+    assert "packed.weights must list" in capsys.readouterr().err
 
 
 def test_other_files_and_numbers(tmp_path, capsys):
