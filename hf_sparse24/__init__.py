@@ -27,7 +27,7 @@ from .training.controller import Sparse24Controller
 from .training.distillation import DistillationConfig, distill
 from .training.seq2seq import Sparse24Seq2SeqTrainer
 from .training.trainer import Sparse24Trainer
-from .version import __version__
+from .version import __version__ as __version__
 from .weights.sparse_weight import sparse_weights
 
 _register_tuners()
@@ -42,7 +42,6 @@ __all__ = [
     "Sparse24Linear",
     "Sparse24Seq2SeqTrainer",
     "Sparse24Trainer",
-    "__version__",
     "choose_patterns",
     "describe_settings",
     "distill",

@@ -8,8 +8,7 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
-from sparse24_kernels import GemmPlan
-from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm import GemmPlan, autotune, cusparselt, linear_problem, plan_gemm
 from sparse24_kernels.gemm.problem import Algorithm
 from torch import nn
 
@@ -96,7 +95,7 @@ def check_agreement(model: nn.Module, weight: SparseWeight, tokens: int, library
         if problem is None:
             assert plan.reason == gemm.unsupported() and not plan.is_sparse
             continue
-        assert plan == kernels.plan_gemm(problem, CPU, weight.run.backend)
+        assert plan == plan_gemm(problem, CPU, weight.run.backend)
         # The stand-in's verdict is always "sparse": what can run sparse does, and the autotuner would be given it.
         assert (
             plan.is_sparse
@@ -151,7 +150,7 @@ def test_they_agree_where_the_autotuner_prefers_dense(stand_in, spy, method, mon
     """Dense for the output GEMM, sparse for the others, as measured."""
 
     def choose(problem, device):
-        if problem == kernels.linear_problem(32, OUT, IN, torch.bfloat16):
+        if problem == linear_problem(32, OUT, IN, torch.bfloat16):
             return autotune.Verdict("dense", Algorithm(3), 3.0, 2.0, "dense is faster", measured=True)
         return autotune.Verdict("cusparselt", Algorithm(3), 1.0, 2.0, "measured", measured=True)
 

@@ -34,8 +34,9 @@ from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import GemmPlan, Pattern
+from sparse24_kernels import Pattern
 from sparse24_kernels.fp8 import fp8_simulate
+from sparse24_kernels.gemm import GemmPlan
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D

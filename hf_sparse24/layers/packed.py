@@ -17,6 +17,7 @@ import torch
 from sparse24_kernels import Packed
 from sparse24_kernels.gemm.packed import unsupported_device
 from sparse24_kernels.matmul import packed_layer
+from sparse24_kernels.packing import gather_nm
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
@@ -96,7 +97,7 @@ def _grad_values(grad: Tensor, x: Tensor, indices: Tensor, dtype: torch.dtype) -
     step = max(ROWS, BLOCK_BYTES // (inputs * x.element_size()) // ROWS * ROWS)
     for top in range(0, out, step):
         some = slice(top, top + step)
-        values[some] = kernels.gather_nm(grad[:, some].t() @ x, indices[some])
+        values[some] = gather_nm(grad[:, some].t() @ x, indices[some])
     return values
 
 

@@ -7,9 +7,9 @@ between steps; its run, and the model's config, are those of a patched model.
 from dataclasses import replace
 from typing import Any, cast
 
-import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
+from sparse24_kernels.prune import prune_forms
 from torch import nn
 
 from ..adapters.bypass import adapters_in
@@ -66,7 +66,7 @@ def pack_masters(model: nn.Module, run: SparseRun) -> None:
     for weight in sparse_weights(model).values():
         out_in = weight.storage.out_in
         matrix, mask = out_in(weight.parameter.detach()), out_in(weight.mask())
-        packed = cast(Packed, kernels.prune_forms(matrix, ["packed"], "mask", mask=mask)[0])
+        packed = cast(Packed, prune_forms(matrix, ["packed"], "mask", mask=mask)[0])
         module, trains = weight.module, weight.parameter.requires_grad
         make_dense(weight)
         pack_weight(module, weight.name, weight.input_dim, packed, run, trains)

@@ -11,10 +11,9 @@ from typing import cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import GemmPlan, GemmProblem
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_simulate
-from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_packed
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.planning import choose_backend
 from sparse24_kernels.masks import count_flips
@@ -50,10 +49,10 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
         ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")),
     ]
     for dtype, values in _PACKED:
-        problem = kernels.linear_problem(1, 2048, 2048, dtype)._replace(sparse_dtype=values)
+        problem = linear_problem(1, 2048, 2048, dtype)._replace(sparse_dtype=values)
         kind = str(values or dtype).removeprefix("torch.")
         try:
-            plan = kernels.plan_packed(problem, device)
+            plan = plan_packed(problem, device)
             rows.append((f"  {kind} values, 1 token", plan.backend.name, plan.reason))
         except RuntimeError as error:  # a cuSPARSELt that cannot compress
             rows.append((f"  {kind} values, 1 token", "none", str(error)))
@@ -139,7 +138,7 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
             rows[f"{len(weight.parameter)} x {out} x {inputs}", *reasons, "1.00x"] += 1
             continue
         cells, before, after = [], 0.0, 0.0
-        usual = kernels.linear_problem(tokens, out, inputs, dtype)
+        usual = linear_problem(tokens, out, inputs, dtype)
         for gemm in weight.method.gemms:
             plan = plans[gemm.name]
             verdict = autotune.choose(gemm.problem(tokens, out, inputs, dtype) or usual, device)

@@ -6,7 +6,7 @@ The road from a layer to a kernel:
     sparse_weight.py     SparseWeight.encoded       says what operands are made from
     encodings.py         Encodings.get              gives the ones that are kept, and makes the others:
     sparse_weight.py     SparseWeight._encode       asks the method for a rule, and checks that it is N:M
-    rules.py             encode                     calls the kernel of that rule: `sparse24_kernels.prune_forms`
+    rules.py             encode                     calls the kernel of that rule: `sparse24_kernels.prune.prune_forms`
 
 The files, from the lowest layer up:
 

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from sparse24_kernels import GemmBackend
+from sparse24_kernels.gemm import GemmBackend
 from torch import Tensor, nn
 
 

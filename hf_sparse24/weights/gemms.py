@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple, cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import GemmPlan, GemmProblem, Pattern
+from sparse24_kernels import Pattern
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.backend import DENSE, encode_one
 from torch import Tensor
 
@@ -86,15 +87,15 @@ class Gemm:
         if self.unsupported() is not None:
             return None
         if self.name == "output":
-            return kernels.linear_problem(tokens, out, inputs, dtype)
+            return linear_problem(tokens, out, inputs, dtype)
         if self.name == "grad_input":
-            return kernels.linear_problem(tokens, inputs, out, dtype)
-        return kernels.mm_problem(out, inputs, tokens, dtype)
+            return linear_problem(tokens, inputs, out, dtype)
+        return mm_problem(out, inputs, tokens, dtype)
 
     def plan(
         self, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
     ) -> GemmPlan:
-        """What runs this GEMM, and why (see `sparse24_kernels.plan_gemm`).
+        """What runs this GEMM, and why (see `sparse24_kernels.gemm.plan_gemm`).
 
         Raises:
             ValueError: `backend` is unknown, or was asked for by name and cannot run on `device`.
@@ -102,7 +103,7 @@ class Gemm:
         problem = self.problem(tokens, out, inputs, dtype)
         if problem is None:
             return GemmPlan(DENSE, self.unsupported() or "")
-        return kernels.plan_gemm(problem, device, backend)
+        return plan_gemm(problem, device, backend)
 
     def weight_form(self, plan: GemmPlan) -> str:
         """In which form the plan takes the weight operand: `"dense"`, or compressed along what this GEMM contracts."""

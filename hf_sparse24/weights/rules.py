@@ -6,8 +6,10 @@ from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import GemmBackend, Pattern
+from sparse24_kernels import Pattern
+from sparse24_kernels.gemm import GemmBackend
 from sparse24_kernels.gemm.backend import encode_one
+from sparse24_kernels.prune import prune_forms
 from torch import Tensor
 
 from .gemms import PRUNED
@@ -17,7 +19,7 @@ Forms = Mapping[str, GemmBackend | None]
 """Forms of a matrix: `"dense"`; `"compressed"` and `"compressed-transposed"` with the backend that stores them."""
 
 _PRUNED_FORMS = {"dense": "dense", "compressed": "dense", "compressed-transposed": "transposed"}
-"""What a backend compresses, as `sparse24_kernels.prune_forms` names it."""
+"""What a backend compresses, as `sparse24_kernels.prune.prune_forms` names it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
     elif isinstance(rule, Values):
         arguments = {"mask": rule.values != 0}
     pruned = list(dict.fromkeys(_PRUNED_FORMS[form] for form in forms))
-    results = kernels.prune_forms(
+    results = prune_forms(
         matrix,
         pruned,
         names[type(rule)],

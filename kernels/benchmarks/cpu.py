@@ -22,6 +22,7 @@ from typing import Any
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
+from sparse24_kernels.gemm import linear_problem, plan_packed
 from sparse24_kernels.matmul import packed_layer
 from torch import Tensor
 from torch.nn.functional import linear
@@ -249,6 +250,6 @@ class Layers(Section):
                 own, packed = (size(self.weights(entry)[form][0]) for form in (way, "packed"))
                 facts["read, GB/s"] = middle(packed / turn["read"] / 1e3 for turn in rounds)
                 facts[f"{way}, share of bandwidth"] = middle(own / packed * turn["read"] / turn[way] for turn in rounds)
-        problem = kernels.linear_problem(entry.tokens, entry.out, entry.inputs, DTYPES[entry.dtype])
-        facts["plan"] = kernels.plan_packed(problem, Cpu.device).reason
+        problem = linear_problem(entry.tokens, entry.out, entry.inputs, DTYPES[entry.dtype])
+        facts["plan"] = plan_packed(problem, Cpu.device).reason
         return {"times": {best: times[best]} | times, "facts": dict(sorted(facts.items()))}

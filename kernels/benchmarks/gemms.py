@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import sparse24_kernels as kernels
 import torch
 from kernel_cases import BF16, FP16, draw
-from sparse24_kernels import GemmPlan, GemmProblem, linear_problem, mm_problem
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, compress, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.gemm.problem import Algorithm
+from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn
 
 from .run import Row, Run, Section
@@ -138,10 +139,10 @@ class Operands:
         self.bias = make((layer.out,)) if layer.bias and name == "output" else None
         self.a = {"output": self.weight, "grad_input": self.weight.t(), "grad_weight": self.grad.t()}[name]
         self.b = self.grad if name == "grad_input" else x
-        self.plan: GemmPlan = kernels.plan_gemm(layer.problems()[name], device, "cusparselt")
+        self.plan: GemmPlan = plan_gemm(layer.problems()[name], device, "cusparselt")
         self.scale, self.key = kernels.s_ste_scale(self.weight), torch.tensor(7, device=device)
         self.mask = kernels.transposable_mask(self.weight, packed=True)
-        self.packed = kernels.compress(self.pruned(), self.plan) if self.plan.is_sparse else None
+        self.packed = compress(self.pruned(), self.plan) if self.plan.is_sparse else None
 
     def pruned(self) -> Tensor:
         """`a` with its zeros: pruned by S-STE's rule, by T-SR-STE's mask, or by MVUE."""
@@ -151,7 +152,7 @@ class Operands:
             return estimate
         soft = {"rule": "soft-threshold", "scale": self.scale}
         rule: dict[str, Any] = soft if self.name == "output" else {"rule": "mask", "mask": self.mask}
-        (found,) = kernels.prune_forms(self.weight, ["dense" if self.name == "output" else "transposed"], **rule)
+        (found,) = prune_forms(self.weight, ["dense" if self.name == "output" else "transposed"], **rule)
         assert isinstance(found, Tensor)
         return found
 
@@ -161,7 +162,7 @@ class Operands:
         return nn.functional.linear(convert(self.b), convert(a), None if self.bias is None else convert(self.bias))
 
     def sparse(self, plan: GemmPlan, packed: Operand | None = None) -> Tensor:
-        operand = kernels.compress(self.pruned(), plan) if packed is None else packed
+        operand = compress(self.pruned(), plan) if packed is None else packed
         if self.name == "grad_weight":
             return kernels.sparse_mm(operand, self.b, plan=plan)
         return kernels.sparse_linear(self.b, operand, self.bias, plan=plan)
@@ -208,7 +209,7 @@ class Gemms(Section):
     def measure(self, run: Run, entry: Layer) -> Row:
         device = run.machine.device
         sets = [Operands(entry, entry.gemm, device, seed=seed) for seed in range(sets_that_fill(run, entry))]
-        plan, auto = sets[0].plan, kernels.plan_gemm(self.problems(entry)[0], device)
+        plan, auto = sets[0].plan, plan_gemm(self.problems(entry)[0], device)
 
         def sparse(plan: GemmPlan, packing: bool = False) -> list[Call]:
             sets[0].check(plan)

@@ -18,6 +18,7 @@ from kernel_cases import BF16, FP32, Case, cases
 from sparse24_kernels import Packed, reference
 from sparse24_kernels.gemm.backend import GemmPlan
 from sparse24_kernels.gemm.packed import PACKED
+from sparse24_kernels.prune import prune_forms
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
@@ -111,7 +112,7 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
 
 
 def _prune(weight, rule, n, m, dim, mask, scale, dtype, forms, *_):
-    return kernels.prune_forms(weight, forms, rule, n, m, dim, mask=mask, scale=scale, dtype=dtype)
+    return prune_forms(weight, forms, rule, n, m, dim, mask=mask, scale=scale, dtype=dtype)
 
 
 def _mvue(x, key, n, m, dim, estimator, form, *_):

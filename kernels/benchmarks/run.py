@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sparse24_kernels import GemmProblem
-from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt
 
 from . import timing
 from .timing import Cuda, Maker, OutOfTime, Sampler, describe, time_limit

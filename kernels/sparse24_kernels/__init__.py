@@ -11,50 +11,36 @@ torch sees them. From the bottom up:
     gemm/         GEMMs with a 2:4 operand: backends, storage, autotuning, plans
     the rest      the public functions: what they compute, arguments checked, one torch operator each
 
-Here are the names that most users need. The others stay where they are defined: names of choices beside their function
-(`transposable.SOLVERS`, `scale.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`), `fp8.fp8_quantize` and
-`fp8.fp8_simulate`, `masks.count_flips`, `decay.foreach_masked_decay_`, `dispatch.choose_kernels`,
-and of `gemm`: `operand.Operand`, `problem.Algorithm`, `planning.choose_backend`.
+Here are the operators and formats. Authors of GEMM backends import from `gemm`. Other names stay in their modules:
+choices of an argument (`transposable.SOLVERS`, `scale.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`),
+`prune.prune_forms`, `packing.gather_nm`, `masks.count_flips`, `decay.foreach_masked_decay_`, `fp8.fp8_quantize`,
+`fp8.fp8_simulate` and `dispatch.choose_kernels`.
 """
 
 from .decay import masked_decay_
 from .formats import Packed, Pattern
 from .gated import gated_activation
-from .gemm.backend import GemmBackend, GemmPlan, register_backend
-from .gemm.planning import plan_gemm, plan_packed
-from .gemm.problem import GemmProblem, linear_problem, mm_problem
 from .masks import nm_mask, pack_bits, unpack_bits
-from .matmul import compress, packed_linear, sparse_linear, sparse_mm
+from .matmul import packed_linear, sparse_linear, sparse_mm
 from .mvue import mvue
-from .packing import gather_nm, pack_nm, quantize_packed, unpack_nm
-from .prune import apply_mask, nm_prune, prune_forms, soft_threshold
+from .packing import pack_nm, quantize_packed, unpack_nm
+from .prune import apply_mask, nm_prune, soft_threshold
 from .scale import s_ste_scale
 from .transposable import transposable_mask
 
 __all__ = [
-    "GemmBackend",
-    "GemmPlan",
-    "GemmProblem",
     "Packed",
     "Pattern",
     "apply_mask",
-    "compress",
     "gated_activation",
-    "gather_nm",
-    "linear_problem",
     "masked_decay_",
-    "mm_problem",
     "mvue",
     "nm_mask",
     "nm_prune",
     "pack_bits",
     "pack_nm",
     "packed_linear",
-    "plan_gemm",
-    "plan_packed",
-    "prune_forms",
     "quantize_packed",
-    "register_backend",
     "s_ste_scale",
     "soft_threshold",
     "sparse_linear",

@@ -10,36 +10,10 @@ from .cpu import limits
 from .formats import Packed
 from .gemm.backend import DENSE, GemmPlan
 from .gemm.operand import Operand
-from .gemm.planning import plan_packed
+from .gemm.planning import compress, plan_packed
 from .gemm.problem import linear_problem
 
 _DENSE = GemmPlan(DENSE, "no plan was given")
-
-
-def compress(matrix: Tensor | Packed, plan: GemmPlan) -> Operand:
-    """A 2:4 matrix `[m, k]` as the backend of a plan multiplies by it.
-
-    Not checked: the matrix must be 2:4 along k and free of -0.0. What cuSPARSELt compresses, `[m, 9 k / 16]` or more
-    where it pads, belongs to the device and the library's version: never save it (`pack_nm` is for that).
-
-    Args:
-        matrix: dense with zeros, in the dtype of the GEMM, or packed (`pack_nm`).
-        plan: of its GEMM.
-
-    Returns:
-        The operand, for `sparse_linear` or `sparse_mm` with the same plan. For dense math it is the matrix itself.
-
-    Raises:
-        ValueError: a dtype, size or device that the backend does not take.
-    """
-    check_is(GemmPlan, "compress", plan=plan)
-    if isinstance(matrix, Packed):
-        check_packed("compress", matrix)
-        check_matrix("compress", values=matrix.values)
-    else:
-        check_floating("compress", matrix=matrix)
-        check_matrix("compress", matrix=matrix)
-    return plan.backend.encode(matrix)
 
 
 def sparse_linear(

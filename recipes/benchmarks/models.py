@@ -13,7 +13,7 @@ import torch
 from benchmarks.gemms import Layer
 from benchmarks.run import NOT_RUN, Row, Run, Section
 from kernel_cases import BF16, FP16, draw
-from sparse24_kernels import GemmProblem
+from sparse24_kernels.gemm import GemmProblem
 from torch import Tensor, nn
 
 from .modules import Build, Layers, patched

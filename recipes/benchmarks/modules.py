@@ -14,7 +14,7 @@ from benchmarks.gemms import AUTO, LENGTH, MODELS, Layer, layers, published, set
 from benchmarks.run import Row, Run, Section
 from benchmarks.timing import Call
 from kernel_cases import BF16, draw
-from sparse24_kernels import GemmProblem
+from sparse24_kernels.gemm import GemmProblem
 from torch import Tensor, nn
 
 METHODS = {"s-ste": 1.28, "t-sr-ste": 1.45}

@@ -12,13 +12,14 @@ import griffe
 import pages
 import pytest
 import sparse24_kernels
+import sparse24_kernels.gemm
 import torch
 
 import hf_sparse24
 from hf_sparse24 import methods
 from hf_sparse24.methods import METHODS
 
-PACKAGES = (hf_sparse24, sparse24_kernels)
+PACKAGES = (hf_sparse24, sparse24_kernels, sparse24_kernels.gemm)
 # mkdocstrings takes this name for the module that is called like the function.
 SAME_NAME = {"sparse24_kernels.mvue": "sparse24_kernels.mvue.mvue"}
 PUBLIC = [f"{package.__name__}.{name}" for package in PACKAGES for name in package.__all__]
@@ -35,7 +36,7 @@ def tree():
         search_paths=[pages.ROOT, pages.ROOT / "kernels"],
         extensions=griffe.load_extensions("dataclasses"),
     )
-    for package in PACKAGES:
+    for package in (hf_sparse24, sparse24_kernels):
         loader.load(package.__name__)
     loader.resolve_aliases(implicit=True)
     return loader.modules_collection
@@ -128,7 +129,13 @@ def examples() -> list[doctest.DocTest]:
             value = getattr(package, name)
             if not callable(value):
                 continue
-            names = vars(sparse24_kernels) | vars(methods) | vars(hf_sparse24) | {"torch": torch, "__name__": "example"}
+            names = (
+                vars(sparse24_kernels)
+                | vars(sparse24_kernels.gemm)
+                | vars(methods)
+                | vars(hf_sparse24)
+                | {"torch": torch, "__name__": "example"}
+            )
             own = [m for key, m in vars(value).items() if not key.startswith("_")] if inspect.isclass(value) else []
             for part in [value, *own]:
                 text = getattr(part, "__doc__", None)

@@ -9,21 +9,27 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from cslt import sparse_plan, stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels import gemm
 from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_quantize, fp8_simulate
 from sparse24_kernels.gemm import backend as gemm_backend
+from sparse24_kernels.gemm import linear_problem
 from sparse24_kernels.gemm.planning import choose_backend
 from sparse24_kernels.masks import count_flips
+from sparse24_kernels.packing import gather_nm
+from sparse24_kernels.prune import prune_forms
 
 CPU, META, BF16, NAN = torch.device("cpu"), torch.device("meta"), torch.bfloat16, float("nan")
 X = torch.randn(16, 32)
 MASK, PACKED, W = X > 0, kernels.pack_nm(X), kernels.nm_prune(X)
-PROBLEM = kernels.linear_problem(16, 16, 32, BF16)
+PROBLEM = linear_problem(16, 16, 32, BF16)
 PATTERN = {"n": 2, "m": 4, "dim": -1}
 NAMED = SimpleNamespace(name="a test's")
 ELSEWHERE = (choose_backend, choose_kernels, count_flips, foreach_masked_decay_, fp8_quantize, fp8_simulate)
-FUNCTIONS = {name: getattr(kernels, name) for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
+ELSEWHERE += (gather_nm, prune_forms)
+PUBLIC = {name: getattr(package, name) for package in (kernels, gemm) for name in package.__all__}
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 FUNCTIONS |= {function.__name__: function for function in ELSEWHERE}
 # A call of each that works, with every argument by its name.
 CALLS = {

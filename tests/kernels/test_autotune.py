@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import cslt
 import pytest
 import torch
-from sparse24_kernels import GemmProblem, cache_folder, linear_problem, plan_gemm
-from sparse24_kernels.gemm import autotune, cusparselt, measure
+from sparse24_kernels import cache_folder
+from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt, linear_problem, measure, plan_gemm
 from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, reset, table_path, tune, write
 from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
 

@@ -8,8 +8,7 @@ from cslt import (
     sparse_plan,
     stand_in,  # noqa: F401 (a fixture)
 )
-from sparse24_kernels import GemmPlan
-from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm import GemmPlan, autotune, compress, cusparselt, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.gemm.planning import choose_backend
@@ -18,7 +17,7 @@ from sparse24_kernels.gemm.sparse_tensor_cores import CUSPARSELT
 from torch.nn import functional as F
 
 CPU = torch.device("cpu")
-PROBLEM = kernels.linear_problem(32, 48, 32, torch.bfloat16)
+PROBLEM = linear_problem(32, 48, 32, torch.bfloat16)
 
 
 def test_dense_math():
@@ -58,9 +57,9 @@ CPU_ONLY = "no compressed form: cuSPARSELt needs a CUDA device, not cpu"
             r"bias must be torch.float32 \(6,\), got torch.float16",
         ),
         (lambda: kernels.sparse_linear(B.t().long(), A.long()), "sparse_linear takes fp64, .*, got torch.int64 as x"),
-        (lambda: kernels.compress(A, 3), r"compress: plan=3: must be of type GemmPlan"),
-        (lambda: kernels.compress(A[0], sparse_plan()), r"compress needs a matrix, got shape \(8,\) as matrix"),
-        (lambda: kernels.compress(A, sparse_plan()), f"compress: {CPU_ONLY}"),
+        (lambda: compress(A, 3), r"compress: plan=3: must be of type GemmPlan"),
+        (lambda: compress(A[0], sparse_plan()), r"compress needs a matrix, got shape \(8,\) as matrix"),
+        (lambda: compress(A, sparse_plan()), f"compress: {CPU_ONLY}"),
         (lambda: kernels.mvue(A, key="1"), "mvue: key='1': must be an int of 64 bits or an int64 0-d tensor"),
         (lambda: kernels.mvue(A, key=2**63), "mvue: key=9223372036854775808: must be an int of 64 bits"),
         (lambda: kernels.mvue(A, key=True), "mvue: key=True: must be an int of 64 bits"),
@@ -83,14 +82,14 @@ def test_every_choice_has_a_reason():
 
 def test_plans_without_sparse_tensor_cores_are_dense():
     reason = "cuSPARSELt needs a CUDA device, not cpu"
-    plan = kernels.plan_gemm(kernels.linear_problem(64, 32, 32, torch.bfloat16), CPU)
+    plan = plan_gemm(linear_problem(64, 32, 32, torch.bfloat16), CPU)
     assert plan == GemmPlan(DENSE, reason) and not plan.is_sparse
-    problem = kernels.mm_problem(32, 32, 64, torch.bfloat16)
-    assert kernels.plan_gemm(problem, CPU, "dense") == GemmPlan(DENSE, "requested")
+    problem = mm_problem(32, 32, 64, torch.bfloat16)
+    assert plan_gemm(problem, CPU, "dense") == GemmPlan(DENSE, "requested")
     with pytest.raises(ValueError, match=f"backend='cusparselt': {reason}; use 'auto'"):
-        kernels.plan_gemm(problem, CPU, "cusparselt")
+        plan_gemm(problem, CPU, "cusparselt")
     with pytest.raises(ValueError, match="backend='cutlass' is not available"):
-        kernels.plan_gemm(problem, CPU, "cutlass")
+        plan_gemm(problem, CPU, "cutlass")
 
 
 def test_no_backend_takes_operands_of_several_dtypes_yet(stand_in):  # noqa: F811
@@ -98,13 +97,13 @@ def test_no_backend_takes_operands_of_several_dtypes_yet(stand_in):  # noqa: F81
     problem = PROBLEM._replace(sparse_dtype=torch.float8_e4m3fn, dense_dtype=torch.float8_e4m3fn)
     for backend in ("auto", "dense", "cusparselt"):
         with pytest.raises(ValueError, match=r"plan_gemm: no backend runs .*float8_e4m3fn.*operands of one dtype"):
-            kernels.plan_gemm(problem, CPU, backend)
+            plan_gemm(problem, CPU, backend)
 
 
 def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
-    plan = kernels.plan_gemm(PROBLEM, CPU)
+    plan = plan_gemm(PROBLEM, CPU)
     assert plan[:3] == (CUSPARSELT, "measured", Algorithm(3)) and plan.is_sparse
-    assert kernels.plan_gemm(PROBLEM, CPU) == plan
+    assert plan_gemm(PROBLEM, CPU) == plan
     for change, reason in (
         ({"m": 40}, "cuSPARSELt needs multiples of 16, not 40 x 32"),
         ({"k": 8}, "cuSPARSELt needs multiples of 16, not 48 x 8"),
@@ -112,8 +111,8 @@ def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
     ):
         problem = PROBLEM._replace(**change)
         for backend in ("auto", "cusparselt"):
-            assert kernels.plan_gemm(problem, CPU, backend) == GemmPlan(DENSE, reason)
-    assert kernels.plan_gemm(PROBLEM, CPU, "dense").reason == "requested"
+            assert plan_gemm(problem, CPU, backend) == GemmPlan(DENSE, reason)
+    assert plan_gemm(PROBLEM, CPU, "dense").reason == "requested"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +127,9 @@ def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
 def test_verdicts_and_requests(stand_in, monkeypatch, verdict, auto, requested):  # noqa: F811
     verdict = autotune.Verdict(*verdict)
     monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
-    plan = kernels.plan_gemm(PROBLEM, CPU)
+    plan = plan_gemm(PROBLEM, CPU)
     assert plan.algorithm == auto and plan.reason == verdict.reason
-    plan = kernels.plan_gemm(PROBLEM, CPU, "cusparselt")
+    plan = plan_gemm(PROBLEM, CPU, "cusparselt")
     assert plan.algorithm == requested and plan.reason == f"requested; {verdict.reason}"
     assert plan.backend is (DENSE if requested is None else CUSPARSELT)
 
@@ -139,12 +138,12 @@ def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811
     """Planned, pruned and multiplied in one graph, and the first plan of its size is made while it is traced."""
 
     def step(x, weight, grad):
-        plan = kernels.plan_gemm(kernels.linear_problem(len(x), *weight.shape, x.dtype), x.device)
+        plan = plan_gemm(linear_problem(len(x), *weight.shape, x.dtype), x.device)
         assert plan.is_sparse
-        y = kernels.sparse_linear(x, kernels.compress(kernels.nm_prune(weight), plan), plan=plan)
-        plan = kernels.plan_gemm(kernels.mm_problem(grad.shape[1], x.shape[1], len(x), x.dtype), x.device)
+        y = kernels.sparse_linear(x, compress(kernels.nm_prune(weight), plan), plan=plan)
+        plan = plan_gemm(mm_problem(grad.shape[1], x.shape[1], len(x), x.dtype), x.device)
         estimate = kernels.mvue(grad, dim=0, key=3, form="transposed")
-        return y, kernels.sparse_mm(kernels.compress(estimate, plan), x, plan=plan)
+        return y, kernels.sparse_mm(compress(estimate, plan), x, plan=plan)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     weight = torch.randn(48, 32).bfloat16()
@@ -159,21 +158,21 @@ def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811
 
 def test_every_backend_gives_the_same_product(stand_in):  # noqa: F811
     matrix, dense = kernels.nm_prune(torch.randn(48, 32)).bfloat16(), torch.randn(32, 16).bfloat16()
-    plans = [kernels.plan_gemm(PROBLEM, CPU, backend) for backend in ("dense", "cusparselt")]
+    plans = [plan_gemm(PROBLEM, CPU, backend) for backend in ("dense", "cusparselt")]
     for bias in (None, torch.randn(48).bfloat16()):
         for plan in plans:
             for stored in (matrix, kernels.pack_nm(matrix)):
-                operand = kernels.compress(stored, plan)
+                operand = compress(stored, plan)
                 result = kernels.sparse_linear(dense.t(), operand, bias, plan=plan)
                 torch.testing.assert_close(result, F.linear(dense.t(), matrix, bias))
                 torch.testing.assert_close(kernels.sparse_mm(operand, dense, plan=plan), matrix @ dense)
-    assert kernels.compress(matrix, plans[0]) == Operand(matrix)
+    assert compress(matrix, plans[0]) == Operand(matrix)
 
 
 def test_operators(stand_in):  # noqa: F811
     matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
     plan = sparse_plan(algorithm=1)
-    compressed = kernels.compress(matrix, plan)
+    compressed = compress(matrix, plan)
     assert compressed.values.shape == (32, 27)
     torch.library.opcheck(torch.ops.sparse24.cslt_compress.default, (matrix, 27))
     x, bias = torch.randn(20, 48).bfloat16(), torch.randn(32).bfloat16()
@@ -188,7 +187,7 @@ def test_operators(stand_in):  # noqa: F811
     with pytest.raises(ValueError, match="compressed 32 x 27 is no matrix of 32 x 64"):
         kernels.sparse_linear(torch.randn(20, 64).bfloat16(), compressed, plan=plan)
     with pytest.raises(ValueError, match="compress: no compressed form: cuSPARSELt needs multiples of 16, not 10 x 16"):
-        kernels.compress(torch.randn(10, 16).bfloat16(), sparse_plan())
+        compress(torch.randn(10, 16).bfloat16(), sparse_plan())
     with pytest.raises(ValueError, match=r"needs operands of one dtype, got torch.bfloat16 \(2:4\) and torch.float16"):
         kernels.sparse_linear(x.half(), compressed, plan=plan)
 
@@ -196,7 +195,7 @@ def test_operators(stand_in):  # noqa: F811
 def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
     matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
     plan = sparse_plan(algorithm=1)
-    compressed = kernels.compress(matrix, plan)
+    compressed = compress(matrix, plan)
     for x in (torch.randn(1, 48).bfloat16(), torch.randn(48).bfloat16()):
         result = kernels.sparse_linear(x, compressed, plan=plan)
         torch.testing.assert_close(result, F.linear(x, matrix))
@@ -209,10 +208,10 @@ def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
 @pytest.mark.parametrize("library", [{"padding": 3}, {"flat": True}, {"padding": 3, "flat": True}])
 def test_padded_matrices_and_those_of_older_releases(monkeypatch, library):
     cslt.install(monkeypatch, cslt.StandIn(**library))
-    plan = kernels.plan_gemm(PROBLEM, CPU)
+    plan = plan_gemm(PROBLEM, CPU)
     weight, x = torch.randn(48, 32).bfloat16(), torch.randn(16, 32).bfloat16()
     dense = kernels.nm_prune(weight)
-    compressed = kernels.compress(dense, plan)
+    compressed = compress(dense, plan)
     assert compressed.values.shape == (48, 18 + library.get("padding", 0))
     assert torch.equal(kernels.sparse_linear(x, compressed, plan=plan), F.linear(x, dense))
 

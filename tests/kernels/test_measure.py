@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import cslt
 import pytest
 import torch
-from sparse24_kernels import GemmProblem
-from sparse24_kernels.gemm import measure
+from sparse24_kernels.gemm import GemmProblem, measure
 from sparse24_kernels.gemm.measure import Rejected, prepare, try_algorithm
 from sparse24_kernels.gemm.problem import Algorithm, bucket_start
 

@@ -6,6 +6,7 @@ import torch
 from sparse24_kernels.dispatch import choose, choose_kernels
 from sparse24_kernels.fp8 import fp8_quantize
 from sparse24_kernels.masks import count_flips
+from sparse24_kernels.prune import prune_forms
 
 ops = torch.ops.sparse24
 WEIGHT, LARGE = torch.randn(8, 16), torch.randn(64, 128)
@@ -47,7 +48,7 @@ def test_every_operator_is_checked_somewhere():
 def test_compiles_in_one_graph():
     def step(weight, grad, key):
         bits = kernels.transposable_mask(weight, packed=True)
-        sparse, transposed = kernels.prune_forms(weight, ["dense", "transposed"], "mask", mask=bits)
+        sparse, transposed = prune_forms(weight, ["dense", "transposed"], "mask", mask=bits)
         packed = kernels.mvue(grad, dim=0, key=key, form="packed")
         kernels.masked_decay_(grad, weight, bits, 0.1)
         flips = count_flips([bits], [kernels.nm_mask(weight, packed=True)])

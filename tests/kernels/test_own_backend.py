@@ -7,6 +7,7 @@ import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import dispatch
 from sparse24_kernels.gemm import backend as gemm_backend
+from sparse24_kernels.gemm import compress, linear_problem, mm_problem, plan_gemm, plan_packed, register_backend
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, unregister_backend
 from sparse24_kernels.gemm.operand import Operand
@@ -17,7 +18,7 @@ from torch.nn.functional import linear
 from hf_sparse24 import Sparse24Config, patch_model
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-PROBLEM = kernels.linear_problem(16, 48, 32, BF16)
+PROBLEM = linear_problem(16, 48, 32, BF16)
 
 
 @pytest.fixture
@@ -40,43 +41,43 @@ def fp32(monkeypatch):
 
 
 def test_a_backend_is_chosen_by_name(fp32):
-    plan = kernels.plan_gemm(PROBLEM, CPU, "fp32")
+    plan = plan_gemm(PROBLEM, CPU, "fp32")
     assert plan == (fp32, "requested; sums in fp32", None) and plan.is_sparse
     weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(16, 32).to(BF16), torch.randn(48)
     expected = (linear(x.float(), weight.float()) + bias.to(BF16).float()).to(BF16)
     packed = kernels.pack_nm(weight)
-    for operand in (encode_one(fp32, weight), kernels.compress(weight, plan), kernels.compress(packed, plan)):
+    for operand in (encode_one(fp32, weight), compress(weight, plan), compress(packed, plan)):
         assert torch.equal(kernels.sparse_linear(x, operand, bias.to(BF16), plan=plan), expected)
     assert torch.equal(kernels.packed_linear(x, packed, bias.to(BF16), plan=plan), expected)
     assert fp32.ran == 4 and backend_names()[-1] == "fp32"
 
 
 def test_what_it_refuses_is_dense_with_its_reason(fp32):
-    assert kernels.plan_gemm(PROBLEM, CPU).backend is DENSE, "auto asks no backend that did not want to be asked"
-    plan = kernels.plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU, "fp32")
+    assert plan_gemm(PROBLEM, CPU).backend is DENSE, "auto asks no backend that did not want to be asked"
+    plan = plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU, "fp32")
     assert plan == (DENSE, "fp32 gains nothing for torch.float32", None)
-    plan = kernels.plan_gemm(kernels.mm_problem(48, 32, 16, BF16), CPU, "fp32")
+    plan = plan_gemm(mm_problem(48, 32, 16, BF16), CPU, "fp32")
     assert plan == (DENSE, "fp32 has linear layers only", None)
     with pytest.raises(NotImplementedError, match="backend='fp32' planned a GEMM that it has no method for"):
         fp32.mm(Operand(torch.ones(4, 4)), torch.ones(4, 4), plan)
 
 
 def test_auto_asks_in_order_and_collects_the_refusals(fp32):
-    kernels.register_backend(fp32, auto=True)
-    assert kernels.plan_gemm(PROBLEM, CPU).backend is fp32
+    register_backend(fp32, auto=True)
+    assert plan_gemm(PROBLEM, CPU).backend is fp32
     reason = "cuSPARSELt needs a CUDA device, not cpu; fp32 gains nothing for torch.float32"
-    assert kernels.plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU).reason == reason
+    assert plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU).reason == reason
     unregister_backend("fp32")
-    assert kernels.plan_gemm(PROBLEM, CPU).backend is DENSE
+    assert plan_gemm(PROBLEM, CPU).backend is DENSE
     with pytest.raises(ValueError, match="backend='fp32' is not available"):
-        kernels.plan_gemm(PROBLEM, CPU, "fp32")
+        plan_gemm(PROBLEM, CPU, "fp32")
 
 
 @pytest.mark.parametrize("name", ["auto", "dense", "", None, 3])
 def test_names_that_mean_something_else_are_refused(name, fp32):
     fp32.name = name
     with pytest.raises(ValueError, match=r"register_backend: backend.name=.* must be a name other than"):
-        kernels.register_backend(fp32)
+        register_backend(fp32)
 
 
 def test_a_model_runs_on_it_forward_and_backward(fp32):
@@ -98,8 +99,8 @@ def test_a_model_runs_on_it_forward_and_backward(fp32):
 
 def test_it_compiles_in_one_graph(fp32):
     def step(x, weight):
-        plan = kernels.plan_gemm(kernels.linear_problem(len(x), *weight.shape, x.dtype), x.device, "fp32")
-        return kernels.sparse_linear(x, kernels.compress(kernels.nm_prune(weight), plan), plan=plan)
+        plan = plan_gemm(linear_problem(len(x), *weight.shape, x.dtype), x.device, "fp32")
+        return kernels.sparse_linear(x, compress(kernels.nm_prune(weight), plan), plan=plan)
 
     x, weight = torch.randn(16, 32).to(BF16), torch.randn(48, 32).to(BF16)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -108,8 +109,8 @@ def test_it_compiles_in_one_graph(fp32):
 
 def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp32, monkeypatch):
     monkeypatch.setattr(type(fp32), "encode", lambda self, matrix: Operand(*kernels.pack_nm(matrix)[:2]))
-    plan, weight = kernels.plan_gemm(PROBLEM, CPU, "fp32"), torch.randn(48, 32)
-    assert kernels.compress(weight, plan).indices is not None
+    plan, weight = plan_gemm(PROBLEM, CPU, "fp32"), torch.randn(48, 32)
+    assert compress(weight, plan).indices is not None
     with pytest.raises(ValueError, match="backend='fp32' stores several tensors"):
         encode_one(fp32, weight)
 
@@ -130,7 +131,7 @@ def test_an_implementation_may_have_one_operator(dense_math, monkeypatch):
         assert dispatch.choose_kernels(CPU, operator="packed_linear") == ("native", "cpu")
         assert dispatch.choose_kernels(CPU).implementation == "reference"
         packed, x = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
-        plan = kernels.plan_packed(kernels.linear_problem(3, 8, 16, x.dtype), CPU)
+        plan = plan_packed(linear_problem(3, 8, 16, x.dtype), CPU)
         assert plan.backend is packed_gemm.PACKED
         assert (kernels.packed_linear(x, packed) == 7).all() and kernels.unpack_nm(packed).shape == (8, 16)
         meta = dispatch.choose_kernels(torch.device("meta"), operator="packed_linear")

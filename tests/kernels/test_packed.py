@@ -4,10 +4,12 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from cslt import stand_in  # noqa: F401 (a fixture)
-from sparse24_kernels import GemmPlan, Packed, gpu, linear_problem
+from sparse24_kernels import Packed, gpu
+from sparse24_kernels.gemm import GemmPlan, compress, linear_problem, mm_problem, plan_packed
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.packed import PACKED
+from sparse24_kernels.packing import gather_nm
 from torch.nn import functional as F
 
 CPU, BF16, INF = torch.device("cpu"), torch.bfloat16, float("inf")
@@ -62,33 +64,33 @@ def test_gathering_takes_the_elements_that_the_indices_name(dtype):
     matrix = torch.arange(32).view(2, 16).to(dtype)
     indices = torch.tensor([[0b1110_0100, 0b1001_1101], [0b1101_1000, 0b0100_1110]], dtype=torch.uint8)
     expected = [[0, 1, 6, 7, 9, 11, 13, 14], [16, 18, 21, 23, 26, 27, 28, 29]]
-    assert kernels.gather_nm(matrix, indices).tolist() == expected
-    assert kernels.gather_nm(matrix.t().contiguous().t(), indices).tolist() == expected
-    assert kernels.gather_nm(matrix[:0], indices[:0]).shape == (0, 8)
+    assert gather_nm(matrix, indices).tolist() == expected
+    assert gather_nm(matrix.t().contiguous().t(), indices).tolist() == expected
+    assert gather_nm(matrix[:0], indices[:0]).shape == (0, 8)
 
 
 @pytest.mark.parametrize("rows", [1, 4096, 5000])
 def test_gathering_is_the_gradient_of_unpacking(rows):
     packed, grad = kernels.pack_nm(torch.randn(rows, 72)), torch.randn(rows, 72)
     places = kernels.unpack_nm(packed._replace(values=torch.ones_like(packed.values))).bool()
-    assert torch.equal(kernels.gather_nm(grad, packed.indices), grad[places].view(rows, 36))
+    assert torch.equal(gather_nm(grad, packed.indices), grad[places].view(rows, 36))
     with pytest.raises(ValueError, match=r"gather_nm takes a matrix \[R, K\] and uint8 indices \[R, K/8\], got"):
-        kernels.gather_nm(grad[:, :64], packed.indices)
+        gather_nm(grad[:, :64], packed.indices)
 
 
 def test_every_way_has_its_reason(stand_in, dense_math, planned_for_gpu, monkeypatch):  # noqa: F811
     few, many = (linear_problem(tokens, 48, 32, BF16) for tokens in (1, 65))
     known = "until then, the time is that of reading the weight"
     reason = f"at most 64 tokens ({known})"
-    assert kernels.plan_packed(few, CPU) == KERNEL._replace(reason=reason)
-    plan = kernels.plan_packed(many, CPU)
+    assert plan_packed(few, CPU) == KERNEL._replace(reason=reason)
+    plan = plan_packed(many, CPU)
     assert plan.is_sparse and plan.reason == f"more than 64 tokens ({known}); measured"
-    plan = kernels.plan_packed(many._replace(m=40), CPU)
+    plan = plan_packed(many._replace(m=40), CPU)
     assert plan == GemmPlan(DENSE, f"more than 64 tokens ({known}); cuSPARSELt needs multiples of 16, not 40 x 32")
     assert PACKED.plan(few._replace(k=36), CPU, False) == "packed matrices have multiples of 8 columns, not 36"
     monkeypatch.undo()
     for problem in (few, many):
-        plan = kernels.plan_packed(problem, CPU)
+        plan = plan_packed(problem, CPU)
         reason = "Triton's kernels need a CUDA device, not cpu; cuSPARSELt needs a CUDA device, not cpu"
         assert plan == GemmPlan(DENSE, reason)
 
@@ -121,7 +123,7 @@ def test_many_tokens_take_sparse_tensor_cores_on_a_copy_made_on_the_spot(stand_i
     monkeypatch.setattr(packed_gemm, "FEW_TOKENS", 8)
     weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(2, 16, 32).to(BF16), torch.randn(48)
     packed, bias = kernels.pack_nm(weight), bias.to(BF16)
-    plan = kernels.plan_packed(linear_problem(32, 48, 32, BF16), CPU)
+    plan = plan_packed(linear_problem(32, 48, 32, BF16), CPU)
     stand_in.compressed, stand_in.gemms = 0, []
     torch.testing.assert_close(kernels.packed_linear(x, packed, bias, plan=plan), F.linear(x, weight, bias))
     assert stand_in.compressed == 1 and len(stand_in.gemms) == 1
@@ -129,8 +131,8 @@ def test_many_tokens_take_sparse_tensor_cores_on_a_copy_made_on_the_spot(stand_i
 
 def test_the_backend_takes_packed_weights_of_linear_layers():
     with pytest.raises(ValueError, match="backend='packed' takes packed weights: pack_nm makes them"):
-        kernels.compress(kernels.nm_prune(torch.randn(24, 40)), KERNEL)
-    assert "in linear layers" in PACKED.plan(kernels.mm_problem(24, 3, 40, BF16), CPU, False)
+        compress(kernels.nm_prune(torch.randn(24, 40)), KERNEL)
+    assert "in linear layers" in PACKED.plan(mm_problem(24, 3, 40, BF16), CPU, False)
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])
@@ -206,13 +208,13 @@ def test_no_kernel_for_gpus_reads_int8_values(stand_in, planned_for_gpu):  # noq
     """A plan for a GPU says so; what the GPU's package has in their place is right all the same."""
     few = linear_problem(1, 48, 32, BF16)._replace(sparse_dtype=torch.int8)
     assert PACKED.plan(few, torch.device("cuda"), False) == "no kernel for GPUs reads int8 values"
-    assert kernels.plan_packed(few, CPU).backend is PACKED
+    assert plan_packed(few, CPU).backend is PACKED
     weight, x = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(3, 32).to(BF16)
     values, indices, scales = packed = kernels.quantize_packed(kernels.pack_nm(weight))
     dense = kernels.unpack_nm(packed)
     assert torch.equal(gpu.packed.unpack_nm(values, indices, scales), dense)
     assert torch.equal(gpu.packed.packed_linear(x, values, indices, None, scales), F.linear(x, dense))
-    plan = kernels.plan_packed(few._replace(n=65), CPU)
+    plan = plan_packed(few._replace(n=65), CPU)
     assert plan.is_sparse and plan.reason.startswith("more than 64 tokens")
     many = torch.randn(80, 32).to(BF16)
     torch.testing.assert_close(kernels.packed_linear(many, packed, plan=plan), F.linear(many, dense))
@@ -246,7 +248,7 @@ STACK, INT8 = kernels.pack_nm(torch.randn(2, 8, 16)), kernels.quantize_packed(PA
         (lambda: kernels.unpack_nm(INT8._replace(scales=INT8.scales.int())), r"got tensor of torch.int32 \(8, 1\)"),
         (lambda: kernels.packed_linear(X.half(), INT8), "a packed weight of torch.float32 8 x 16 does not contract"),
         (lambda: kernels.quantize_packed(kernels.pack_nm(X[:, :16] / 0)), "quantize_packed takes finite values"),
-        (lambda: kernels.plan_packed(3, CPU), "plan_packed: problem=3: must be of type GemmProblem"),
+        (lambda: plan_packed(3, CPU), "plan_packed: problem=3: must be of type GemmProblem"),
     ],
 )
 def test_operands_that_do_not_fit_are_told(call, message):

@@ -7,6 +7,7 @@ import sparse24_kernels as kernels
 import torch
 from sparse24_kernels.fp8 import fp8_quantize
 from sparse24_kernels.masks import count_flips
+from sparse24_kernels.prune import prune_forms
 
 from hf_sparse24.metrics import is_nm_sparse
 
@@ -138,7 +139,7 @@ def test_the_dtype_of_a_result_is_rounded_once():
 def test_pack_and_unpack(dtype):
     weight = torch.randn(6, 24)
     pruned = kernels.nm_prune(weight, dtype=dtype)
-    (packed,) = kernels.prune_forms(weight, ["packed"], dtype=dtype)
+    (packed,) = prune_forms(weight, ["packed"], dtype=dtype)
     assert packed.values.shape == (6, 12) and packed.indices.shape == (6, 3)
     unpacked = kernels.unpack_nm(packed)
     assert unpacked.dtype == dtype and torch.equal(unpacked.float(), pruned.float())
@@ -166,7 +167,7 @@ def test_pack_and_unpack(dtype):
 def test_what_is_packed(mask, stored):
     weight = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]])
     kept = torch.tensor([[*mask, 1, 1, 0, 0]]).bool()
-    (packed,) = kernels.prune_forms(weight, ["packed"], "mask", mask=kept)
+    (packed,) = prune_forms(weight, ["packed"], "mask", mask=kept)
     assert packed.indices.item() & 15 == stored[0] | stored[1] << 2
     expected = torch.zeros(8)
     expected[stored] = (weight * kept)[0, stored]
@@ -195,9 +196,7 @@ def test_patterns_within_24_are_packed(n, m, dim):
         ("mask", kernels.nm_prune(weight, n, m, dim), {"mask": kernels.nm_mask(weight, n, m, dim, packed=True)}),
     ):
         form = "packed" if dim else "packed-transposed"
-        found, transposed, packed = kernels.prune_forms(
-            weight, ["dense", "transposed", form], rule, n, m, dim, **arguments
-        )
+        found, transposed, packed = prune_forms(weight, ["dense", "transposed", form], rule, n, m, dim, **arguments)
         assert torch.equal(found, dense) and torch.equal(transposed, dense.t()) and is_nm_sparse(found, n, m, dim)
         assert torch.equal(kernels.unpack_nm(packed), dense if dim else dense.t())
         zeros = [x[x == 0] for x in (found, packed.values)]
@@ -213,11 +212,11 @@ def test_patterns_within_24_are_packed(n, m, dim):
 def test_other_patterns_have_no_packed_form(n, m):
     weight = torch.randn(16, 24)
     with pytest.raises(ValueError, match=f"form='packed' is for 2:4 and patterns within it, not {n}:{m}"):
-        kernels.prune_forms(weight, ["packed"], n=n, m=m)
-    (dense,) = kernels.prune_forms(weight, ["dense"], n=n, m=m)
+        prune_forms(weight, ["packed"], n=n, m=m)
+    (dense,) = prune_forms(weight, ["dense"], n=n, m=m)
     assert is_nm_sparse(dense, n, m)
     with pytest.raises(ValueError, match="an n:m pattern keeps n of m with 0 < n < m, got 4:4"):
-        kernels.prune_forms(weight, ["packed"], n=4)
+        prune_forms(weight, ["packed"], n=4)
 
 
 def test_what_is_kept_is_packed_even_beside_inf():
@@ -239,7 +238,7 @@ def test_every_form_of_a_transposable_weight():
     weight = torch.randn(16, 24)
     mask = kernels.transposable_mask(weight)
     forms = ["packed-transposed", "dense", "transposed", "packed"]
-    across, dense, transposed, along = kernels.prune_forms(weight, forms, "mask", mask=mask, dtype=torch.bfloat16)
+    across, dense, transposed, along = prune_forms(weight, forms, "mask", mask=mask, dtype=torch.bfloat16)
     expected = (weight * mask).bfloat16()
     assert torch.equal(dense, expected)
     assert torch.equal(transposed, expected.t()) and transposed.is_contiguous()
@@ -260,9 +259,9 @@ def test_every_form_of_a_transposable_weight():
 )
 def test_forms_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
-        kernels.prune_forms(*arguments)
+        prune_forms(*arguments)
     with pytest.raises(ValueError, match="makes its own mask"):
-        kernels.prune_forms(torch.ones(8, 8), ["dense"], mask=torch.ones(8, 8).bool())
+        prune_forms(torch.ones(8, 8), ["dense"], mask=torch.ones(8, 8).bool())
 
 
 META = torch.device("meta")
@@ -277,7 +276,7 @@ META = torch.device("meta")
         (lambda x: kernels.gated_activation(x, x.to(META), "swiglu"), "different devices: cpu, meta"),
         (lambda x: kernels.soft_threshold(x, scale=torch.ones((), device=META)), "different devices: cpu, meta"),
         (lambda x: kernels.soft_threshold(x, scale=torch.ones(4)), r"scale is a floating 0-d tensor, got .* \(4,\)"),
-        (lambda x: kernels.prune_forms(x, ["dense"], scale=torch.ones(())), "rule='magnitude' has no scale"),
+        (lambda x: prune_forms(x, ["dense"], scale=torch.ones(())), "rule='magnitude' has no scale"),
         (lambda x: kernels.nm_mask(x, dim=2), r"nm_mask: dim=2 of a tensor of shape \(8, 16\)"),
         (lambda x: kernels.mvue(x, dim=5), r"mvue: dim=5 of a tensor of shape \(8, 16\)"),
         (lambda x: kernels.mvue(x[0, 0]), r"mvue: dim=-1 of a tensor of shape \(\)"),
@@ -292,9 +291,9 @@ META = torch.device("meta")
         (lambda x: kernels.gated_activation(x.long(), x.long(), "swiglu"), "gated_activation takes fp64"),
         (lambda x: kernels.nm_prune(x, dtype=torch.int8), "dtype=torch.int8: must be one of"),
         (lambda x: kernels.nm_prune(x, dtype=torch.float8_e4m3fnuz), "dtype=torch.float8_e4m3fnuz: must be one of"),
-        (lambda x: kernels.prune_forms(x, ["dense", "dense"]), "must be a list of different forms"),
-        (lambda x: kernels.prune_forms(x, "dense"), "must be a list of different forms"),
-        (lambda x: kernels.prune_forms(x, []), "must be a list of different forms"),
+        (lambda x: prune_forms(x, ["dense", "dense"]), "must be a list of different forms"),
+        (lambda x: prune_forms(x, "dense"), "must be a list of different forms"),
+        (lambda x: prune_forms(x, []), "must be a list of different forms"),
         (lambda x: kernels.pack_bits(x.byte()), "takes a bool mask with a last dimension, got torch.uint8"),
         (lambda x: kernels.unpack_bits(kernels.pack_bits(x > 0), 30), r"got torch.uint8 \(8, 2\) and size=30"),
         (lambda x: kernels.unpack_nm(kernels.Packed(x, torch.zeros(8, 1, dtype=torch.uint8))), "takes values"),

@@ -17,9 +17,11 @@ from hf_sparse24 import (
 )
 from hf_sparse24.methods import StepAdamW, step_param_groups
 from sparse24_kernels import (
-    Pattern, linear_problem, masked_decay_, mvue, nm_mask, pack_nm,
-    packed_linear, plan_gemm, prune_forms, s_ste_scale, sparse_linear, transposable_mask, unpack_nm,
+    Pattern, masked_decay_, mvue, nm_mask, pack_nm, packed_linear, s_ste_scale, sparse_linear, transposable_mask,
+    unpack_nm,
 )
+from sparse24_kernels.gemm import linear_problem, plan_gemm
+from sparse24_kernels.prune import prune_forms
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_quantize
 from sparse24_kernels.masks import count_flips

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from sparse24_kernels import GemmPlan, Packed, pack_nm, unpack_nm
-from sparse24_kernels.gemm import autotune, cusparselt, sparse_tensor_cores
+from sparse24_kernels import Packed, pack_nm, unpack_nm
+from sparse24_kernels.gemm import GemmPlan, autotune, cusparselt, sparse_tensor_cores
 from sparse24_kernels.gemm.problem import Algorithm
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """A GEMM backend with one operator, as a user writes it: one file, one registration, no other import of ours."""
 
 import torch
-from sparse24_kernels import GemmBackend, GemmPlan, register_backend
+from sparse24_kernels.gemm import GemmBackend, GemmPlan, register_backend
 from torch.nn.functional import linear
 
 

@@ -8,5 +8,23 @@ Modules, from the bottom up; each imports only those above it in this list:
     packed.py       weights that exist in packed form alone
     measure.py      one algorithm, checked against dense math and timed
     autotune.py     sparse or dense: cuSPARSELt's search, checked, remembered in one table
-    planning.py     `plan_gemm`, `plan_packed`: backend, algorithm and storage of one GEMM, with the reason
+    planning.py     `plan_gemm`, `plan_packed`, `compress`: backend, algorithm and operand of one GEMM, with the reason
+
+Authors of backends import what they need from here.
 """
+
+from .backend import GemmBackend, GemmPlan, register_backend
+from .planning import compress, plan_gemm, plan_packed
+from .problem import GemmProblem, linear_problem, mm_problem
+
+__all__ = [
+    "GemmBackend",
+    "GemmPlan",
+    "GemmProblem",
+    "compress",
+    "linear_problem",
+    "mm_problem",
+    "plan_gemm",
+    "plan_packed",
+    "register_backend",
+]

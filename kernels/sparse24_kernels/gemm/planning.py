@@ -1,11 +1,14 @@
-"""Which backend runs a GEMM, by which algorithm, and how it stores the sparse operand. Every plan has its reason."""
+"""Which backend runs a GEMM, by which algorithm, and the operand as it stores it. Every plan has its reason."""
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..checks import check_is
+from ..checks import check_floating, check_is, check_matrix, check_packed
+from ..formats import Packed
 from .backend import DENSE, GemmBackend, GemmPlan, automatic_backends, find_backend, register_backend
+from .operand import Operand
 from .packed import PACKED
 from .problem import GemmProblem
 from .sparse_tensor_cores import CUSPARSELT
@@ -114,6 +117,32 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
         return planned
     plan = plan_gemm(problem._replace(sparse_dtype=None), device)  # of a dense copy, in the dtype of the result
     return plan._replace(reason=f"{planned}; {plan.reason}")
+
+
+def compress(matrix: Tensor | Packed, plan: GemmPlan) -> Operand:
+    """A 2:4 matrix `[m, k]` as the backend of a plan multiplies by it.
+
+    Not checked: the matrix must be 2:4 along k and free of -0.0. What cuSPARSELt compresses, `[m, 9 k / 16]` or more
+    where it pads, belongs to the device and the library's version: never save it (`pack_nm` is for that).
+
+    Args:
+        matrix: dense with zeros, in the dtype of the GEMM, or packed (`pack_nm`).
+        plan: of its GEMM.
+
+    Returns:
+        The operand, for `sparse_linear` or `sparse_mm` with the same plan. For dense math it is the matrix itself.
+
+    Raises:
+        ValueError: a dtype, size or device that the backend does not take.
+    """
+    check_is(GemmPlan, "compress", plan=plan)
+    if isinstance(matrix, Packed):
+        check_packed("compress", matrix)
+        check_matrix("compress", values=matrix.values)
+    else:
+        check_floating("compress", matrix=matrix)
+        check_matrix("compress", matrix=matrix)
+    return plan.backend.encode(matrix)
 
 
 def _requested(name: str, device: torch.device) -> GemmBackend:

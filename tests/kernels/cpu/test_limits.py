@@ -5,6 +5,7 @@ import sparse24_kernels as kernels
 import torch
 from sparse24_kernels.cpu import limits
 from sparse24_kernels.cpu.library import load
+from sparse24_kernels.gemm import linear_problem, plan_packed
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
@@ -35,7 +36,7 @@ def test_the_limit_is_the_last_number_before_the_kernel_is_slower(first, most, s
     slower_from(first)
     (times, _) = limits.tune([(32, 64)], BF16).values()
     assert limits.limit(times) == most
-    plan = kernels.plan_packed(kernels.linear_problem(300, 32, 64, BF16), CPU)
+    plan = plan_packed(linear_problem(300, 32, 64, BF16), CPU)
     assert plan.backend.name == ("packed" if most is None or most >= 300 else "dense")
     assert "(measured here at 32 x 64)" in plan.reason
 
