@@ -13,7 +13,7 @@ from .config import Sparse24Config
 from .layers.gated import fuse_gated_mlps, unfuse_gated_mlps
 from .layers.linear import Sparse24Conv1D, Sparse24Linear
 from .methods import register_method
-from .methods.describe import describe_settings
+from .methods.registry import describe_settings
 from .patching.packing import pack_model, unpack_model
 from .patching.report import PatchReport
 from .patching.surgery import patch_model, unpatch_model

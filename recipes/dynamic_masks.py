@@ -31,7 +31,7 @@ from hf_sparse24.methods import (
     GemmSettings,
     KeptMaskMethod,
     PhaseSettings,
-    Pieces,
+    Piece,
     StepContext,
     WeightView,
     is_length,
@@ -84,7 +84,7 @@ class DynamicMask(KeptMaskMethod):
         mask_bits = nm_mask(view.matrix, *self.pattern, view.dim, packed=True)
         return {"mask_bits": mask_bits, "sign_bits": pack_bits(view.matrix > 0)}
 
-    def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
+    def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:
         if context.is_dense:
             return
         end = to_steps(self.settings.exchange_until, context.total_steps)

@@ -64,11 +64,7 @@ def test_json_round_trip(method):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"method": "sste"},
-            r"method='sste': must be one of \['ast', .*'t-sr-ste'\]; import "
-            r"the module of a method of your own first",
-        ),
+        ({"method": "sste"}, r"method='sste': must be one of \['ast', .*'t-sr-ste'\]; import the module"),
         ({"method": ["ste"]}, r"method=\['ste'\]: must be one of"),
         ({"pattern": "2-4"}, "pattern='2-4': must be 'N:M'"),
         ({"pattern": "4:4"}, "pattern='4:4': must be 'N:M' with 0 < N < M"),
@@ -123,10 +119,10 @@ def test_json_round_trip(method):
         ({"method": "sr-ste", "masked_decay": np.complex64(1)}, r"masked_decay=\(1\+0j\): must be"),
         (
             {"method": "sr-ste", "masked_decay": "1e-5"},
-            r"masked_decay='1e-5': must be a finite number >= 0; this is a string, the number is 1\.0e-05 \(1e-4 is",
+            r"masked_decay='1e-5': must be a finite number >= 0; this is a string, not a number",
         ),
-        ({"method": "t-sr-ste", "mask_interval": "40"}, "mask_interval='40': must be .* the number is 40 "),
-        ({"dense_start": "5e-2"}, "dense_start='5e-2': must be .* the number is 0.05 "),
+        ({"method": "t-sr-ste", "mask_interval": "40"}, "mask_interval='40': must be .* this is a string"),
+        ({"dense_start": "5e-2"}, "dense_start='5e-2': must be .* this is a string"),
         ({"dense_start": 2**70}, "dense_start=1180591620717411303424: must be"),
     ],
 )

@@ -117,17 +117,15 @@ def phases(figure: Figure) -> None:
     bare(axis)
     for y, name in enumerate(METHODS):
         method = SparseRun(Sparse24Config(method=name)).method
-        schedule = method.schedule(total)
-        tail = total if schedule.first_tail is None else schedule.first_tail
-        _phase(axis, y, 0, schedule.first_sparse, "dense")
-        _phase(axis, y, schedule.first_sparse, tail, "sparse")
+        sparse = method.schedule(total)
+        tail = min(sparse.stop, total)
+        _phase(axis, y, 0, sparse.start, "dense")
+        _phase(axis, y, sparse.start, tail, "sparse")
         _phase(axis, y, tail, total, "dense")
         if name == "step":
             earliest = method.settings.switch_after * total
-            axis.plot([earliest, schedule.first_sparse], [y + 0.5] * 2, color=PURPLE, linewidth=3)
-            axis.text(
-                schedule.first_sparse + 4, y + 0.5, "range of the switch", color=PURPLE, fontsize=11.5, va="center"
-            )
+            axis.plot([earliest, sparse.start], [y + 0.5] * 2, color=PURPLE, linewidth=3)
+            axis.text(sparse.start + 4, y + 0.5, "range of the switch", color=PURPLE, fontsize=11.5, va="center")
         if name == "t-sr-ste":
             refreshes = [step for step in range(1, tail) if method.refreshes_state(step, total)]
             axis.plot(refreshes, [y - 0.37] * len(refreshes), "v", color=ORANGE, markersize=7)

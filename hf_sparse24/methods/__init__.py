@@ -3,18 +3,17 @@
 `register_method` adds your own method. docs/guides/own_method.md builds one step by step.
 """
 
-from ..weights.rules import Magnitude, Mask, Rule, SoftThreshold, Values
+from ..weights.rules import Magnitude, Mask, SoftThreshold, Values
 from ..weights.sharding import whole
 from ..weights.view import WeightView
 from . import fixed_mask, s_ste, slope, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
 from .base import SparseMethod
-from .context import Piece, Pieces, StepContext
+from .context import Piece, StepContext
 from .fixed_mask import FixedMask, KeptMaskMethod
 from .masked_adamw import GroupTensors, MaskedAdamW, step_param_groups
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .registry import METHODS, method_class, register_method
 from .s_ste import SSTE
-from .schedule import to_steps
 from .settings import (
     GemmSettings,
     MasterSettings,
@@ -25,9 +24,9 @@ from .settings import (
     is_positive_length,
     one_of,
     setting,
+    to_steps,
     with_default,
 )
-from .ste import MagnitudeMethod
 from .step_adamw import StepAdamW
 
 DEFAULT_METHOD = SSTE.name
@@ -42,7 +41,6 @@ __all__ = [
     "GroupTensors",
     "KeptMaskMethod",
     "Magnitude",
-    "MagnitudeMethod",
     "Mask",
     "MaskedAdamW",
     "MaskedDecayMethod",
@@ -51,8 +49,6 @@ __all__ = [
     "MethodSettings",
     "PhaseSettings",
     "Piece",
-    "Pieces",
-    "Rule",
     "SoftThreshold",
     "SparseMethod",
     "StepAdamW",

@@ -37,14 +37,8 @@ from torch import Tensor
 from ..weights.gemms import Gemms, standard_gemms
 from ..weights.rules import Mask, Rule, mask_of
 from ..weights.view import WeightView
-from .context import DENSE_PHASE, Pieces, StepContext
-from .schedule import Schedule
-from .settings import GemmSettings, MethodSettings, PhaseSettings
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StandardSettings(PhaseSettings, GemmSettings):
-    """The settings of a method that declares none: dense phases, and what happens in the three GEMMs."""
+from .context import DENSE_PHASE, Piece, StepContext
+from .settings import GemmSettings, MethodSettings, PhaseSettings, StandardSettings, sparse_steps
 
 
 class SparseMethod:
@@ -58,18 +52,16 @@ class SparseMethod:
                 return nm_mask(view.matrix, *self.pattern, view.dim)
 
     Everything else has a default. What computes on a `WeightView` is a pure function of it: it runs again when weights
-    are loaded, and gradient checkpointing repeats the forward pass. What changes during training changes in the hooks
-    that run between steps; `step` is the number of optimizer steps done, `total_steps` that of the whole run.
-
-    You never make an instance: `patch_model` does, of the registered class.
+    are loaded, and gradient checkpointing repeats the forward pass. Change things in the hooks that run between steps.
+    `step` is the number of optimizer steps done, `total_steps` that of the whole run. `patch_model` makes the instance.
 
     Args:
         settings: an instance of the class's `Settings`.
         pattern: N:M of the config.
 
     Attributes:
-        settings: of the config.
-        pattern: N:M of the config.
+        settings: as given.
+        pattern: as given.
         gemms: the three GEMMs of a layer, by the settings.
     """
 
@@ -86,31 +78,29 @@ class SparseMethod:
     """Whether the weight of the grad_input GEMM is N:M along the output dimension, so that this GEMM can be sparse."""
 
     mask_is_local: ClassVar[bool] = False
-    """Whether the mask of a part of a weight, in whole groups along the input dimension, follows from that part and its
-    state. A weight that FSDP2 shards is gathered for its mask otherwise."""
+    """Whether the mask of some whole groups of a weight follows from their values and state. Otherwise FSDP2 gathers a
+    sharded weight for its mask."""
 
     flips_at_refresh: ClassVar[bool] = False
     """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
 
     teacher_loss: ClassVar[tuple[float, float] | None] = None
-    """Weight and temperature of the KL divergence of a method that is published with its dense model as teacher. They
-    count where a teacher is given without a `DistillationConfig`."""
+    """Weight and temperature of the KL divergence of a method whose paper trains with the dense model as teacher. They
+    hold for a teacher without a `DistillationConfig`."""
 
     settings_of_state: ClassVar[tuple[str, ...]] = ()
-    """Settings by which `init_state` makes what is kept from then on, so that they cannot change later."""
+    """Settings that `init_state` uses, so that they cannot change later."""
 
     keeps_zeros: ClassVar[bool] = False
-    """Whether what the mask drops stays zero while the model trains: its gradient is that of `mask * weight`, and each
-    optimizer step leaves it at zero. Otherwise the gradient goes straight through to the dense master."""
+    """Whether dropped weights stay zero while the model trains: their gradient is zero, and each optimizer step leaves
+    them at zero. Otherwise the gradient goes straight through to the dense master."""
 
     def __init__(self, settings: Any, pattern: Pattern):
         self.settings, self.pattern = settings, pattern
         names = [f.name for f in dataclasses.fields(GemmSettings)]
         chosen = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-        own_grad_input = self.overrides("prune_grad_input")
-        self.gemms: Gemms = standard_gemms(
-            pattern, transposable=self.transposable, own_grad_input=own_grad_input, **chosen
-        )
+        own = self.overrides("prune_grad_input")
+        self.gemms: Gemms = standard_gemms(pattern, transposable=self.transposable, own_grad_input=own, **chosen)
 
     @classmethod
     def overrides(cls, *hooks: str) -> bool:
@@ -125,12 +115,12 @@ class SparseMethod:
 
     def prune(self, view: WeightView) -> Rule:
         """How the weight becomes N:M along `view.dim`: `Magnitude()`, `SoftThreshold(scale)`, `Mask(mask)` or
-        `Values(tensor)`. The library makes the weight by it, in the forms that the GEMMs take. Default: `mask`."""
+        `Values(tensor)`. Default: `mask`."""
         return Mask(self.mask(view))
 
     def prune_grad_input(self, view: WeightView) -> Rule:
-        """The same for the weight of the grad_input GEMM, where that is another one: with `transposable`, N:M along
-        `1 - view.dim`, which this GEMM contracts. Default: `prune`'s, made once."""
+        """The same for the weight of the grad_input GEMM, which contracts `1 - view.dim`: N:M along that dimension with
+        `transposable`. Default: the weight of `prune`."""
         return self.prune(view)
 
     def unsupported(self, out: int, inputs: int) -> str | None:
@@ -148,10 +138,7 @@ class SparseMethod:
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         """Buffers to keep with a weight: a deterministic function of it and of the step; (0, 1) outside training.
-
-        Runs when a model is patched (possibly on the meta device), after dense weights have been loaded, when sparsity
-        begins after a dense start, and at refreshes.
-        """
+        The weight may be on the meta device."""
         return {}
 
     def refreshes_state(self, step: int, total_steps: int) -> bool:
@@ -159,12 +146,8 @@ class SparseMethod:
         return False
 
     def init_parameters(self, view: WeightView) -> dict[str, Tensor]:
-        """Trainable tensors to keep with a weight: a deterministic function of it, never views of `view.matrix`.
-
-        Runs when a model is patched (possibly on the meta device) and after dense weights have been loaded. Optimizers,
-        schedulers and checkpoints know the tensors from then on; they take part in training as early or late as
-        `adapt_output` uses them. DDP needs `find_unused_parameters=True` until they do.
-        """
+        """Trainable tensors to keep with a weight: a deterministic function of it, never views of `view.matrix`. The
+        weight may be on the meta device. DDP needs `find_unused_parameters=True` until `adapt_output` uses them."""
         return {}
 
     def adapt_output(self, x: Tensor, output: Tensor, parameters: dict[str, Tensor], phase: str) -> Tensor:
@@ -180,47 +163,40 @@ class SparseMethod:
         raise ValueError(f"method {self.name!r} chooses its own masks")
 
     def state_of_pruned(self, view: WeightView) -> dict[str, Tensor]:
-        """The state with which `view.matrix`, which is N:M already, is pruned to itself, so that adapters can be merged
-        into it. Default: the state as it is, right for masks by magnitude and for kept ones."""
+        """The state with which `view.matrix`, which is N:M already, is pruned to itself. Default: the state as it is,
+        right for masks by magnitude and for kept ones."""
         return view.state
 
     def check_state(self, view: WeightView) -> str | None:
-        """What is wrong with state that this method cannot have made, None where it can have.
-
-        Runs on what was read from a file, and before an export: `view.state` may hold any values, in the right shapes;
-        `view.matrix` is on the meta device.
-        """
+        """What is wrong with state that this method cannot have made; None for right state. `view.state` may hold any
+        values, in the right shapes; `view.matrix` is on the meta device."""
         return None
 
     # What happens in training.
 
-    def schedule(self, total_steps: int) -> Schedule:
-        """When a run of so many optimizer steps is sparse. Raises ValueError for one too short for its dense phases."""
+    def schedule(self, total_steps: int) -> range:
+        """The steps of a run that are sparse; ValueError for a run too short for its dense phases."""
         lengths = self.settings if isinstance(self.settings, PhaseSettings) else PhaseSettings()
-        return Schedule.from_lengths(total_steps, lengths.dense_start, lengths.dense_tail)
+        return sparse_steps(total_steps, lengths.dense_start, lengths.dense_tail)
 
     def phase(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> str:
         """How the model computes once `step` optimizer steps are done. Default: what the schedule says."""
-        return self.schedule(total_steps).phase(step)
+        return "sparse" if step in self.schedule(total_steps) else DENSE_PHASE
 
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError where a run cannot work: a schedule that does not fit, an unresolved setting, an optimizer
-        that is not the method's own."""
+        """Raise ValueError for a run that cannot work: too few steps, an unresolved setting, another optimizer."""
         self.schedule(total_steps)
 
     def make_optimizer(
         self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any
     ) -> torch.optim.Optimizer | None:
-        """The optimizer that the method needs, None where any will do. `groups` are those of `step_param_groups`;
-        `arguments` are `lr`, `betas` and `eps` as users give them."""
+        """The optimizer that the method needs, None for any. `groups` are those of `step_param_groups`; `arguments` are
+        `lr`, `betas` and `eps` as users give them."""
         return None
 
-    def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
+    def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:
         """Change gradients or values elementwise, in place, right before an optimizer step, when gradients are final.
-
-        Each `Piece` is what this process updates of one weight; frozen weights have none. With DeepSpeed ZeRO this runs
-        for each parameter group apart.
-        """
+        Frozen weights have no `Piece`. With DeepSpeed ZeRO this runs for each parameter group apart."""
 
     def metrics(self, context: StepContext) -> dict[str, float]:
         """Numbers to log besides the flip rate and the kept magnitude."""

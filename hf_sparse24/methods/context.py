@@ -39,8 +39,8 @@ class StepContext:
 
 @dataclass(frozen=True)
 class Piece:
-    """What this process updates of a weight that has a gradient: all of it, the rows that FSDP2 has left here, or what
-    DeepSpeed ZeRO has of it in its flat group. All tensors have one shape, so elementwise code fits all of these.
+    """What this process updates of a weight that has a gradient: all of it, its rows by FSDP2, or its share of a
+    flat group of DeepSpeed ZeRO. All tensors have one shape.
 
     Attributes:
         name: of the weight.
@@ -59,6 +59,3 @@ class Piece:
     def mask(self) -> Tensor:
         """Which entries the method keeps: bool, or packed bits as every function of `sparse24_kernels` takes them."""
         return self.make_mask()
-
-
-Pieces = list[Piece]

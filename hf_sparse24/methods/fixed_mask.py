@@ -17,6 +17,7 @@ Method card
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import sparse24_kernels as kernels
 from torch import Tensor
@@ -24,9 +25,9 @@ from torch import Tensor
 from ..weights.gemms import PRUNED
 from ..weights.rules import Mask
 from ..weights.view import WeightView
-from .base import SparseMethod, StandardSettings
+from .base import SparseMethod
 from .registry import register_method
-from .settings import MasterSettings
+from .settings import MasterSettings, StandardSettings
 
 
 class KeptMaskMethod(SparseMethod):
@@ -62,7 +63,7 @@ class KeptMaskMethod(SparseMethod):
 @register_method("fixed-mask")
 class FixedMask(KeptMaskMethod):
     keeps_zeros = True
-    settings_of_state = ("master",)
+    settings_of_state: ClassVar[tuple[str, ...]] = ("master",)
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(MasterSettings, StandardSettings):

@@ -12,7 +12,7 @@ import torch
 from sparse24_kernels.decay import foreach_masked_decay_
 
 from .base import SparseMethod
-from .context import Pieces, StepContext
+from .context import Piece, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
 
 AUTO = "auto"
@@ -24,12 +24,7 @@ def is_decay(value: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedDecaySettings(MethodSettings):
-    """How strongly pruned weights are pulled towards zero, and by what.
-
-    Attributes:
-        masked_decay: the strength, lambda_W.
-        decay_on: whether it acts through the gradient or on the weight itself.
-    """
+    """How strongly pruned weights are pulled towards zero, and by what."""
 
     masked_decay: float | str = setting(
         2e-4,
@@ -51,12 +46,12 @@ class MaskedDecayMethod(SparseMethod):
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
         if self.settings.masked_decay == AUTO:
             raise ValueError(
-                "masked_decay='auto': only Sparse24Trainer determines it; set a number here, such as the one that "
-                "Sparse24Trainer(...).tune_masked_decay() chooses"
+                "masked_decay='auto': only Sparse24Trainer determines it; set a number here, such as that of "
+                "Sparse24Trainer(...).tune_masked_decay()"
             )
         super().check_run(total_steps, optimizer)
 
-    def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
+    def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:
         decay = self.settings.masked_decay
         if not decay or context.is_dense:
             return

@@ -1,10 +1,12 @@
-"""The registry of methods: `METHODS`, and `register_method` for one of your own."""
+"""The registry of methods: `METHODS`, `register_method`, and `describe_settings`."""
 
 import dataclasses
+import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..messages import shown
+from ..tables import html_table
 from .base import SparseMethod
 from .settings import RESERVED, MethodSettings
 
@@ -26,9 +28,8 @@ def register_method(name: str) -> Callable[[Method], Method]:
         The decorator, which returns the class itself.
 
     Raises:
-        ValueError: a name that is taken by another class (running a notebook's cell again is fine), a class that
-            lacks both `mask` and `prune`, or one of the phases `"sparse"` and `"dense"`, or settings that are not a
-            frozen dataclass derived from `MethodSettings` with every field made by `setting(...)`.
+        ValueError: a name that another class has (running a notebook's cell again is fine), or a class with neither
+            `mask` nor `prune`, with wrong `phases`, or with wrong `Settings`.
 
     Examples:
         >>> @register_method("my-ste")
@@ -61,10 +62,8 @@ def _check_class(cls: type[SparseMethod]) -> None:
     settings: Any = cls.Settings
     parameters = vars(settings).get("__dataclass_params__")  # of this class, not inherited
     if not issubclass(settings, MethodSettings) or parameters is None or not parameters.frozen:
-        raise ValueError(
-            f"{cls.__name__}.Settings must be a class derived from MethodSettings, below "
-            f"@dataclass(frozen=True, kw_only=True)"
-        )
+        way = "derive it from MethodSettings, below @dataclass(frozen=True, kw_only=True)"
+        raise ValueError(f"{cls.__name__}.Settings={settings!r}: {way}")
     for found in dataclasses.fields(settings):
         if "check" not in found.metadata:
             raise ValueError(f"{cls.__name__}.Settings.{found.name}: make it by setting(default, check, text)")
@@ -73,14 +72,51 @@ def _check_class(cls: type[SparseMethod]) -> None:
 
 
 def method_class(name: Any) -> type[SparseMethod]:
-    """The method registered by `name`.
-
-    Raises:
-        ValueError: none is; with the names that are.
-    """
+    """The method registered by `name`; ValueError if there is none."""
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(
-            f"method={shown(name)}: must be one of {sorted(METHODS)}; import the module of a method of your own first, "
-            f"so that register_method makes it known"
+            f"method={shown(name)}: must be one of {sorted(METHODS)}; import the module that registers your own method"
         )
     return METHODS[name]
+
+
+class SettingTexts(dict[str, str]):
+    """The settings of a method by name, each with its meaning: a dict that prints, and shows in a notebook, as a table.
+
+    Args:
+        method: the method's name.
+        texts: name to meaning.
+    """
+
+    def __init__(self, method: str, texts: dict[str, str]):
+        super().__init__(texts)
+        self.title = f"settings of {method}"
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0) + 2
+        indent = " " * width
+        lines = [textwrap.fill(f"{name:<{width}}{text}", 100, subsequent_indent=indent) for name, text in self.items()]
+        return "\n".join([self.title, *lines])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.title, ("setting", "meaning"), self.items())
+
+
+def describe_settings(method: str) -> SettingTexts:
+    """What each setting of a method means, with its default: the keywords that `Sparse24Config(method=...)` takes.
+
+    Args:
+        method: the name of a registered method.
+
+    Returns:
+        A dict of name to meaning. Print it, or show it in a notebook, for a table.
+
+    Raises:
+        ValueError: no method is registered by that name.
+
+    Examples:
+        >>> describe_settings("sr-ste")["masked_decay"]
+        "lambda_W >= 0, the pull of pruned weights towards zero, ... (default 0.0002)"
+    """
+    fields = dataclasses.fields(method_class(method).Settings)
+    return SettingTexts(method, {f.name: f"{f.metadata['text']} (default {f.default!r})" for f in fields})

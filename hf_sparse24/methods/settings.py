@@ -8,6 +8,8 @@ A method's `Settings` combines the groups it needs and adds its own fields:
 """
 
 import dataclasses
+import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,12 +41,12 @@ def setting(default: Any, check: Check, text: str) -> Any:
 
     Args:
         default: the value of a config that does not give one; of a type that JSON has.
-        check: says in words what a value must be, where it is not, and None where it is. This module has `one_of`,
-            `is_non_negative`, `is_length` and `is_positive_length`.
+        check: says what a wrong value must be, and returns None for a right one: `one_of(...)`, `is_non_negative`,
+            `is_length`, `is_positive_length`, or a function of yours.
         text: what the setting means, with the source of the default. `describe_settings` shows it.
 
     Returns:
-        A field for a dataclass, typed as any value so that it can stand behind an annotation.
+        A field for a dataclass.
     """
     return dataclasses.field(default=default, metadata={"check": check, "text": text})
 
@@ -59,7 +61,7 @@ def with_default(group: "type[MethodSettings]", name: str, default: Any, source:
         source: of that default, added to the text.
 
     Returns:
-        A field for a dataclass, as `setting` makes it, with the check of the group.
+        A field as `setting` makes it, with the group's check.
     """
     (field,) = (field for field in dataclasses.fields(group) if field.name == name)
     return setting(default, field.metadata["check"], f"{field.metadata['text']}; the default is that of {source}")
@@ -94,18 +96,41 @@ def is_positive_length(value: Any) -> str | None:
     return is_length(value) or (None if value > 0 else "must be at least 1 step or a fraction above 0")
 
 
+def to_steps(length: int | float, total: int) -> int:
+    """A length in optimizer steps: an int is one already, a float is a fraction of `total`, rounded up."""
+    # The tiny subtraction keeps a fraction like 0.07 of 100 from being rounded up to 8 by float noise.
+    return math.ceil(length * total - 1e-9) if isinstance(length, float) else length
+
+
+def sparse_steps(total: int, start: int | float, tail: int | float, start_name: str = "dense_start") -> range:
+    """The steps of a run that are sparse, counted from 0. Without a dense tail they do not end.
+
+    Args:
+        total: optimizer steps of the run, >= 1.
+        start, tail: lengths of dense training at the beginning and at the end.
+        start_name: of the setting that says `start`, for the error.
+
+    Raises:
+        ValueError: `total` is not positive, or too small to leave one sparse step.
+    """
+    if total < 1:
+        raise ValueError(f"total_steps={total}: a run needs at least 1 optimizer step")
+    start_steps, tail_steps = to_steps(start, total), to_steps(tail, total)
+    if start_steps + tail_steps >= total:
+        raise ValueError(
+            f"total_steps={total} leaves no sparse step: {start_name}={start} is {start_steps} steps, "
+            f"dense_tail={tail} is {tail_steps}; train longer or shorten them"
+        )
+    return range(start_steps, total - tail_steps if tail_steps else sys.maxsize)
+
+
 def plain(value: Any) -> Any:
     """A value of a config as JSON has it: NumPy's and torch's scalars become the number that they hold, also in a list,
-    and subclasses of str, int and float become those. Everything else stays what it is, for the checks to refuse."""
-    return [_plain_scalar(item) for item in value] if isinstance(value, list) else _plain_scalar(value)
-
-
-def _plain_scalar(value: Any) -> Any:
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except RuntimeError:  # a tensor on the meta device
-            return value
+    and subclasses of str, int and float become those. The checks refuse everything else."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if getattr(value, "shape", None) == () and hasattr(value, "item") and not getattr(value, "is_meta", False):
+        value = value.item()
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -113,17 +138,9 @@ def _plain_scalar(value: Any) -> Any:
     return float.__float__(value) if isinstance(value, float) else value
 
 
-def _hint(check: Check, value: Any) -> str:
-    """For a string that would be right as a number."""
-    for kind in (int, float) if isinstance(value, str) else ():
-        try:
-            number = kind(value)
-        except ValueError:
-            continue
-        if check(number) is None:
-            # With a dot: YAML 1.1 reads 1e-4 as a string, too.
-            text = repr(number) if "." in repr(number) else repr(number).replace("e", ".0e")
-            return f"; this is a string, the number is {text} (1e-4 is a string in YAML, 1.0e-4 is a number)"
+def _hint(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value, re.IGNORECASE):
+        return "; this is a string, not a number (in YAML 1e-4 is a string, 1.0e-4 a number)"
     return ""
 
 
@@ -138,22 +155,14 @@ class MethodSettings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            check = field.metadata.get("check", lambda value: None)
-            wrong = check(value)
+            wrong = field.metadata["check"](value)
             if wrong:
-                raise ValueError(f"{field.name}={shown(value)}: {wrong}{_hint(check, value)}")
+                raise ValueError(f"{field.name}={shown(value)}: {wrong}{_hint(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSettings(MethodSettings):
-    """What happens to the operands of the three GEMMs other than the sparse weight.
-
-    Attributes:
-        weight_grad: how the output gradient is pruned in the grad_weight GEMM.
-        input_grad: how it is pruned in the grad_input GEMM.
-        activations: whether the activations are pruned in the output GEMM.
-        fp8: whether all three GEMMs simulate FP8.
-    """
+    """What happens to the operands of the three GEMMs other than the sparse weight."""
 
     weight_grad: str = setting(
         "dense",
@@ -184,12 +193,7 @@ class GemmSettings(MethodSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSettings(MethodSettings):
-    """When a run is sparse.
-
-    Attributes:
-        dense_start: length of dense training before sparsity starts.
-        dense_tail: length of dense training after sparsity ends.
-    """
+    """When a run is sparse."""
 
     dense_start: int | float = setting(0, is_length, f"length of dense training before sparsity starts: {LENGTH}")
     dense_tail: int | float = setting(0, is_length, f"length of dense training after sparsity ends: {LENGTH}")
@@ -201,12 +205,13 @@ class PhaseSettings(MethodSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MasterSettings(MethodSettings):
-    """What the optimizer updates, for a method whose mask never changes. Goes first among a method's groups.
+class StandardSettings(PhaseSettings, GemmSettings):
+    """The settings of a method that declares none: dense phases, and what happens in the three GEMMs."""
 
-    Attributes:
-        master: whether the Parameter is the dense weight or the packed values alone.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class MasterSettings(MethodSettings):
+    """What the optimizer updates, for a method whose mask never changes. Goes first among a method's groups."""
 
     master: str = setting(
         "dense",

@@ -42,11 +42,9 @@ from torch import Tensor
 
 from ..weights.rules import Values
 from ..weights.view import WeightView
-from .base import StandardSettings
-from .fixed_mask import KeptMaskMethod
+from .fixed_mask import FixedMask
 from .registry import register_method
-from .schedule import to_steps
-from .settings import LENGTH, MasterSettings, is_positive_length, one_of, setting
+from .settings import LENGTH, is_positive_length, one_of, setting, to_steps
 
 ADAPTERS = "adapters"
 """The phase in which low-rank adapters take part."""
@@ -64,14 +62,13 @@ def _generator(matrix: Tensor, use: bytes) -> torch.Generator:
 
 
 @register_method("slope")
-class SLoPe(KeptMaskMethod):
-    keeps_zeros = True
+class SLoPe(FixedMask):
     transposable = True  # by the weight of grad_input, not by the mask that is state
     phases = ("sparse", ADAPTERS, "dense")
     settings_of_state = ("initial_mask", "adapter_rank", "master")
 
     @dataclass(frozen=True, kw_only=True)
-    class Settings(MasterSettings, StandardSettings):
+    class Settings(FixedMask.Settings):
         initial_mask: str = setting(
             "magnitude",
             one_of("magnitude", "random"),
@@ -93,8 +90,6 @@ class SLoPe(KeptMaskMethod):
                     f"steps, and have no place in a dense layer; set one of the two to 0"
                 )
 
-    # The two masks.
-
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         scores = view.matrix
         if self.settings.initial_mask == "random" and not scores.is_meta:
@@ -102,15 +97,10 @@ class SLoPe(KeptMaskMethod):
             scores = draws.uniform_(generator=_generator(scores, b"mask")).to(scores.device)
         return {"mask_bits": kernels.nm_mask(scores, *self.pattern, view.dim, packed=True)}
 
-    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.pack_bits(mask)}
-
     def prune_grad_input(self, view: WeightView) -> Values:
         bits = view.state.get("mask_bits")  # none of packed values, which are masked already
         kept = view.matrix if bits is None else kernels.apply_mask(view.matrix, bits)
         return Values(kernels.nm_prune(kept, *self.pattern, 1 - view.dim))
-
-    # Adapters: [in, r] and [r, out].
 
     def phase(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> str:
         """`"adapters"` in the last steps of the sparse phase, where there are any."""

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .registry import register_method
 from .settings import GemmSettings, PhaseSettings
-from .ste import MagnitudeMethod
+from .ste import STE
 
 
 @register_method("sr-ste")
-class SRSTE(MaskedDecayMethod, MagnitudeMethod):
+class SRSTE(MaskedDecayMethod, STE):
     @dataclass(frozen=True, kw_only=True)
     class Settings(MaskedDecaySettings, PhaseSettings, GemmSettings):
         pass

@@ -18,15 +18,9 @@ from .base import SparseMethod
 from .registry import register_method
 
 
-class MagnitudeMethod(SparseMethod):
-    """A method that keeps the N largest magnitudes of every M, of the weights as they are now."""
-
+@register_method("ste")
+class STE(SparseMethod):
     mask_is_local = True
 
     def prune(self, view: WeightView) -> Magnitude:
         return Magnitude()
-
-
-@register_method("ste")
-class STE(MagnitudeMethod):
-    pass

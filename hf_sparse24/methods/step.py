@@ -10,7 +10,7 @@ Method card
     Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it
     Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain. AutoSwitch compares
                      squared gradients with eps: where they are large it waits until `switch_by`, where they are small
-                     it does not wait (see `AutoSwitch`)
+                     it does not wait (see `StepAdamW`)
     Deviations       Steps with v* are clipped, and v* keeps its bias correction (reasons in `StepAdamW`). The geometric
                      rule leaves out entries of v that did not change, where the paper's mean of logarithms is minus
                      infinity. A window that is not full yet is averaged as it is. Weight decay is AdamW's, in both
@@ -25,17 +25,15 @@ from typing import Any
 
 import torch
 
-from .auto_switch import SWITCH_RULES
 from .context import StepContext
 from .registry import register_method
-from .schedule import Schedule
-from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting
-from .ste import MagnitudeMethod
-from .step_adamw import StepAdamW
+from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting, sparse_steps
+from .ste import STE
+from .step_adamw import SWITCH_RULES, StepAdamW
 
 
 @register_method("step")
-class STEP(MagnitudeMethod):
+class STEP(STE):
     @dataclass(frozen=True, kw_only=True)
     class Settings(GemmSettings):
         switch_rule: str = setting(
@@ -58,15 +56,15 @@ class STEP(MagnitudeMethod):
         )
         dense_tail: int | float = setting(0, is_length, f"length of dense training after sparsity ends: {LENGTH}")
 
-    def schedule(self, total_steps: int) -> Schedule:
-        """For the check that a sparse step is left: sparsity starts as late as it may."""
-        return Schedule.from_lengths(total_steps, self.settings.switch_by, self.settings.dense_tail, "switch_by")
+    def schedule(self, total_steps: int) -> range:
+        """The steps that are sparse at least: sparsity starts with `switch_by` or before."""
+        return sparse_steps(total_steps, self.settings.switch_by, self.settings.dense_tail, "switch_by")
 
     def phase(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> str:
         """Dense before the optimizer has switched."""
         if not _step_adamw(optimizer).switched:
             return "dense"
-        return Schedule.from_lengths(total_steps, 0, self.settings.dense_tail).phase(step)
+        return "sparse" if step in sparse_steps(total_steps, 0, self.settings.dense_tail) else "dense"
 
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
         super().check_run(total_steps, optimizer)

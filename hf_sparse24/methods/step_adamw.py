@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .auto_switch import AutoSwitch
+from ..weights.sharding import total
 from .masked_adamw import GroupTensors, MaskedAdamW, adamw_step
+from .settings import to_steps
+
+SWITCH_RULES = ("arithmetic", "geometric")
 
 
 class StepAdamW(MaskedAdamW):
@@ -20,8 +22,19 @@ class StepAdamW(MaskedAdamW):
         phase 1     w <- w - lr weight_decay w - lr m^ / (sqrt(v^) + eps)
         phase 2     w <- w - lr weight_decay w - lr clip(m^ / (sqrt(v*) + eps)),    v* = v^ of the last step of phase 1
 
-    where clip limits each entry to [-update_clip, update_clip]. Phase 1 ends with the first step t >= `switch_after` at
-    which `AutoSwitch` finds v settled, at the latest with step `switch_by`. STEP's masks begin with the next step.
+    where clip limits each entry to [-update_clip, update_clip]. STEP's masks begin with phase 2.
+
+    AutoSwitch ends phase 1 with the first step t >= `switch_after` at which v has settled, at the latest with step
+    `switch_by`. v has settled once the mean of z over the last `floor(1 / (1 - beta2))` steps, or those that there are,
+    is below eps. z is a mean over all entries of all masked weights, by one of the paper's two rules:
+
+    * "arithmetic", option I: `z_t = mean |v_t - v_{t-1}|`.
+    * "geometric", option II: `z_t = exp(mean log |v_t - v_{t-1}|)`, without the entries that did not change: one would
+      make it zero. If none changed, z_t is 1 - beta2.
+
+    Limits: v has the units of squared gradients, eps those of a gradient. So small gradients fulfil the rule at once,
+    and large ones never do. A bf16 variance cannot fall where 1 - beta2 is below 0.004, and looks settled: keep the
+    weights in fp32.
 
     Args:
         params: parameter groups. Those with `"masked": True` take part in AutoSwitch and in phase 2; all others are
@@ -31,7 +44,7 @@ class StepAdamW(MaskedAdamW):
         eps: as there; the masked groups must agree on it. The paper's two rules compare with it.
         weight_decay: as there.
         total_steps: optimizer steps of the whole run, >= 2.
-        switch_rule: the paper's `"arithmetic"` (option I) or `"geometric"` (option II); see `AutoSwitch`.
+        switch_rule: `"arithmetic"` or `"geometric"`.
         switch_after: length of training before which AutoSwitch never switches: an int counts optimizer steps, a float
             below 1 is a fraction of `total_steps`.
         switch_by: length of training at which it switches in any case, in the same units.
@@ -82,14 +95,20 @@ class StepAdamW(MaskedAdamW):
     ):
         if not 0 <= update_clip < math.inf:
             raise ValueError(f"update_clip={update_clip!r}: must be a finite number >= 0; 0 clips nothing")
-        self.update_clip = update_clip
+        if switch_rule not in SWITCH_RULES:
+            raise ValueError(f"switch_rule={switch_rule!r}: must be one of {list(SWITCH_RULES)}")
+        after, by = to_steps(switch_after, total_steps), to_steps(switch_by, total_steps)
+        if not (0 <= after <= by and 1 <= by < total_steps):
+            raise ValueError(
+                f"switch_after={switch_after} is {after} steps, switch_by={switch_by} is {by}, "
+                f"total_steps={total_steps}: must have 0 <= switch_after <= switch_by and 1 <= switch_by < total_steps"
+            )
         super().__init__(params, lr, betas, eps, weight_decay)
         masked = [group for group in self.param_groups if group["masked"]]
         if any((group["betas"], group["eps"]) != (masked[0]["betas"], masked[0]["eps"]) for group in masked):
             raise ValueError("masked groups differ in betas or eps; AutoSwitch decides for all of them at once")
-        self._make_rule = partial(AutoSwitch, switch_rule, total_steps, switch_after, switch_by)
-        self._rule = self._make_rule(beta2=masked[0]["betas"][1], eps=masked[0]["eps"])
-        masked[0]["auto_switch"] = {"step": 0, "switch_step": None} | self._rule.nothing_seen(self._masked[0].device)
+        self.update_clip, self._switch_rule, self._after, self._by = update_clip, switch_rule, after, by
+        masked[0]["auto_switch"] = {"step": 0, "switch_step": None} | self._nothing_seen(masked[0])
 
     @property
     def switched(self) -> bool:
@@ -99,32 +118,42 @@ class StepAdamW(MaskedAdamW):
     @property
     def switch_step(self) -> int | None:
         """Number of steps that phase 1 took; None while it lasts."""
-        return self._auto_switch["switch_step"]
+        return self._first["auto_switch"]["switch_step"]
 
     @property
     def switch_statistic(self) -> float:
         """Last value of AutoSwitch's statistic; infinite while there is none."""
-        return float(self._auto_switch["statistic"])
+        return float(self._first["auto_switch"]["statistic"])
 
     @property
     def switch_threshold(self) -> float:
         """Value that the statistic must fall below for phase 2 to begin."""
-        return self._rule.threshold
+        return self._first["eps"]
 
     @property
-    def _masked(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups if group["masked"] for parameter in group["params"]]
+    def _first(self) -> dict[str, Any]:
+        """The masked group that has AutoSwitch's state. Looked up each time: loading replaces the groups."""
+        return next(group for group in self.param_groups if "auto_switch" in group)
 
-    @property
-    def _auto_switch(self) -> dict[str, Any]:
-        # Looked up each time: loading replaces the groups.
-        return next(group["auto_switch"] for group in self.param_groups if "auto_switch" in group)
+    def _nothing_seen(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return AutoSwitch's state before the first step: an empty `window` of z, and no statistic."""
+        # How long v remembers. The small addition makes 20 of 1 / (1 - 0.95), which float noise puts below 20.
+        window = torch.full((math.floor(1 / (1 - group["betas"][1]) + 1e-6),), math.inf)
+        return {"rule": self._switch_rule, "window": window, "statistic": torch.tensor(math.inf)}
 
     def before_groups(self, masked: list[GroupTensors]) -> None:
-        step = self._auto_switch["step"] = self._auto_switch["step"] + 1
-        if not self.switched:
-            gradients, variances, owners = ([x for batch in masked for x in batch[i]] for i in (1, 3, 5))
-            self._rule.before_step(self._auto_switch, step, gradients, variances, owners)
+        """Write z of this step into the window, if any decision will read it."""
+        seen, beta2 = self._first["auto_switch"], self._first["betas"][1]
+        step = seen["step"] = seen["step"] + 1
+        gradients, variances, owners = ([x for batch in masked for x in batch[i]] for i in (1, 3, 5))
+        if self.switched or not owners or step <= self._after - len(seen["window"]):
+            return
+        window = seen["window"] = seen["window"].to(owners[0].device)
+        # v_t - v_{t-1} = (1 - beta2) (g^2 - v_{t-1}), so that no copy of v is needed.
+        distance = _mean_distance(gradients, variances, owners, self._switch_rule, window.device)
+        window[step % len(window)] = (1 - beta2) * distance
+        is_seen = ~window.isinf()
+        seen["statistic"] = torch.where(is_seen, window, 0.0).sum() / is_seen.sum()
 
     def masked_step(self, group: dict[str, Any], batch: GroupTensors) -> None:
         if self.switched:
@@ -134,13 +163,16 @@ class StepAdamW(MaskedAdamW):
 
     def after_groups(self) -> None:
         """Turn v of all masked parameters into v* in place if it has settled."""
-        step = self._auto_switch["step"]
-        if not self.switched and self._rule.has_settled(self._auto_switch, step):
-            self._auto_switch["switch_step"] = step
-            states = [self.state[parameter] for parameter in self._masked if parameter in self.state]
-            if states:
-                corrections = [1 - self._rule.beta2 ** state["step"].item() for state in states]
-                torch._foreach_div_([state["exp_avg_sq"] for state in states], corrections)
+        seen, beta2 = self._first["auto_switch"], self._first["betas"][1]
+        step = seen["step"]
+        if self.switched or not (step >= self._by or (step >= self._after and seen["statistic"] < self._first["eps"])):
+            return
+        seen["switch_step"] = step
+        masked = [parameter for group in self.param_groups if group["masked"] for parameter in group["params"]]
+        states = [self.state[parameter] for parameter in masked if parameter in self.state]
+        if states:
+            corrections = [1 - beta2 ** state["step"].item() for state in states]
+            torch._foreach_div_([state["exp_avg_sq"] for state in states], corrections)
 
     def check_new(self, parameter: Tensor) -> None:
         if self.switched:
@@ -161,9 +193,31 @@ class StepAdamW(MaskedAdamW):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state["step"] = state["step"].cpu()  # a checkpoint read onto a GPU has brought it there
-        masked = next(group for group in self.param_groups if group["masked"])
-        self._rule = self._make_rule(beta2=masked["betas"][1], eps=masked["eps"])  # loading may change them
-        self._rule.resume(self._auto_switch)
+        # Loading may change beta2. What another rule, or another window, has seen is forgotten.
+        seen, fresh = self._first["auto_switch"], self._nothing_seen(self._first)
+        if seen.get("rule") != self._switch_rule or seen["window"].shape != fresh["window"].shape:
+            seen.update(fresh)
+
+
+def _mean_distance(
+    gradients: list[Tensor], variances: list[Tensor], owners: list[Tensor], rule: str, device: torch.device
+) -> Tensor:
+    """Return the mean of |g^2 - v| over all entries of all processes, z_t / (1 - beta2): an fp32 scalar on `device`."""
+    sums = []
+    # Not `torch._foreach_*`, which would hold the distances of all weights, and takes ten times as long on a CPU.
+    for gradient, variance in zip(gradients, variances):
+        distance = torch.addcmul(variance, gradient, gradient, value=-1).abs_()
+        if rule == "arithmetic":
+            count = torch.tensor(float(distance.numel()))
+        else:
+            dead = distance == 0
+            distance.masked_fill_(dead, 1).log_()
+            count = (~dead).sum().float()
+        sums.append(torch.stack([distance.sum(dtype=torch.float32).to(device), count.to(device)]))
+    distance, count = total(sums, owners).sum(0)
+    if rule == "arithmetic":
+        return distance / count
+    return (distance / count.clamp(min=1)).exp()
 
 
 def _frozen_step(group: dict[str, Any], batch: GroupTensors, update_clip: float) -> None:

@@ -29,12 +29,11 @@ import sparse24_kernels as kernels
 from sparse24_kernels.transposable import SOLVERS
 from torch import Tensor
 
-from ..weights.sparse_weight import WeightView
+from ..weights.view import WeightView
 from .fixed_mask import KeptMaskMethod
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .registry import register_method
-from .schedule import to_steps
-from .settings import LENGTH, GemmSettings, PhaseSettings, is_positive_length, one_of, setting, with_default
+from .settings import LENGTH, GemmSettings, PhaseSettings, is_positive_length, one_of, setting, to_steps, with_default
 
 
 @register_method("t-sr-ste")
@@ -70,4 +69,4 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
 
     def refreshes_state(self, step: int, total_steps: int) -> bool:
         interval = max(1, to_steps(self.settings.mask_interval, total_steps))
-        return (step - self.schedule(total_steps).first_sparse) % interval == 0
+        return (step - self.schedule(total_steps).start) % interval == 0

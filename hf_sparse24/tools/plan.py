@@ -129,11 +129,11 @@ def _summary(plan: Plan, flops_per_byte: int) -> Iterator[str]:
 
 def _averages(method: SparseMethod) -> tuple[float, float]:
     """The share of a long run's steps that are sparse, and how often one of them refreshes masks or scales."""
-    schedule = method.schedule(_LONG_RUN)
-    last = _LONG_RUN if schedule.first_tail is None else schedule.first_tail
+    steps = method.schedule(_LONG_RUN)
+    last = min(steps.stop, _LONG_RUN)
     # What is computed when sparsity begins is no cost of a step.
-    refreshed = sum(method.refreshes_state(step, _LONG_RUN) for step in range(schedule.first_sparse + 1, last + 1))
-    sparse = last - schedule.first_sparse
+    refreshed = sum(method.refreshes_state(step, _LONG_RUN) for step in range(steps.start + 1, last + 1))
+    sparse = last - steps.start
     return sparse / _LONG_RUN, refreshed / sparse
 
 

@@ -39,7 +39,7 @@ from hf_sparse24.methods import (
     GroupTensors,
     KeptMaskMethod,
     MaskedAdamW,
-    Pieces,
+    Piece,
     StepContext,
     is_length,
     is_non_negative,
@@ -144,7 +144,7 @@ class AST(KeptMaskMethod):
                 f"AdamS(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
             )
 
-    def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
+    def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:
         if not isinstance(context.optimizer, AdamS):
             return  # any other trains adapters alone, or what has no masks
         ramp = to_steps(self.settings.decay_ramp, context.total_steps)

@@ -91,9 +91,11 @@ def test_z_is_taken_only_where_a_decision_can_see_it():
     params = parameters()
     optimizer = make(params, total_steps=100, switch_after=30, switch_by=50)
     train(optimizer, params, range(10))
-    assert optimizer._auto_switch["window"].isinf().all()  # of steps 1 to 10; step 30 looks back to 11
+    assert (
+        optimizer.param_groups[0]["auto_switch"]["window"].isinf().all()
+    )  # of steps 1 to 10; step 30 looks back to 11
     train(optimizer, params, range(20))
-    assert optimizer._auto_switch["window"].isfinite().all()
+    assert optimizer.param_groups[0]["auto_switch"]["window"].isfinite().all()
 
 
 @pytest.mark.parametrize("total_steps", [575, 1500])
@@ -109,15 +111,18 @@ def test_a_window_longer_than_half_of_the_run_decides_by_what_it_has(total_steps
     assert switch_after_steps(gradients, **arguments, eps=eps * 0.999) in (201, 202)
 
 
-def test_the_state_of_another_rule_or_window_starts_anew():
+def test_the_state_of_another_rule_or_window_is_forgotten():
     params = parameters()
     before = make(params, total_steps=100, switch_rule="geometric", switch_after=30, switch_by=50)
     train(before, params, range(29))
     for arguments in ({}, {"switch_rule": "geometric"}):
         after = make(parameters(), total_steps=100, switch_after=30, switch_by=50, **arguments)
         after.load_state_dict(copy.deepcopy(before.state_dict()))
-        assert math.isinf(after.switch_statistic) is not bool(arguments) and after._auto_switch["step"] == 29
+        assert (
+            math.isinf(after.switch_statistic) is not bool(arguments)
+            and after.param_groups[0]["auto_switch"]["step"] == 29
+        )
     saved = before.state_dict()
     saved["param_groups"][0]["auto_switch"]["window"] = torch.zeros(7)
     after.load_state_dict(saved)
-    assert after._auto_switch["window"].isinf().all()
+    assert after.param_groups[0]["auto_switch"]["window"].isinf().all()

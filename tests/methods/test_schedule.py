@@ -4,38 +4,32 @@ import pytest
 import torch
 
 from hf_sparse24 import Sparse24Config
-from hf_sparse24.methods.schedule import Schedule
 from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
 from hf_sparse24.run import SparseRun
 
 
-def schedule_of(total: int, method: str = "s-ste", **settings) -> Schedule:
-    return SparseRun(Sparse24Config(method=method, **settings)).method.schedule(total)
+def method_of(method: str = "s-ste", **settings):
+    return SparseRun(Sparse24Config(method=method, **settings)).method
 
 
-def phases(total: int, method: str = "s-ste", **settings) -> str:
-    schedule = schedule_of(total, method, **settings)
-    return "".join(schedule.phase(step)[0] for step in range(total))
+def phases(total: int, *arguments: str, **settings) -> str:
+    """Of the steps 0 to `total`, by their initials: the last is how the trained model computes."""
+    method = method_of(*arguments, **settings)
+    return "".join(method.phase(step, total, None)[0] for step in range(total + 1))
 
 
 def test_phases():
-    assert phases(4) == "ssss"
-    assert phases(12, "t-sr-ste") == "ssssssssssdd"
-    assert phases(2, "t-sr-ste") == "sd"  # a sixth of 2 is rounded up
-    assert phases(8, dense_start=2, dense_tail=0.25) == "ddssssdd"
+    assert phases(4) == "sssss"
+    assert phases(12, "t-sr-ste") == "ssssssssssddd"
+    assert phases(2, "t-sr-ste") == "sdd"  # a sixth of 2 is rounded up
+    assert phases(8, dense_start=2, dense_tail=0.25) == "ddssssddd"
     assert phases(100, dense_start=0.07).count("d") == 7  # not 8: 0.07 * 100 is 7.000000000000001
 
 
-def test_a_run_without_a_tail_leaves_a_sparse_model_and_one_with_a_tail_a_dense_one():
-    assert schedule_of(4).phase(4) == "sparse"
-    assert schedule_of(12, "t-sr-ste").phase(12) == "dense"
-
-
-def refreshes(total: int, method: str = "s-ste", **settings) -> list[int]:
-    """The steps after which the state is computed anew; the first is where sparsity starts, and computes it anyway."""
-    method = SparseRun(Sparse24Config(method=method, **settings)).method
-    sparse = [step for step in range(total + 1) if method.schedule(total).phase(step) == "sparse"]
-    return [step for step in sparse if method.refreshes_state(step, total)]
+def refreshes(total: int, *arguments: str, **settings) -> list[int]:
+    """The steps after which the state is computed again; the first is where sparsity starts, and computes it anyway."""
+    method = method_of(*arguments, **settings)
+    return [step for step in range(total + 1) if step in method.schedule(total) and method.refreshes_state(step, total)]
 
 
 def test_mask_refreshes():
@@ -47,15 +41,14 @@ def test_mask_refreshes():
 @pytest.mark.parametrize(
     ("arguments", "total", "message"),
     [
-        ({"dense_start": 5, "dense_tail": 5}, 10, "total_steps=10 leaves no sparse step: dense_start=5 is 5 steps"),
-        ({"method": "t-sr-ste"}, 1, "total_steps=1 leaves no sparse step"),
-        ({"dense_start": 100}, 10, "leaves no sparse step"),
-        ({}, 0, "total_steps=0: a run needs at least 1"),
+        ({"dense_start": 5, "dense_tail": 5}, 10, "total_steps=10 .*dense_start=5"),
+        ({"method": "t-sr-ste"}, 1, "total_steps=1 "),
+        ({}, 0, "total_steps=0"),
     ],
 )
 def test_too_few_steps(arguments, total, message):
     with pytest.raises(ValueError, match=message):
-        schedule_of(total, **arguments)
+        method_of(**arguments).schedule(total)
 
 
 def test_flip_rate():
@@ -64,8 +57,6 @@ def test_flip_rate():
     assert flip_rate(old, torch.tensor([True, False, True, False])) == 0.5  # a swapped pair counts as two
     with pytest.raises(ValueError, match="two bool masks of one shape"):
         flip_rate(old, old[:2])
-    with pytest.raises(ValueError, match="two bool masks"):
-        flip_rate(old.float(), old.float())
 
 
 def test_kept_magnitude():

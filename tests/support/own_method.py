@@ -23,7 +23,7 @@ from hf_sparse24.methods import (
     GemmSettings,
     Mask,
     PhaseSettings,
-    Pieces,
+    Piece,
     SparseMethod,
     StepContext,
     Values,
@@ -95,7 +95,7 @@ class OwnMethod(SparseMethod):
     def make_optimizer(self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any) -> OwnAdamW:
         return OwnAdamW(groups, **arguments)
 
-    def change_gradients(self, pieces: Pieces, context: StepContext) -> None:
+    def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:
         for piece in pieces:
             piece.gradient.add_(piece.values, alpha=self.settings.ridge)
 
