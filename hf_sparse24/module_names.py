@@ -1,10 +1,8 @@
 """Matches `target_modules` and `exclude_modules` with layers: a group, names, or a regular expression.
 
-A string is a group's name; or a name of letters, digits, `_` and `-`, joined by dots, as in a list of names; or else a
-regular expression, which must match a layer's whole name.
-
-A downloaded `config.json` may hold any expression, and `re` backtracks without end on some. Therefore `regex`, which
-Transformers depends on, matches them with a timeout.
+A string is a group; or a name of letters, digits, `_` and `-`, joined by dots; or else a regular expression, which must
+match a layer's whole name. A downloaded `config.json` may hold one on which `re` backtracks without end, so `regex`,
+which Transformers depends on, matches them with a timeout.
 """
 
 import math
@@ -35,8 +33,8 @@ def check_module_names(field: str, value: Any) -> None:
         return
     if not isinstance(value, str) or not value:
         raise ValueError(
-            f"{field}={shown(value)}: must be one of {list(TARGET_GROUPS)}, the end of a module's name, a regular "
-            f"expression, or a non-empty list of name endings"
+            f"{field}={shown(value)}: must be one of {list(TARGET_GROUPS)}, a name's end, a regular expression, or a "
+            f"non-empty list of name endings"
         )
     if not _NAME.fullmatch(value):
         _compile(field, value)
@@ -75,9 +73,8 @@ class ModuleNames:
             found = self._expression.fullmatch(name, timeout=max(self._seconds_left, 1e-3))
         except TimeoutError as error:
             raise ValueError(
-                f"{self.field}={shown(self.value)}: matching this regular expression against the names of the model's "
-                f"layers takes more than {MATCH_SECONDS:g} s; write it without repetitions inside of repetitions, or "
-                f"list names"
+                f"{self.field}={shown(self.value)}: matching this regular expression takes more than "
+                f"{MATCH_SECONDS:g} s; write it without repetitions inside of repetitions, or list names"
             ) from error
         self._seconds_left -= time.monotonic() - started
         return found is not None
@@ -94,8 +91,8 @@ def _compile(field: str, value: str) -> Any:
     size = len(value) * math.prod(max(count, 1) for count in counts)
     if size > _MAX_SIZE or re.search(r"\(\?[a-zA-Z]*x", value):  # (?x) would hide counts from the line above
         raise ValueError(
-            f"{field}={shown(value)}: a regular expression of more than {_MAX_SIZE} characters, with its {{n}} "
-            f"written out, or with the flag x; write a simpler one, or list names"
+            f"{field}={shown(value)}: a regular expression of more than {_MAX_SIZE} characters, with {{n}} written "
+            f"out, or with the flag x; write a simpler one, or list names"
         )
     try:
         with warnings.catch_warnings():

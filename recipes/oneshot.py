@@ -20,8 +20,7 @@ from train import collate_causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from hf_sparse24 import oneshot
-from hf_sparse24.pruning.criteria import CRITERIA
-from hf_sparse24.pruning.options import RECONSTRUCTIONS
+from hf_sparse24.pruning.options import CRITERIA, RECONSTRUCTIONS
 from hf_sparse24.pruning.report import OneshotReport
 
 

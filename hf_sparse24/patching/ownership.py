@@ -1,8 +1,7 @@
-"""Which Transformers models say in their configs that they are sparse: the one that was patched, and what it lies in.
+"""Which Transformers models say in their configs that they are sparse: the patched one, and those around it.
 
-What is saved is a whole model. A part that was patched by itself, such as `model.model` or the language model of a
-multi-modal one, cannot know of the whole. So `adopt` runs whenever the whole passes through the library: in
-`patch_model`, a controller, an export.
+A part that was patched alone, such as `model.model`, does not know of the whole, which is what gets saved. So `adopt`
+runs whenever the whole passes through the library: in `patch_model`, a controller, an export.
 """
 
 import copy
@@ -31,7 +30,7 @@ def adopt(model: nn.Module) -> SparseRun | None:
         The run of all sparse weights, None where there are none.
 
     Raises:
-        ValueError: parts have different configs: one controller cannot run them, one file not describe them.
+        ValueError: parts have different configs.
     """
     weights = sparse_weights(model, TRAINED)
     if not weights:
@@ -40,8 +39,8 @@ def adopt(model: nn.Module) -> SparseRun | None:
     for name, weight in weights.items():
         if weight.run is not run and not _is_unused_copy(weight.run, run):
             raise ValueError(
-                f"{name} and {next(iter(weights))} were patched apart, each with a config of its own; call "
-                f"unpatch_model on the parts, then patch_model on the whole model"
+                f"{name} and {next(iter(weights))} were patched apart, with two configs; call unpatch_model on the "
+                f"parts, then patch_model on the whole model"
             )
     for weight in weights.values():
         weight.run = run
@@ -62,10 +61,7 @@ def _is_unused_copy(other: Any, run: SparseRun) -> bool:
 
 
 def write_config(model: nn.Module, run: SparseRun) -> None:
-    """Write into a model's config of Transformers, which is saved, that it is sparse.
-
-    A config of the model's own: other models made from the same config object are not sparse.
-    """
+    """Write into a copy of a model's config of Transformers that it is sparse: other models may share the config."""
     shared: Any = getattr(model, "config", None)
     if not isinstance(shared, PreTrainedConfig):
         return
@@ -122,12 +118,11 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel, DeepSpeed and torch.compile, whose layers have the names that `patch_model`
-    saw. ValueError: FSDP1 wraps it, or a part of it."""
+    """Return the model inside DDP, DataParallel, DeepSpeed and torch.compile; ValueError where FSDP1 wraps a part."""
     if any(cls.__name__ == "FullyShardedDataParallel" for module in model.modules() for cls in type(module).__mro__):
         raise ValueError(
-            "FSDP1 (FullyShardedDataParallel) wraps the model, and flattens its weights: wrap it by FSDP2 instead, by "
-            "fully_shard(model) or `fsdp_version: 2` in accelerate's config file"
+            "FSDP1 (FullyShardedDataParallel) flattens the model's weights: use FSDP2, by fully_shard(model) or "
+            "`fsdp_version: 2` in accelerate's config file"
         )
     while True:
         kind = {cls.__name__ for cls in type(model).__mro__}

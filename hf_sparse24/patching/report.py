@@ -22,7 +22,7 @@ class ReportRow:
         layers: number of layers.
         weights: number of elements of their weight matrices, shared ones counted once, without biases.
         skipped: why they stayed dense; None if they are sparse.
-        note: how the method treats these sparse layers differently from others; None if it does not.
+        note: how these sparse layers differ from others; None if they do not.
     """
 
     group: str
@@ -69,9 +69,8 @@ class PatchReport(TableReport):
 
     def _title(self) -> str:
         layers = len(self.patched) + sum(reason != CONVOLUTION for reason in self.skipped.values())
-        method = self.config.method
-        if getattr(self.config, "master", "dense") == "packed":
-            method = f"{method}, master: packed (half the memory)"
+        is_packed = getattr(self.config, "master", "dense") == "packed"
+        method = self.config.method + ", master: packed (half the memory)" * is_packed
         return (
             f"{self.config.pattern} sparse by {method}: {len(self.patched)} of {layers} linear layers, "
             f"{shown_count(self.patched_parameters)} of {shown_count(self.total_parameters)} parameters; "
@@ -98,7 +97,6 @@ _PRETRAINED = (
 
 
 def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], is_pretrained: bool) -> PatchReport:
-    """Return the report of a model whose layers were judged to be sparse or not as `candidates` say."""
     groups: dict[tuple[str, str | None, str | None], list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault((group_name(candidate.name), candidate.skipped, candidate.note), []).append(candidate)
@@ -125,9 +123,8 @@ def group_name(name: str) -> str:
 
 
 def _weights(candidates: list[Candidate]) -> int:
-    """Return the number of weights, shared ones counted once, as `parameters()` does."""
-    sizes = {id(candidate.weight): candidate.weight.numel() for candidate in candidates}
-    return sum(sizes.values())
+    """Return the number of weights, shared ones counted once."""
+    return sum({id(candidate.weight): candidate.weight.numel() for candidate in candidates}.values())
 
 
 def shown_count(count: int) -> str:

@@ -21,7 +21,6 @@ from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
 from ..weights.storage import layer_name
 from .places import Place, find_place
-from .stacks import gradient_note, stacked_parameters
 from .unsupported import overlapping_tensors, unsupported_reason
 
 # Transformers' names of the sub-configs of towers: `vision_config`, `audio_config`, `audio_encoder` and the like.
@@ -43,8 +42,7 @@ class Candidate(NamedTuple):
         name: of the layer; of a stack, its Parameter's name, `model.layers.0.mlp.experts.gate_up_proj`.
         skipped: why it stays dense, None if it becomes sparse.
         parameter: the weight's name in `module`.
-        note: how the method treats it differently from other layers, None if it does not.
-        pattern: N:M of the layer, None for that of the model.
+        note, pattern: how its gradients and its N:M differ from those of other layers, None if they do not.
     """
 
     name: str
@@ -71,9 +69,7 @@ class Candidate(NamedTuple):
 
 
 def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
-    """Return every linear layer and stack of experts' weights of `model` once, in module order, with its verdict.
-
-    Convolutions follow, so that a report can say why they stay dense.
+    """Return every linear layer and stack of experts' weights of `model` once, in module order; convolutions follow.
 
     Raises:
         ValueError: a name, an expression or a block index in the run's config that none of them has.
@@ -86,8 +82,7 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     whole_names = ModuleNames("target_modules", config.target_modules).endings
     towers = _towers(model) if config.target_modules in TARGET_GROUPS else {}
     heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = get_head()
+    head = cast(Any, getattr(model, "get_output_embeddings", lambda: None))()
 
     def rule_against(place: Place) -> str | None:
         module = place.path[-1][1]
@@ -110,14 +105,15 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
         method = run.method_of(patterns.get(name, run.method.pattern))
         return unsupported_reason(place.path, place.parameter, method)
 
+    estimators = [gemm.estimator for gemm in run.method.gemms[1:] if gemm.estimator != "none"]
     found = []
     for name, place in places.items():
         # A whole name in target_modules wins over every rule.
         rule = None if any(whole in place.names for whole in whole_names) else rule_against(place)
         pattern, reason = patterns.get(name), rule or skipped(name, place)
         candidate = Candidate(name, place.path[-1][1], reason, place.parameter)
-        if candidate.skipped is None:
-            gradients = gradient_note(run.method) if candidate.is_stack else None
+        if reason is None:
+            gradients = f"exact gradients, no {estimators[0]}" if candidate.is_stack and estimators else None
             notes = [note for note in (pattern and str(pattern), gradients) if note]
             candidate = candidate._replace(note=", ".join(notes) or None, pattern=pattern)
         found.append(candidate)
@@ -133,18 +129,20 @@ def _find_places(model: nn.Module) -> dict[str, Place]:
     """Return the places of all linear layers and stacks of experts' weights, by the layer's name."""
     places: dict[str, Place] = {}
     for name, module in model.named_modules():
+        found = {key: weight for key, weight in module._parameters.items() if weight is not None}
         if isinstance(module, nn.Linear | Conv1D):
-            # A parametrized layer (weight_norm and the like) has no weight of its own to keep.
-            parameters = ["weight"] if module._parameters.get("weight") is not None else []
+            parameters = ["weight"] if "weight" in found else []  # which a parametrized layer (weight_norm) lacks
+        elif "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]:
+            parameters = [key for key, weight in found.items() if weight.dim() == 3]
         else:
-            parameters = stacked_parameters(name, module)
+            parameters = []
         for parameter in parameters:
             places[layer_name(f"{name}.{parameter}".removeprefix("."))] = find_place(model, name, parameter)
     return places
 
 
 def _picked(field: str, value: str | list[str] | None, places: dict[str, Place]) -> set[str]:
-    """Return the layers that a field of the config names. What it names must exist, so that a typo is noticed."""
+    """Return the layers that a field of the config names; ValueError where it names none, as a typo does."""
     if value is None:
         return set()
     selector = ModuleNames(field, value)
@@ -152,15 +150,15 @@ def _picked(field: str, value: str | list[str] | None, places: dict[str, Place])
     every_name = [name for place in places.values() for name in place.names]
     unmatched = [end for end in selector.endings if not any(ends_with(name, end) for name in every_name)]
     if places and (unmatched or not picked):
-        if unmatched:
-            what = f"no linear layer's name ends in {unmatched}"
-        elif selector.group:
-            what = "no linear layer is part of one"
-        else:
-            what = "no linear layer's whole name matches this regular expression (begin it with '.*' to match endings)"
+        what = (
+            f"'s name ends in {unmatched}" if unmatched else "'s whole name matches (begin with '.*' to match endings)"
+        )
+        what = " is part of one" if selector.group else what
         endings = sorted({name.rpartition(".")[2] for name in places})
-        has = f"the model has {endings}, such as {next(iter(places))!r}; groups are {list(TARGET_GROUPS)}"
-        raise ValueError(f"{field}={value!r}: {what}; {has}")
+        raise ValueError(
+            f"{field}={value!r}: no linear layer{what}; the model has {endings}, such as {next(iter(places))!r}; "
+            f"groups are {list(TARGET_GROUPS)}"
+        )
     return picked
 
 
@@ -191,14 +189,10 @@ def _layer_patterns(config: Any, targets: set[str], places: dict[str, Place]) ->
 def _towers(model: nn.Module) -> dict[int, str]:
     """Return the classes of the parts of a multi-modal language model that read images or sound, by the part's id.
 
-    Such a part has a sub-config with such a name. There are none in
-
-    * a model without a vocabulary, which is no language model;
-    * a model that compares images or sound with text, as CLIP does: its towers are equals.
+    Their sub-configs have such names. A model that writes no text has none: the towers of CLIP are equals.
     """
     kinds: set[type] = set()
-    towers = {}
-    writes_text = False
+    towers, writes_text = {}, False
     for module in model.modules():  # from the outside in
         config = getattr(module, "config", None)
         if not isinstance(config, PreTrainedConfig):

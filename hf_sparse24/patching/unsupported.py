@@ -13,7 +13,6 @@ from ..adapters import bypasses_layer, is_adapter
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
 from ..weights.input_dim import find_input_dim
-from .stacks import unsupported_method
 
 READ_BY = {
     "BambaMixer": ("out_proj",),
@@ -51,13 +50,7 @@ PLAIN = ("FalconLinear",)
 
 
 def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
-    """Return why a weight cannot become sparse, None if it can.
-
-    Args:
-        path: see `Place`.
-        parameter: the weight's name in the last module of `path`.
-        method: that would prune it.
-    """
+    """Return why `method` cannot prune the weight at a `Place` with this path and parameter, None if it can."""
     (name, module), parent = path[-1], path[-2 if len(path) > 1 else -1][1]  # a model may be one layer
     if any(part != "base_layer" and is_adapter(around) for (_, around), (part, _) in pairwise(path)):
         return "an adapter"
@@ -68,7 +61,8 @@ def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, me
     class_name, parent_name = type(module).__name__, type(parent).__name__
     if is_adapter(parent) and (is_stack or bypasses_layer(parent)):
         return f"its adapter ({parent_name}) computes with its weight without calling it"
-    if not is_stack and not _is_plain_linear(module):
+    is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or class_name in PLAIN
+    if not is_stack and not is_plain:
         return f"its class {class_name} is not a plain linear layer"
     if name in READ_BY.get(parent_name, ()):
         return f"{parent_name} uses its weight without calling it"
@@ -77,13 +71,22 @@ def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, me
         return f"{class_name} does not say how it multiplies by {parameter}: set its attribute is_transposed"
     rows, columns = weight.shape[-2:]
     outputs, inputs = (rows, columns) if input_dim == -1 else (columns, rows)
-    reason = unsupported_method(method) if is_stack else None
+    reason = _unsupported_method(method) if is_stack else None
     return reason or _unsupported_tensor(weight) or method.unsupported(outputs, inputs)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    forward = type(module).forward
-    return forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ in PLAIN
+def _unsupported_method(method: SparseMethod) -> str | None:
+    """Return why a method cannot make stacked experts sparse, which have no layers of their own; None if it can."""
+    gemms = method.gemms
+    if gemms.output.estimator != "none":
+        return "stacked experts: activations cannot be pruned"
+    if any(gemm.precision != "native" for gemm in gemms):
+        return "stacked experts: FP8 cannot be simulated"
+    if gemms.grad_input.weight != gemms.output.weight:
+        return f"stacked experts: method {method.name!r} multiplies by another weight in the backward pass"
+    if method.overrides("adapt_output"):
+        return f"stacked experts: method {method.name!r} adds to what a layer returns"
+    return None
 
 
 def _unsupported_tensor(weight: Tensor) -> str | None:

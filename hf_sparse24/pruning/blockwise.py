@@ -1,8 +1,7 @@
 """Block reconstruction: the kept weights of a pruned block, trained to give what the dense model's block gives.
 
-Layer by layer, pruning can keep only what each layer computes by itself. A block has more freedom: its layers can make
-up for each other, and its inputs are those that the pruned blocks before it give, while its targets are what the dense
-model has at this place, so that it makes up for them too.
+A block's layers can make up for each other. Its inputs come from the pruned blocks before it and its targets from the
+dense model, so it makes up for those blocks too.
 
 Reference: the local reconstruction of arXiv 2510.14444. Our deviations: norms and biases train as well; the rate is
 relative to each parameter's size, so that one default fits models of all sizes; each token counts by its relative
@@ -47,7 +46,7 @@ class BlockExample(NamedTuple):
         size = target.square().sum(-1)
         # A token that the dense model sets to almost nothing must not outweigh all others.
         least = (0.1 * size.median()).clamp(min=torch.finfo().tiny) if len(size) else size
-        return (output - target).square().sum(-1) / size.clamp(min=least)
+        return ((output - target).square().sum(-1) / size.clamp(min=least)).flatten()
 
 
 def reconstruct_block(
@@ -58,18 +57,16 @@ def reconstruct_block(
     rate: float,
     on_step: Callable[[], object],
 ) -> tuple[float, float]:
-    """Train a block's kept weights, biases and norms in place, and return its relative error before and after.
+    """Train a block's kept weights, biases and norms in place, and return its `BlockReport.error` before and after.
 
-    The error is the root of the mean over tokens of the squared error relative to the target's square. A block whose
-    training gains nothing stays as it was.
+    A block whose training gains nothing stays as it was.
 
     Args:
         block: whose linear layers are pruned, in eval mode.
         masks: of the pruned weights, in the layout of the Parameter.
         examples: each is one step of Adam in every pass.
         passes: over all examples.
-        rate: learning rate relative to the root mean square of each parameter; it rises over the first steps and then
-            falls to zero like a cosine.
+        rate: learning rate relative to the root mean square of each parameter; warms up, then falls like a cosine.
         on_step: called after each step.
     """
     trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
@@ -78,7 +75,8 @@ def reconstruct_block(
     if not trained:  # it shares all that it has with blocks before it
         return before, before
     with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
-        sizes = [_root_mean_square(p, masks.get(p)) for p in trained]
+        kept = [p[masks[p]] if p in masks else p for p in trained]
+        sizes = [values.float().square().mean().sqrt().item() for values in kept]
         smallest = min((size for size in sizes if size), default=1.0)  # for biases that are zero, and could not move
         groups = [{"params": [p], "lr": rate * (size or smallest)} for p, size in zip(trained, sizes)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
@@ -106,13 +104,7 @@ def reconstruct_block(
 
 
 def _mean_error(examples: list[BlockExample]) -> float:
-    errors = torch.cat([example.error() for example in examples])
-    return errors.mean().sqrt().item()
-
-
-def _root_mean_square(parameter: Tensor, mask: Tensor | None) -> float:
-    kept = parameter if mask is None else parameter[mask]
-    return kept.float().square().mean().sqrt().item()
+    return torch.cat([example.error() for example in examples]).mean().sqrt().item()
 
 
 def _share_of_rate(step: int, steps: int) -> float:

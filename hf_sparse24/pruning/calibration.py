@@ -12,7 +12,7 @@ from ..progress import Progress, get_logger
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from .blockwise import BlockExample
-from .replay import Call, Course, Effect, ModelInputs, Replay, tensors
+from .replay import Computed, Course, Effect, ModelInputs, Replay, tensors
 from .statistics import Gram, InputNorms, LastInput, counted, padding_masks
 
 logger = get_logger(__name__)
@@ -22,7 +22,7 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Modu
     """Return a batch as keyword arguments of `model`, without what only the loss reads.
 
     Raises:
-        ValueError: neither a dict of tensors nor a tensor of input_ids.
+        ValueError: it is no dict of tensors and no tensor of input_ids, or has arguments that the model does not take.
     """
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     if isinstance(inputs, Mapping):
@@ -32,12 +32,19 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Modu
         left_out = {"return_loss"} if reads_labels else {"return_loss", "labels"}
         inputs = {name: value for name, value in inputs.items() if name not in left_out}
         if all(isinstance(value, Tensor) for value in inputs.values()):
+            _check_takes(model, inputs)
             return inputs
     found = {k: type(v).__name__ for k, v in inputs.items()} if isinstance(inputs, Mapping) else type(batch)
-    raise ValueError(
-        f"batch {index} of data is {found}: must be a dict of tensors, as a DataLoader with a collator gives, or a "
-        f"tensor of input_ids"
-    )
+    raise ValueError(f"batch {index} of data is {found}: must be a dict of tensors, or a tensor of input_ids")
+
+
+def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError as error:  # as with a SentenceTransformer, which takes one dict
+        raise ValueError(
+            f"{type(model).__name__} is not called with {sorted(inputs)} ({error}); prune the Transformers model inside"
+        ) from error
 
 
 class CalibratedBlock(NamedTuple):
@@ -70,18 +77,14 @@ def calibrate(
     Args:
         model: runs on every batch.
         weights: of linear layers by name, each inside some `nn.ModuleList`; a block is a member of the outermost one.
-        batches: see `check_batch`. All with the same names must run the same blocks in the same order, which a first
-            pass over one of them finds.
+        batches: see `check_batch`. All with the same names must run the same blocks in the same order.
         kind: of statistics.
-        with_examples: whether blocks come with examples. That runs every block a third time for each batch, and takes
-            memory for three outputs of a block for every batch.
-        finished: names of blocks that the caller restores as they were pruned before; they come without statistics
-            and examples.
+        with_examples: whether blocks come with examples, for which every block computes a third time for each batch.
+        finished: names of blocks that the caller restores; they come without statistics and examples.
 
     Raises:
         ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run;
-            the model cannot be run block by block, see `Replay.study` and `_survey`; or, with examples, it runs other
-            blocks between two calls of one block.
+            the model cannot be run block by block; or, with examples, it runs other blocks between two calls of one.
     """
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():
@@ -101,7 +104,8 @@ def calibrate(
             last_input.add_to(found[name], args[0] if args else next(iter(kwargs.values())))
 
     progress = Progress("calibration", len(batches) * len(blocks), "batch", logger.info)
-    with progress, evaluating(model), _without_caches(model), Replay(model) as replay, ExitStack() as hooks:
+    replay = Replay(model)
+    with progress, evaluating(model), _without_caches(model), replay.intercepting(), ExitStack() as hooks:
         order, courses = _survey(replay, blocks, batches)
         for name, weight in weights.items():
             hook = functools.partial(before_layer, name)
@@ -115,7 +119,7 @@ def calibrate(
                 course = courses[frozenset(inputs)]
                 if block not in course.ends:
                     continue
-                calls: list[tuple[Call, Effect]] = []
+                calls: Computed = []
                 if is_new:
                     last_input = LastInput(padding_masks(inputs))
                     calls = replay.run(inputs, course, pruned, course.ends[block])
@@ -126,9 +130,7 @@ def calibrate(
                         examples += _examples(replay, block, calls, targets, inputs)
             for name, statistics in found.items():
                 if not statistics.squares.isfinite().all():
-                    raise ValueError(
-                        f"NaN or inf in the inputs of {layer_name(name)}: check the data, or use another dtype"
-                    )
+                    raise ValueError(f"NaN or inf in the inputs of {layer_name(name)}: check the data and the dtype")
                 statistics.finish()
             _check_reached([name for name, statistics in found.items() if statistics.tokens == 0])
             yield CalibratedBlock(block, found, examples)
@@ -136,19 +138,14 @@ def calibrate(
 
 
 def _examples(
-    replay: Replay,
-    block: str,
-    calls: list[tuple[Call, Effect]],
-    targets: list[tuple[Call, Effect]],
-    inputs: ModelInputs,
+    replay: Replay, block: str, calls: Computed, targets: Computed, inputs: ModelInputs
 ) -> list[BlockExample]:
     """Return the calls of a block in the pruned model, each with the output of the same call in the dense one."""
     ours = [call for call, _ in calls if replay.blocks[call.block] == block]
     outputs = [tensors(effect.output)[0] for call, effect in targets if replay.blocks[call.block] == block]
     if len(ours) != len(outputs):
         raise ValueError(
-            f"reconstruct='block' cannot train {block}, between two calls of which the model runs other blocks: take "
-            f"reconstruct='layer'"
+            f"reconstruct='block' cannot train {block}: other blocks run between its calls; take reconstruct='layer'"
         )
     masks = padding_masks(inputs)
     return [BlockExample(call, output, counted(masks, output)) for call, output in zip(ours, outputs)]
@@ -192,12 +189,7 @@ def _block_of(model: nn.Module, name: str) -> str:
 def _survey(
     replay: Replay, blocks: dict[str, dict[str, SparseWeight]], batches: list[ModelInputs]
 ) -> tuple[list[str], dict[frozenset[str], Course]]:
-    """Return the blocks with weights in the order that they run, and the course of the batches of each set of names.
-
-    Raises:
-        ValueError: the model does not take a batch, no token reaches one of the weights, or the model runs parts of a
-            block outside of it.
-    """
+    """Return the blocks with weights in the order that they run, and the course of the batches of each set of names."""
     reached: dict[str, None] = {}
     courses: dict[frozenset[str], Course] = {}
     layers = [(weight.module, block) for block, weights in blocks.items() for weight in weights.values()]
@@ -207,31 +199,17 @@ def _survey(
             hooks.enter_context(hook)
         for inputs in batches:
             if frozenset(inputs) not in courses:
-                _check_takes(replay.model, inputs)
                 courses[frozenset(inputs)] = replay.study(inputs)
     _check_reached([name for block, weights in blocks.items() if block not in reached for name in weights])
-    in_parts = [block for block in reached if all(block not in course.ends for course in courses.values())]
-    if in_parts:
-        raise ValueError(
-            f"oneshot cannot prune this model block by block: it runs parts of {in_parts[0]}, and not the whole"
-        )
+    for block in reached:
+        if all(block not in course.ends for course in courses.values()):
+            raise ValueError(f"oneshot cannot prune this model block by block: it runs only parts of {block}")
     return [block for block in reached if block in blocks], courses
-
-
-def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:
-    try:
-        inspect.signature(model.forward).bind(**inputs)
-    except TypeError as error:  # as with a SentenceTransformer, which takes one dict
-        raise ValueError(
-            f"{type(model).__name__} is not called with {sorted(inputs)} ({error}); of a wrapper, prune the "
-            f"Transformers model inside, in place"
-        ) from error
 
 
 def _check_reached(missing: list[str]) -> None:
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        shown = ", ".join(layer_name(name) for name in missing[:5])
         raise ValueError(
-            f"no calibration tokens reach {shown}{more}; use more data, or leave them out with exclude_modules"
+            f"no calibration tokens reach {len(missing)} layers, such as {layer_name(missing[0])}: use more data, or "
+            f"leave them out with exclude_modules"
         )

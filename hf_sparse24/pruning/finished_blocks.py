@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..files import written_whole
@@ -39,7 +39,7 @@ class FinishedBlocks:
         settings: dict[str, Any],
     ):
         self.directory = None if directory is None else Path(directory)
-        self._names: dict[str, Path] = {}
+        self._paths: dict[str, Path] = {}
         if self.directory is None:
             return
         self._run = _fingerprint(model, batches, settings)
@@ -51,10 +51,10 @@ class FinishedBlocks:
                     f"resume_dir={str(directory)!r} has blocks of another model, or of other data or arguments: name "
                     f"another directory, or delete it"
                 )
-            self._names[facts["block"]] = path
+            self._paths[facts["block"]] = path
 
     def __contains__(self, block: object) -> bool:
-        return block in self._names
+        return block in self._paths
 
     def save(self, name: str, block: nn.Module, masks: dict[str, Tensor], report: dict[str, Any]) -> None:
         """Write a finished block, with the masks of its weights by name."""
@@ -62,21 +62,18 @@ class FinishedBlocks:
             return
         tensors = {key: value.detach().cpu().contiguous() for key, value in block.named_parameters()}
         tensors |= {_MASK + key: mask.cpu().contiguous() for key, mask in masks.items()}
-        path = self.directory / f"block-{len(self._names):04}.safetensors"
+        path = self.directory / f"block-{len(self._paths):04}.safetensors"
         with written_whole(path) as part:
             save_file(tensors, part, {"run": self._run, "block": name, "report": json.dumps(report)})
-        self._names[name] = path
+        self._paths[name] = path
 
     def load(self, name: str, block: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Write a finished block's parameters into the model; returns the masks and the report."""
-        path = self._names[name]
-        device = next(block.parameters()).device
-        with safe_open(path, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
+        tensors, device = load_file(self._paths[name]), next(block.parameters()).device
         for key, parameter in block.named_parameters():
             parameter.copy_(tensors[key])
         masks = {k.removeprefix(_MASK): mask.to(device) for k, mask in tensors.items() if k.startswith(_MASK)}
-        return masks, json.loads(_facts(path)["report"])
+        return masks, json.loads(_facts(self._paths[name])["report"])
 
 
 def _facts(path: Path) -> dict[str, str]:

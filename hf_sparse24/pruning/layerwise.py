@@ -1,12 +1,11 @@
 """Pruning one linear layer from the Gram matrix of its inputs: masks, SparseGPT, the best weights for a mask.
 
-What pruning does to a layer's output, summed over all calibration tokens, is a quadratic form in the change of weights:
+The error of a layer's output, summed over all calibration tokens, is a quadratic form in the change of weights:
 
     ||X W^T - X V^T||_F^2 = tr(D G D^T),    D = W - V,    G = X^T X
 
 so `G` `[in, in]` is all that needs to be kept of the activations. A bias is one more input that is always 1: `X` gets a
-column of ones, `W` and `V` the bias as their last column, and everything below holds for `[W, b]` as it does for `W`.
-Weights are `[out, in]` here, rows are independent of each other, and all tensors have one dtype, fp32 or fp64.
+column of ones, `W` and `V` the bias as their last column. Weights are `[out, in]` and all tensors fp32 or all fp64.
 """
 
 import sparse24_kernels as kernels
@@ -49,9 +48,8 @@ def sparsegpt(
         The pruned weight, its mask (bool, `n` of every `m`), and the damping that was used.
 
     Reference: Frantar & Alistarh 2023 (arXiv 2301.00774), Algorithm 1; for inputs that are never active, their code
-    (github.com/IST-DASLab/sparsegpt, `fasterprune`). Our deviations: U comes from one Cholesky factorization from the
-    last column upwards and one triangular inverse; the paper inverts H and factors the inverse. Inputs that are never
-    active count as 0 in the mean that scales the damping; in their code they count as 1, whatever unit the others have.
+    (github.com/IST-DASLab/sparsegpt, `fasterprune`). Our deviations: U comes from one Cholesky factorization and one
+    triangular inverse, not two inverses. Inputs that are never active count as 0, not 1, in the damping's mean.
     """
     factor, damping = _inverse_factor(gram, damping)
     scale = factor.diagonal()[:, None]
@@ -96,20 +94,20 @@ def least_squares(
 ) -> Tensor:
     """Return the weights on `mask` whose output is closest to that of the dense `weight`: `[out, in]`, zero elsewhere.
 
-    Minimises `tr((V - W) (G + diag(penalty)) (V - W)^T)` over `V = mask * V`, all rows at once, by conjugate gradients
-    with the diagonal as preconditioner. Every step lowers the objective, so stopping early is safe.
+    Minimises `tr((V - W) (G + diag(penalty)) (V - W)^T)` over `V = mask * V` by conjugate gradients with the diagonal
+    as preconditioner. Every step lowers the objective, so stopping early is safe.
 
     Args:
         weight: `[out, in]`, the dense weight. mask: bool, same shape, True where the result may be non-zero.
         gram: `[in, in]`. penalty: `[in]`, >= 0, the pull of each column towards its dense value; with 0 a singular
             `gram` is allowed, and a column of zeros stays as it is in `start`.
         start: `[out, in]`, zero off the mask: the first iterate.
-        tolerance: stop after two steps in a row (one alone may gain little before others that gain more) which each
-            lower the objective by at most this share of what is left of it; with 0, when it is exact to rounding.
+        tolerance: stop after two steps in a row that each lower the objective by at most this share of the rest; with
+            0, when it is exact to rounding.
 
-    Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviations: the paper runs Adam for 1000
-    steps on stored activations, where the Gram matrix of a quadratic problem is enough; weights and bias are one
-    problem; the inputs are those of the pruned blocks, for magnitude masks too.
+    Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviations: the Gram matrix replaces the
+    paper's 1000 steps of Adam on stored activations; weights and bias are one problem; the inputs are those of the
+    pruned blocks.
     """
     damped = gram + penalty.diag()
     limits = torch.finfo(gram.dtype)
@@ -145,9 +143,9 @@ def round_to_int8(
 ) -> Tensor:
     """Return a pruned weight as int8 values times scales, those with a small output error: `[out, in]`.
 
-    Starts from what `quantize_packed` makes of the weight in `dtype`, keeps its scales, and goes over the columns:
-    each takes the step that is best for the rounded others, so that no change raises the error. The largest magnitude
-    of each 128 stays: from it `quantize_packed` finds the same scales, and so the same values, again.
+    Starts from `quantize_packed` of the weight in `dtype`, keeps its scales, and goes over the columns: each takes the
+    step that is best for the rounded others, so that no change raises the error. The largest magnitude of each 128
+    stays: from it `quantize_packed` finds the same scales and values again.
 
     Args:
         weight: `[out, in]`, 2:4 along `in`, a multiple of 8. gram: `[in, in]`.
@@ -156,8 +154,7 @@ def round_to_int8(
         sweeps: times that all columns are gone over.
         width: columns to finish before the gradient of those further right is computed; changes the speed only.
 
-    Reference: coordinate descent as in QuantEase (arXiv 2309.01885). GPTQ (arXiv 2210.17323) rounds each column once
-    and moves all that follow, of which a mask keeps some alone.
+    Reference: coordinate descent as in QuantEase (arXiv 2309.01885).
     """
     gram = gram + ridge(gram, damping) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     packed = kernels.quantize_packed(kernels.pack_nm(weight.to(dtype)))

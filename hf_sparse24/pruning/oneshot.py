@@ -1,8 +1,7 @@
 """oneshot: prune a pretrained model to N:M in one pass over calibration data, ready for fine-tuning.
 
 Blocks are pruned in the order they run, each with inputs from the pruned blocks before it, so that later blocks make up
-for what earlier ones lost. As in the block loops of SparseGPT and Wanda, every block computes twice for each batch,
-once dense and once pruned: the work is linear in depth. `replay` says how.
+for what earlier ones lost. As in the block loops of SparseGPT and Wanda, the work is linear in depth: see `replay.py`.
 """
 
 import math
@@ -26,11 +25,14 @@ from ..weights.storage import layer_name
 from .blockwise import reconstruct_block
 from .calibration import CalibratedBlock, calibrate, check_batch
 from .finished_blocks import FinishedBlocks
-from .options import PASSES, STEPS, Options, check_config
+from .options import Options, check_config
 from .prune_layer import prune_layer, round_layer
 from .report import BlockReport, LayerReport, OneshotReport
 
 logger = get_logger(__name__)
+
+PASSES, STEPS = 8, 1_000
+"""Of block reconstruction by default: passes, or as many as make so many steps where that is fewer."""
 
 
 @torch.no_grad()
@@ -49,36 +51,30 @@ def oneshot(
 ) -> OneshotReport:
     """Prune a pretrained model to N:M with calibration data, in place.
 
-    Afterwards the model is patched with a method that keeps the chosen masks: train it with `Sparse24Trainer`, save it,
-    `export_model` or `unpatch_model` it. Pruned entries of the weights are zero. An error or an interrupt leaves the
-    model as it was. The guide to one-shot pruning compares the choices, and lists what they cost in time and memory.
+    Afterwards the model is patched with a method that keeps the chosen masks, and pruned entries of its weights are
+    zero. An error or an interrupt leaves it as it was. The guide to one-shot pruning compares the choices.
 
     Args:
         model: not patched yet, on the device it runs on. Its mode (train or eval) is kept.
-        data: a finite number of batches as the model takes them, dicts of tensors or `input_ids` alone; read once and
+        data: batches as the model takes them, dicts of tensors or `input_ids` alone, of any lengths; read once and
             kept. Tokens that a 2-D `attention_mask` marks as padding do not count. Labels are ignored, unless an
             encoder-decoder makes its `decoder_input_ids` of them.
         config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
             the layers as in `patch_model`.
         criterion: which N weights of every group of M inputs stay: `"magnitude"` (an N:M sparse model stays as it is),
             `"wanda"` (arXiv 2306.11695) or `"sparsegpt"` (arXiv 2301.00774), which also moves the weights that stay.
-        reconstruct: what makes up for the dropped weights. Weights that were zero may become non-zero where the mask
-            keeps them.
-
-            * `"block"` trains the kept weights, norms and biases of each block to give what the dense model's block
-              gives (arXiv 2510.14444). Run it under `torch.autocast`, or with a model in bf16; without, it computes in
-              the model's dtype.
-            * `"layer"` moves the kept weights and the bias of each layer to the least-squares optimum of its output
-              (AdaPrune, arXiv 2102.08124).
-            * `None`: nothing.
+        reconstruct: how kept weights make up for the dropped ones. `"block"` trains them, norms and biases to give the
+            output of the dense model's block (arXiv 2510.14444); run it under `torch.autocast` or with a model in bf16.
+            `"layer"` moves them and the bias to the least-squares optimum of the layer's output (AdaPrune, arXiv
+            2102.08124). `None` leaves them.
         passes: of block reconstruction over the data; None for 8, or for as many as make 1,000 steps where that is
             fewer. Each batch is a step: give batches of 256 to 1,000 tokens.
         learning_rate: of block reconstruction with Adam, relative to the root mean square of each weight's kept values.
         damping: pull towards the dense weights in SparseGPT and `"layer"`, as a share of the mean squared input, which
             is added to the diagonal. SparseGPT raises it, with a warning, if the matrix is not positive definite.
-        values: `"int8"` rounds the weights to int8 values and scales, chosen for the layer's output; an `export_model`
-            with `values="int8"` stores exactly these. Call it in the dtype that is exported, and export before the
-            weights are trained on. Layers whose input size is no multiple of 8 are not rounded.
+        values: `"int8"` rounds the weights to int8 values and scales, chosen for the layer's output; `export_model`
+            with `values="int8"` stores exactly these, in the same dtype and before more training. Layers whose input
+            size is no multiple of 8 are not rounded.
         resume_dir: a directory that gets a file for each finished block. The same call continues behind them after an
             interruption. Delete it afterwards: it holds the model's weights once more.
 
@@ -87,8 +83,8 @@ def oneshot(
 
     Raises:
         ValueError: an argument out of its range; what `patch_model` raises; a model that is patched already, sharded or
-            on the meta device; stacked experts among its targets; batches of something else, or none; a model that
-            does not run its blocks one by one; a targeted layer that no token reaches, or one that gets NaN or inf.
+            on the meta device, or that does not run its blocks one by one; stacked experts among its targets; no
+            batches, or others; a targeted layer that no token reaches, or that gets NaN or inf.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -126,7 +122,7 @@ def oneshot(
             f"pruning by {criterion}", len({weight.parameter for weight in weights.values()}), "layer", logger.info
         )
         calibrated = calibrate(model, weights, batches, options.statistics, reconstruct == "block", finished)
-        with progress, _fresh_autocast(), closing(calibrated):
+        with progress, _without_autocast_cache(), closing(calibrated):
             for block in calibrated:
                 module = model.get_submodule(block.name)
                 own = {name: weight for name, weight in weights.items() if name.startswith(f"{block.name}.")}
@@ -164,8 +160,8 @@ def oneshot(
 
 
 @contextmanager
-def _fresh_autocast() -> Iterator[None]:
-    """Turn off autocast's cache of cast weights, which would keep those from before the pruning."""
+def _without_autocast_cache() -> Iterator[None]:
+    """Turn off autocast's cache, which would keep the weights from before the pruning."""
     caching = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
@@ -180,26 +176,20 @@ def _check_weights(weights: dict[str, SparseWeight]) -> None:
     if stacks:
         names = sorted({name.rpartition(".")[2] for name in stacks})
         raise ValueError(
-            f"{stacks[0]} is a stack of experts, and oneshot calibrates linear layers only: leave stacks out with "
-            f"exclude_modules={names}, or let patch_model choose their masks by magnitude"
+            f"{stacks[0]} is a stack of experts, and oneshot prunes linear layers only: leave stacks out with "
+            f"exclude_modules={names}"
         )
     for name, weight in weights.items():
         check_whole(name, weight.master)
-    meta = [name for name, weight in weights.items() if weight.parameter.is_meta]
-    if meta:
-        raise ValueError(
-            f"{layer_name(meta[0])} has no weight yet (meta device, or offloaded): load the model onto a device first"
-        )
+        if weight.parameter.is_meta:
+            raise ValueError(f"{layer_name(name)} has no weight yet (meta device): load the model onto a device first")
 
 
 def _prune_block(
     module: nn.Module, weights: dict[str, SparseWeight], block: CalibratedBlock, options: Options, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Prune the `weights` of a block, and return their masks and plain values for the report.
-
-    These are `layers`, the fields of each `LayerReport`, and `errors`: of the block before and after its
-    reconstruction, or None.
-    """
+    """Prune the `weights` of a block, and return their masks and, as plain values, `layers` for each `LayerReport` and
+    the `errors` of the block before and after its reconstruction, or None."""
     masks: dict[Tensor, Tensor] = {}
     found, layers, errors = {}, [], None
     for name, weight in weights.items():

@@ -1,20 +1,57 @@
-"""Options: the arguments of `oneshot` that say how to prune, checked."""
+"""Options: the arguments of `oneshot` that say how to prune, checked; CRITERIA: how each criterion prunes a layer."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparse24_kernels import Pattern, apply_mask, nm_mask
+from torch import Tensor
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
 from ..packed_format import format_version
 from ..patching.masters import wants_packed_master
 from ..patching.packing import check_within_24
-from .criteria import CRITERIA
+from . import layerwise
 from .statistics import Gram, InputNorms
 
-RECONSTRUCTIONS = ("block", "layer", None)
+Pruned = tuple[Tensor, Tensor, float]
+"""The pruned weight `[out, in]`, zero off the mask; its bool mask, N of every M inputs; the damping that it took."""
 
-PASSES, STEPS = 8, 1_000
-"""Of block reconstruction by default: passes, or as many as make so many steps where that is fewer."""
+
+class Criterion(NamedTuple):
+    """How to prune one layer.
+
+    Attributes:
+        prune: takes the dense weight `[out, in]`, `statistics` of its inputs, the pattern and the damping.
+        statistics: the least that it needs; it may get a `Gram` instead, which has all that `InputNorms` has.
+    """
+
+    prune: Callable[[Tensor, Any, Pattern, float], Pruned]
+    statistics: type[Gram] | type[InputNorms] = InputNorms
+
+
+def _magnitude(weight: Tensor, inputs: Gram | InputNorms, pattern: Pattern, damping: float) -> Pruned:
+    mask = nm_mask(weight, *pattern)
+    return apply_mask(weight, mask), mask, damping
+
+
+def _wanda(weight: Tensor, inputs: Gram | InputNorms, pattern: Pattern, damping: float) -> Pruned:
+    mask = layerwise.wanda_mask(weight, inputs.squares, *pattern)
+    return apply_mask(weight, mask), mask, damping
+
+
+def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float) -> Pruned:
+    return layerwise.sparsegpt(weight, inputs.matrix[:-1, :-1], *pattern, damping)
+
+
+CRITERIA = {
+    "magnitude": Criterion(_magnitude),
+    "wanda": Criterion(_wanda),
+    "sparsegpt": Criterion(_sparsegpt, Gram),
+}
+RECONSTRUCTIONS = ("block", "layer", None)
 
 
 @dataclass(frozen=True)
@@ -40,9 +77,7 @@ class Options:
         if self.passes < 1:
             raise ValueError(f"passes={self.passes!r}: must be at least 1; reconstruct=None trains nothing")
         if not 0 < self.learning_rate < 1:
-            raise ValueError(
-                f"learning_rate={self.learning_rate!r}: must be between 0 and 1, as a share of the weights' size"
-            )
+            raise ValueError(f"learning_rate={self.learning_rate!r}: must be between 0 and 1")
         if not 0 <= self.damping < math.inf:
             raise ValueError(f"damping={self.damping!r}: must be a finite number >= 0")
 
@@ -59,9 +94,7 @@ def check_config(config: Sparse24Config, values: str) -> None:
         for pattern in (config.pattern, *(config.layer_patterns or {}).values()):
             check_within_24(pattern)
     if not method_class(config.method).overrides("adopt_mask"):
-        raise ValueError(
-            f"method={config.method!r}: does not keep the masks that oneshot chooses; {ONESHOT_METHOD!r} does"
-        )
+        raise ValueError(f"method={config.method!r}: does not keep oneshot's masks; {ONESHOT_METHOD!r} does")
     if wants_packed_master(config):
         raise ValueError(
             "master='packed': oneshot prunes dense weights; leave it out, and afterwards call patch_model("

@@ -21,10 +21,9 @@ BATCH = 32
 def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0) -> Tensor:
     """Text that a language model writes from nothing, to be given to `oneshot`.
 
-    A model that is pruned by a few kinds of text forgets the others first. Text that it samples itself makes little
-    sense, but is of all kinds that it learned. docs/measured/pretrained.md measures it. The idea is that of data-free
-    quantization (LLM-QAT, arXiv 2305.17888); our deviation: a sequence starts where documents do, and every token is
-    sampled.
+    A model that is pruned by a few kinds of text forgets the others first; its own text has all kinds that it learned.
+    docs/measured/pretrained.md measures it. The idea is that of data-free quantization (LLM-QAT, arXiv 2305.17888); our
+    deviation: a sequence starts where documents do, and every token is sampled.
 
     Args:
         model: a causal language model of Transformers, best in bf16; not pruned yet.

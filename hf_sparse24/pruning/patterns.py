@@ -13,22 +13,20 @@ from ..run import SparseRun
 def choose_patterns(
     model: nn.Module, m: int = 8, confidence: float = 0.95, target_modules: str | list[str] = "all-linear"
 ) -> dict[str, str]:
-    """The smallest N of each layer of a model with unstructured zeros, such that nearly all groups are N:M already.
+    """Return each layer's smallest N, so that nearly all groups of a model with unstructured zeros are N:M already.
 
-    Layers differ in how many zeros they have, and so in the N:M that costs them little. N is the smallest number that
-    at least `confidence` of a layer's groups of M do not exceed; what the others have too much, `oneshot` drops.
+    N is the smallest number that at least `confidence` of a layer's groups of M do not exceed. `oneshot` drops what the
+    other groups have too much.
 
     Args:
-        model: a dense model of Transformers with zeros, such as one that was pruned to a share of its weights. Not
-            changed.
-        m: size of the groups along the input dimension, >= 2. With 4, layers get 1:4 or 2:4, which have hardware, or
-            3:4; with 8 up to 7:8, of which 1:8 and 2:8 have it.
+        model: a dense model of Transformers with zeros. Not changed.
+        m: size of the groups along the input dimension, >= 2. Hardware multiplies 1:4, 2:4, 1:8 and 2:8.
         confidence: share of groups, in (0, 1).
         target_modules: which layers, as in `Sparse24Config`.
 
     Returns:
-        The pattern by the layer's name, for `Sparse24Config(layer_patterns=...)`. Layers that would keep all M are left
-        out; give the names as `target_modules` too, so that they stay dense.
+        The pattern by the layer's name, for `Sparse24Config(layer_patterns=...)`, without layers that would keep all M:
+        give the names as `target_modules` too, so that those stay dense.
 
     Raises:
         ValueError: no targeted layer has enough zeros, or an argument out of its range.

@@ -10,8 +10,7 @@ from ..progress import get_logger
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from . import layerwise
-from .criteria import CRITERIA
-from .options import Options
+from .options import CRITERIA, Options
 from .report import LayerReport
 from .statistics import Gram, InputNorms, matrix
 
@@ -25,7 +24,7 @@ def prune_layer(
     weight, bias = matrix(target), getattr(target.module, "bias", None)
     dense = weight.to(inputs.squares.dtype, copy=True)
     before = _with_bias(dense, bias)
-    mask, values, damping = CRITERIA[options.criterion].prune(dense, inputs, target.method.pattern, options.damping)
+    values, mask, damping = CRITERIA[options.criterion].prune(dense, inputs, target.method.pattern, options.damping)
     if damping != options.damping:
         logger.warning(
             f"{layer_name(name)}: Gram matrix not positive definite with damping={options.damping}; used {damping:g}"
@@ -33,7 +32,11 @@ def prune_layer(
     after = _with_bias(values, bias)
     if options.reconstruct == "layer":
         assert isinstance(inputs, Gram)
-        after = _reconstruct(before, after, mask, bias is not None, inputs.matrix, damping)
+        free = nn.functional.pad(mask, (0, 1), value=bias is not None)  # without a bias the last column stays zero
+        # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
+        penalty = layerwise.ridge(inputs.matrix[:-1, :-1], damping) * (inputs.matrix.diagonal() > 0).to(before)
+        penalty[-1] = 0
+        after = layerwise.least_squares(before, free, inputs.matrix, penalty, after)
     weight.copy_(apply_mask(after[:, :-1], mask))
     if options.values == "int8" and options.reconstruct != "block":
         round_layer(target, inputs, damping)
@@ -61,16 +64,6 @@ def round_layer(target: SparseWeight, inputs: Gram | InputNorms, damping: float)
         weight, gram = matrix(target), inputs.matrix[:-1, :-1]
         with torch.autocast(weight.device.type, enabled=False):
             weight.copy_(layerwise.round_to_int8(weight.to(gram.dtype, copy=True), gram, damping, weight.dtype))
-
-
-def _reconstruct(before: Tensor, start: Tensor, mask: Tensor, has_bias: bool, gram: Tensor, damping: float) -> Tensor:
-    """Return the `[W, b]` on the mask whose output is closest to that of `before`."""
-    # Without a bias the last column has zeros, which stay.
-    free = nn.functional.pad(mask, (0, 1), value=has_bias)
-    # The bias may move as far as it helps. Weights of inputs that are never active stay as the criterion left them.
-    penalty = layerwise.ridge(gram[:-1, :-1], damping) * (gram.diagonal() > 0).to(before)
-    penalty[-1] = 0
-    return layerwise.least_squares(before, free, gram, penalty, start)
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,17 +1,16 @@
 """Forward passes that compute a block only where its output may have changed, and replay it elsewhere.
 
-Pruning block by block needs the inputs of every block once all blocks before it are pruned. Whole forward passes, one
-for each block, would make that quadratic in depth. Here the model runs its own forward for each block, so whatever it
-does around and between blocks stays right. But a call of a block with nothing unpruned before it computes only once.
+Each block's inputs are needed once all blocks before it are pruned. The model runs its own forward for each block, so
+whatever it does around and between blocks stays right. But a call with nothing unpruned before it computes only once.
 Later passes replay it: it returns a copy of that output, and writes again what it wrote into dicts among its arguments
-(Gemma 3n passes keys and values in one). So a pass computes two blocks: the last pruned one and the one to calibrate.
+(Gemma 3n passes keys and values in one). A pass computes two blocks: the last pruned one and the one to calibrate.
 
-Of a batch's outputs only those stay in memory that something still reads: the last one, and what skips blocks, such as
-an encoder's result. The others become NaN of the same shape, so that an unexpected reader does not go unnoticed.
+Outputs of a batch stay in memory while something still reads them: the last one, and those that skip blocks, such as
+an encoder's. The others become NaN of the same shape, so that an unexpected reader does not go unnoticed.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,9 +49,12 @@ class Call:
         return effect
 
     def gets_nan(self) -> bool:
-        """Return whether a tensor among the arguments has NaN."""
         given = tensors([self._arguments, [dict(values) for values in self._dicts]])
         return any(bool(tensor.isnan().any()) for tensor in given)
+
+
+Computed = list[tuple[Call, Effect]]
+"""Calls that a pass has computed, with their effects."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,13 @@ class Course:
 
 
 class Replay:
-    """Runs a model on batches again and again while its blocks are being pruned, within `with Replay(model)`.
+    """Runs a model on batches again and again while its blocks are being pruned, within `intercepting()`.
 
     Attributes:
         blocks: each block, with the name of the member of an outermost `nn.ModuleList` that it is or is part of; a
-            member without a forward of its own (a list or dict of modules) has several.
-        final: whether all that the current pass has computed so far will stay as it is. The caller sets it to False
-            when a layer runs that is not pruned yet; effects from then on are not kept for replay.
+            member without a forward (a list or dict of modules) has several.
+        final: the caller sets it to False when a layer runs that is not pruned yet; effects of the pass from then on
+            are not kept for replay.
     """
 
     def __init__(self, model: nn.Module):
@@ -86,36 +88,57 @@ class Replay:
         self.blocks = dict(_blocks(model))
         self.final = True
         self._on_call: Callable[[Call], Any] = lambda call: call.compute().output
-        self._intercepted = _intercepted(self.blocks, lambda call: self._on_call(call))
 
-    def __enter__(self) -> "Replay":
-        self._intercepted.__enter__()
-        return self
+    @contextmanager
+    def intercepting(self) -> Iterator[None]:
+        """Let the current pass make every call of a block that does not run within another block."""
+        inside = False
 
-    def __exit__(self, *error: Any) -> None:
-        self._intercepted.__exit__(*error)
+        def intercept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def intercepted(*args: Any, **kwargs: Any) -> Any:
+                def compute() -> Any:
+                    nonlocal inside
+                    inside = True
+                    try:
+                        return forward(*args, **kwargs)
+                    finally:
+                        inside = False
 
-    def run(
-        self, inputs: ModelInputs, course: Course, effects: list[Effect], stop: int | None
-    ) -> list[tuple[Call, Effect]]:
-        """Run one pass up to the call with number `stop`, or to the end for None.
+                if inside:
+                    return forward(*args, **kwargs)
+                return self._on_call(Call(block, [*args, *kwargs.values()], compute))
+
+            return intercepted
+
+        # accelerate puts a forward into the instance, which must come back.
+        own = {block: block.__dict__.get("forward") for block in self.blocks}
+        try:
+            for block in own:
+                block.__dict__["forward"] = intercept(block, block.forward)
+            yield
+        finally:
+            for block, forward in own.items():
+                block.__dict__.pop("forward", None)
+                if forward is not None:
+                    block.__dict__["forward"] = forward
+
+    def run(self, inputs: ModelInputs, course: Course, effects: list[Effect], stop: int) -> Computed:
+        """Run one pass up to the call with number `stop`, and return the calls that it computed.
 
         The first calls are replayed from `effects`. Effects of the following calls are added to it if final.
-
-        Returns:
-            The calls that were computed, with their effects.
 
         Raises:
             ValueError: the model calls other blocks than in `course`.
         """
         self.final = True
-        computed: list[tuple[Call, Effect]] = []
+        computed: Computed = []
 
         def make(number: int, call: Call) -> Effect:
             if course.calls[number : number + 1] != (call.block,):
                 raise ValueError(
                     f"{self.blocks[call.block]} is number {number} of the blocks that run for one batch and not for "
-                    f"another, both with arguments {sorted(inputs)}: oneshot needs batches that run the same blocks"
+                    f"another with arguments {sorted(inputs)}: give batches that run the same blocks"
                 )
             if number < len(effects):
                 return call.replay(_copy(effects[number]))
@@ -132,9 +155,7 @@ class Replay:
         return computed
 
     def study(self, inputs: ModelInputs) -> Course:
-        """Return the course of batches with these names, after a check that replays change nothing.
-
-        They change nothing if an effect is all that a call leaves behind.
+        """Return the course of batches with these names.
 
         Raises:
             ValueError: a block computes something else when the blocks before it are replayed.
@@ -160,7 +181,7 @@ class Replay:
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
                 raise ValueError(
                     f"oneshot cannot prune this model block by block: {self.blocks[calls[number]]} differs when the "
-                    f"blocks before it are replayed, as if they left more behind than what they return ({what})"
+                    f"blocks before it only return their outputs again ({what})"
                 ) from error
         return course
 
@@ -177,11 +198,11 @@ class Replay:
         try:
             self._pass(inputs, make, len(effects) - 1)
         except Exception:  # the model reads it between blocks, and raises
-            last = len(effects)
+            return len(effects)
         return last
 
     def _pass(self, inputs: ModelInputs, make: Callable[[int, Call], Effect], stop: int | None) -> None:
-        """Run a forward pass in which `make(number, call)` makes the calls, up to number `stop` if not None."""
+        """Run a forward pass in which `make(number, call)` makes the calls, up to number `stop` or to the end."""
         number = -1
 
         def on_call(call: Call) -> Any:
@@ -211,39 +232,6 @@ def _blocks(module: nn.Module, name: str = "", member: str | None = None) -> Ite
             yield child, inner
         else:
             yield from _blocks(child, path, inner)
-
-
-@contextmanager
-def _intercepted(blocks: Iterable[nn.Module], on_call: Callable[[Call], Any]) -> Iterator[None]:
-    """Return what `on_call` returns from every call of a block, except for blocks that run within another block."""
-    inside = False
-
-    def intercept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def intercepted(*args: Any, **kwargs: Any) -> Any:
-            def compute() -> Any:
-                nonlocal inside
-                inside = True
-                try:
-                    return forward(*args, **kwargs)
-                finally:
-                    inside = False
-
-            return forward(*args, **kwargs) if inside else on_call(Call(block, [*args, *kwargs.values()], compute))
-
-        return intercepted
-
-    # accelerate puts a forward into the instance, which must come back.
-    own = {block: block.__dict__.get("forward") for block in blocks}
-    try:
-        for block in own:
-            block.__dict__["forward"] = intercept(block, block.forward)
-        yield
-    finally:
-        for block, forward in own.items():
-            block.__dict__.pop("forward", None)
-            if forward is not None:
-                block.__dict__["forward"] = forward
 
 
 def tensors(tree: Any) -> list[Tensor]:

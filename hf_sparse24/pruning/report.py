@@ -53,12 +53,10 @@ class OneshotReport(TableReport):
     """The result of `oneshot`, layer by layer. Print it, show it in a notebook, or read its fields.
 
     Attributes:
-        criterion: the argument of `oneshot`.
-        reconstruct: the argument of `oneshot`.
-        layers: one `LayerReport` for each pruned weight, in module order.
-        patch: report of `patch_model`: which layers are sparse, and why not the others.
-        values: the argument of `oneshot`.
-        blocks: one `BlockReport` for each block that was reconstructed, in the order that they run.
+        criterion, reconstruct, values: the arguments of `oneshot`.
+        layers: one for each pruned weight, in module order.
+        patch: which layers are sparse, and why not the others.
+        blocks: one for each block that was reconstructed, in the order that they run.
     """
 
     criterion: str
@@ -73,10 +71,10 @@ class OneshotReport(TableReport):
         return f"<OneshotReport: {self._title()}; {len(self.layers)} layers>"
 
     def _title(self) -> str:
-        how = f"{self.criterion} masks"
-        how += f", weights reconstructed by {self.reconstruct}" if self.reconstruct else ""
+        how = f", weights reconstructed by {self.reconstruct}" if self.reconstruct else ""
         how += ", rounded to int8" if self.values == "int8" else ""
-        return f"one-shot {self.patch.config.pattern} by {how}; errors are of the layers' outputs"
+        pattern = self.patch.config.pattern
+        return f"one-shot {pattern} by {self.criterion} masks{how}; errors are of the layers' outputs"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         groups: dict[str, list[LayerReport]] = {}

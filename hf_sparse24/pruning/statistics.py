@@ -11,15 +11,11 @@ from . import layerwise
 
 
 class Gram:
-    """The Gram matrix `[X, 1]^T [X, 1]` of a layer's inputs X, in fp32, or fp64 for an fp64 weight.
-
-    Attributes:
-        matrix: `[in + 1, in + 1]`, on the weight's device.
-        tokens: number of inputs.
-    """
+    """The Gram matrix `[X, 1]^T [X, 1]` of a layer's inputs X: `[in + 1, in + 1]`, fp32, or fp64 for an fp64 weight."""
 
     def __init__(self, weight: SparseWeight, batches: int):
-        self.matrix = _zeros(weight, matrix(weight).shape[1] + 1, matrix(weight).shape[1] + 1)
+        size = matrix(weight).shape[1] + 1
+        self.matrix = _zeros(weight, size, size)
         self.tokens = 0
 
     @property
@@ -28,7 +24,7 @@ class Gram:
         return self.matrix.diagonal()[:-1]
 
     def summary(self, rows: Tensor) -> Tensor:
-        """Return what `add` takes for rows X `[tokens, in]`."""
+        """Return the argument of `add` for rows X `[tokens, in]`."""
         return _upper_product(_with_ones(rows))
 
     def add(self, summary: Any) -> None:
@@ -44,10 +40,7 @@ class Gram:
 
 
 class InputNorms:
-    """Sums of squares of a layer's inputs, as Wanda needs them, and 128 of the inputs to measure errors on.
-
-    Much cheaper than a `Gram`, with the same attributes except `matrix`.
-    """
+    """Sums of squares of a layer's inputs, and 128 of the inputs to measure errors on: much cheaper than a `Gram`."""
 
     ROWS = 128  # spread evenly over all batches
 
@@ -79,7 +72,7 @@ def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
 
 
 class LastInput:
-    """The last input of any layer with its summary, because layers share inputs: query, key and value do."""
+    """The last input of any layer with its summary. Layers share inputs: query, key and value do."""
 
     def __init__(self, masks: list[Tensor]):
         self.masks = masks
@@ -103,9 +96,9 @@ class LastInput:
 
 
 def padding_masks(batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return a batch's padding masks, `[batch, length]` each: of an encoder-decoder, for both of its sequences."""
+    """Return a batch's padding masks, `[batch, length]` each; an encoder-decoder has two sequences."""
     masks = [batch[name] for name in ("attention_mask", "decoder_attention_mask") if name in batch]
-    if "labels" in batch:  # those that an encoder-decoder reads; -100 is where its loss has no target
+    if "labels" in batch:  # an encoder-decoder reads them; -100 is where its loss has no target
         masks.append(batch["labels"] != -100)
     return [mask for mask in masks if mask.dim() == 2]
 

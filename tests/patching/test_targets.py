@@ -37,7 +37,7 @@ def test_a_name_means_what_a_list_of_it_means(name):
         ("proj", r"no linear layer's name ends in \['proj'\]"),
         ("MLP", r"no linear layer's name ends in \['MLP'\]; .*; groups are \['mlp', 'attention', 'all-linear'\]"),
         (["up_proj", "mpl"], r"no linear layer's name ends in \['mpl'\]"),
-        ("(up|down)_proj", r"no linear layer's whole name matches this regular expression \(begin it with '\.\*'"),
+        ("(up|down)_proj", r"no linear layer's whole name matches \(begin with '\.\*'"),
     ],
 )
 def test_what_matches_nothing_is_an_error(field, value, message):

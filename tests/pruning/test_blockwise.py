@@ -169,6 +169,26 @@ def test_padding_does_not_count():
     assert any((unmasked[name] - value).norm() > 0.01 * value.norm() for name, value in first.items())
 
 
+@pytest.mark.parametrize("reconstruct", ["block", "layer"])
+def test_batches_of_any_length_with_and_without_masks(reconstruct):
+    """They give what the same tokens give in batches that are padded to one length."""
+    short, whole, masked = (padded(7)[i] for i in range(3))
+    del whole["attention_mask"], whole["labels"]
+    short = {"input_ids": short["input_ids"][:2, :16]}
+    ids = torch.cat([short["input_ids"], torch.zeros(2, 8, dtype=torch.long)], 1)
+    filled = {"input_ids": ids, "attention_mask": (torch.arange(24) < 16).expand(2, 24).long()}
+    models = [build() for _ in range(2)]
+    mixed, even = (
+        oneshot(model, [data, whole, masked], fixed_mask(), criterion="wanda", reconstruct=reconstruct, passes=2)
+        for model, data in zip(models, (short, filled))
+    )
+    assert {layer.tokens for layer in mixed.layers} == {2 * 16 + 4 * 24 + 2 * 16 + 2 * 24}
+    assert [layer.tokens for layer in mixed.layers] == [layer.tokens for layer in even.layers]
+    for one, two in zip(mixed.blocks, even.blocks):
+        assert one.error < one.pruned_error
+        assert (one.pruned_error, one.error) == pytest.approx((two.pruned_error, two.error), rel=1e-3)
+
+
 def test_padding_does_not_count_where_blocks_flatten_the_tokens():
     x = correlated(48, 16).float().view(4, 12, 16)
     mask = torch.ones(4, 12, dtype=torch.long).index_fill_(1, torch.arange(9, 12), 0)

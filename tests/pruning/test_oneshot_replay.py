@@ -226,7 +226,7 @@ def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
     ("build", "reason"),
     [
         (Secretive, r"blocks\.1 differs"),
-        (InParts, r"it runs parts of blocks\.0"),
+        (InParts, r"it runs only parts of blocks\.0"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(build, reason):
