@@ -151,21 +151,30 @@ def layer_cost(
     sparse = () if weight.run.backend == "dense" else tuple(sparse_problems(weight, rows, dtype))
     out, inputs = weight.sizes
     elements, kept_mask = out * inputs, _kept_mask(weight)
-    forms = _forms(weight, sparse, itemsize)
-    per_element = MASTER_BYTES + kept_mask + sum(forms) + _decay_bytes(weight) + (MASTER_BYTES + kept_mask) * refreshes
+    moved, held = _encoding_bytes(weight, sparse, itemsize)
+    per_element = MASTER_BYTES + kept_mask + moved + _decay_bytes(weight) + (MASTER_BYTES + kept_mask) * refreshes
     pruning = elements * per_element + rows * out * _gradient_bytes(weight, sparse, itemsize)
     flops = 2.0 * rows * elements * len(sparse)
-    return LayerCost(name, sparse, matrices * flops, matrices * pruning, matrices * elements * sum(forms))
+    return LayerCost(name, sparse, matrices * flops, matrices * pruning, matrices * elements * held)
 
 
-def _forms(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> list[float]:
-    """Bytes per element of the encodings that a step needs; one that two GEMMs take counts once."""
+def _encoding_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> tuple[float, float]:
+    """Bytes per element that are moved to make the encodings of a step, and that these hold.
+
+    Pruning writes a dense matrix, or its transpose, once. A compressed encoding reads that and writes 9/16 of it.
+    """
     gemms = weight.method.gemms
-    found = {}
-    for gemm, form in ((gemms.output, "compressed"), (gemms.grad_input, "compressed-transposed")):
-        is_sparse = gemm.name in sparse
-        found[gemm.weight or PRUNED, form if is_sparse else "dense"] = itemsize * (COMPRESSED if is_sparse else 1)
-    return list(found.values())
+    pruned, dense, compressed = set(), set(), set()
+    for gemm, form in ((gemms.output, "rows"), (gemms.grad_input, "columns")):
+        operand = gemm.weight or PRUNED
+        if gemm.name in sparse:
+            pruned.add((operand, form))
+            compressed.add((operand, form))
+        else:
+            pruned.add((operand, "rows"))
+            dense.add(operand)
+    moved = len(pruned) + len(compressed) * (1 + COMPRESSED)
+    return itemsize * moved, itemsize * (len(dense) + len(compressed) * COMPRESSED)
 
 
 def _kept_mask(weight: SparseWeight) -> float:
@@ -184,10 +193,10 @@ def _decay_bytes(weight: SparseWeight) -> float:
 
 def _gradient_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> float:
     """Bytes per element that pruning the output's gradient moves: each GEMM that asks for it reads the gradient and
-    writes it in one form."""
+    writes it with zeros; a sparse one reads that and writes it compressed."""
     gemms = weight.method.gemms
     pruned = [gemm for gemm in (gemms.grad_input, gemms.grad_weight) if gemm.estimator != "none"]
-    return sum(itemsize * (1 + (COMPRESSED if gemm.name in sparse else 1)) for gemm in pruned)
+    return sum(itemsize * (2 + (1 + COMPRESSED if gemm.name in sparse else 0)) for gemm in pruned)
 
 
 def _gb(nbytes: float) -> str:
