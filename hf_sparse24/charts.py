@@ -96,14 +96,11 @@ def line_chart(
     return figure
 
 
-def heat_map(
-    rows: Sequence[tuple[str, Sequence[float | None]]], edges: Sequence[float], unit: str, width: int = 1100
-) -> "Figure":
-    """Cells by row and step, the darker the larger, with a scale. Shades follow the square root of the value, so that
-    small values differ too. A row is 15 pixels high.
+def heat_map(rows: Sequence[tuple[str, Sequence[float | None]]], edges: Sequence[float], unit: str) -> "Figure":
+    """Cells by row and step, the darker the larger, with a scale. Shades follow the square root of the value.
 
     Args:
-        rows: of each the name and a value for each column, None where there is none.
+        rows: the name of each, and a value for each column, None where there is none.
         edges: of the columns on the x axis, ascending, one more than there are columns.
     """
     from matplotlib.colors import PowerNorm
@@ -111,7 +108,7 @@ def heat_map(
     values = [[math.nan if value is None else value for value in row] for _, row in rows]
     largest = max((value for row in values for value in row if not math.isnan(value)), default=0.0)
     with _styled():
-        figure, axes = _figure((width, 95 + 15 * len(rows)))
+        figure, axes = _figure((1100, 95 + 15 * len(rows)))
         norm = PowerNorm(0.5, 0, largest or 1.0)
         mesh = axes.pcolormesh(list(edges), range(len(rows) + 1), values, cmap=_HEAT, norm=norm, rasterized=True)
         axes.hlines(range(len(rows)), edges[0], edges[-1], "white", linewidth=1)

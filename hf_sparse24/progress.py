@@ -1,14 +1,13 @@
 """Progress of long work, and the library's loggers.
 
-Progress is a bar where somebody can see one, and a log line every half minute elsewhere. The bars are Transformers', so
+Progress is a bar in a notebook or a terminal, and a log line every half minute elsewhere. The bars are Transformers':
 `transformers.utils.logging.disable_progress_bar()` turns them off.
 """
 
 import sys
 import time
 from collections.abc import Callable
-from logging import Logger, LogRecord
-from types import TracebackType
+from logging import Logger
 from typing import Any, cast
 
 from tqdm.auto import tqdm
@@ -27,8 +26,8 @@ class Progress:
         total: number of units; None where it is set later.
         unit: what is counted, in the singular.
         say: called with a line every half minute where there is no bar, and with one at the end of work that raised no
-            exception. A logger's `info` in the library, `print` in commands; None writes no lines.
-        leave: whether the bar stays when the work is done.
+            exception. A logger's `info` in the library, `print` in commands; None writes no lines, and the bar goes
+            when the work is done.
         hide: show no bar in any case.
 
     Attributes:
@@ -37,19 +36,13 @@ class Progress:
     """
 
     def __init__(
-        self,
-        what: str,
-        total: int | None,
-        unit: str,
-        say: Callable[[str], object] | None = None,
-        *,
-        leave: bool = True,
-        hide: bool = False,
+        self, what: str, total: int | None, unit: str, say: Callable[[str], object] | None = None, hide: bool = False
     ):
         self.what, self.total, self.unit, self.done = what, total, unit, 0
         self._has_bar = not hide and rank() == 0 and is_watched()
         self._say = say if rank() == 0 else None
-        self._bar: Any = logging.tqdm(total=total, desc=what, unit=unit, leave=leave, disable=not self._has_bar)
+        is_off, stays = not self._has_bar, say is not None
+        self._bar: Any = logging.tqdm(total=total, desc=what, unit=unit, leave=stays, disable=is_off)
         self._start = self._said = time.monotonic()
 
     @property
@@ -69,21 +62,13 @@ class Progress:
             done = f"{self.done} of {count(self.total, self.unit)}" if self.total else count(self.done, self.unit)
             self._say(f"{self.what}: {done} in {duration(self.seconds)}" + (f", {note}" if note else ""))
 
-    def close(self) -> None:
-        """End the bar and write the summary; a `with` block calls it unless an exception ends the work."""
-        self._bar.close()
-        if self._say is not None:
-            self._say(f"{self.what}: {count(self.done, self.unit)} in {duration(self.seconds)}")
-
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._say = None
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._bar.close()
+        if kind is None and self._say is not None:
+            self._say(f"{self.what}: {count(self.done, self.unit)} in {duration(self.seconds)}")
 
 
 def get_logger(name: str) -> Logger:
@@ -93,7 +78,7 @@ def get_logger(name: str) -> Logger:
     return logger
 
 
-def _is_main_process(record: LogRecord) -> bool:
+def _is_main_process(_: object) -> bool:
     return rank() == 0
 
 

@@ -41,11 +41,6 @@ def text_table(rows: Iterable[Row], indent: str = "") -> str:
     return "\n".join((indent + "  ".join(line)).rstrip() for line in zip(*columns))
 
 
-def print_table(rows: Iterable[Row]) -> None:
-    """Print rows as aligned and indented lines."""
-    print(text_table(rows, indent="  "))
-
-
 def html_table(title: str, head: Row, rows: Iterable[Row]) -> str:
     """Return a small HTML table without colours, for pages and notebooks, light or dark. Every cell is escaped."""
     lines = [_html_row("th", head), *(_html_row("td", row) for row in rows)]

@@ -130,7 +130,7 @@ def measure_oneshot(rounds: int) -> list[dict]:
 def take_turns(runs: dict, rounds: int) -> dict:
     """Seconds of each run in each round, after one that warms up."""
     seconds = {name: [] for name in runs}
-    with Progress("timing", (rounds + 1) * len(runs), "run", leave=False) as progress:
+    with Progress("timing", (rounds + 1) * len(runs), "run") as progress:
         for round_ in range(rounds + 1):
             for name, run in runs.items():
                 with quiet():  # the bars of what is timed, not this one

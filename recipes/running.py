@@ -12,7 +12,7 @@ from optional import MissingPackage
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from hf_sparse24 import Sparse24Trainer, unpatch_model
+from hf_sparse24 import Sparse24Trainer, sparse_run, unpatch_model
 
 
 def run(main: Callable[[], Any]) -> Any:
@@ -68,11 +68,12 @@ def sparse_or_dense_trainer(
     """
     if sparse_args.method != "dense":
         config = sparse_args.make_config()
-        saved = getattr(shared["model"].config, "quantization_config", None)
-        if getattr(saved, "method", config.method) != config.method:
+        patched = sparse_run(shared["model"])
+        if patched is not None and patched.config.method != config.method:
+            own = patched.config.method
             raise UsageError(
-                f"method={config.method!r}: {shared['model'].config.name_or_path} was trained by {saved.method!r}, and "
-                f"goes on by that (--method {saved.method}); by another, fine-tune its export (hf-sparse24 export)"
+                f"method={config.method!r}: {shared['model'].config.name_or_path} was trained by {own!r}, and goes on "
+                f"by that (--method {own}); by another, fine-tune its export (hf-sparse24 export)"
             )
         return classes[0](**shared, sparse24_config=config, teacher=teacher, distillation=distillation)
     if teacher is not None:
@@ -87,10 +88,10 @@ def check_dense(model: PreTrainedModel) -> None:
     Raises:
         UsageError: the control run of a model that computes with 2:4 weights.
     """
-    config = getattr(model.config, "quantization_config", None)
-    if getattr(config, "finished", False):
+    patched = sparse_run(model)
+    if patched is not None and patched.facts.finished:
         unpatch_model(model, sparse=False)
-    elif config is not None:
+    elif patched is not None or getattr(model.config, "quantization_config", None) is not None:
         name = model.config.name_or_path
         raise UsageError(f"method='dense': {name} is a 2:4 model; take a dense one as control")
 

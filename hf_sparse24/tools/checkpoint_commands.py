@@ -21,8 +21,8 @@ from ..packed_format import buffer_names
 from ..patching.report import group_name, shown_count
 from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
-from ..tables import print_table
 from ..weights.sparse_weight import sparse_weights
+from . import print_table
 from .models import check_name, model_class, read_config
 
 _WEIGHTS = ("*.safetensors", "*.json")
@@ -136,7 +136,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     tensors = Tensors(directory)
     listing = read_listing(directory, tensors)
     found = []
-    with Progress("verification", len(listing.files) + len(listing.weights), "tensor", leave=False) as progress:
+    with Progress("verification", len(listing.files) + len(listing.weights), "tensor") as progress:
         for finding in verify(directory, listing, tensors):
             found.append(finding)
             progress.update()

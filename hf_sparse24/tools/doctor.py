@@ -1,12 +1,13 @@
-"""What runs where and why, whether it is right here, and what a model would gain: what `hf-sparse24 doctor` prints.
-Outputs of sparse GEMMs are checked by `hf-sparse24 tune`."""
+"""`hf-sparse24 doctor`: what runs where and why, whether it is right, and what a model would gain.
+
+`hf-sparse24 tune` checks the outputs of sparse GEMMs.
+"""
 
 import math
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from typing import cast
 
 import sparse24_kernels as kernels
@@ -62,7 +63,7 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
 
 
 def self_test(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Every operation on `device` against PyTorch in fp64 on the CPU: its name, and "ok" or what is wrong."""
+    """Every operation on `device` against PyTorch in fp64 on the CPU: its name, and "ok" or the error."""
     for name, function in _SELF_TESTS.items():
         try:
             yield name, _compare(function, device)
@@ -99,7 +100,7 @@ def _compare(function: Callable[[Tensor], list[Tensor]], device: torch.device) -
 
 
 def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, GemmPlan]:
-    """What runs the three GEMMs of a layer in training: the very plans that the layer asks for."""
+    """The plans of a layer's three GEMMs in training, as the layer asks for them."""
     if weight.is_stack:
         return dict.fromkeys(("output", "grad_input", "grad_weight"), GemmPlan(DENSE, _NO_GROUPED_GEMM))
     sizes, backend = weight.sizes, weight.run.backend
@@ -117,25 +118,24 @@ def sparse_problems(weight: SparseWeight, tokens: int, dtype: torch.dtype) -> di
 
 
 def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[GemmProblem]:
-    """Every different sparse GEMM that training a patched model asks for: what `hf-sparse24 tune` tunes."""
-    of_layers = [sparse_problems(weight, tokens, dtype).values() for weight in sparse_weights(model).values()]
-    return list(dict.fromkeys(chain.from_iterable(of_layers)))
+    """The different sparse GEMMs that training a patched model asks for, which `hf-sparse24 tune` tunes."""
+    weights = sparse_weights(model).values()
+    return list(dict.fromkeys(p for weight in weights for p in sparse_problems(weight, tokens, dtype).values()))
 
 
 def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
     """A table of the predicted gain of a patched model's layers in training, layers of one shape together.
 
-    Columns: how many, out x in, what runs each of the three GEMMs and its speed-up over dense, and the layer's. A GEMM
-    that is always dense is taken to last as long as the measured dense output GEMM, which has as many operations.
-    Where a number is missing, nothing was measured. Stacks of experts are dense, and gain nothing.
+    Columns: number of layers, out x in, what runs each of the three GEMMs with its speed-up, and the layer's speed-up,
+    "?" where nothing was measured. A GEMM that is always dense is taken to last as long as the dense output GEMM.
     """
     rows: Counter[tuple[str, ...]] = Counter()
     for weight in sparse_weights(model).values():
         out, inputs = weight.sizes
         plans = gemm_plans(weight, tokens, dtype, device)
         if weight.is_stack:
-            reasons = [f"dense: {plan.reason}" for plan in plans.values()]
-            rows[f"{len(weight.parameter)} x {out} x {inputs}", *reasons, "1.00x"] += 1
+            reason = f"dense: {_NO_GROUPED_GEMM}"
+            rows[f"{len(weight.parameter)} x {out} x {inputs}", reason, reason, reason, "1.00x"] += 1
             continue
         cells, before, after = [], 0.0, 0.0
         usual = linear_problem(tokens, out, inputs, dtype)

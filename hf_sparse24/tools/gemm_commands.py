@@ -12,9 +12,9 @@ from ..config import Sparse24Config
 from ..patching.masters import wants_packed_master
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
-from ..tables import print_table
 from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
+from . import print_table
 from .models import model_class, read_config
 from .plan import FLOPS_PER_BYTE, print_plan
 

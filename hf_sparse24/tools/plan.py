@@ -1,4 +1,4 @@
-"""What training a model holds and what pruning moves, in bytes, and when sparse GEMMs pay for it: `hf-sparse24 plan`.
+"""`hf-sparse24 plan`: the bytes that training holds and that pruning moves, and when sparse GEMMs pay for it.
 
 Computed for one GPU, AdamW on fp32 parameters and one micro-batch per step. Nothing is measured, and no time predicted.
 """
@@ -11,18 +11,17 @@ from transformers import PreTrainedModel
 
 from ..methods import SparseMethod
 from ..methods.masked_decay import MaskedDecayMethod
-from ..tables import print_table
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from . import print_table
 from .doctor import sparse_problems
 
 MASTER_BYTES = 4
-"""Bytes of an element of a Parameter, a gradient, and each of AdamW's two moments: fp32, as Transformers' Trainer has
-them in mixed precision."""
+"""Bytes of an element of a Parameter, a gradient, and each of AdamW's two moments in mixed precision: fp32."""
 COMPRESSED = 9 / 16
-"""Bytes of a 2:4 matrix as sparse tensor cores read it, over those of the dense one: half the values, 2 bits each."""
+"""Bytes of a 2:4 matrix for sparse tensor cores over those of the dense one: half the values, 2 bits each."""
 FLOPS_PER_BYTE = 295
-"""What an H100 SXM computes while it moves a byte, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s."""
+"""Of an H100 SXM, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s."""
 _MASK = 1 / 8  # bytes of an element of a packed mask
 _LONG_RUN = 10_000  # optimizer steps of the run that schedules and refreshes are averaged over
 _ASSUMED = (
@@ -35,14 +34,12 @@ class LayerCost(NamedTuple):
     """What a layer, or a stack of experts, costs in a sparse step.
 
     Attributes:
-        name: of its weight.
         sparse: names of the GEMMs that sparse tensor cores can run.
         flops: of these GEMMs as dense math.
         pruning: bytes moved by pruning weights and gradients, by masked decay and by mask refreshes.
         encodings: bytes of the encodings of its weight.
     """
 
-    name: str
     sparse: tuple[str, ...]
     flops: float
     pruning: float
@@ -74,12 +71,12 @@ class Plan(NamedTuple):
 
 
 def plan_step(model: PreTrainedModel, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Plan:
-    """The plan of one sparse step of so many tokens; the model is patched, and may be on the meta device."""
+    """The plan of a sparse step of so many tokens. The model is patched, and may be on the meta device."""
     weights = first_of_each(sparse_weights(model))
     method: Any = next(iter(weights.values())).method
     sparse_share, refreshes = _averages(method)
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    layers = [layer_cost(name, weight, tokens, dtype, refreshes, chosen) for name, weight in weights.items()]
+    layers = [_layer_cost(weight, tokens, dtype, refreshes, chosen) for weight in weights.values()]
     fp32 = sum(parameter.numel() for parameter in model.parameters()) * MASTER_BYTES
     memory: dict[str, float] = {
         "parameters, fp32": fp32,
@@ -92,12 +89,11 @@ def plan_step(model: PreTrainedModel, tokens: int, dtype: torch.dtype = torch.bf
 
 
 def break_even(flops: float, pruning: float, flops_per_byte: float) -> float | None:
-    """The speed-up of the sparse GEMMs from which they save the time that pruning takes.
-
-    None where it is above 2, which sparse tensor cores cannot reach.
+    """The speed-up of sparse GEMMs from which they pay for pruning; None above 2, which no GPU reaches.
 
     Args:
-        flops: of the sparse GEMMs as dense math. pruning: bytes moved.
+        flops: of the sparse GEMMs as dense math.
+        pruning: bytes moved.
         flops_per_byte: of the GPU.
     """
     saved = 1 - pruning * flops_per_byte / flops if flops else 0.0
@@ -137,15 +133,8 @@ def _averages(method: SparseMethod) -> tuple[float, float]:
     return sparse / _LONG_RUN, refreshed / sparse
 
 
-def layer_cost(
-    name: str, weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes: float, chosen: int = 1
-) -> LayerCost:
-    """The cost of a layer.
-
-    Args:
-        refreshes: how often per step a mask or scale is computed.
-        chosen: experts that a token goes to.
-    """
+def _layer_cost(weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes: float, chosen: int) -> LayerCost:
+    """`refreshes` masks or scales are computed per step; a token goes to `chosen` experts."""
     matrices = len(weight.parameter) if weight.is_stack else 1
     rows, itemsize = max(1, round(tokens * min(1.0, chosen / matrices))), dtype.itemsize
     sparse = () if weight.run.backend == "dense" else tuple(sparse_problems(weight, rows, dtype))
@@ -155,7 +144,7 @@ def layer_cost(
     per_element = MASTER_BYTES + kept_mask + moved + _decay_bytes(weight) + (MASTER_BYTES + kept_mask) * refreshes
     pruning = elements * per_element + rows * out * _gradient_bytes(weight, sparse, itemsize)
     flops = 2.0 * rows * elements * len(sparse)
-    return LayerCost(name, sparse, matrices * flops, matrices * pruning, matrices * elements * held)
+    return LayerCost(sparse, matrices * flops, matrices * pruning, matrices * elements * held)
 
 
 def _encoding_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> tuple[float, float]:
@@ -183,8 +172,8 @@ def _kept_mask(weight: SparseWeight) -> float:
 
 
 def _decay_bytes(weight: SparseWeight) -> float:
-    """Bytes per element that masked decay moves: it reads gradient, weight and mask, and writes the gradient. A mask
-    that is not kept is made from the weight first."""
+    """Bytes per element of masked decay: it reads gradient, weight and mask, which it may have to make, and writes the
+    gradient."""
     method = weight.method
     if not (isinstance(method, MaskedDecayMethod) and method.settings.masked_decay):
         return 0.0

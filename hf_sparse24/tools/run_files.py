@@ -1,12 +1,13 @@
-"""read_run: what a Trainer has left of a run in its output directory, for the report."""
+"""read_run: what a Trainer leaves of a run in its output directory, for the report."""
 
 import json
 import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
 from operator import index
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ STATE = "trainer_state.json"
 POINTS = 300
 """The most points that a line has; more are averaged."""
 COLUMNS, ROWS = 120, 48
-"""The most columns that the map of layers has, of more logs the means; and the most layers that have a row each."""
+"""The most columns that the map of layers has, and the most layers that have a row each."""
 LABEL = 40
 """The most letters that the name of a row has; of longer names the end is shown."""
 
@@ -75,18 +76,17 @@ class RunFiles:
         phases = [(step, row["sparse_phase"]) for step, row in self.history.items() if "sparse_phase" in row]
         if not phases:
             return []
-        marks = [(0, phases[0][1]), *phases, (max(self.steps, phases[-1][0]), None)]
+        marks = [(0, phases[0][1]), *phases, (max(self.steps, phases[-1][0]), 1.0)]
         spans: list[Span] = []
-        for (start, phase), (end, _) in pairwise(marks):
-            if phase == 0 and end > start:
-                if spans and spans[-1][1] == start:
-                    start = int(spans.pop()[0])
-                spans.append((start, end))
+        for phase, pairs in groupby(pairwise(marks), key=lambda pair: pair[0][1]):
+            steps = [step for pair in pairs for step, _ in pair]
+            if phase == 0 and steps[-1] > steps[0]:
+                spans.append((steps[0], steps[-1]))
         return spans
 
 
 def read_run(directory: str | os.PathLike) -> RunFiles:
-    """What a Trainer has left in its output directory: the run log, and the `trainer_state.json` of the most steps.
+    """The run log of an output directory, and its `trainer_state.json` of the most steps.
 
     Raises:
         ValueError: there is neither of them, or a file is damaged.
@@ -111,7 +111,7 @@ def read_run(directory: str | os.PathLike) -> RunFiles:
         history = by_step([*logs, *entries])
         speeds = [float(e["train_samples_per_second"]) for e in [*logs, *entries] if "train_samples_per_second" in e]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{root} has a {STATE} that is damaged: no Trainer wrote it so ({error!r})") from error
+        raise ValueError(f"{root} has a {STATE} that is damaged ({error!r}); delete it, or restore it") from error
     return RunFiles(
         root,
         history,
@@ -135,13 +135,11 @@ def _flip_rates(entries: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
+    with suppress(ValueError):
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is cut short or damaged ({error}); delete it, or restore it") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object; delete it, or restore it")
-    return found
+        if isinstance(found, dict):
+            return found
+    raise ValueError(f"{path} is cut short or damaged: it holds no JSON object; delete it, or restore it")
 
 
 def thinned(points: list[Point], most: int = POINTS) -> list[Point]:
@@ -164,7 +162,6 @@ def layer_map(run: RunFiles) -> tuple[list[tuple[str, list[float | None]]], list
     columns = [logs[i : i + together] for i in range(0, len(logs), together)]
 
     def mean(column: Sequence[tuple[int, dict[str, float]]], names: Sequence[str]) -> float | None:
-        """Over the weights of some layers and over logs."""
         found = [(rates[name], sizes[name]) for _, rates in column for name in names if name in rates]
         return 100 * sum(rate * size for rate, size in found) / sum(size for _, size in found) if found else None
 
@@ -178,8 +175,7 @@ def layer_map(run: RunFiles) -> tuple[list[tuple[str, list[float | None]]], list
 def grouped(names: Sequence[str]) -> tuple[list[tuple[str, list[str]]], str]:
     """The rows of a heat map, of each its label and its layers; and the rule in words.
 
-    Up to `ROWS` layers have a row each. Beyond, layers of one block have one: those whose names agree up to the first
-    number.
+    More than `ROWS` layers share rows by block: those whose names agree up to the first number.
     """
     is_by_block = len(names) > ROWS
     groups: dict[str, list[str]] = {}

@@ -1,7 +1,4 @@
-"""`hf-sparse24 report RUN`: one HTML file about a Trainer's run, from what it has left in its output directory.
-
-`run_files.py` reads the run, `charts.py` draws, and this file lays out the page.
-"""
+"""`hf-sparse24 report RUN`: one HTML file about a Trainer's run, which `run_files.py` reads and `charts.py` draws."""
 
 import argparse
 import json
@@ -42,7 +39,7 @@ def write_report(
     Args:
         directory: the `output_dir` of a Trainer.
         dense: that of a dense run, to compare with.
-        output: the file; None for `report.html` in `directory`. One that exists is replaced, all at once.
+        output: the file; None for `report.html` in `directory`. One that exists is replaced.
 
     Raises:
         ValueError: a directory without a run, one that is damaged, or a control that is not dense.
@@ -60,7 +57,7 @@ def write_report(
 
 
 def _page(run: RunFiles, control: RunFiles | None) -> str:
-    """The page. Every string is escaped; its own policy lets a browser run no script and load nothing."""
+    """The page. Every string is escaped, and its policy lets a browser run no script and load nothing."""
     title = escape(f"{run.pattern} training: {run.directory.resolve().name}")
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     is_sparse = run.sparse24 or run.has_phases
@@ -93,7 +90,7 @@ def _page(run: RunFiles, control: RunFiles | None) -> str:
 
 
 def _figure(id: str, title: str, drawn: Any, note: str, is_wide: bool = False) -> str:
-    """A chart with its title; where `drawn` is None there is nothing to draw, and `note` says why."""
+    """A chart with its title; `drawn` is None where there is nothing to draw, and `note` says why."""
     chart = '<p class="none">Nothing to draw.</p>'
     if drawn is not None:
         data = b64encode(charts.image(drawn, "svg")).decode()

@@ -15,9 +15,7 @@ from ..weights.storage import layer_name
 
 
 class Flips:
-    """How many entries of each weight have entered or left its mask, as last measured.
-
-    Where weights are sharded, all processes must call its methods.
+    """How many entries of each weight have entered or left its mask. All processes must call its methods.
 
     Attributes:
         counts: 0-d tensors by the weight's name, over all processes; empty before the first measurement.
@@ -37,10 +35,8 @@ class Flips:
         if not self._before:
             return
         after = [self._weights[name].local_mask(packed=True) for name in self._before]
-        counts = count_flips(list(self._before.values()), after)
-        self.counts = dict(
-            zip(self._before, total(list(counts), [self._weights[name].master for name in self._before]))
-        )
+        counts = list(count_flips(list(self._before.values()), after))
+        self.counts = dict(zip(self._before, total(counts, [self._weights[name].master for name in self._before])))
         self._before = {}
 
     def rate(self) -> float | None:
@@ -57,8 +53,8 @@ class Flips:
 
 
 def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
-    """At how many steps each the flip rate is measured in a Trainer's run: at those that log."""
-    # Logged by the epoch, the last step is not known ahead: measured at every step, the number is never stale.
+    """Every how many steps a Trainer's run measures the flip rate: at those that log."""
+    # The steps that log by epoch are not known ahead.
     return max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
 
 
@@ -76,7 +72,7 @@ def _fresh_mask(weight: SparseWeight, parameter: Tensor) -> Tensor:
 
 
 def kept_magnitude(weights: Mapping[str, SparseWeight]) -> float:
-    """The share of the weights' L1 norm that their masks keep. Where weights are sharded, all processes must call."""
+    """The share of the weights' L1 norm that their masks keep. All processes must call."""
     sums = []
     for weight in weights.values():
         magnitude = local(weight.master).float().abs()

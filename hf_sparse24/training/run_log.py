@@ -1,14 +1,11 @@
 """RunLog: one file with all that a sparse run logs, and flip rates by layer, speed and memory.
 
-`<output_dir>/sparse24_log.jsonl` holds one JSON object per line. A line where the run starts or resumes:
+`<output_dir>/sparse24_log.jsonl` holds one JSON object per line, written as it comes. A line where the run starts or
+resumes, and a line for each log of the Trainer, of which those of training add speed, memory and flip rates in the
+order of the layers:
 
     {"step", "time", "layers": {name: weights}, "parameters", "config", "arguments", "versions"}
-
-A line for each log of the Trainer: the numbers that it logs, and after a training log
-
-    {"steps_per_second", "peak_memory_gb", "flip_rates": [of the layers above, in their order]}
-
-Lines are written as they come, so a killed run has them all. `hf-sparse24 report` draws them.
+    {"step", "time", <the Trainer's numbers>, "steps_per_second", "peak_memory_gb", "flip_rates": [...]}
 """
 
 import json
@@ -17,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,19 +56,19 @@ class RunLog:
         self.layers = {layer_name(name): weight.parameter.numel() for name, weight in weights.items()}
         self._is_writable = True
         self._step, self._seconds, self._last = state.global_step, 0.0, time.perf_counter()
-        self._try(self._begin, _start(args, state, controller, self.layers))
+        self._try(self._begin, self._start_line(args, controller))
 
     def after_step(self) -> None:
-        """Right after an optimizer step: the time since the last one counts."""
+        """Count the time since the last optimizer step."""
         now = time.perf_counter()
         self._seconds, self._last = self._seconds + now - self._last, now
 
     def after_pause(self) -> None:
-        """After an evaluation or a checkpoint: the time since the last step does not count."""
+        """Leave out the time since the last optimizer step: an evaluation or a checkpoint took it."""
         self._last = time.perf_counter()
 
     def measure(self, step: int, flip_rates: Mapping[str, float]) -> dict[str, float]:
-        """What to log besides the Trainer's numbers: flip rates by layer, and speed and memory since the last call."""
+        """The flip rates by layer, the speed since the last call, and the peak of memory."""
         found = {f"{_LAYER}{name}": float(f"{rate:.4g}") for name, rate in flip_rates.items()}
         if self._seconds and step > self._step:
             found[SPEED] = float(f"{(step - self._step) / self._seconds:.4g}")
@@ -89,12 +86,29 @@ class RunLog:
             line["flip_rates"] = [logs.get(f"{_LAYER}{name}") for name in self.layers]
         self._try(self._append, line)
 
+    def _start_line(self, args: TrainingArguments, controller: Sparse24Controller) -> dict[str, Any]:
+        device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else platform.machine()
+        return {
+            "step": self._step,
+            "time": round(time.time(), 1),
+            "layers": self.layers,
+            "parameters": sum(parameter.numel() for parameter in controller.model.parameters()),
+            "config": controller.run.config.to_dict(),
+            "arguments": _given(args),
+            "versions": {
+                "hf_sparse24": __version__,
+                **{name: version(name) for name in ("torch", "transformers", "accelerate")},
+                "python": platform.python_version(),
+                "device": f"{args.world_size} x {args.device.type} ({device})",
+            },
+        }
+
     def _append(self, line: str) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(line)
 
     def _begin(self, start: str) -> None:
-        """Replace the file by its lines up to this start, and the start: all at once."""
+        """Replace the file by its lines up to this start, and the start."""
         kept = [line for line, step, _ in read_lines(self.path) if self._step and step <= self._step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(self.path) as part:
@@ -106,7 +120,7 @@ class RunLog:
         try:
             write(f"{json.dumps(entry, default=str)}\n")
         except OSError as error:
-            self._is_writable = False  # what follows a line that was cut would not be read
+            self._is_writable = False  # a line after one that was cut would not be read
             logger.warning(f"{self.path} cannot be written ({error}): `hf-sparse24 report` will lack what it records")
 
 
@@ -156,33 +170,10 @@ def peak_memory(device: torch.device) -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _start(
-    args: TrainingArguments, state: TrainerState, controller: Sparse24Controller, layers: dict[str, int]
-) -> dict[str, Any]:
-    device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else platform.machine()
-    return {
-        "step": state.global_step,
-        "time": round(time.time(), 1),
-        "layers": layers,
-        "parameters": sum(parameter.numel() for parameter in controller.model.parameters()),
-        "config": controller.run.config.to_dict(),
-        "arguments": _given(args),
-        "versions": {
-            "hf_sparse24": __version__,
-            **{name: version(name) for name in ("torch", "transformers", "accelerate")},
-            "python": platform.python_version(),
-            "device": f"{args.world_size} x {args.device.type} ({device})",
-        },
-    }
-
-
 def _given(args: TrainingArguments) -> dict[str, Any]:
-    """Arguments that differ from their defaults, numbers and text alone: who shares the output directory shares them,
-    mappings may hold secrets, and text with a slash names places on this machine."""
-    defaults = {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in fields(args)
-    }
+    """Arguments that differ from their defaults and can be shared with the output directory: numbers, and text that
+    names no place on this machine. Mappings may hold secrets."""
+    defaults = {field.name: field.default for field in fields(args)}
     return {
         name: value
         for name, value in args.to_dict().items()

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import stdlib_text
 import tiny_chats
+import tiny_images
+import tiny_tasks
+import tiny_translations
 import torch
 import zoo
 from recipe_runs import TEXTS
@@ -22,7 +25,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def metrics_cache(tmp_path_factory):
-    """Caches of data sets and metrics of its own, for a module that trains by `evaluate`'s metrics."""
+    """Caches of data sets and metrics for a module that trains by `evaluate`'s metrics."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
         patch.setattr("datasets.config.HF_DATASETS_CACHE", directory / "datasets")
@@ -66,3 +69,19 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
     return tiny_chats.prepare(tmp_path_factory.mktemp("chats"), max_files=60)
+
+
+@pytest.fixture(scope="session")
+def tasks(tmp_path_factory) -> Path:
+    return tiny_tasks.prepare(tmp_path_factory.mktemp("tasks"), vocab_size=1024, max_files=250)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory) -> Path:
+    return tiny_images.prepare(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("pairs")
+    return tiny_translations.prepare(directory, vocab_size=400, train=400, validation=20, test=20)

@@ -1,7 +1,5 @@
 """What the recipes' YAML files say, how their packages are asked for, and how their runs are tracked."""
 
-from dataclasses import fields
-
 import glue
 import image_classification
 import pytest
@@ -9,9 +7,7 @@ import squad
 import torch
 import train
 import translation
-import zoo
 from arguments import parse_arguments
-from datasets import Dataset
 from optional import require
 from paths import RECIPES
 from transformers import (
@@ -20,8 +16,6 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    Trainer,
-    TrainingArguments,
 )
 
 from hf_sparse24 import patch_model
@@ -109,13 +103,6 @@ def test_finetuning(script, lengths):
     assert (model_args.model_type, task_args.max_length) == ("bert", lengths[1])
 
 
-def test_scripts_have_no_flag_twice():
-    """Two classes with a field of one name would each get the same flag."""
-    for script in (train, glue, squad, image_classification, translation):
-        names = [field.name for cls in script.ARGUMENTS for field in fields(cls) if field.init]
-        assert len(names) == len(set(names))
-
-
 def test_a_missing_package_is_an_error_with_the_command_that_helps(tmp_path, monkeypatch):
     message = r"needs absent_package: pip install -c constraints.txt -e '.\[recipes\]' in the root of the repository"
     with pytest.raises(ImportError, match=message):
@@ -125,25 +112,3 @@ def test_a_missing_package_is_an_error_with_the_command_that_helps(tmp_path, mon
     with pytest.raises(ModuleNotFoundError, match="No module named 'absent_package'"):
         require("broken_package", "recipes")
     assert require("json", "recipes").loads("1") == 1
-
-
-def small_trainer(tmp_path, tracker) -> Trainer:
-    data = Dataset.from_dict({name: value.tolist() for name, value in zoo.batch(rows=8).items()})
-    settings = {"max_steps": 2, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    args = TrainingArguments(str(tmp_path), report_to=tracker, **settings)
-    return Trainer(zoo.build("gpt2"), args, train_dataset=data)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # MLflow's half-made callback is deleted
-@pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
-def test_a_missing_tracker_is_an_error_with_the_command_that_helps(tmp_path, monkeypatch, tracker):
-    """Transformers' own."""
-    monkeypatch.setattr(f"transformers.integrations.integration_utils.is_{tracker}_available", lambda: False)
-    with pytest.raises(RuntimeError, match=f"pip install {tracker}"):
-        small_trainer(tmp_path, tracker)
-
-
-def test_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
-    small_trainer(tmp_path, "tensorboard").train()
-    assert list((tmp_path / "tensorboard").rglob("events.out.tfevents.*"))

@@ -106,6 +106,8 @@ def test_pretrained_and_what_is_saved(tmp_path, tokenizer, text_file, capsys):
     pretrained["model_name_or_path"] = tmp_path / "out"
     with pytest.raises(ValueError, match=r"method='dense': .* is a 2:4 model"):
         train.main(flags(tmp_path, text_file, tokenizer, **pretrained, method="dense"))
+    with pytest.raises(ValueError, match=r"method='ste': .* was trained by 's-ste', and goes on by that"):
+        train.main(flags(tmp_path, text_file, tokenizer, **pretrained, method="ste"))
 
 
 def test_method_settings(tmp_path, tokenizer, text_file):

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from paths import RECIPES
+
 TEXTS = [f"def function_{i}(a, b):\n    return a * {i} + b\n" * 6 for i in range(30)]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -30,3 +32,37 @@ def flags(tmp_path, dataset, tokenizer, model_type="llama", overrides=LLAMA, **s
 def jsonl(path: Path, texts=TEXTS, column="text") -> str:
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
     return str(path)
+
+
+BERT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+DEIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+MARIAN = {f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in (("layers", 1), ("ffn_dim", 64))}
+MARIAN |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 32, "max_position_embeddings": 96}
+ENCODER = {**BERT, "max_position_embeddings": 128, "initializer_range": 0.1}
+TOYS = {  # YAML files, and sizes of a smaller model
+    "glue": ("finetune", "glue", "glue-toy", ENCODER),
+    "squad": ("finetune", "squad", "squad-toy", ENCODER),
+    "image_classification": ("pretrain", "deit-tiny", "deit-toy", {**DEIT, "initializer_range": 0.1}),
+    "translation": ("pretrain", "transformer-base", "translation-toy", MARIAN),
+}
+
+
+def toy_flags(name: str, data: Path, output: Path, **settings) -> list[str]:
+    """The toy YAML files of a recipe, with a smaller model; `data` is what its `tiny_*.py` has prepared."""
+    kind, *files, sizes = TOYS[name]
+    reader = "image_processor_name" if name == "image_classification" else "tokenizer_name"
+    settings = {
+        "dataset": data / name if kind == "finetune" else data,
+        reader: data / ("processor" if name == "image_classification" else "tokenizer"),
+        "config_overrides": json.dumps(sizes),
+        "output_dir": output,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **settings,
+    }
+    given = [f"--{key}={value}" for key, value in settings.items() if value is not None]
+    return [*(str(RECIPES / kind / f"{file}.yaml") for file in files), *given]
+
+
+def results(directory: Path) -> dict:
+    return json.loads((directory / "all_results.json").read_text())

@@ -282,7 +282,7 @@ def with_steps(run, global_step, step):
     [
         (lambda run: (run / "trainer_state.json").unlink(), "is no run"),
         (lambda run: (run / "trainer_state.json").write_text('{"global_st'), "trainer_state.json is cut short"),
-        (lambda run: (run / "trainer_state.json").write_text("[]"), "trainer_state.json is damaged"),
+        (lambda run: (run / "trainer_state.json").write_text("[]"), "trainer_state.json is cut short"),
         (lambda run: (run / "trainer_state.json").write_text("{}"), "trainer_state.json that is damaged"),
         (lambda run: with_steps(run, math.inf, 1), "trainer_state.json that is damaged"),
         (lambda run: with_steps(run, 1, math.inf), "trainer_state.json that is damaged"),
