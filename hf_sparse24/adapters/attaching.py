@@ -54,9 +54,8 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         has_changed = not torch.equal(layer.weight, shown)
         if has_changed and not is_masked:
             raise ValueError(
-                f"{child}: this adapter ({type(adapter).__module__}.{type(adapter).__name__}) takes a part out of the "
-                f"layer's weight when it is added, and what remains is not 2:4; call unpatch_model(model) before you "
-                f"add it, which keeps the sparse weights, or use PiSSA, OLoRA or CorDA with plain LoRA or DoRA"
+                f"{child}: adding {type(adapter).__module__}.{type(adapter).__name__} leaves a weight that is not 2:4; "
+                f"call unpatch_model(model) before you add it, or use PiSSA, OLoRA or CorDA with plain LoRA or DoRA"
             )
     except BaseException:
         before.restore()

@@ -45,18 +45,15 @@ def check_adapters(model: nn.Module) -> None:
         if kind not in kinds and bypasses_layer(module):
             raise ValueError(
                 f"{name}: this adapter ({type(module).__module__}.{type(module).__name__}) computes with the layer's "
-                f"dense weight, not with its sparse one; call unpatch_model(model) before you add the adapter, which "
-                f"keeps the sparse weights, or use another one, such as LoRA"
+                f"dense weight, not with its sparse one; call unpatch_model(model) before you add it, or use LoRA"
             )
         kinds.add(kind)
 
 
 @torch.no_grad()
 def bypasses_layer(adapter: nn.Module) -> bool:
-    """Return whether an adapter's output depends on the weight of its `base_layer`, or never calls that layer.
-
-    A layer with NaN as weight and zeros as output takes its place to find out.
-    """
+    """Return whether an adapter's output depends on the weight of its `base_layer`, or never calls that layer: found by
+    a layer in its place with NaN as weight and zeros as output."""
     layer: Any = adapter.base_layer
     if layer.weight.is_meta:
         return False

@@ -18,7 +18,7 @@ from sparse24_kernels import Packed
 from torch import Tensor, nn
 
 from ..layers.linear import Sparse24Layer
-from ..layers.packed import PackedLayer, pack_weight, packed_of, unpack_weight
+from ..layers.packed import PackedLayer, pack_weight, unpack_weight
 from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
@@ -38,7 +38,7 @@ class Unmerged:
     def __init__(self, layer: Any):
         self.layer = layer
         weights = layer.__dict__.get("sparse24", {})
-        self.packed = packed_of(weights["weight"]) if isinstance(layer, PackedLayer) else None
+        self.packed = weights["weight"].storage.packed if isinstance(layer, PackedLayer) else None
         self.run = None if self.packed is None else weights["weight"].run
         self.sparse: SparseWeight | None = weights["weight"] if is_pruned(layer) else None
         self.state = {} if self.sparse is None else dict(self.sparse.state)
@@ -115,10 +115,10 @@ def keep_merges_sparse(adapter: Any) -> None:
 
 def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     layer, merged_before = adapter.get_base_layer(), list(adapter.merged_adapters)
-    if isinstance(layer, PackedLayer) and packed_of(layer.sparse24["weight"]).scales is not None:
+    if isinstance(layer, PackedLayer) and layer.sparse24["weight"].storage.packed.scales is not None:
         raise ValueError(
-            "the base has int8 values, and merging would round the sum to int8: nothing was merged. Call "
-            "unpack_model(model) first, which keeps what the model computes, then merge; or keep the adapter beside it"
+            "the base has int8 values, and merging would round the sum to int8: nothing was merged; call "
+            "unpack_model(model) first, which keeps what the model computes, then merge"
         )
     before = Unmerged(layer).expose()
     if not merged_before:
@@ -128,10 +128,9 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
         type(adapter).merge(adapter, *args, **kwargs)
         if not before.accept():
             raise ValueError(
-                f"merging this adapter ({type(adapter).__module__}.{type(adapter).__name__}) would change what the "
-                f"model computes: the sum with a 2:4 weight is not 2:4, or not finite, and the layer would prune it. "
-                f"Nothing was merged. To merge into ordinary dense weights, call unpatch_model(model) first, which "
-                f"keeps what the model computes; to stay 2:4, use LoRA or DoRA, which are trained through the mask"
+                f"merging {type(adapter).__module__}.{type(adapter).__name__} would change what the model computes: "
+                f"the sum is not 2:4, or not finite; nothing was merged. To merge into dense weights, call "
+                f"unpatch_model(model) first, which keeps what the model computes; to stay 2:4, use LoRA or DoRA"
             )
         is_done = adapter.merged_adapters != merged_before
     finally:
@@ -152,7 +151,7 @@ def _unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
 def check_mergeable(model: nn.Module) -> None:
     """Raise ValueError where the active adapters cannot be merged into sparse layers, before PEFT merges any layer."""
     for adapter in adapters_in(model):
-        if _is_guarded(adapter) and not adapter.merged and not is_masked(adapter):
+        if "merge" in vars(adapter) and not adapter.merged and not is_masked(adapter):
             with warnings.catch_warnings(action="ignore"):
                 adapter.merge()
             if adapter.merged:
@@ -166,8 +165,8 @@ def check_unmerged(model: nn.Module) -> None:
         raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
 
 
-def _is_guarded(adapter: Any) -> bool:
-    return "merge" in vars(adapter)
+_NOT_MERGED = {"LN_TUNING", "OSF", "TRAINABLE_TOKENS"}
+"""Kinds of adapters that train copies or parts of weights, which `without_adapters` cannot restore bit for bit."""
 
 
 @contextmanager
@@ -175,12 +174,16 @@ def without_adapters(model: Any) -> Iterator[nn.Module]:
     """Merge a model's active adapters within the block, which gets the base model; then restore all, bit for bit.
 
     Raises:
-        ValueError: an adapter that changes no weights, such as a prompt; a merge that would not be 2:4, or into a
-            weight that modules share.
+        ValueError: an adapter that changes no weights, such as a prompt, or trains tokens or norms; a merge that would
+            not be 2:4, or into a weight that modules share.
     """
-    configs = getattr(model, "peft_config", {}).values()
-    if any(config.is_prompt_learning or config.is_adaption_prompt for config in configs):
-        raise ValueError("prompts are no weights: a model with such an adapter cannot be written as one model")
+    for config in getattr(model, "peft_config", {}).values():
+        is_prompt = config.is_prompt_learning or config.is_adaption_prompt
+        if is_prompt or config.peft_type in _NOT_MERGED or getattr(config, "trainable_token_indices", None):
+            raise ValueError(
+                f"the adapter ({type(config).__name__}) has prompts, tokens or copies, which are not merged here: call "
+                f"model.merge_and_unload() first where PEFT has it, or share the adapter's own files"
+            )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with ExitStack() as undo:
         owners = _owners(base)
@@ -209,34 +212,29 @@ def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
     """Return the names of the modules that have each Parameter, by its id."""
-    # PEFT keeps the trainable tokens of tied embeddings alike: these change together.
-    followers = [a.get_base_layer() for a in adapters_in(model) if getattr(a, "tied_adapter", None) is not None]
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        if not any(module is follower for follower in followers):
-            for parameter in module._parameters.values():
-                owners.setdefault(id(parameter), []).append(name.removesuffix(".base_layer"))
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(name.removesuffix(".base_layer"))
     return owners
 
 
 def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> nn.Module:
     """Return the module that a wrapper stands for, with its adapters merged until `undo`."""
     unwrapped = None
-    if not is_adapter(wrapper):  # a copy of a module that is trained, or an embedding with tokens that are
+    if not is_adapter(wrapper):  # of modules_to_save: a copy of a module, which trains
         if wrapper.disable_adapters:
             return wrapper.original_module
         unwrapped = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
     for adapter in adapters_in(wrapper):
         if not adapter.merged and not adapter.disable_adapters:
             layer = adapter.get_base_layer()
-            if not _is_guarded(adapter):  # PEFT subtracts what it has added, which rounds
+            if "merge" not in vars(adapter):  # PEFT subtracts what it has added, which rounds
                 undo.callback(Unmerged(layer).expose().restore)
-                undo.callback(adapter.merged_adapters.clear)  # OSF's unmerge does nothing
             adapter.merge()
             if adapter.merged:
                 undo.callback(_unmerge_quietly, adapter)
                 _check_unshared(layer, owners)
-    # After the merge: LN tuning's puts the trained layer in the place of the other.
     return wrapper.get_base_layer() if unwrapped is None else unwrapped
 
 
@@ -251,7 +249,6 @@ def _check_unshared(layer: nn.Module, owners: dict[int, list[str]]) -> None:
         names = owners.get(id(parameter), [])
         if parameter is not None and len(names) > 1:
             raise ValueError(
-                f"{' and '.join(names)} share one weight, and merging an adapter into one of them would change the "
-                f"other: leave them out of the adapter's target_modules, or share the adapter's own files "
-                f"(model.save_pretrained) beside the base model"
+                f"{' and '.join(names)} share one weight, and merging an adapter into one would change the other: "
+                f"leave them out of target_modules, or share the adapter's own files (model.save_pretrained)"
             )

@@ -30,8 +30,7 @@ from ..patching.packing import check_packable
 from ..patching.refusals import reject_non_finite
 from ..progress import Progress, get_logger
 from ..weights.sharding import is_sharded, local, rank
-from ..weights.sparse_weight import sparse_weights
-from ..weights.state_check import wrong_states
+from ..weights.sparse_weight import sparse_weights, wrong_states
 from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
 from .manifest import MANIFEST, read_json, sparse_dim, write_manifest

@@ -14,7 +14,7 @@ from sparse24_kernels.formats import scale_columns
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..layers.packed import pack_weight, packed_of
+from ..layers.packed import pack_weight
 from ..packed_format import VALUES, PackedFormat, buffer_names, packed_weight_name
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
@@ -116,7 +116,7 @@ def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
         # An offloaded one is on the meta device, and no longer the tensor that was read.
         kept = {key for key in stored if tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}}
         missing = sorted(key for key in stored - kept if not was_loaded(tensors[key]))
-        found = packed_of(weight)
+        found = weight.storage.packed
         if missing:
             wrong: str | None = f"{missing} were not in its files"
         else:

@@ -21,8 +21,7 @@ from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_supported, is_sharded
-from ..weights.sparse_weight import sparse_weights
-from ..weights.state_check import wrong_states
+from ..weights.sparse_weight import sparse_weights, wrong_states
 from ..weights.storage import PACKED
 from .packed_files import check_files, check_packed, make_packed, was_loaded
 from .safetensors_file import open_safetensors

@@ -17,8 +17,8 @@ All three are dense math on pruned values: no library has a sparse grouped GEMM.
 - What changes a GEMM rather than its weight cannot be done here: pruned activations, FP8 simulation, another weight in
   grad_input than in output, a method's own term of the output. Experts then stay dense, and the report says so.
 
-A forward begins with pruning, once however many experts run; with a controller that is once per step, and in
-evaluation once (see `encodings.py`). Matrices are pruned one by one.
+A forward prunes first, once for all experts; with a controller that is once per step, and in evaluation once (see
+`encodings.py`). Matrices are pruned one by one. Packed experts are all unpacked at the start of a forward instead.
 
 Known limit: code that takes over the block around the experts and reads their Parameters from outside, as kernels from
 the Hub do with `use_kernels=True`, computes with the dense weights.
@@ -35,7 +35,7 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
 from .made_classes import Made, made_class
-from .sparse_module import SparseModule, reject_other_graphs, trained_parameter
+from .sparse_module import PackedModule, SparseModule, reject_other_graphs, trained_parameter
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -50,20 +50,44 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None
 
 
-class SparseExperts(Made, SparseModule):
-    """What a module of stacked experts becomes: a subclass of its own class, with the same forward.
+class StackedExperts(Made, nn.Module):
+    """The base of sparse and packed experts, which become a subclass of their class with the same forward.
 
     Attributes:
-        pruned: what its sparse weights' names stand for, an entry for each forward that is running. There are several
-            where threads share the model; they are equal, as weights do not change meanwhile.
+        running: the weights that the Parameters' names give, one entry for each forward that is running. There are
+            several where threads share the model; they are equal, as weights do not change meanwhile.
     """
 
-    prefix = "Sparse24"
-    pruned: list[dict[str, Tensor]]
+    sparse24: dict[str, SparseWeight]
+    running: list[dict[str, Tensor]]
 
     @classmethod
     def members(cls, key: tuple[str, ...]) -> dict[str, Any]:
-        return {name: _weight_property(name) for name in key}
+        return {name: cls.member(name) for name in key}
+
+    @staticmethod
+    def member(name: str) -> property:
+        """What reads of the Parameter `name` give."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        shapes = {name: (len(weight.master), *weight.sizes) for name, weight in self.sparse24.items()}
+        lines = [f"{name}: experts={n}, in={inputs}, out={out}" for name, (n, out, inputs) in shapes.items()]
+        return "\n".join(line for line in (super().extra_repr(), *lines) if line)
+
+
+class SparseExperts(StackedExperts, SparseModule):
+    """Stacked experts with sparse weights."""
+
+    prefix = "Sparse24"
+
+    @staticmethod
+    def member(name: str) -> property:
+        def read(module: nn.Module) -> Any:
+            weight, running = module.__dict__["sparse24"][name], module.__dict__["running"]
+            return _StraightThrough.apply(trained_parameter(weight), running[-1][name]) if running else weight.parameter
+
+        return property(read)
 
     @classmethod
     def from_dense(
@@ -75,35 +99,31 @@ class SparseExperts(Made, SparseModule):
         """
         SparseWeight.attach(module, name, input_dim, run, pattern)
         if not isinstance(module, SparseExperts):
-            module.__dict__.update(dense_class=type(module), pruned=[])
+            module.__dict__.update(dense_class=type(module), running=[])
         names = tuple(module.__dict__["sparse24"])
         module.__class__ = made_class(SparseExperts, module.__dict__["dense_class"], names)
         return module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run = next(iter(self.sparse24.values())).run
+        weights = self.sparse24.values()
+        run = next(iter(weights)).run
         if run.is_dense:
             return super().forward(*args, **kwargs)
         reject_other_graphs()
-        weights = self.sparse24.values()
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if trains and any(weight.parameter.requires_grad for weight in weights):
             run.expect_controller()
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
-        self.pruned.append({weight.name: _pruned(weight, tokens) for weight in weights})
+        self.running.append({weight.name: _pruned(weight, tokens) for weight in weights})
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.pruned.pop()
+            self.running.pop()
 
     def extra_repr(self) -> str:
-        lines = [super().extra_repr()]
-        for name, sparse in self.sparse24.items():
-            (out, inputs), experts = sparse.sizes, len(sparse.parameter)
-            lines.append(f"{name}: experts={experts}, in={inputs}, out={out}")
-        lines.append(f"method={sparse.method.name}, phase={self.phase}")
-        return "\n".join(line for line in lines if line)
+        method = next(iter(self.sparse24.values())).method.name
+        return f"{super().extra_repr()}\nmethod={method}, phase={self.phase}"
 
 
 def _pruned(weight: SparseWeight, tokens: int) -> Tensor:
@@ -112,9 +132,23 @@ def _pruned(weight: SparseWeight, tokens: int) -> Tensor:
     return weight.storage.out_in(dense)
 
 
-def _weight_property(name: str) -> property:
-    def read(module: nn.Module) -> Any:
-        weight, running = module.__dict__["sparse24"][name], module.__dict__["pruned"]
-        return _StraightThrough.apply(trained_parameter(weight), running[-1][name]) if running else weight.parameter
+class PackedExperts(StackedExperts, PackedModule):
+    """Stacked experts with packed weights."""
 
-    return property(read)
+    prefix = "Packed"
+
+    @staticmethod
+    def member(name: str) -> property:
+        def read(module: nn.Module) -> Tensor:
+            running = module.__dict__["running"]
+            return running[-1][name] if running else module.__dict__["sparse24"][name].storage.dense()
+
+        return property(read)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        reject_other_graphs()
+        self.running.append({name: weight.storage.dense() for name, weight in self.sparse24.items()})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.running.pop()

@@ -1,16 +1,12 @@
 """Packed weights: 2:4 weights without their zeros, in 9/16 of the bytes in bf16, for inference and under adapters; and
 packed masters, whose values train.
 
-A packed weight is two buffers of its module, `packed_weight_values` and `packed_weight_indices` (see
-`sparse24_kernels.Packed`), in the place of the Parameter `weight`, which is a property now: it unpacks a dense copy at
-every read. Where values are int8, a third buffer has the scales. So a packed layer computes, lets gradients through to
-its input, and does not train. Of a packed master (`master="packed"`, where the mask never changes) the values are an
-ordinary Parameter, whose gradient is that of the kept places.
-
-`hf_sparse24.patching.packing` packs and unpacks models.
+`packed_format.py` has the buffers that replace the Parameter `weight`, which is a property now: every read unpacks a
+dense copy. A packed layer computes, lets gradients through to its input, and does not train. Of a packed master
+(`master="packed"`, where the mask never changes) the values are a Parameter with the gradient of the kept places.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import sparse24_kernels as kernels
 import torch
@@ -28,8 +24,9 @@ from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import PackedFrozen, PackedMaster
 from ..weights.view import WeightRun, WeightView
-from .made_classes import Made, made_class
-from .sparse_module import NO_REPLICAS, reject_other_graphs
+from .experts import PackedExperts
+from .made_classes import made_class
+from .sparse_module import PackedModule, reject_other_graphs
 
 BLOCK_BYTES = 4 << 20
 """Of the dense gradient that a packed master makes at a time: it stays in a CPU's cache until its values are taken."""
@@ -56,8 +53,8 @@ class _PackedLinearFunction(torch.autograd.Function):
 
 
 class _PackedMasterFunction(torch.autograd.Function):
-    """The three GEMMs, in `dtype`, of a layer whose packed values train. What is saved is the Parameter itself: casts
-    and dense weights are made again for the backward pass."""
+    """The three GEMMs, in `dtype`, of a layer whose packed values train. Only the Parameter is saved: the backward pass
+    makes casts and dense weights again."""
 
     @staticmethod
     def forward(ctx, x, values, indices, bias, input_dim, dtype, method):
@@ -136,7 +133,7 @@ def pack_weight(
 def unpack_weight(weight: SparseWeight) -> None:
     """Undo `pack_weight`: the Parameter is the dense weight, with its zeros."""
     trains = weight.run is None or weight.master.requires_grad
-    module, dense = weight.module, nn.Parameter(dense_copy(weight).contiguous(), requires_grad=trains)
+    module, dense = weight.module, nn.Parameter(weight.storage.dense().contiguous(), requires_grad=trains)
     for key in buffer_names(weight.name):
         module._parameters.pop(key, None)
         module._buffers.pop(key, None)
@@ -152,49 +149,21 @@ def _put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module._parameters.update({name: parameter} | others)
 
 
-def packed_of(weight: SparseWeight) -> Packed:
-    """The packed form of a packed weight, as its module stores it."""
-    return cast(PackedFrozen, weight.storage).packed
-
-
-@torch.no_grad()
-def dense_copy(weight: SparseWeight) -> Tensor:
-    """A copy of a packed weight with its zeros, in the layout that the Parameter had."""
-    return cast(PackedFrozen, weight.storage).dense()
-
-
-class PackedModule(nn.Module):
-    """What modules with packed weights share: `sparse24`, a `SparseWeight` by the name of each, and `dense_class`."""
-
-    sparse24: dict[str, SparseWeight]
-    dense_class: type[nn.Module]
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise TypeError(f"{type(self).__name__} is made from a dense module: use pack_model")
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in self.__dict__.get("sparse24", {}):
-            raise ValueError(f"{name} is packed, and cannot be replaced or quantized: call unpack_model(model) first")
-        super().register_parameter(name, param)
-
-    def _replicate_for_data_parallel(self):
-        raise RuntimeError(NO_REPLICAS)
-
-
 class PackedLayer(PackedModule):
     """What `PackedLinear` and `PackedConv1D` share."""
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, with its zeros: a fresh copy at every read. Writes to it are lost."""
-        dense = dense_copy(self.sparse24["weight"])
-        dense._is_hf_initialized = True  # type: ignore[attr-defined]  # so Transformers, loading, does not initialise it
+        dense = self.sparse24["weight"].storage.dense()
+        dense._is_hf_initialized = True  # so Transformers, loading, does not initialise it
         return dense
 
     def forward(self, x: Tensor) -> Tensor:
         reject_other_graphs()
-        weight, bias = self.sparse24["weight"], cast(Tensor | None, self.bias)
-        packed = packed_of(weight)
+        weight = self.sparse24["weight"]
+        bias: Any = self.bias
+        packed = weight.storage.packed
         dtype = packed.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -211,7 +180,7 @@ class PackedLayer(PackedModule):
 
     def extra_repr(self) -> str:
         weight = self.sparse24["weight"]
-        (out, inputs), packed = weight.sizes, packed_of(weight)
+        (out, inputs), packed = weight.sizes, weight.storage.packed
         text = f"in={inputs}, out={out}, bias={self.bias is not None}, dtype={packed.dtype}"
         text = text if weight.run is None else f"{text}, master"
         return text if packed.scales is None else f"{text}, int8 values"
@@ -220,10 +189,9 @@ class PackedLayer(PackedModule):
 class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its weight is computed
     """`nn.Linear` with a packed 2:4 weight, for inference and under adapters. `pack_model` makes it.
 
-    The weight lies in two buffers, `packed_weight_values` `[out, in / 2]` in the model's dtype and
-    `packed_weight_indices` uint8 `[out, in / 8]`; where values are int8, `packed_weight_scales` `[out, ceil(in / 128)]`
-    has the model's dtype. Gradients reach the input, not the weight; with `master="packed"` they reach the values,
-    a Parameter then.
+    Two buffers have the weight: `packed_weight_values` `[out, in / 2]` in the model's dtype and
+    `packed_weight_indices` uint8 `[out, in / 8]`. int8 values have `packed_weight_scales` `[out, ceil(in / 128)]` in
+    the model's dtype. Gradients reach the input; with `master="packed"` they reach the values too, a Parameter then.
 
     Attributes:
         weight: the dense `[out, in]` weight with its zeros, a fresh copy at every read; writes to it are lost.
@@ -232,10 +200,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its wei
 
 
 class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
-    """GPT-2's `Conv1D` with a packed 2:4 weight, for inference and under adapters. `pack_model` makes it.
-
-    The buffers are those of `PackedLinear`: `packed_weight_values` `[out, in / 2]`, `packed_weight_indices` uint8
-    `[out, in / 8]`, and `packed_weight_scales` where values are int8.
+    """GPT-2's `Conv1D` with a packed 2:4 weight; its buffers are those of `PackedLinear`. `pack_model` makes it.
 
     Attributes:
         weight: the dense `[in, out]` weight with its zeros, a fresh copy at every read; writes to it are lost.
@@ -245,50 +210,15 @@ class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"
 
 
-class PackedExperts(Made, PackedModule):
-    """Stacked experts with packed weights: a subclass of their own class (see `experts.py`), with the same forward.
-
-    All experts of the module are unpacked while its forward runs, and dropped after.
-    """
-
-    prefix = "Packed"
-    unpacked: list[dict[str, Tensor]]
-
-    @classmethod
-    def members(cls, key: tuple[str, ...]) -> dict[str, Any]:
-        return {name: _weight_property(name) for name in key}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        reject_other_graphs()
-        self.unpacked.append({name: dense_copy(weight) for name, weight in self.sparse24.items()})
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.unpacked.pop()
-
-    def extra_repr(self) -> str:
-        shapes = {name: (len(weight.master), *weight.sizes) for name, weight in self.sparse24.items()}
-        lines = [f"{name}: experts={n}, in={inputs}, out={out}" for name, (n, out, inputs) in shapes.items()]
-        return "\n".join(line for line in (super().extra_repr(), *lines) if line)
-
-
-def _weight_property(name: str) -> property:
-    def read(module: nn.Module) -> Tensor:
-        running = module.__dict__["unpacked"]
-        return running[-1][name] if running else dense_copy(module.__dict__["sparse24"][name])
-
-    return property(read)
-
-
 def _choose_class(module: nn.Module) -> None:
     """Give a module the class that goes with its packed weights, or its own again."""
     dense_class, packed = module.__dict__["dense_class"], module.__dict__["sparse24"]
     if not packed:
         module.__class__ = dense_class
-        for key in {"sparse24", "dense_class", "unpacked"} & set(module.__dict__):
+        for key in {"sparse24", "dense_class", "running"} & set(module.__dict__):
             del module.__dict__[key]
     elif issubclass(dense_class, nn.Linear | Conv1D):
         module.__class__ = PackedConv1D if issubclass(dense_class, Conv1D) else PackedLinear
     else:
-        module.__dict__.setdefault("unpacked", [])
+        module.__dict__.setdefault("running", [])
         module.__class__ = made_class(PackedExperts, dense_class, tuple(packed))

@@ -1,6 +1,6 @@
-"""SparseModule: how a module with sparse weights is saved, loaded, cast and copied."""
+"""SparseModule and PackedModule: how modules with sparse or packed weights are saved, loaded, cast and copied."""
 
-from typing import cast
+from typing import Any, cast
 
 import sparse24_kernels as kernels
 import torch
@@ -8,14 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..weights import sharding
-from ..weights.sparse_weight import SparseWeight
-from ..weights.state_check import wrong_state
-
-NO_REPLICAS = (
-    "nn.DataParallel runs copies of the model in threads, which share no masks, scales or packed weights with it; the "
-    "Trainer wraps a model so where one process sees several GPUs. Start one process for each GPU, by torchrun or "
-    "accelerate launch, or show the process one GPU (CUDA_VISIBLE_DEVICES=0)"
-)
+from ..weights.sparse_weight import SparseWeight, wrong_state
 
 
 @torch.compiler.assume_constant_result  # torch.export's strict mode takes the flag for False
@@ -66,19 +59,42 @@ def make_dense(weight: SparseWeight, result: Tensor | None = None) -> None:
     if not weights:
         del module.__dict__["sparse24"]
         if isinstance(module, SparseModule):
-            module.__dict__.pop("pruned", None)  # of experts
+            module.__dict__.pop("running", None)  # of experts
             module.__class__ = module.__dict__.pop("dense_class")
 
 
-class SparseModule(nn.Module):
-    """The base of sparse layers and of sparse stacked experts, which a dense module becomes in place.
+class WeightModule(nn.Module):
+    """What a dense module becomes in place, layer or stack of experts.
 
-    Besides the buffers of its method it has two attributes more than its dense class: `sparse24`, its `SparseWeight`s
-    by the Parameter's name, and `dense_class`.
+    Attributes:
+        sparse24: its `SparseWeight`s by the dense Parameter's name.
+        dense_class: its class before.
     """
 
     sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]
+
+    def _replicate_for_data_parallel(self):
+        raise RuntimeError(
+            "nn.DataParallel runs copies of the model in threads, which share no masks, scales or packed weights; "
+            "start one process for each GPU (torchrun, accelerate launch), or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+class PackedModule(WeightModule):
+    """The base of packed layers and of packed stacked experts."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise TypeError(f"{type(self).__name__} is made from a dense module: use pack_model")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in self.__dict__.get("sparse24", {}):
+            raise ValueError(f"{name} is packed, and cannot be replaced or quantized: call unpack_model(model) first")
+        super().register_parameter(name, param)
+
+
+class SparseModule(WeightModule):
+    """The base of sparse layers and of sparse stacked experts. The method's state is in buffers of the module."""
 
     @property
     def phase(self) -> str:
@@ -109,9 +125,6 @@ class SparseModule(nn.Module):
                 if tensor.is_floating_point() and not tensor.is_meta:
                     weight.set_state({name: tensor.to(weight.state[name].device)})
         return self
-
-    def _replicate_for_data_parallel(self):
-        raise RuntimeError(NO_REPLICAS)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

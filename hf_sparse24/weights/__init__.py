@@ -18,6 +18,6 @@ The files, from the lowest layer up:
     packed_weight.py     tensors in packed form: made without loss, checked after they were read
     storage.py           how a module keeps a weight: dense master, packed master, packed and frozen
     state.py             the buffers and Parameters that a method keeps for a weight
-    sparse_weight.py     `SparseWeight`, which has one of each of these, and `sparse_weights`, which finds them
-    state_check.py       what is wrong with a state that was loaded
+    sparse_weight.py     `SparseWeight`, which has one of each of these; `sparse_weights`, which finds them, and
+                         `wrong_states`, which checks what was loaded
 """

@@ -1,14 +1,14 @@
 """Encodings: a pruned weight in the forms that GEMMs take, kept by one rule.
 
-Making an encoding costs a pass over the weight. Micro-batches, recomputation under gradient checkpointing, and every
-generated token need the same one. The rule: **an encoding is valid while the versions of the weight and its state are
-the same, and either the step is still open in which it was made, or samples of them have not changed.**
+An encoding costs a pass over the weight. Micro-batches, recomputation under gradient checkpointing, and every generated
+token need the same one. **It is valid while the versions of the weight and its state are the same, and either the step
+is still open in which it was made, or samples of them have not changed.**
 
 - Training: the controller opens a step when an optimizer step has ended, and closes it right before the next. A
   training loop without a controller has no open step, and prunes in every forward pass and every recomputation.
-- Evaluation: averaged weights and merged adapters are written through `.data`, which no version counter sees. So
-  samples of the tensors are compared. A sample has elements of every row and every column, and notices a write to a
-  whole one. Writes through `.data` to single elements may go unnoticed.
+- Evaluation: averaged weights and merged adapters are written through `.data`, which no version counter sees, so
+  samples of the tensors are compared. A sample has elements of every row and every column: it notices a write to a
+  whole one, and may miss writes to single elements.
 
 Comparing a sample costs 20 % of a one-token GEMM on a CPU. Below 8 tokens we compare an eighth of it.
 """

@@ -162,40 +162,19 @@ def standard_gemms(
 
     Args:
         pattern: of that weight, along its input dimension.
-        transposable: whether the weight of the grad_input GEMM has it along the output dimension, so that this GEMM can
-            be sparse.
-        own_grad_input: whether that weight is another one than the output GEMM's.
+        transposable: whether the grad_input GEMM's weight has it along the output dimension, as sparse hardware needs.
+        own_grad_input: whether that weight differs from the output GEMM's.
         weight_grad, input_grad, activations, fp8: see `methods.settings.GemmSettings`.
     """
     precision: Literal["native", "fp8-simulated"] = "fp8-simulated" if fp8 else "native"
-    input_estimator = "none" if input_grad == "dense" else input_grad
-    weight_estimator = "none" if weight_grad == "dense" else weight_grad
-    # Once the gradient is pruned along out, it is the sparse operand; two sparse operands have no hardware.
-    input_sparse: Literal["weight", "grad"] | None = "weight" if transposable else None
-    if input_estimator != "none":
-        input_sparse = "grad"
+    output = "none" if activations == "dense" else "magnitude"
+    inputs, weights = ("none" if how == "dense" else how for how in (input_grad, weight_grad))
+    # Once dZ is pruned along out, it is the sparse operand; no hardware multiplies two of them.
+    sparse: Literal["weight", "grad"] | None = "grad" if inputs != "none" else "weight" if transposable else None
+    weight = GRAD_INPUT if own_grad_input else PRUNED
+    drawn: Literal["grad"] | None = None if weights == "none" else "grad"
     return Gemms(
-        Gemm(
-            "output",
-            "weight",
-            estimator="none" if activations == "dense" else "magnitude",
-            pattern=pattern,
-            precision=precision,
-        ),
-        Gemm(
-            "grad_input",
-            input_sparse,
-            weight=GRAD_INPUT if own_grad_input else PRUNED,
-            estimator=input_estimator,
-            pattern=_ESTIMATES[input_estimator] or pattern,
-            precision=precision,
-        ),
-        Gemm(
-            "grad_weight",
-            None if weight_estimator == "none" else "grad",
-            weight=None,
-            estimator=weight_estimator,
-            pattern=_ESTIMATES[weight_estimator] or pattern,
-            precision=precision,
-        ),
+        Gemm("output", "weight", PRUNED, output, pattern, precision),
+        Gemm("grad_input", sparse, weight, inputs, _ESTIMATES[inputs] or pattern, precision),
+        Gemm("grad_weight", drawn, None, weights, _ESTIMATES[weights] or pattern, precision),
     )

@@ -50,7 +50,7 @@ class SparseWeight:
     """
 
     def __init__(self, storage: Storage, run: WeightRun | None, pattern: Pattern | None = None):
-        self.storage = storage
+        self.storage: Any = storage
         self.module, self.name, self.input_dim = storage.module, storage.name, storage.input_dim
         self.run = cast(WeightRun, run)
         self.pattern: Pattern = pattern or (Pattern(2, 4) if run is None else run.method.pattern)
@@ -63,9 +63,9 @@ class SparseWeight:
     def attach(
         cls, module: nn.Module, name: str, input_dim: int, run: WeightRun, pattern: Pattern | None = None
     ) -> Self:
-        """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run: its state becomes
-        buffers of the module, computed from the weight as it is (on the meta device they wait for `init_state` or a
-        checkpoint)."""
+        """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run. Its state becomes
+        buffers of the module, computed from the weight; on the meta device they wait for `init_state` or a checkpoint.
+        """
         weight = cls(DenseMaster(module, name, input_dim), run, pattern)
         with torch.no_grad():
             state = _fresh_state(weight)
@@ -84,7 +84,7 @@ class SparseWeight:
     @property
     def parameter(self) -> Tensor:
         """The dense master weight as the module has it now; see `DenseMaster.parameter`."""
-        return cast(DenseMaster, self.storage).parameter
+        return self.storage.parameter
 
     @property
     def master(self) -> Tensor:
@@ -93,12 +93,11 @@ class SparseWeight:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(out, in) of the weight, or of each matrix in a stack, however it is stored."""
+        """(out, in) of the weight, or of each matrix in a stack."""
         return self.storage.sizes
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of matrices, such as those of experts."""
         return self.storage.is_stack
 
     @property
@@ -192,9 +191,8 @@ class SparseWeight:
         parameter = self.parameter
         if sharding.is_sharded(parameter):
             raise ValueError(
-                f"{self.name} is a DTensor while its layer computes, as torch's parallelize_module leaves it, and "
-                f"older versions of Transformers do; split the model by FSDP2 (fully_shard), or by "
-                f"from_pretrained(tp_plan='auto') of Transformers 5.23"
+                f"{self.name} is a DTensor while its layer computes, as after torch's parallelize_module; split the "
+                f"model by FSDP2 (fully_shard), or by from_pretrained(tp_plan='auto') of Transformers 5.23"
             )
         made_from = [parameter, *self.state.local()]
         keep = self.storage.gathered_from is None  # FSDP2 frees what they would be valid for
@@ -213,8 +211,7 @@ class SparseWeight:
 
     @torch.no_grad()
     def _encode(self, dtype: torch.dtype, operand: str, forms: Forms) -> list[Tensor]:
-        """A weight operand `[..., out, in]` in the forms that GEMMs take, however the Parameter is stored. The first
-        time, that it is N:M is checked."""
+        """A weight operand `[..., out, in]` in the forms that GEMMs take. The first time, checks that it is N:M."""
         if not self.state.is_ready:
             raise RuntimeError(
                 "this layer was patched on the meta device and has no state yet; load a checkpoint into the model, or "
@@ -248,14 +245,43 @@ def _fresh_parameters(weight: SparseWeight, state: Mapping[str, Tensor]) -> dict
     return {name: weight.storage.stacked([parameters[name] for parameters in made]) for name in made[0]}
 
 
+@torch.no_grad()
+def wrong_state(weight: SparseWeight) -> str | None:
+    """What is wrong with the state of a weight; None where nothing is, and while there is no data."""
+    if weight.parameter.is_meta or not weight.state.is_ready:
+        return None
+    method = weight.method
+    for name, found in weight.state.items():
+        if weight.is_stack and found.shape[:1] != weight.parameter.shape[:1]:
+            return f"{name} is of shape {tuple(found.shape)}, not one for each of {len(weight.parameter)} experts"
+    without_data = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device="meta")
+    views = weight.storage.views(without_data, {name: sharding.whole(tensor) for name, tensor in weight.state.items()})
+    states = [method.init_state(view, *weight.run.progress) for view in views]
+    for name in states[0]:
+        made, found = weight.storage.stacked([state[name] for state in states]), weight.state[name]
+        both_float = made.is_floating_point() and found.is_floating_point()  # in files, of any precision
+        if found.shape != made.shape or not (both_float or found.dtype == made.dtype):
+            return f"{name} is {found.dtype} {tuple(found.shape)}, not {made.dtype} {tuple(made.shape)}"
+    for index, view in enumerate(views):
+        reason = method.check_state(view)
+        if reason:
+            return f"expert {index}: {reason}" if weight.is_stack else reason
+    return None
+
+
+def wrong_states(weights: Mapping[str, SparseWeight]) -> str | None:
+    """What is wrong with the state of the first few weights where something is; None where nothing is."""
+    wrong = [f"{name}: {reason}" for name, weight in weights.items() if (reason := wrong_state(weight))]
+    return "; ".join(wrong[:5]) or None
+
+
 def sparse_weights(model: nn.Module, storage: type[Storage] | UnionType = DenseMaster) -> dict[str, SparseWeight]:
     """The sparse weights of a model.
 
     Args:
         model: any model, patched or not.
-        storage: which of them, by a class of `hf_sparse24.weights.storage`: those with a dense master weight, which a
-            method prunes, unless it says otherwise. `TRAINED` adds packed masters, `PACKED` are packed masters and
-            the frozen weights of a packed model, `Storage` are all.
+        storage: which of them, by a class of `hf_sparse24.weights.storage`: those with a dense master weight,
+            `TRAINED` with packed masters too, `PACKED` without a dense master, or all, `Storage`.
 
     Returns:
         `SparseWeight` by the dense Parameter's name, in module order; modules that are shared count once. Empty for a

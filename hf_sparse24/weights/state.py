@@ -14,7 +14,6 @@ class WeightState(Mapping[str, Tensor]):
     """The method's buffers by name, such as S-STE's `scale`; those of a stack have a row for each matrix.
 
     Attributes:
-        names, parameter_names: of the method's buffers and Parameters.
         is_ready: False for a weight that was patched on the meta device, until it has state.
     """
 
@@ -59,8 +58,8 @@ class WeightState(Mapping[str, Tensor]):
         for key in (*state, *parameters):
             if hasattr(module, attribute(key)):
                 raise ValueError(
-                    f"method {method!r} keeps {key!r} beside a weight, and {type(module).__name__} has an "
-                    f"attribute {attribute(key)!r} already; give it another name"
+                    f"method {method!r} keeps {key!r} for a weight, and {type(module).__name__} has an attribute "
+                    f"{attribute(key)!r} already; give it another name"
                 )
         self.names, self.parameter_names = tuple(state), tuple(parameters)
         for key, tensor in state.items():
@@ -90,21 +89,21 @@ class WeightState(Mapping[str, Tensor]):
         """With tensor parallelism, the parts of the buffers that belong to this process's part of the weight.
 
         Raises:
-            ValueError: the split cuts groups of `m`, or the method has Parameters of its own, which cannot be split.
+            ValueError: the split cuts groups of `m`, or the method has Parameters, which cannot be split.
         """
         storage = self.storage
         if not storage.is_split:
             return {}
         if self.parameter_names:
             raise ValueError(
-                f"the method trains tensors {list(self.parameter_names)} beside {storage.name}, which tensor "
-                f"parallelism does not split; use DDP or FSDP2, or settings of the method without them"
+                f"tensor parallelism does not split {list(self.parameter_names)}, which the method trains with "
+                f"{storage.name}; use DDP or FSDP2, or settings of the method without them"
             )
         if storage.cuts_groups(m):
             out, inputs = storage.sizes
             raise ValueError(
-                f"tensor parallelism splits the weight {storage.name} [{out}, {inputs}] so that groups of {m}, or "
-                f"bytes of packed masks, lie in two processes: each needs a multiple of {math.lcm(m, 8)} of the "
-                f"{inputs} inputs; take fewer processes, or leave the layer dense with exclude_modules"
+                f"tensor parallelism splits {storage.name} [{out}, {inputs}] within groups of {m} or bytes of masks: "
+                f"each process needs a multiple of {math.lcm(m, 8)} of the {inputs} inputs; take fewer processes, or "
+                f"leave the layer dense with exclude_modules"
             )
         return {name: storage.split(x) for name, x in self.items() if not sharding.is_sharded(x)}

@@ -134,6 +134,7 @@ class PackedFrozen(Storage):
         rows, half = self.master.shape[-2:]
         return rows, 2 * half
 
+    @torch.no_grad()
     def dense(self) -> Tensor:
         """A copy of the weight with its zeros, in the layout that the Parameter had."""
         return self.out_in(kernels.unpack_nm(self.packed))

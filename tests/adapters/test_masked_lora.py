@@ -4,8 +4,8 @@ import pytest
 import torch
 import zoo
 from lora_models import ONE_BLOCK, adapted, around, logits, lora, patched
+from sparse_models import Largest
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -53,20 +53,6 @@ def test_gradients_that_nobody_needs_are_left_out(needed):
     tensors[needed].requires_grad_()
     masked.masked_linear(*tensors.values(), 1.0, layers(torch.float32)[0]).sum().backward()
     assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [needed]
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 def test_neither_the_update_nor_its_gradient_is_ever_whole(monkeypatch):

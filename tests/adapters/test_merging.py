@@ -197,26 +197,6 @@ def test_an_export_has_the_adapter_in_it_and_leaves_it_in_place(dora, method, tm
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
-@pytest.mark.parametrize("kind", ["LNTuning", "OSF"])
-def test_an_export_has_adapters_of_dense_layers_in_it_and_leaves_them_in_place(kind, tmp_path):
-    config = {
-        "LNTuning": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
-        "OSF": peft.OSFConfig(target_modules=["q_proj"], init_weights=False),
-    }[kind]
-    model = peft.get_peft_model(patched(), config).eval()
-    without = logits(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter) if parameter.requires_grad else 0)
-    expected, before = logits(model), snapshot(model)
-    assert (expected - without).abs().max() > 0.01
-    export_model(model, tmp_path)
-    assert_same_state(model, before)
-    assert torch.equal(logits(model), expected)
-    torch.testing.assert_close(logits(zoo.auto_class("llama").from_pretrained(tmp_path).eval()), expected)
-
-
-@pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("target", ["lm_head", "wte"])
 def test_an_export_of_an_adapter_of_a_tied_weight_is_refused_and_changes_nothing(target, tmp_path):
     model = adapted("gpt2", target_modules=["c_fc", target])
@@ -227,17 +207,26 @@ def test_an_export_of_an_adapter_of_a_tied_weight_is_refused_and_changes_nothing
     assert torch.equal(logits(model), expected) and not list(tmp_path.iterdir())
 
 
-def test_trained_tokens_of_tied_embeddings_are_exported(tmp_path):
-    model = adapted("gpt2", target_modules=["c_fc"], trainable_token_indices=[5, 6])
+NOT_MERGED = {
+    "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "tokens": lambda: lora(trainable_token_indices=[5, 6]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT's own
+@pytest.mark.parametrize("kind", NOT_MERGED)
+def test_an_export_of_adapters_that_are_not_merged_is_refused(kind, tmp_path):
+    model = peft.get_peft_model(patched(), NOT_MERGED[kind]())
+    with pytest.raises(ValueError, match=r"the adapter \(\w+Config\) has prompts, tokens or copies"):
+        export_model(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_has_a_copy_of_modules_to_save_in_it(tmp_path):
+    model = adapted(modules_to_save=["lm_head"])
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.add_(1.0 if "trainable_tokens" in name else 0)
+        model.get_output_embeddings().modules_to_save["default"].weight.mul_(2)
     expected = logits(model)
     export_model(model, tmp_path)
-    torch.testing.assert_close(logits(zoo.auto_class("gpt2").from_pretrained(tmp_path).eval()), expected)
-
-
-def test_an_export_of_a_model_with_prompts_is_refused(tmp_path):
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(ValueError, match="prompts are no weights"):
-        export_model(peft.get_peft_model(patched(), config), tmp_path)
+    torch.testing.assert_close(logits(zoo.auto_class("llama").from_pretrained(tmp_path).eval()), expected)

@@ -1,13 +1,9 @@
 """Adapters on a packed base: they do what they do on the sparse one, and merge into packed weights."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import zoo
 from lora_models import TARGETS, adapted, logits, lora, patched, trained
-from paths import SUPPORT
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -121,35 +117,6 @@ def test_an_adapter_goes_from_one_form_of_its_base_to_another(method, tmp_path):
     onto_packed = packed("llama", method)
     loaded = peft.PeftModel.from_pretrained(onto_packed, tmp_path / "adapter").eval()
     torch.testing.assert_close(logits(loaded), computed)
-
-
-FRESH = """
-import sys; sys.path.insert(0, {here!r})
-import torch, zoo, hf_sparse24
-from peft import AutoPeftModelForCausalLM
-from hf_sparse24 import sparse_weights
-from hf_sparse24.weights.storage import PACKED
-torch.set_num_threads(1)
-model = AutoPeftModelForCausalLM.from_pretrained({adapter!r}).eval()
-assert sparse_weights(model, PACKED)
-with torch.no_grad():
-    torch.testing.assert_close(model(**zoo.batch()).logits, torch.load({logits!r}))
-merged = model.merge_and_unload()
-assert sparse_weights(merged, PACKED)
-"""
-
-
-def test_a_fresh_process_finds_the_packed_base(tmp_path):
-    export_model(patched(), tmp_path / "base", "packed")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    torch.manual_seed(1)
-    model = peft.get_peft_model(base, lora()).eval()
-    torch.save(logits(model), tmp_path / "logits.pt")
-    model.save_pretrained(tmp_path / "adapter")
-    here = str(SUPPORT)
-    code = FRESH.format(here=here, adapter=str(tmp_path / "adapter"), logits=str(tmp_path / "logits.pt"))
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
 
 
 def test_training_around_a_packed_base(tmp_path):

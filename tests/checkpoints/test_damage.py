@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import sparse_run
-from hf_sparse24.weights.state_check import wrong_state
+from hf_sparse24.weights.sparse_weight import wrong_state
 
 LAYER = "model.layers.0.mlp.up_proj"
 SCALES = {

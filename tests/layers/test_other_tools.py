@@ -138,7 +138,7 @@ def test_a_quantized_export_keeps_its_zeros_and_is_no_base_of_masked_adapters(pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_parallel_is_refused(kind):
-    with pytest.raises(RuntimeError, match=r"nn.DataParallel runs copies .* Start one process for each GPU"):
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel runs copies .* start one process for each GPU"):
         for module in KINDS[kind]().modules():
             module._replicate_for_data_parallel()  # as nn.DataParallel does with each
 

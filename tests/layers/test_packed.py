@@ -13,19 +13,8 @@ from paths import SUPPORT
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sparse_models import logits
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_sparse24 import (
     Sparse24Config,
@@ -205,23 +194,6 @@ def test_generating(tmp_path):
     torch.testing.assert_close(compiled, logits(model))
 
 
-def test_pipelines(tmp_path):
-    """By the path alone, beside a tokenizer."""
-    words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(zoo.VOCAB - 3))])}
-    fast = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    fast.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
-    model = patched()
-    said = []
-    for format in ("dense", "packed"):
-        export_model(model, tmp_path / format, format)
-        tokenizer.save_pretrained(tmp_path / format)
-        generate = pipeline("text-generation", str(tmp_path / format), max_new_tokens=5, do_sample=False)
-        said.append(generate("w3 w4")[0]["generated_text"])
-        assert bool(sparse_weights(generate.model, PACKED)) == (format == "packed")
-    assert said[0] == said[1] and len(said[0].split()) > 2, said
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_gradients_pass_through(name):
     """To the input and the bias, as those of the dense layer; with gradient checkpointing and autocast too."""
@@ -314,9 +286,8 @@ def test_dtypes_at_loading(tmp_path):
     export_model(model, tmp_path, "packed")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for weight in sparse_weights(loaded, PACKED).values():
-        assert (
-            weight.storage.packed.values.dtype == torch.bfloat16 and weight.storage.packed.indices.dtype == torch.uint8
-        )
+        packed = weight.storage.packed
+        assert packed.values.dtype == torch.bfloat16 and packed.indices.dtype == torch.uint8
     dense = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, dense.bfloat16())
 
@@ -363,5 +334,5 @@ def test_fresh_process(tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     shares = json.loads(run.stdout.splitlines()[-1])
-    # Beside the model, an export needs what pruning its largest weight needs: here a weight is 1/30 of the model.
+    # Besides the model, an export needs what pruning its largest weight needs: here a weight is 1/30 of the model.
     assert max(shares["export"]) < 0.3 and max(shares["load"]) < 1.2

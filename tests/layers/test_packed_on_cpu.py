@@ -1,13 +1,11 @@
 """Packed models by the kernels for CPUs: what PyTorch and its users do with them, and results close to dense math."""
 
 import copy
-import threading
 
 import pytest
 import torch
 import zoo
 from checkpoints import patched
-from peft import LoraConfig, get_peft_model
 from sparse24_kernels.cpu import limits, packed
 from sparse24_kernels.cpu.library import load
 from sparse24_kernels.matmul import _kept_plan
@@ -91,35 +89,3 @@ def test_generating_compiled_and_exported(calls):
         program = torch.export.export(layer, (x,))
         assert any("sparse24.packed_linear" in str(node.target) for node in program.graph.nodes)
         torch.testing.assert_close(program.module()(x), layer(x))
-
-
-def test_threads_that_share_a_model():
-    _, other = models("gpt2")
-    expected, different = logits(other), []
-
-    def work():
-        with torch.no_grad():  # of this thread
-            different.extend(not torch.equal(other(**zoo.batch()).logits, expected) for _ in range(3))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(different) == 24 and not any(different)
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
-def test_adapters_on_a_packed_model(calls):
-    config = LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False)
-    results = []
-    for model in models():
-        torch.manual_seed(1)
-        adapted = get_peft_model(model, config)
-        loss = adapted(**zoo.batch()).loss
-        loss.backward()
-        results.append(
-            {name: p.grad for name, p in adapted.named_parameters() if "lora" in name} | {"loss": loss.detach()}
-        )
-    assert calls and len(results[0]) > 4
-    torch.testing.assert_close(results[0], results[1])

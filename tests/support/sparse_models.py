@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import zoo
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, patch_model
+from hf_sparse24.weights.sparse_weight import SparseWeight
 
 
 def patched(name: str = "llama", sizes: Mapping[str, Any] | None = None, **settings: Any) -> PreTrainedModel:
@@ -65,3 +68,25 @@ def keep_encodings(run):
         yield
     finally:
         run.open_step = None
+
+
+def count_prunings(monkeypatch: pytest.MonkeyPatch) -> list[SparseWeight]:
+    """The weights that are pruned from now on, in the order in which it happens."""
+    pruned: list[SparseWeight] = []
+    encode = SparseWeight._encode
+    monkeypatch.setattr(SparseWeight, "_encode", lambda self, *args: pruned.append(self) or encode(self, *args))
+    return pruned
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator makes within the block; views are none."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.elements = max(self.elements, tensor.numel())
+        return result

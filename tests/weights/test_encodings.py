@@ -9,14 +9,13 @@ import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparse_models import keep_encodings, model_of
+from sparse_models import count_prunings, keep_encodings, model_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from hf_sparse24 import Sparse24Controller, sparse_weights
 from hf_sparse24.run import set_phase, sparse_run
 from hf_sparse24.weights.encodings import Sample
-from hf_sparse24.weights.sparse_weight import SparseWeight
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
 EVALUATIONS = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -28,18 +27,7 @@ def kept(model: nn.Module) -> int:
     return sum(zoo.kept_bytes(weight) for weight in sparse_weights(model).values())
 
 
-@pytest.fixture
-def prunings(monkeypatch) -> list[SparseWeight]:
-    """The weights that were pruned, in the order in which it happened."""
-    pruned: list[SparseWeight] = []
-    encode = SparseWeight._encode
-
-    def spy(self, *arguments):
-        pruned.append(self)
-        return encode(self, *arguments)
-
-    monkeypatch.setattr(SparseWeight, "_encode", spy)
-    return pruned
+prunings = pytest.fixture(count_prunings)
 
 
 @BACKENDS
@@ -53,7 +41,7 @@ def test_kept_across_micro_batches_and_recomputation(stand_in, prunings, backend
 
 
 def test_not_kept_without_an_open_step(stand_in, prunings):  # noqa: F811
-    """As in a training loop without a controller, where nobody says when the weights change."""
+    """As in a training loop without a controller, where nothing says when the weights change."""
     model = model_of("ste")
     for i in range(3):
         model(X).sum().backward()
@@ -228,7 +216,7 @@ def test_another_dtype_has_encodings_of_its_own(prunings):
 
 
 class WritesThroughData(torch.optim.Optimizer):
-    """An optimizer whose writes no version counter sees: `.data` has one of its own."""
+    """An optimizer whose writes no version counter sees: `.data` has another one."""
 
     def step(self):
         self.kept = kept(self.model)
@@ -253,7 +241,7 @@ def test_a_controller_keeps_them_between_two_steps(stand_in, prunings):  # noqa:
     model(X).float().sum().backward()
     assert kept(model) == held
     for weight in sparse_weights(model).values():
-        weight.clear_encodings()  # for whoever writes through `.data` in the middle of a step
+        weight.clear_encodings()  # as code does that writes through `.data` within a step
     assert kept(model) == 0
 
 
