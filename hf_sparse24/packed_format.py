@@ -24,8 +24,8 @@ class PackedFormat:
 
     Attributes:
         weights: names of the packed weights, as in the dense model's `state_dict`.
-        files: sha256 of each file's header by the file's name, empty where nobody wrote them down. A header has the
-            name, dtype, shape and place of every tensor, and a number that all files of one export have in common.
+        files: sha256 of each file's header by the file's name; may be empty. A header has the name, dtype, shape and
+            place of every tensor, and a number that all files of one export have in common.
         version: of the format; see `VALUES`.
     """
 

@@ -36,27 +36,23 @@ def packed_config(saved: SavedConfig, packed: PackedFormat | None) -> SavedConfi
 def check_masters(model: nn.Module, run: SparseRun) -> None:
     """Raise ValueError where a patched model cannot have packed masters; its text says what can."""
     weights = sparse_weights(model)
-    way = "leave it dense with exclude_modules, or take master='dense'"
     if run.config.backend != "auto":
         raise ValueError(f"backend={run.config.backend!r}: master='packed' has dense math only; leave it 'auto'")
     if adapters_in(model):
         raise ValueError("master='packed': the model has adapters already; patch it first, then add them")
     first = first_of_each(weights)
     for name, weight in weights.items():
-        layer, (_, inputs) = layer_name(name), weight.sizes
-        if weight.is_stack:
-            raise ValueError(f"{layer} is a stack of experts, and master='packed' trains linear layers only: {way}")
-        if weight.pattern != (2, 4):
-            raise ValueError(f"pattern='{weight.pattern}' of {layer}: master='packed' keeps two of every four: {way}")
-        if inputs % 8:
-            raise ValueError(f"{layer} has {inputs} inputs, and master='packed' needs a multiple of 8: {way}")
-        if weight.parameters:
-            own = list(weight.parameters)
-            raise ValueError(
-                f"{layer}: its method trains {own} beside the weight; take master='dense', or none of them"
-            )
-        if name not in first:
-            raise ValueError(f"{layer} shares its weight with another layer, and packed masters are not shared: {way}")
+        reasons = {
+            "is a stack of experts": weight.is_stack,
+            f"has pattern='{weight.pattern}', and two of every four are kept": weight.pattern != (2, 4),
+            f"has {weight.sizes[1]} inputs, no multiple of 8": weight.sizes[1] % 8,
+            f"has {list(weight.parameters)} of its method, which would train too": weight.parameters,
+            "shares its weight with another layer": name not in first,
+        }
+        reason = next((text for text, applies in reasons.items() if applies), None)
+        if reason:
+            way = "leave it dense with exclude_modules, or take master='dense'"
+            raise ValueError(f"{layer_name(name)} {reason}, and master='packed' cannot train it: {way}")
 
 
 @torch.no_grad()

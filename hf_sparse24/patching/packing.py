@@ -26,10 +26,8 @@ from .surgery import release, unpatch_model
 def pack_model(model: nn.Module, values: str = "float") -> int:
     """Compute with packed sparse weights from now on, and give up the dense master weights.
 
-    In place. Layers become `PackedLinear` or `PackedConv1D`, experts `PackedExperts`: the model generates, trains
-    adapters, is saved and moved, and does not train by itself. `unpack_model` makes it an ordinary model of its sparse
-    weights; what the master weights had at the zeros is gone. A sparse layer whose input size is no multiple of 8
-    becomes a dense one.
+    In place. The model generates, trains adapters, is saved and moved, and does not train by itself. `unpack_model`
+    makes it an ordinary model of its sparse weights. A sparse layer whose input size is no multiple of 8 becomes dense.
 
     Args:
         model: a patched model in its sparse phase, in the dtype that it will compute in.
@@ -40,9 +38,8 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
         Bytes of memory freed.
 
     Raises:
-        ValueError: the model is not patched, is in its dense phase, has a pattern that is not within 2:4, NaN or inf,
-            no weight that can be packed, or an adapter that is merged; it is a part of a larger model; or other
-            `values`.
+        ValueError: the model is not patched, in its dense phase, or a part of a larger one, has merged adapters, NaN
+            or inf, or nothing that can be packed; or other `values`.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -55,7 +52,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     version = format_version(values)
     run = check_packable(model)
     check_unmerged(model)
-    whole = next((owner for owner in run.owners if owner is not model and _contains(owner, model)), None)
+    whole = next((owner for owner in run.owners if owner is not model and model in owner.modules()), None)
     if whole is not None:
         raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
     before = _bytes(model)
@@ -157,8 +154,8 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
         packed = pack_exactly(weight.merged(), weight.input_dim)
     if packed is None and weight.parameters:
         raise ValueError(
-            f"{name} is not {method.pattern} with the {list(weight.parameters)} that method {method.name!r} trains "
-            f"beside it merged; export with format='dense', which has all that the layer computes"
+            f"{name} is not {method.pattern} with {list(weight.parameters)} of method {method.name!r} merged; export "
+            f"with format='dense', which has all that the layer computes"
         )
     if packed is None:
         raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
@@ -173,10 +170,6 @@ def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:
     model.quantization_method = config.quant_method  # type: ignore[assignment]  # as above
     # Packed tensors and all others keep the names of the model's own `state_dict` in files.
     model._weight_conversions = []  # type: ignore[assignment]  # a list that Module's types do not know
-
-
-def _contains(whole: nn.Module, part: nn.Module) -> bool:
-    return any(module is part for module in whole.modules())
 
 
 def _bytes(model: nn.Module) -> int:

@@ -28,28 +28,23 @@ from .targets import Candidate, find_candidates
 def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> PatchReport:
     """Make the linear layers of `model` that `config` names N:M sparse, in place.
 
-    Parameters stay what they are (same objects, same names), so optimizers, tied weights, hooks and `state_dict`
-    keys survive; layers change their class and gain buffers. Nothing is changed when an error is raised. Only with
-    `master="packed"` the weights become other Parameters, of the kept values: make the optimizer afterwards.
-
-    A part of a model, such as `model.model`, can be patched by itself. It does not know what it is a part of: before
-    you save the whole, call `patch_model(model)`, train it, or export it, so that its config says what is sparse.
+    Parameters stay the same objects with the same names; layers change their class and gain buffers. An error changes
+    nothing. With `master="packed"` the kept values are new Parameters: make the optimizer afterwards.
 
     Args:
         model: any model of Transformers, or another module, whose layers stand in `nn.ModuleList`s. May be on the meta
-            device. Its own config says from then on that it is sparse, where that is one of Transformers.
-        config: what becomes sparse, and by which method; copied, so that the caller's object stays as it is. None for
-            the config the model already has, also where it is not patched by that yet, as after `from_config` of a
-            sparse model's; else for `Sparse24Config()`.
+            device. Its own config says from then on that it is sparse, where that is one of Transformers. If it is a
+            part of a model, call `patch_model(whole)`, train or export the whole before you save it.
+        config: what becomes sparse, and by which method. None for the config that the model has, else
+            `Sparse24Config()`.
 
     Returns:
         A report of what is sparse, what is not, and why; print it. Where the model is patched already, the settings
         that `config` gives are its settings from now on, and no weight changes.
 
     Raises:
-        ValueError: the model is compiled or wrapped, quantized, already patched by another method or in other layers,
-            has lazy Parameters, an adapter that is merged, or no layer that the config names, has NaN or inf in a
-            weight that would be patched, or what `master="packed"` cannot train; or DeepSpeed ZeRO-3 is chosen.
+        ValueError: the model cannot be patched as it is (compiled, wrapped, quantized, merged adapters, NaN or inf,
+            DeepSpeed ZeRO-3), is patched in another way, or has no layer that the config names.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -151,9 +146,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
 
     Args:
         model: a model that `patch_model` changed.
-        sparse: keep the weights the model computes with, so that its outputs stay the same: the sparse ones in the
-            sparse phase, the dense ones after a dense tail. `False` keeps the dense master weights, scaled
-            where the method scales them. Packed masters become dense weights with zeros either way.
+        sparse: keep the weights the model computes with, so that its outputs stay the same. `False` keeps the dense
+            master weights. Packed masters become dense weights with zeros either way.
 
     Returns:
         The same model.
@@ -173,8 +167,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     for name, weight in weights.items():
         if is_sharded(weight.master):
             raise ValueError(
-                f"{name} is sharded, and unpatch_model changes whole weights: export_model(model, directory) in all "
-                f"processes writes the plain model"
+                f"{name} is sharded: call export_model(model, directory) in all processes, which writes the plain model"
             )
     reject_wrapped(model)
     if not weights:
@@ -231,5 +224,5 @@ def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
     if doubled:
         raise ValueError(
             f"{doubled[0]} is shared with another layer, and the method trains {list(weights[doubled[0]].parameters)} "
-            f"beside each weight; leave one of the layers out with exclude_modules"
+            f"for each; leave one of the layers out with exclude_modules"
         )
