@@ -1,4 +1,4 @@
-"""Sparse24Config: what becomes sparse, and by which method. SavedConfig: that and a run's facts, as in config.json."""
+"""Sparse24Config: what becomes sparse, and by which method. SavedConfig: that and the facts of a run."""
 
 import copy
 import dataclasses
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Self
 
-from packaging.version import Version
 from sparse24_kernels import Pattern
 from sparse24_kernels.gemm.backend import backend_names
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -14,42 +13,34 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .facts import FACTS, RunFacts
 from .messages import shown
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
-from .methods.settings import FORMER_DEFAULTS, SHARED, MethodSettings, one_of, plain
+from .methods.settings import FORMER_DEFAULTS, SHARED, Check, MethodSettings, one_of, plain
 from .module_names import check_module_names
-from .progress import get_logger
 from .version import __version__
-
-logger = get_logger(__name__)
 
 
 class Sparse24Config(QuantizationConfigMixin):
     """How a model is made 2:4 sparse. Goes into `config.json` as its `quantization_config`, flat.
 
-    A config is frozen, and its values are checked when it is made; `replace` makes another. A setting that is not
-    given, or None, takes the method's default when the config is made, so a saved config keeps its meaning. What
-    changes in training, such as the phase, belongs to the model's run (see `sparse_run`).
+    A config is frozen and checked; `replace` makes another. A setting that is not given, or None, takes the method's
+    default when the config is made, so a saved config keeps its meaning. What changes in training, such as the phase,
+    belongs to the model's run (see `sparse_run`).
 
     Args:
         method: the name of a registered method: `"s-ste"` (the default), `"t-sr-ste"`, `"sr-ste"`, `"step"`,
-            `"fixed-mask"`, `"slope"`, `"ste"`, or one of your own (`register_method`). `METHODS` has
-            them all.
+            `"fixed-mask"`, `"slope"`, `"ste"`, or one of your own (`register_method`).
         pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Sparse tensor cores and
             packed weights take `"2:4"` and what is within it: one of any M, two of a multiple of four.
         target_modules: `"mlp"`, `"attention"` or `"all-linear"`; the end of a module's name, such as `"up_proj"` or
-            `"mlp.up_proj"`, or a list of these; or a regular expression of Python's `re` that must match a module's
-            whole name, which is what every string is taken for that could not be a name. What matches no linear layer
-            is an error. Output embeddings, heads, poolers, routers and all else outside the repeated blocks
-            (`nn.ModuleList`) are touched only where their whole names are given, such as `"lm_head"`. The three groups
-            mean all stacks of a model; of a multi-modal model that writes text, the language model alone: its vision
-            and audio towers become sparse where names or an expression match them.
+            `"mlp.up_proj"`, or a list of these; or a regular expression of Python's `re` that matches a module's whole
+            name. What matches no linear layer is an error. Output embeddings, heads, poolers, routers and all else
+            outside the repeated blocks (`nn.ModuleList`) become sparse only by their whole names, such as `"lm_head"`.
+            In a multi-modal model that writes text the three groups mean the language model alone.
         exclude_modules: what to leave dense, in the same words.
-        layers_to_transform: block indices (an int or a list) to restrict the change to; None for all. What no block
-            has is an error.
+        layers_to_transform: block indices (an int or a list) to restrict the change to; None for all.
         layer_patterns: other patterns for some layers, such as `{"down_proj": "1:4"}`: N:M by what picks the layers, in
             the words of `target_modules`. Of several that pick a layer, the first counts.
-        backend: what runs the GEMMs. `"auto"` takes sparse tensor cores where a measurement of `hf-sparse24 tune` says
-            that they are faster, and dense math on the pruned weights elsewhere; `"dense"` and `"cusparselt"` always
-            take the one or the other.
+        backend: what runs the GEMMs: `"dense"`, `"cusparselt"`, or `"auto"`: sparse tensor cores where `hf-sparse24
+            tune` has measured that they are faster, dense math on the pruned weights elsewhere.
         dense_start: length of dense training before sparsity starts: an int counts optimizer steps, a float below 1 is
             a fraction of training. None for the method's default.
         dense_tail: length of dense training after sparsity ends, in the same units. None for the method's default.
@@ -98,12 +89,12 @@ class Sparse24Config(QuantizationConfigMixin):
         settings |= {"dense_start": dense_start, "dense_tail": dense_tail}
         given = {name: plain(value) for name, value in settings.items() if value is not None}
         cls = method_class(shared["method"])
-        _check_shared(**shared)
+        _check_shared(shared)
         _check_names(cls, settings, given)
         self.__dict__.update(shared, settings=cls.Settings(**given), _given=given)
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for what is not found otherwise; `settings` itself is missing while a copy is being made.
+        # `settings` itself is missing while a copy is being made.
         settings = self.__dict__.get("settings")
         if settings is None or not hasattr(settings, name):
             raise AttributeError(f"a Sparse24Config with method={self.__dict__.get('method')!r} has no {name!r}")
@@ -116,11 +107,7 @@ class Sparse24Config(QuantizationConfigMixin):
         )
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What Transformers sets on a checkpoint's `SavedConfig` where `from_pretrained` gets this config as well.
-
-        Returns:
-            This config, by the name of the attribute that takes it.
-        """
+        """What Transformers sets on a checkpoint's `SavedConfig` where `from_pretrained` gets this config as well."""
         return {"passed": self}
 
     def replace(self, **changes: Any) -> Self:
@@ -135,11 +122,7 @@ class Sparse24Config(QuantizationConfigMixin):
         return type(self)(**({name: getattr(self, name) for name in SHARED} | self._given | changes))
 
     def given_settings(self) -> dict[str, Any]:
-        """The settings that were given when the config was made; all others have the method's defaults.
-
-        Returns:
-            Their values by name.
-        """
+        """The values, by name, of the settings that were given; all others have the method's defaults."""
         return dict(self._given)
 
     @property
@@ -153,19 +136,11 @@ class Sparse24Config(QuantizationConfigMixin):
         return Pattern.parse(self.pattern).m
 
     def fields(self) -> dict[str, Any]:
-        """All arguments of the config with their values, those of the method's settings included.
-
-        Returns:
-            The values by name; copies, so that changing them does not change the config.
-        """
+        """Copies of all values by name, those of the method's settings included."""
         return copy.deepcopy({name: getattr(self, name) for name in SHARED}) | dataclasses.asdict(self.settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """What goes into `config.json`.
-
-        Returns:
-            All fields and settings by name, flat, with `quant_method` and the version of this library.
-        """
+        """All fields by name, with `quant_method` and the version of this library: what goes into `config.json`."""
         return self.fields() | {"quant_method": self.quant_method, "hf_sparse24_version": __version__}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -180,10 +155,8 @@ class Sparse24Config(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any]) -> Self:  # type: ignore[override]  # called with no more than this
         """Read what `to_dict` wrote, or a dict with any of the arguments. The facts of a run are left out.
 
-        A config of a later version is read, with a warning, if this version knows all its keys.
-
         Args:
-            config_dict: the dict, as `quantization_config` of a `config.json` has it.
+            config_dict: `quantization_config` of a `config.json`.
 
         Returns:
             The config.
@@ -195,7 +168,6 @@ class Sparse24Config(QuantizationConfigMixin):
             raise ValueError(f"a Sparse24Config is read from a dict whose keys are strings, got {shown(config_dict)}")
         values = dict(config_dict)
         saved_by = values.pop("hf_sparse24_version", __version__)
-        is_newer = _is_newer(saved_by)
         quant_method = values.pop("quant_method", cls.quant_method)
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
@@ -205,12 +177,10 @@ class Sparse24Config(QuantizationConfigMixin):
         method = method_class(values.get("method", DEFAULT_METHOD))
         unknown = sorted(set(values) - {*SHARED, *_setting_names()})
         if unknown:
-            upgrade = f"; it was saved by hf_sparse24 {saved_by}: pip install -U hf_sparse24" if is_newer else ""
             known = sorted({*SHARED, *_names_of(method.Settings)})
-            raise ValueError(f"unknown keys in a Sparse24Config: {unknown}; known are {known}{upgrade}")
-        if is_newer:
-            logger.warning(
-                f"this config was saved by hf_sparse24 {saved_by}, {__version__} is installed; all its keys are known"
+            raise ValueError(
+                f"unknown keys in a Sparse24Config: {unknown}; known are {known}; it was saved by hf_sparse24 "
+                f"{saved_by!s:.20}: pip install hf_sparse24=={saved_by!s:.20}"
             )
         return cls(**values)
 
@@ -218,14 +188,12 @@ class Sparse24Config(QuantizationConfigMixin):
 class SavedConfig(QuantizationConfigMixin):
     """The `quantization_config` of a sparse model: its config and the facts of its run. `config.json` has both, flat.
 
-    Args:
-        config: how the model is made sparse.
-        facts: what its run has learned; those of a run that begins by default.
+    Fields of both are attributes, such as `method` and `phase`. The model's run replaces config and facts.
 
     Attributes:
-        config: as given. The run of a patched model changes it.
-        facts: as given. The run of a patched model changes them.
-        passed: the config that `from_pretrained` was given together with a sparse checkpoint; None without one.
+        config: how the model is made sparse.
+        facts: what its run has learned; those of a run that begins by default.
+        passed: the config that `from_pretrained` got in addition to a sparse checkpoint, else None.
     """
 
     quant_method: str = Sparse24Config.quant_method  # type: ignore[assignment]  # Transformers' enum has only its own
@@ -234,15 +202,16 @@ class SavedConfig(QuantizationConfigMixin):
         self.config, self.facts = config, facts or RunFacts()
         self.passed: Sparse24Config | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        # Neither exists while a copy is being made.
+        facts, config = self.__dict__.get("facts"), self.__dict__.get("config")
+        return getattr(facts if name in FACTS else config, name)
+
     def get_loading_attributes(self) -> dict[str, Any]:
         return {"passed": self.config}
 
     def to_dict(self) -> dict[str, Any]:
-        """What `config.json` says.
-
-        Returns:
-            The config's fields and the run's facts by name.
-        """
+        """The config's fields and the run's facts by name: what `config.json` says."""
         return self.config.to_dict() | self.facts.to_dict()
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -255,17 +224,7 @@ class SavedConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Self:  # type: ignore[override]  # called with no more than this
-        """Read what `to_dict` wrote.
-
-        Args:
-            config_dict: the `quantization_config` of a `config.json`.
-
-        Returns:
-            The config and the facts.
-
-        Raises:
-            ValueError: a key this version does not know, or a value it does not allow.
-        """
+        """Read what `to_dict` wrote; raise ValueError as `Sparse24Config.from_dict` does."""
         config = Sparse24Config.from_dict(config_dict)
         return cls(config, RunFacts.from_dict(config_dict, method_class(config.method).phases))
 
@@ -305,47 +264,41 @@ def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[
             raise ValueError(f"{name}={shown(value)}: method {method.name!r} has no {name}; {way}")
 
 
-def _check_shared(
-    method: str,
-    pattern: Any,
-    layer_patterns: Any,
-    target_modules: Any,
-    exclude_modules: Any,
-    layers_to_transform: Any,
-    backend: Any,
-) -> None:
-    if layer_patterns is not None and not isinstance(layer_patterns, dict):
-        raise ValueError(f"layer_patterns={shown(layer_patterns)}: must be a dict such as {{'down_proj': '1:4'}}")
-    for names, other in (layer_patterns or {}).items():
+def _check_shared(values: dict[str, Any]) -> None:
+    for field, check in _CHECKS.items():
+        if wrong := check(values[field]):
+            raise ValueError(f"{field}={shown(values[field])}: {wrong}")
+    for names in values["layer_patterns"] or ():
         check_module_names("layer_patterns", names)
-        _check_pattern(f"layer_patterns={shown(layer_patterns)}: {names!r}", other)
-    _check_pattern("pattern", pattern)
-    check_module_names("target_modules", target_modules)
-    if exclude_modules is not None:
-        check_module_names("exclude_modules", exclude_modules)
-    layers = layers_to_transform if isinstance(layers_to_transform, list) else [layers_to_transform]
-    if layers_to_transform is not None and not (layers and all(_is_index(layer) for layer in layers)):
-        raise ValueError(
-            f"layers_to_transform={shown(layers_to_transform)}: must be a block index >= 0 or a non-empty list of them"
-        )
-    wrong = one_of("auto", *backend_names())(backend)
-    if wrong:
-        raise ValueError(f"backend={shown(backend)}: {wrong}")
+    check_module_names("target_modules", values["target_modules"])
+    if values["exclude_modules"] is not None:
+        check_module_names("exclude_modules", values["exclude_modules"])
 
 
-def _check_pattern(field: str, value: Any) -> None:
+def _is_pattern(value: Any) -> str | None:
     try:
         Pattern.parse(value)
     except ValueError:
-        raise ValueError(f"{field}={shown(value)}: must be 'N:M' with 0 < N < M, such as '2:4'") from None
+        return "must be 'N:M' with 0 < N < M, such as '2:4'"
+    return None
 
 
-def _is_index(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= sys.maxsize
+def _are_patterns(value: Any) -> str | None:
+    if value is None or (isinstance(value, dict) and not any(map(_is_pattern, value.values()))):
+        return None
+    return "must be a dict of names and patterns 'N:M' with 0 < N < M, such as {'down_proj': '1:4'}"
 
 
-def _is_newer(saved: Any) -> bool:
-    try:
-        return Version(saved) > Version(__version__)
-    except (ValueError, TypeError) as error:  # InvalidVersion is a ValueError
-        raise ValueError(f"hf_sparse24_version={shown(saved)}: not a version number") from error
+def _are_indices(value: Any) -> str | None:
+    layers = value if isinstance(value, list) else [value]
+    if value is None or (layers and all(type(layer) is int and 0 <= layer <= sys.maxsize for layer in layers)):
+        return None
+    return "must be a block index >= 0 or a non-empty list of them"
+
+
+_CHECKS: dict[str, Check] = {
+    "pattern": _is_pattern,
+    "layer_patterns": _are_patterns,
+    "layers_to_transform": _are_indices,
+    "backend": lambda value: one_of("auto", *backend_names())(value),
+}

@@ -11,7 +11,7 @@ from .packed_format import PackedFormat
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a model's run has learned. A run replaces them as a whole; a packed model keeps those of its run.
+    """What a model's run has learned. A packed model keeps those of its run.
 
     Attributes:
         phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method.
@@ -37,11 +37,7 @@ class RunFacts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], phases: Collection[str]) -> Self:
-        """Read the facts among the keys of a `quantization_config`.
-
-        Raises:
-            ValueError: a phase that is none of the method's `phases`, or another value that is not allowed.
-        """
+        """Read the facts among the keys of a `quantization_config`; ValueError for a phase that is not in `phases`."""
         phase, packed, pruning = values.get("phase", "sparse"), values.get("packed"), values.get("pruning")
         if phase not in phases:
             raise ValueError(f"phase={phase!r}: must be one of {list(phases)}")

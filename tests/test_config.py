@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import json
 import pickle
-import warnings
 
 import numpy as np
 import pytest
@@ -64,65 +63,46 @@ def test_json_round_trip(method):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "sste"}, r"method='sste': must be one of \['ast', .*'t-sr-ste'\]; import the module"),
+        ({"method": "sste"}, r"method='sste': must be one of \['ast', .*'t-sr-ste'\]"),
         ({"method": ["ste"]}, r"method=\['ste'\]: must be one of"),
         ({"pattern": "2-4"}, "pattern='2-4': must be 'N:M'"),
-        ({"pattern": "4:4"}, "pattern='4:4': must be 'N:M' with 0 < N < M"),
         ({"pattern": 24}, "pattern=24: must be"),
         ({"target_modules": ""}, "target_modules='': must be"),
-        ({"target_modules": []}, r"target_modules=\[\]: must be"),
         ({"target_modules": ["mlp", 3]}, "target_modules=.*3.*: must be"),
-        ({"target_modules": None}, "target_modules=None: must be"),
         ({"target_modules": "(mlp"}, r"target_modules='\(mlp': not a valid regular expression"),
         ({"exclude_modules": 3}, "exclude_modules=3: must be"),
         ({"layers_to_transform": -1}, "layers_to_transform=-1: must be"),
-        ({"layers_to_transform": []}, r"layers_to_transform=\[\]: must be"),
         ({"layers_to_transform": True}, "layers_to_transform=True: must be"),
         ({"method": "sr-ste", "masked_decay": -1}, "masked_decay=-1: must be a finite number >= 0"),
         ({"method": "sr-ste", "masked_decay": float("nan")}, "masked_decay=nan: must be"),
-        ({"method": "sr-ste", "masked_decay": "some"}, "masked_decay='some': must be"),
         ({"method": "sr-ste", "decay_on": "loss"}, r"decay_on='loss': must be one of \['gradient', 'weight'\]"),
         ({"method": "t-sr-ste", "mask_solver": "best"}, "mask_solver='best': must be one of"),
-        ({"scale_rule": "l2"}, "scale_rule='l2': must be one of"),
-        ({"fp8": "yes"}, r"fp8='yes': must be one of \[True, False\]"),
         ({"method": "step", "switch_by": 1.5}, "switch_by=1.5: must be an int"),
-        ({"method": "step", "dense_start": 5}, "dense_start=5: method 'step' has no dense_start"),
         ({"method": "ste", "switch_rule": "geometric"}, "switch_rule='geometric': method 'ste' has no switch_rule"),
-        ({"fp8": 1.5}, "fp8=1.5: must be one of"),
         ({"fp8": 1}, r"fp8=1: must be one of \[True, False\]"),
         ({"activations": "1:4"}, r"activations='1:4': must be one of \['dense', '2:4'\]"),
-        ({"input_grad": "sparse"}, "input_grad='sparse': must be one of"),
         ({"masked_decay": 1e-4}, "masked_decay=0.0001: method 's-ste' has no masked_decay"),
-        ({"method": "ste", "mask_interval": 40}, "mask_interval=40: method 'ste' has no mask_interval"),
         ({"method": "t-sr-ste", "mask_interval": 0}, "mask_interval=0: must be at least 1"),
         ({"dense_tail": 1.0}, r"dense_tail=1.0: must be an int >= 0 .* or a float in \[0, 1\)"),
-        ({"dense_start": -5}, "dense_start=-5: must be"),
         ({"dense_start": True}, "dense_start=True: must be"),
-        (
-            {"weight_grad": "sparse"},
-            r"weight_grad='sparse': must be one of \['dense', 'mvue', 'mvue-approx', 'mvue-1:2'\]",
-        ),
+        ({"weight_grad": "sparse"}, r"weight_grad='sparse': must be one of \['dense', 'mvue', "),
+        ({"layer_patterns": 3}, "layer_patterns=3: must be a dict"),
+        ({"layer_patterns": {"up_proj": "4:2"}}, r"layer_patterns=\{'up_proj': '4:2'\}: must be"),
         ({"scale_rule": 0.0}, r"scale_rule=0.0: must be one of \['mse', 'l1', 'none'\]"),
         ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'dense', 'cusparselt'\]"),
-        ({"backend": "reference"}, "backend='reference': must be one of"),
         ({"backend": ["auto"]}, r"backend=\['auto'\]: must be one of"),
         ({"pattern": 10**5000}, "pattern=<int, which cannot be printed: .*>: must be"),
-        ({"pattern": "2:" + "4" * 5000}, "pattern='2:4.*: must be"),
         ({"layers_to_transform": 2**80}, "layers_to_transform=1208925819614629174706176: must be"),
         ({"target_modules": b"mlp"}, "target_modules=b'mlp': must be"),
         ({"fp8": torch.tensor(1)}, r"fp8=1: must be one of \[True, False\]"),
-        ({"fp8": np.array([True])}, r"fp8=array\(\[ True\]\): must be one of"),
-        ({"method": "sr-ste", "masked_decay": 10**400}, "masked_decay=1000.*: must be a finite number >= 0"),
         ({"method": "sr-ste", "masked_decay": 10**5000}, "masked_decay=<int, .*>: must be a finite number >= 0"),
         ({"method": "sr-ste", "masked_decay": torch.tensor([1e-4, 1e-3])}, r"masked_decay=tensor\(.*\): must be"),
         ({"method": "sr-ste", "masked_decay": torch.tensor(1.0, device="meta")}, "masked_decay=tensor.*: must be"),
-        ({"method": "sr-ste", "masked_decay": np.complex64(1)}, r"masked_decay=\(1\+0j\): must be"),
         (
             {"method": "sr-ste", "masked_decay": "1e-5"},
             r"masked_decay='1e-5': must be a finite number >= 0; this is a string, not a number",
         ),
         ({"method": "t-sr-ste", "mask_interval": "40"}, "mask_interval='40': must be .* this is a string"),
-        ({"dense_start": "5e-2"}, "dense_start='5e-2': must be .* this is a string"),
         ({"dense_start": 2**70}, "dense_start=1180591620717411303424: must be"),
     ],
 )
@@ -154,9 +134,7 @@ def test_scalars_of_numpy_and_torch_are_the_numbers_that_they_hold(arguments, sa
 
 
 def test_names_that_no_method_has():
-    with pytest.raises(
-        TypeError, match=r"no argument 'mask_intervall'; it has .*, and with method='t-sr-ste' \[.*'mask_interval'"
-    ):
+    with pytest.raises(TypeError, match=r"no argument 'mask_intervall'; .*method='t-sr-ste' \[.*'mask_interval'"):
         Sparse24Config(method="t-sr-ste", mask_intervall=3)
     with pytest.raises(TypeError, match="no argument 'phase'"):  # it is no setting
         Sparse24Config(phase="dense")
@@ -206,35 +184,27 @@ def test_a_copy_is_a_config_of_its_own(duplicate):
     assert other is not config and other.replace(masked_decay=1.0).masked_decay == 1.0
 
 
-def test_unknown_keys_and_malformed_versions_are_errors():
-    with pytest.raises(
-        ValueError, match=r"unknown keys in a Sparse24Config: \['sparsity', 'tile'\]; known are .*'backend'"
-    ):
-        Sparse24Config.from_dict({"method": "ste", "tile": 4, "sparsity": 0.5})
-    with pytest.raises(ValueError, match="hf_sparse24_version='soon': not a version number"):
-        Sparse24Config.from_dict({"hf_sparse24_version": "soon"})
-    with pytest.raises(ValueError, match=r"hf_sparse24_version='999.*: not a version number"):
-        Sparse24Config.from_dict({"hf_sparse24_version": "9" * 5000})
-    with pytest.raises(ValueError, match=r"is read from a dict whose keys are strings, got \['ste'\]"):
-        Sparse24Config.from_dict(["ste"])
-    with pytest.raises(ValueError, match="quant_method='gptq'"):
-        Sparse24Config.from_dict({"quant_method": "gptq"})
-    with pytest.raises(ValueError, match="method 'ste' has no mask_interval; leave it None"):
-        Sparse24Config.from_dict({"method": "ste", "mask_interval": 40})
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"method": "ste", "tile": 4, "sparsity": 0.5},
+            r"unknown keys .*: \['sparsity', 'tile'\]; known are .*'backend'",
+        ),
+        ({"hf_sparse24_version": "99.1", "tile": 4}, r"\['tile'\].* saved by hf_sparse24 99.1: pip install .*==99.1"),
+        (["ste"], r"a dict whose keys are strings, got \['ste'\]"),
+        ({"quant_method": "gptq"}, "quant_method='gptq'"),
+        ({"method": "ste", "mask_interval": 40}, "mask_interval=40: method 'ste' has no mask_interval"),
+    ],
+)
+def test_dicts_that_are_no_config(values, message):
+    with pytest.raises(ValueError, match=message):
+        Sparse24Config.from_dict(values)
 
 
-def test_newer_versions(caplog):
+def test_a_config_of_a_newer_version_whose_keys_are_known_is_read():
     config = Sparse24Config(method="t-sr-ste", masked_decay=1e-3)
-    saved = config.to_dict() | {"hf_sparse24_version": "99.1"}
-    assert Sparse24Config.from_dict(saved) == config
-    assert f"saved by hf_sparse24 99.1, {__version__} is installed; all its keys are known" in caplog.text
-    with pytest.raises(
-        ValueError, match=r"unknown keys .*\['tile'\].*; it was saved by hf_sparse24 99.1: pip install -U"
-    ):
-        Sparse24Config.from_dict(saved | {"tile": 4})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Sparse24Config.from_dict(saved | {"hf_sparse24_version": __version__})
+    assert Sparse24Config.from_dict(config.to_dict() | {"hf_sparse24_version": "99.1"}) == config
 
 
 def test_facts_are_saved_with_the_config_and_belong_to_the_run():
@@ -242,6 +212,8 @@ def test_facts_are_saved_with_the_config_and_belong_to_the_run():
     saved = SavedConfig.from_dict(values)
     assert saved.facts == RunFacts("dense", True, None, {"tokens": 3}) and saved.config == Sparse24Config("t-sr-ste")
     assert SavedConfig.from_dict(saved.to_dict()) == saved and values.items() <= saved.to_dict().items()
+    assert (saved.method, saved.mask_interval, saved.phase, saved.finished) == ("t-sr-ste", 40, "dense", True)
+    assert not hasattr(saved, "scale_rule") and copy.deepcopy(saved) == saved
     assert Sparse24Config.from_dict(saved.to_dict()) == saved.config
     with pytest.raises(ValueError, match=r"phase='done': .*\['sparse', 'dense'\]"):
         SavedConfig.from_dict({"phase": "done"})

@@ -133,7 +133,6 @@ def test_scales_of_every_weight_load(rule, tmp_path):
         ({"target_modules": 3}, "target_modules=3"),
         ({"layers_to_transform": "0"}, "layers_to_transform='0'"),
         ({"backend": []}, "backend="),
-        ({"hf_sparse24_version": 1}, "hf_sparse24_version=1: not a version number"),
         ({"fp8": 1}, "fp8=1"),
     ],
 )
