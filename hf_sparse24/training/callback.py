@@ -26,56 +26,39 @@ logger = get_logger(__name__)
 class Sparse24Callback(TrainerCallback, ExportableState):
     """Trains a patched model's sparsity in any `transformers.Trainer`, TRL's included.
 
-    `Sparse24Trainer` has it already. For another trainer, add it with `Sparse24Callback.add_to(trainer)`, which puts
-    it in front of the reporting callbacks and knows the trainer. Passed as `callbacks=[Sparse24Callback()]` it works
-    too, but raises an error where it would need the trainer: in TRL's trainers that have a reference model, and where a
-    run resumes.
+    `Sparse24Trainer` has it. `Sparse24Callback.add_to(trainer)` installs it in another trainer, which refuses it as
+    `callbacks=[Sparse24Callback()]`.
 
     Each log gets `flip_rate`, `kept_magnitude`, `sparse_phase` and the metrics of the method. Trackers (TensorBoard,
     W&B, trackio) also get `flip_rate/<layer>`, `steps_per_second` and `peak_memory_gb`; the console and
-    `trainer_state.json` do not. A callback passed as `callbacks=[Sparse24Callback()]` comes after the trackers, which
-    then get none of these. `sparse24_log.jsonl` in the output directory has them all, for `hf-sparse24 report`.
+    `trainer_state.json` do not. `sparse24_log.jsonl` in the output directory has them all, for `hf-sparse24 report`.
 
-    A resumed run equals an uninterrupted one: the phase follows from the step, masks and scales are buffers of the
-    model, MVUE's streams follow from seed, process, step, micro-step and layer, and the last flip rate is in
-    `trainer_state.json`.
+    A resumed run equals an uninterrupted one.
 
     Attributes:
-        controller: the run's `Sparse24Controller`, None before training starts.
+        controller: the run's `Sparse24Controller`; None before training starts, and for a packed model, whose adapters
+            train.
         run_log: where the world's first process records the run; None elsewhere, and where nothing is logged.
         checkpoint: the directory that the trainer resumes from; None where none is known.
-        is_idle: whether the model is packed, so that its sparsity needs nothing: adapters around it train.
     """
 
     def __init__(self):
         self.controller: Sparse24Controller | None = None
         self.run_log: RunLog | None = None
         self.checkpoint: str | Path | None = None
-        self.is_idle = False
         self._knows_trainer = False
         self._distiller: Distiller | None = None
         self._logged_step = 0
 
-    @property
-    def _running(self) -> Sparse24Controller:
-        if self.controller is None:
-            raise RuntimeError("training has not begun: the Trainer must call on_train_begin of this callback first")
-        if not self.controller.is_running:
-            raise RuntimeError("another Sparse24Controller has taken this model over, or called end() on this one")
-        return self.controller
-
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`.
-
-        Returns:
-            A dict of plain numbers, that of the controller under `controller`.
-        """
+        """What the Trainer writes into `trainer_state.json`: a dict of plain numbers, the controller's `state_dict`
+        under `controller`."""
         controller = {} if self.controller is None else self.controller.state_dict()
         return {"args": {}, "attributes": {}, "controller": controller}
 
     @classmethod
     def add_to(cls, trainer: Trainer, check_reference: bool = True) -> "Sparse24Callback":
-        """Install the callback in a Trainer, ahead of those that report logs. Call it before `trainer.train()`.
+        """Install the callback in a Trainer, before those that report logs. Call it before `trainer.train()`.
 
         Args:
             trainer: any `transformers.Trainer` whose model is patched.
@@ -83,7 +66,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 patched policy computes; False takes any.
 
         Returns:
-            The callback, or the one that is there already.
+            The callback: the one that the trainer has, or a new one.
 
         Raises:
             ValueError: a reference that is not what the policy is at the start.
@@ -129,48 +112,44 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         callbacks[:] = [self, *ConsoleFilter.placed(others)]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        run = sparse_run(kwargs["model"])
-        self.is_idle = run is None and bool(sparse_weights(kwargs["model"], PACKED))
-        self._distiller = find_distiller(kwargs["model"])
+        model = kwargs["model"]
+        self._distiller = find_distiller(model)
         if self._distiller is not None:
             self._distiller.reset()
         self._logged_step = state.global_step
-        if self.is_idle:
-            return
+        if sparse_run(model) is None and sparse_weights(model, PACKED):
+            return  # adapters train around packed weights
         if not self._knows_trainer:
-            reference.check_plain_callback(args, kwargs["model"])
+            raise ValueError(
+                "callbacks=[Sparse24Callback()]: a callback alone reaches neither the checkpoint of a resumed run nor "
+                "TRL's reference model; call Sparse24Callback.add_to(trainer) before trainer.train() instead"
+            )
         if state.global_step > state.max_steps:
             raise ValueError(
                 f"max_steps={state.max_steps}: the checkpoint is at step {state.global_step} already; set more steps "
                 f"than that, or start a new run from its weights"
             )
-        if state.global_step:
-            if self.checkpoint is None:
-                raise ValueError(
-                    f"the run resumes at step {state.global_step}, and a callback is not told from which checkpoint: "
-                    f"call Sparse24Callback.add_to(trainer) before train(), in place of callbacks=[Sparse24Callback()]"
-                )
+        if self.checkpoint is not None and state.global_step:
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
-            check_resumed(kwargs["model"], self.checkpoint)
-            restore(kwargs["model"], self.checkpoint)
+            check_resumed(model, self.checkpoint)
+            restore(model, self.checkpoint)
         self.controller = Sparse24Controller(
-            kwargs["model"],
+            model,
             kwargs["optimizer"],
             total_steps=state.max_steps,
             seed=args.seed,
             step=state.global_step,
             metrics_interval=measuring_interval(args, state),
         )
-        if self.controller.run.method.teacher_loss is not None and self._distiller is None:
+        method = self.controller.run.method
+        if method.teacher_loss is not None and self._distiller is None:
             logger.warning(
-                f"method {self.controller.run.method.name!r} is published with the dense model as its teacher, and "
-                f"this run has none: pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
+                f"method {method.name!r} is published with the dense model as its teacher, and this run has none: "
+                f"pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
             )
         states: Any = state.stateful_callbacks  # by the names of classes
         saved = states.get(type(self).__name__, {})  # none where another trainer began the run
         states.setdefault(type(self).__name__, self.state())
-        if isinstance(saved, list):
-            raise ValueError("this Trainer has two callbacks of class Sparse24Callback; it needs one")
         if saved.get("controller"):
             of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
             self.controller.load_state_dict(saved["controller"] | of_this_run)
@@ -180,12 +159,15 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if state.global_step < state.max_steps and not self.is_idle:
-            self._running.after_micro_step()
+        if self.controller is not None and state.global_step < state.max_steps:
+            self._check_running(self.controller)
+            self.controller.after_micro_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if not self.is_idle and state.global_step <= state.max_steps and self._running.step < state.global_step:
-            self._running.skip_step()  # a GradScaler skipped it, and the Trainer counts it
+        if self.controller is not None and state.global_step <= state.max_steps:
+            self._check_running(self.controller)
+            if self.controller.step < state.global_step:
+                self.controller.skip_step()  # a GradScaler skipped it, and the Trainer counts it
         if self.run_log is not None:
             self.run_log.after_step()
 
@@ -193,9 +175,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self.run_log is not None:
             self.run_log.after_pause()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self.run_log is not None:
-            self.run_log.after_pause()
+    on_save = on_evaluate
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is None:
@@ -208,8 +188,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             if run.is_dense and not was_dense:
                 logger.warning(
                     f"load_best_model_at_end: {state.best_model_checkpoint} was saved in the {run.phase} phase, so the "
-                    f"model is not {run.config.pattern} now, as it was at the end of training; for that one, load the "
-                    f"last checkpoint"
+                    f"model is not {run.config.pattern} now; load the last checkpoint for one that is"
                 )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
@@ -224,8 +203,12 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self.run_log is not None:
             measured = self.run_log.measure(state.global_step, flip_rates) if "loss" in logs else {}
             self.run_log.write(state.global_step, logs | measured)
-            if self._knows_trainer:  # then the console does not show them
-                logs.update(measured)
+            logs.update(measured)  # which ConsoleFilter keeps from the console
+
+    @staticmethod
+    def _check_running(controller: Sparse24Controller) -> None:
+        if not controller.is_running:
+            raise RuntimeError("another Sparse24Controller has taken this model over, or called end() on this one")
 
     def _metrics(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, float]:
         """What this callback adds to a log of training."""

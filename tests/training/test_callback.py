@@ -1,4 +1,4 @@
-"""Sparse24Callback in a plain Trainer, and beside a second one."""
+"""Sparse24Callback in a plain Trainer."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def test_the_callback_in_a_plain_trainer_does_the_same(tmp_path):
     for make in (Sparse24Trainer, Trainer):
         model = zoo.build("llama")
         patch_model(model, Sparse24Config(method="t-sr-ste", mask_interval=1))
-        passed = {"callbacks": [Sparse24Callback()]} if make is Trainer else {}
-        run = make(model, arguments(tmp_path), train_dataset=dataset(), **passed)
+        run = make(model, arguments(tmp_path), train_dataset=dataset())
+        assert Sparse24Callback.add_to(run) is run.callback_handler.callbacks[0]
         run.train()
         logs.append([log for log in run.state.log_history if "loss" in log])
     assert logs[0] == logs[1]
@@ -35,8 +35,11 @@ def test_the_callback_resumes_a_model_that_has_been_through_its_dense_tail(tmp_p
     assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_callback_needs_a_patched_model(tmp_path):
+def test_the_callback_needs_a_patched_model_and_its_trainer(tmp_path):
     run = Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Sparse24Callback()])
+    with pytest.raises(ValueError, match=r"callbacks=\[Sparse24Callback\(\)\]: .*add_to\(trainer\)"):
+        run.train()
+    Sparse24Callback.add_to(run)
     with pytest.raises(ValueError, match="not patched; call patch_model"):
         run.train()
 
@@ -46,15 +49,6 @@ def test_one_callback_is_enough(tmp_path):
     Sparse24Callback.add_to(run)
     assert [type(callback) for callback in run.callback_handler.callbacks].count(Sparse24Callback) == 1
     assert run.callback_handler.callbacks[0] is run.sparse24_callback
-
-
-def test_two_callbacks_are_refused(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method="sr-ste"))
-    callbacks = [Sparse24Callback(), Sparse24Callback()]
-    run = Trainer(model, arguments(tmp_path), train_dataset=dataset(), callbacks=callbacks)
-    with pytest.raises(ValueError, match="two callbacks of class Sparse24Callback; it needs one"):
-        run.train()
 
 
 def test_a_controller_made_during_training_is_not_overlooked(tmp_path):

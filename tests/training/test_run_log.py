@@ -100,7 +100,9 @@ def test_stacks_and_shared_weights_have_one_rate(tmp_path, architecture):
 def test_the_callback_in_another_trainer_writes_it_too(tmp_path, capsys):
     model = zoo.build("llama")
     patch_model(model, CONFIG)
-    Trainer(model, arguments(tmp_path), train_dataset=dataset(), callbacks=[Sparse24Callback()]).train()
+    run = Trainer(model, arguments(tmp_path), train_dataset=dataset())
+    Sparse24Callback.add_to(run)
+    run.train()
     assert len(lines_of(tmp_path)) == 4 and "flip_rate/" not in capsys.readouterr().out
 
 

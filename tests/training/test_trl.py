@@ -213,25 +213,3 @@ def test_adapters_on_a_sparse_base(start, tmp_path, make):
         assert run.state.log_history[0]["rewards/chosen"] == 0
     assert len(sparse_weights(run.model)) == 6
     assert torch.equal(weights(run.model.unload()), base)
-
-
-@pytest.mark.parametrize("make", [sft, dpo, grpo, reward])
-def test_a_plain_callback_is_refused_where_there_is_a_reference(start, tmp_path, make):
-    run = make(start, tmp_path, max_steps=3, save_strategy="no")
-    run.add_callback(Sparse24Callback())
-    if make in (sft, reward):
-        run.train()
-    else:
-        with pytest.raises(ValueError, match=f"{type(run.args).__name__}: .*add_to"):
-            run.train()
-
-
-def test_a_plain_callback_is_enough_without_a_reference(start, tmp_path):
-    no_divergence = grpo(start, tmp_path, beta=0.0, max_steps=3, save_strategy="no")
-    peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(target_modules="all-linear", r=4)
-    below_adapters = dpo(start, tmp_path, max_steps=3, save_strategy="no", peft_config=adapter)
-    for run in (no_divergence, below_adapters):
-        run.add_callback(Sparse24Callback())
-        run.train()
-        assert run.state.global_step == 3
