@@ -25,8 +25,7 @@ from .run import sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
 from .training.distillation import DistillationConfig, distill
-from .training.seq2seq import Sparse24Seq2SeqTrainer
-from .training.trainer import Sparse24Trainer
+from .training.trainer import Sparse24Seq2SeqTrainer, Sparse24Trainer
 from .version import __version__ as __version__
 from .weights.sparse_weight import sparse_weights
 

@@ -31,11 +31,8 @@ class Controller(Protocol):
 class SparseRun:
     """What changes while a patched model trains, shared by all of its sparse weights. `sparse_run(model)` finds it.
 
-    Args:
-        config: how the model is patched.
-
     Attributes:
-        saved: the `quantization_config` of the model: the config and the facts, which the run alone replaces.
+        saved: the `quantization_config` of the model; only the run replaces its config and facts.
         method: the method, with the settings as they are now.
         controller: what trains the model, None where nothing does.
         open_step: token of the current step. Cached encodings are valid while it is the same; None between steps.
@@ -85,16 +82,10 @@ class SparseRun:
         return (0, 1) if self.controller is None else (self.controller.step, self.controller.total_steps)
 
     def set_phase(self, phase: str) -> None:
-        """Let the model compute as a phase says; in training the controller sets phases as the method says.
+        """Let the model compute in a phase of the method; in training the controller sets phases.
 
         A model whose run has ended dense (`facts.finished`) stays dense in further training. `set_phase("sparse")`
         before that makes it follow the method's schedule again.
-
-        Args:
-            phase: one of the method's.
-
-        Raises:
-            ValueError: the method has no such phase.
         """
         if phase not in self.method.phases:
             raise ValueError(f"phase={phase!r}: must be one of {list(self.method.phases)}")
@@ -103,19 +94,11 @@ class SparseRun:
         self.record(phase=phase, finished=self.facts.finished and phase == DENSE_PHASE)
 
     def record(self, **facts: Any) -> None:
-        """Write down what the run has learned, unchecked: for the library and what it has read from a file.
-
-        Args:
-            facts: fields of `RunFacts` by name.
-        """
+        """Replace fields of the facts, unchecked."""
         self.saved.facts = dataclasses.replace(self.facts, **facts)
 
     def change_config(self, **fields: Any) -> None:
-        """Change fields of the config that no state depends on, such as `backend`; checked as in a new config.
-
-        Args:
-            fields: arguments of `Sparse24Config` by name.
-        """
+        """Change fields of the config that no state depends on, such as `backend`; checked as in a new config."""
         self.saved.config = self.config.replace(**fields)
 
     def change_settings(self, **settings: Any) -> None:
@@ -130,14 +113,14 @@ class SparseRun:
         fields = [name for name in settings if name in SHARED]
         if fields:
             raise ValueError(
-                f"{fields[0]}={shown(settings[fields[0]])}: a model is patched with this config; call "
-                f"unpatch_model(model), then patch_model with another config"
+                f"{fields[0]}={shown(settings[fields[0]])}: not a setting of the method; call unpatch_model(model), "
+                f"then patch_model with another config"
             )
         changed = self.config.replace(**settings)
         if others := fixed_differences(self.config, changed):
             raise ValueError(
-                f"{others}: the state of the weights was made with the first and is kept; call unpatch_model(model, "
-                f"sparse=False), then patch_model with another config"
+                f"{others}: the state of the weights depends on it; call unpatch_model(model, sparse=False), then "
+                f"patch_model with another config"
             )
         self.saved.config, self.method, self._others = changed, _make_method(changed), {}
 
@@ -154,10 +137,9 @@ class SparseRun:
         if self.controller is None and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "this sparse model trains without a Sparse24Controller: its phases, masks and scales stay as they are, "
-                "there is no masked decay, and weights are pruned in every forward pass. In a Trainer, call "
-                "Sparse24Callback.add_to(trainer) before train(); in a loop of your own, make a "
-                "Sparse24Controller(model, optimizer, total_steps)"
+                "this sparse model trains without a Sparse24Controller: phases, masks and scales stay as they are, and "
+                "there is no masked decay. In a Trainer, call Sparse24Callback.add_to(trainer) before train(); in a "
+                "loop of your own, make a Sparse24Controller(model, optimizer, total_steps)"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,14 +154,7 @@ def _make_method(config: Sparse24Config) -> SparseMethod:
 
 
 def sparse_run(model: nn.Module) -> SparseRun | None:
-    """The run of a patched model.
-
-    Args:
-        model: any model.
-
-    Returns:
-        The `SparseRun` that its sparse weights, or its packed masters, share; None of a model that is not patched.
-    """
+    """The `SparseRun` that a patched model's weights share; None of a model that is not patched, or packed for good."""
     for module in model.modules():
         for weight in module.__dict__.get("sparse24", {}).values():
             if weight.run is not None:  # as of packed weights that do not train
@@ -194,11 +169,7 @@ def patched_config(model: nn.Module) -> Sparse24Config | None:
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
-    """Let every sparse weight be used as `phase` says, which the model's config then says too.
-
-    Raises:
-        ValueError: the method has no such phase.
-    """
+    """Set the phase of a model's run, where it has one; its config then says so too."""
     run = sparse_run(model)
     if run is None or run.phase == phase:
         return

@@ -1,7 +1,7 @@
 """Sparse24Controller: everything that happens between steps, without any Trainer.
 
-Forward decides nothing: gradient checkpointing and accumulation repeat it. What changes during training changes here,
-as the method says: phases, state such as masks, gradients, and the random streams of MVUE.
+Forward decides nothing, since gradient checkpointing and accumulation repeat it. The controller changes phases, state
+such as masks, gradients, and the random streams of MVUE, as the method says.
 """
 
 from typing import Any
@@ -36,13 +36,13 @@ class Sparse24Controller:
 
     It follows the optimizer. Right before each step, when gradients are final, the method changes them; right after,
     the controller counts the step, switches the phase and refreshes state. A call of `optimizer.step()` that takes no
-    step does not count: accelerate skips it while gradients accumulate, and a GradScaler when they overflow.
+    step, as while accelerate accumulates gradients, does not count.
 
     Pruned weights are kept from one step to the next, for all micro-batches in between. Code that writes weights there
     through `.data` must call `weight.clear_encodings()` on `hf_sparse24.sparse_weights(model).values()`.
 
     To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
-    controller, in this order. With several processes, each makes its own, and they compare what they start with.
+    controller, in this order. Each process makes its own controller.
 
     Args:
         model: a patched model, plain or wrapped by DDP, `fully_shard` (FSDP2), DeepSpeed ZeRO-1 or ZeRO-2, or tensor
@@ -133,10 +133,11 @@ class Sparse24Controller:
 
     @property
     def phase(self) -> str:
-        """`"sparse"`, `"dense"`, or another phase of the method: how the model computes in the step that comes next. It
-        stays where all sparse weights are frozen, or some below adapters, and where an earlier run has ended dense."""
-        keeps = self._keeps_phase
-        return self.run.phase if keeps else self.run.method.phase(self.step, self.total_steps, self.optimizer)
+        """How the model computes in the next step: `"sparse"`, `"dense"`, or another phase of the method. It stays
+        where all sparse weights are frozen, or some below adapters, and where an earlier run has ended dense."""
+        if self._keeps_phase:
+            return self.run.phase
+        return self.run.method.phase(self.step, self.total_steps, self.optimizer)
 
     def end(self) -> None:
         """Stop following the optimizer. Call it where training stops before `total_steps`."""
@@ -147,8 +148,7 @@ class Sparse24Controller:
             self._streams.end()
 
     def after_micro_step(self) -> None:
-        """Call after the backward pass of each micro-batch, so that the next one draws other MVUE samples. The call for
-        the last one of a step may be left out."""
+        """Call after the backward pass of each micro-batch but a step's last: the next draws other MVUE samples."""
         self.micro_step += 1
         self._set_streams()
 
@@ -158,7 +158,7 @@ class Sparse24Controller:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """What to log now.
+        """Return what to log now.
 
         Returns:
             Numbers by name. `sparse_phase` is 1.0 while sparse and 0.0 while dense; `kept_magnitude` the share of the
@@ -172,16 +172,11 @@ class Sparse24Controller:
             values["kept_magnitude"] = kept_magnitude(self.weights)
         if (rate := self._masks.flips.rate()) is not None:
             values["flip_rate"] = rate
-        # Below adapters, for one, the method's schedule does not apply.
         return values if self._keeps_phase else values | self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:
-        """Return the flip rate of each layer, as last measured.
-
-        Returns:
-            Flip rates by layer name, empty before the first measurement. A weight that layers share stands under the
-            first of them.
-        """
+        """Return the flip rate of each layer by name, as last measured; nothing before the first measurement. A weight
+        that layers share stands under the first of them."""
         return self._masks.flips.layer_rates()
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,6 +217,7 @@ class Sparse24Controller:
 
     @property
     def _keeps_phase(self) -> bool:
+        """The method's schedule does not apply."""
         return self._masks.is_frozen or self.run.facts.finished
 
     @property
@@ -232,8 +228,8 @@ class Sparse24Controller:
         """Right before the optimizer uses the gradients."""
         if self.step >= self.total_steps:
             raise RuntimeError(
-                f"total_steps={self.total_steps} are done, and the optimizer takes another: make the controller with "
-                f"the steps of the whole run, or call controller.end()"
+                f"total_steps={self.total_steps} are done: give the controller the steps of the whole run, or call its "
+                f"end()"
             )
         self.run.open_step = None
         self._masks.start_step(measures_flips=(self.step + 1) % self.metrics_interval == 0 or self.step == 0)
@@ -265,30 +261,24 @@ class Sparse24Controller:
 
 
 def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
-    """The model out of what was put around it, whose adapters and configs know that it is sparse; and its run."""
-    _check_buffers(model)
+    """The model out of what was put around it, and its run. Its adapters and configs then know that it is sparse."""
+    if getattr(model, "broadcast_buffers", False):
+        logger.warning(
+            "DDP copies masks and scales to all processes in every forward pass, so weights are pruned again for each "
+            "micro-batch: pass broadcast_buffers=False (from torch 2.13 on forward_sync_buffers=False), or "
+            "ddp_broadcast_buffers=False to a Trainer"
+        )
     model = unwrap(model)
     attach_adapters(model)  # those that PEFT has not found by its registry
     check_adapters(model)
     if any(weight.storage.is_split for weight in sparse_weights(model).values()) and adapters_in(model):
-        raise ValueError(
-            "adapters around weights that tensor parallelism splits are not supported; use FSDP2 or DDP with them"
-        )
+        raise ValueError("tensor parallelism splits weights below adapters: use FSDP2 or DDP with adapters")
     run = adopt(model)
     if run is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.facts.finished:
         logger.info(FINISHED)
     return model, run
-
-
-def _check_buffers(model: Any) -> None:
-    if getattr(model, "broadcast_buffers", False):
-        logger.warning(
-            "DDP copies masks and scales to all processes in every forward pass, so weights are pruned again for each "
-            "micro-batch. They are the same without that: pass broadcast_buffers=False (from torch 2.13 on "
-            "forward_sync_buffers=False), or ddp_broadcast_buffers=False to a Trainer"
-        )
 
 
 def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
@@ -299,17 +289,16 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
     method = controller.run.method.name
     if state["method"] != method:
         raise ValueError(
-            f"the state is of method {state['method']!r}, and the model is patched with {method!r}; patch it with the "
-            f"method of the run that goes on, or start a new run from its weights"
+            f"the state is of method {state['method']!r}, the model is patched with {method!r}: patch it with the "
+            f"first, or start a new run from its weights"
         )
     _check_ints(0, controller.total_steps, step=state["step"])
     _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
     is_lost = controller._has_own_optimizer and not controller.optimizer.state
     if is_lost and state["step"] and state["uses_optimizer_state"]:
         raise ValueError(
-            f"cannot go on at step {state['step']} of {controller.total_steps}: method {method!r} trains by the state "
-            f"of its own optimizer, and that is not loaded. Load it before the controller's; a checkpoint of "
-            f"save_only_model=True has none, and can only start a new run"
+            f"cannot go on at step {state['step']}: method {method!r} trains by the state of the optimizer that it "
+            f"makes; load that first (a checkpoint of save_only_model=True has none, and can only start a new run)"
         )
     unknown = sorted(set(state["flips"]) - set(controller.weights))
     if unknown:

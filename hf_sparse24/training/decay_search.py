@@ -1,4 +1,4 @@
-"""Which masked decay? Probes of the warm-up decide, before the training that counts (Hu et al. 2024, 4.3).
+"""The search for a masked decay by probes of the warm-up (Hu et al. 2024, 4.3).
 
 A decay factor is feasible when, at the end of the warm-up, the masks of a run with it flip somewhat less than the
 would-be masks of dense training: mu = (flip rate, sparse) / (flip rate, dense) within [0.60, 0.95]. At mu >= 1 masks
@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
-from ..methods import method_class
-from ..methods.masked_decay import AUTO, MaskedDecayMethod
+from ..methods.masked_decay import MaskedDecayMethod
 from ..patching.report import FINISHED
 from ..progress import Progress, get_logger
-from ..run import patched_config, set_phase, sparse_run
+from ..run import set_phase, sparse_run
 from ..tables import TableReport
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
@@ -73,17 +72,14 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
 
     Every probe is the trainer's own `train()` on a copy of the model, with a fresh optimizer, the real run's learning
     rates and the first batches of its data, stopped after `steps`; sparse ones leave out the run's dense phases, in
-    which no decay acts. The trainer's model, optimizer, random states and data order are left untouched.
+    which no decay acts. The trainer's model, optimizer, random states and data order stay as they are.
     """
-    if not candidates:
-        raise ValueError("candidates=(): give at least one decay factor to try")
     bad = [value for value in candidates if not isinstance(value, int | float) or not 0 <= value < float("inf")]
-    if bad:
-        raise ValueError(f"candidates={tuple(candidates)!r}: {bad} are no finite numbers >= 0")
+    if bad or not candidates:
+        raise ValueError(f"candidates={tuple(candidates)!r}: must be finite numbers >= 0, at least one")
     run = sparse_run(model_of(trainer))
-    config = None if run is None else run.config
-    if run is None or config is None or not issubclass(method_class(config.method), MaskedDecayMethod):
-        method = None if config is None else config.method
+    if run is None or not isinstance(run.method, MaskedDecayMethod):
+        method = None if run is None else run.config.method
         raise ValueError(f"method {method!r} has no masked_decay that this search's rule is for; set a number, if any")
     if run.facts.finished:
         raise ValueError(f"no masked decay acts: {FINISHED}")
@@ -96,37 +92,25 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     grid, mu = sorted(set(candidates)), {}
     probes = 1 + len(grid).bit_length()
     with Progress("masked decay", None, "probe step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
-        dense = _probe(trainer, None, steps, progress, probes)
+        dense = probe(trainer, None, steps, progress, probes)
         if dense == 0:
             raise ValueError(
-                "no mask flipped at the end of the dense probe, so there is no rate to compare with: probe longer, by "
-                "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
+                "no mask flipped at the end of the dense probe: probe longer, by tune_masked_decay(steps=...), raise "
+                "the learning rate, or set masked_decay to a number"
             )
         low, high = 0, len(grid)  # mu is above the middle below `low`, and not from `high` on
         while low < high:
             index = (low + high) // 2
-            mu[grid[index]] = _probe(trainer, grid[index], steps, progress, probes) / dense
+            mu[grid[index]] = probe(trainer, grid[index], steps, progress, probes) / dense
             low, high = (index + 1, high) if mu[grid[index]] > MIDDLE else (low, index)
     feasible = [candidate for candidate in mu if FEASIBLE[0] <= mu[candidate] <= FEASIBLE[1]]
     chosen = min(feasible, key=lambda value: abs(mu[value] - MIDDLE), default=None)
     return DecayTuning(dense, dict(sorted(mu.items())), chosen)
 
 
-def needs_decay(model: nn.Module) -> bool:
-    """Whether the model's config leaves the masked decay to a search."""
-    return getattr(patched_config(model), "masked_decay", None) == AUTO
-
-
 def has_trainable_weights(model: nn.Module) -> bool:
-    """Whether training changes any sparse weight; adapters leave all of them as they are."""
+    """Whether training changes any sparse weight; adapters change none."""
     return any(weight.master.requires_grad for weight in sparse_weights(model).values())
-
-
-def set_decay(model: nn.Module, decay: float) -> None:
-    """Let a patched model train with this masked decay."""
-    run = sparse_run(model)
-    if run is not None:
-        run.change_settings(masked_decay=decay)
 
 
 def model_of(trainer: Trainer) -> nn.Module:
@@ -136,34 +120,31 @@ def model_of(trainer: Trainer) -> nn.Module:
     return trainer.model
 
 
-def _probe(
-    trainer: Trainer, decay: float | None, steps: int | None, progress: Progress | None = None, probes: int = 1
-) -> float:
-    """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps.
-
-    `progress` is that of all `probes`.
-    """
+def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Progress, probes: int) -> float:
+    """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
     with _untouched_randomness():
         model = copy.deepcopy(model_of(trainer))
+        run = sparse_run(model)
+        assert run is not None
         name = "dense probe" if decay is None else f"probe of {decay:.1e}"
         watch = _Watch(model_of(trainer), steps, progress, name, probes)
-        callbacks: list[TrainerCallback] = [DefaultFlowCallback(), watch]
-        set_decay(model, decay or 0.0)
+        run.change_settings(masked_decay=decay or 0.0)
         if decay is None:
             set_phase(model, "dense")
         else:
-            _leave_out_dense_phases(model)
-            callbacks.insert(0, Sparse24Callback())
-        probe = copy.copy(trainer)
-        vars(probe)["model_init"] = None  # it would make another model
+            run.change_settings(**{name: 0 for name in ("dense_start", "dense_tail") if hasattr(run.config, name)})
+        copied = copy.copy(trainer)
+        vars(copied)["model_init"] = None  # it would make another model
         if trainer.is_in_train:
-            probe.neftune_noise_alpha = None  # the copied model has its noise already
-        probe.model = probe.model_wrapped = model
-        probe.optimizer = probe.lr_scheduler = None
-        probe.args = _quiet(trainer.args)
-        probe.callback_handler = CallbackHandler(callbacks, model, None, None, None)
-        probe.create_accelerator_and_postprocess()  # a loss scale of its own
-        probe.train()
+            copied.neftune_noise_alpha = None  # the copied model has its noise already
+        copied.model = copied.model_wrapped = model
+        copied.optimizer = copied.lr_scheduler = None
+        copied.args = _quiet(trainer.args)
+        copied.callback_handler = CallbackHandler([DefaultFlowCallback(), watch], model, None, None, None)
+        if decay is not None:
+            Sparse24Callback.add_to(copied, check_reference=False)
+        copied.create_accelerator_and_postprocess()  # another loss scale
+        copied.train()
     if watch.done < watch.steps:
         raise ValueError(f"training ends after {watch.done} steps; probe for fewer than steps={watch.steps}")
     return sum(watch.flips) / len(watch.flips)
@@ -172,7 +153,7 @@ def _probe(
 class _Watch(TrainerCallback):
     """Counts the flips of the masks that the weights ask for, whatever masks the model holds, and ends the probe."""
 
-    def __init__(self, patched: nn.Module, steps: int | None, progress: Progress | None, name: str, probes: int):
+    def __init__(self, patched: nn.Module, steps: int | None, progress: Progress, name: str, probes: int):
         self.weights, self.asked, self.steps = sparse_weights(patched), steps, 0
         self.size = sum(weight.parameter.numel() for weight in self.weights.values())
         self.done = 0
@@ -183,21 +164,19 @@ class _Watch(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if state.max_steps < MIN_STEPS:
             raise ValueError(
-                f"the run has {state.max_steps} optimizer steps, and finding a masked decay takes probes of at least "
-                f"{MIN_STEPS}: set masked_decay to a number"
+                f"max_steps={state.max_steps}: probes of a masked decay take at least {MIN_STEPS}; set masked_decay to "
+                f"a number"
             )
         warm_up = args.get_warmup_steps(state.max_steps)
         if warm_up < MIN_STEPS:
             warm_up = min(STEPS_WITHOUT_WARM_UP, state.max_steps)
         self.steps = warm_up if self.asked is None else self.asked
-        if self.progress is not None:
-            self.progress.total = self.probes * self.steps
-            self.progress.update(0, self.name)
+        self.progress.total = self.probes * self.steps
+        self.progress.update(0, self.name)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.done = state.global_step
-        if self.progress is not None:
-            self.progress.update(note=self.name)
+        self.progress.update(note=self.name)
         if self.done >= self.steps - self.steps // 4:
             masks = fresh_masks(self.weights, kwargs["model"])
             if self.last is not None:
@@ -205,13 +184,6 @@ class _Watch(TrainerCallback):
             self.last = masks
         if self.done >= self.steps:
             control.should_training_stop = True
-
-
-def _leave_out_dense_phases(model: nn.Module) -> None:
-    run = sparse_run(model)
-    for name in ("dense_start", "dense_tail"):
-        if run is not None and hasattr(run.config, name):
-            run.change_settings(**{name: 0})
 
 
 def _quiet(args: TrainingArguments) -> TrainingArguments:

@@ -2,14 +2,13 @@
 
     loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student)
 
-The cross entropy is the loss that the model itself returns. The KL divergence compares the predictions at temperature
-T, at the tokens whose prediction has a label. It is a sum over tokens, divided as the model divides the cross entropy,
-so that micro-batches add up to one batch.
+The cross entropy is the loss that the model returns. The KL divergence compares the predictions at temperature T, at
+the tokens whose prediction has a label. It is a sum over tokens, divided as the model divides the cross entropy, so
+that micro-batches add up to one batch.
 
-No tensor of the size [tokens, vocabulary] is made for the teacher, whose logits come in chunks of tokens. The gradient
-of the student's logits is made in the same pass, and is the one such tensor that a step holds in addition. (TRL and
-Liger have losses that project the student's hidden states in chunks as well. They go around the model's own forward
-pass, which adapters, wrappers and auxiliary losses need, and Liger's runs on a GPU alone.)
+The teacher's logits come in chunks of tokens, never as one tensor [tokens, vocabulary]. The forward pass also makes the
+gradient of the student's logits, the one such tensor that a step holds in addition. (TRL and Liger also project the
+student's hidden states in chunks. They go around the model's forward pass, which adapters and auxiliary losses need.)
 """
 
 import inspect
@@ -36,20 +35,14 @@ class DistillationConfig:
 
         loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student)
 
-    The defaults are AST's for GPT-2 (arXiv 2407.20584): 1/3 cross entropy + 2/3 KL at T = 2. Where no config is given,
-    a model of a method that is published with other numbers (`teacher_loss`) takes those.
+    The defaults are AST's for GPT-2 (arXiv 2407.20584): 1/3 cross entropy + 2/3 KL at T = 2.
 
     Args:
         weight: of the KL divergence, in (0, 1]; the cross entropy has the rest.
-        temperature: T > 0, which divides both models' logits. The KL divergence is multiplied by T^2, so that its
-            gradients keep their size.
+        temperature: T > 0, which divides both models' logits. T^2 keeps the size of the gradients.
 
     Raises:
         ValueError: a number out of its range.
-
-    Examples:
-        >>> DistillationConfig(weight=0.5, temperature=1.0)
-        DistillationConfig(weight=0.5, temperature=1.0)
     """
 
     weight: float = 2 / 3
@@ -66,8 +59,8 @@ class DistillationConfig:
 def kl_divergence(logits: Tensor, chunks: Chunks, temperature: float) -> Tensor:
     """T^2 KL(teacher || student) at temperature T, summed over the tokens of `chunks`: a 0-d tensor in at least fp32.
 
-    `logits` [..., vocabulary] are the student's. Where one vocabulary is longer, what both have counts: the rest is
-    padding. Can be differentiated once, and backward can run once.
+    `logits` [..., vocabulary] are the student's. Of a longer vocabulary the rest is padding, and does not count. Can be
+    differentiated once, and backward can run once.
     """
     total: Tensor = _KLDivergence.apply(logits, chunks, temperature)
     return total
@@ -111,14 +104,8 @@ def predicting_positions(labels: Tensor, shifted: bool) -> Tensor:
 class Distiller:
     """The teacher's terms in the loss of a model, from `distill` on until `end`.
 
-    A forward hook changes `outputs.loss` while the model trains, so any Trainer or loop that takes the model's own loss
-    has them. A copy of the model, such as a probe of the decay search, learns from the same teacher.
-
-    Args:
-        model: which learns.
-        teacher: a model, or the name or directory of one (see `Teacher`).
-        config: how much it counts.
-        tokenizer: of the model, which tells which logits are padding; None where the vocabularies are of one size.
+    A forward hook changes `outputs.loss` while the model trains. A copy of the model, such as a probe of the decay
+    search, learns from the same teacher.
 
     Attributes:
         is_mean: whether losses are means over a micro-batch, not shares of one over the whole batch of a Trainer.
@@ -142,7 +129,7 @@ class Distiller:
         self._micro_batches, self.is_mean = 0, True
 
     def means(self, steps: int | None = None) -> dict[str, Tensor]:
-        """What the losses since the last `reset` are made of.
+        """The parts of the losses since the last `reset`.
 
         Args:
             steps: the optimizer steps since then, where a Trainer divides losses by the labels of a whole step; None
@@ -164,19 +151,15 @@ class Distiller:
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is None:
             raise ValueError(
-                "the model returned no loss to add to: pass it labels, and leave return_dict on. Losses that are "
-                "computed outside of the model (label_smoothing_factor, compute_loss_func) leave no place for a teacher"
+                "the model returned no loss to add to: pass it labels, leave return_dict on, and compute no loss "
+                "outside of the model (label_smoothing_factor, compute_loss_func)"
             )
         names = inspect.signature(model.forward).parameters if args else ()
         outputs["loss"] = self.add_teacher(loss, outputs, dict(zip(names, args)) | kwargs)
         return outputs
 
     def add_teacher(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-        """The loss with the teacher's terms.
-
-        Raises:
-            ValueError: there are no logits, or no label for each.
-        """
+        """The loss with the teacher's terms."""
         logits, positions = self._predictions(outputs, batch)
         tokens = len(positions)
         labels_of_step = batch.get("num_items_in_batch")
@@ -185,10 +168,9 @@ class Distiller:
         # Sums over tokens, divided as the model divides its own loss. Without tokens, that divides by 0 in the end.
         count = tokens if labels_of_step is None else torch.as_tensor(labels_of_step).flatten()[0]
         share = 1 / count if tokens else 0.0
-        parts = {"cross_entropy": loss.detach().mean() if tokens else torch.zeros_like(loss.detach().mean())}
-        chunks = self.teacher.logits(batch, positions)
-        kl = kl_divergence(logits, chunks, self.config.temperature) * share
-        parts["distillation_loss"] = kl.detach()
+        kl = kl_divergence(logits, self.teacher.logits(batch, positions), self.config.temperature) * share
+        own = loss.detach().mean()
+        parts = {"cross_entropy": own if tokens else torch.zeros_like(own), "distillation_loss": kl.detach()}
         self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}
         self._micro_batches += bool(tokens)
         return (1 - self.config.weight) * loss + self.config.weight * kl
@@ -199,7 +181,7 @@ class Distiller:
         if logits is None:
             raise ValueError(
                 "distillation needs the model's logits, and it returned none; leave use_liger_kernel and other fused "
-                "losses off, which do not make them"
+                "losses off"
             )
         shifted = batch.get("shift_labels")
         labels = batch.get("labels") if shifted is None else shifted
@@ -207,7 +189,7 @@ class Distiller:
             found = "there are none" if labels is None else f"they are {list(labels.shape)}"
             raise ValueError(
                 f"distillation needs a label for each of the logits, {list(logits.shape[:2])}, and {found}; prompt "
-                f"tuning, which adds tokens of its own, is not supported"
+                f"tuning, which adds tokens, is not supported"
             )
         return logits, predicting_positions(labels, self.shifted and shifted is None).to(logits.device)
 
@@ -218,10 +200,10 @@ def distill(
     config: DistillationConfig | None = None,
     tokenizer: Any = None,
 ) -> Distiller:
-    """Let a model learn a teacher's predictions too, in any Trainer and in a loop of your own.
+    """Let a model learn a teacher's predictions too, in any Trainer or training loop.
 
-    From now on the loss that the model returns in training is that of `DistillationConfig`; in evaluation it is the
-    model's own. `Sparse24Callback` logs what it is made of.
+    The loss that the model returns in training is then that of `DistillationConfig`; in evaluation it is the model's
+    own. `Sparse24Callback` logs its parts.
 
     Args:
         model: a causal or masked language model that returns its loss, patched or not; as the training gets it, before
@@ -233,7 +215,7 @@ def distill(
         tokenizer: of the model, where its vocabulary and the teacher's differ by padding.
 
     Returns:
-        What `end()` is called of to take the teacher away; its `means()` are the parts of the loss.
+        The `Distiller`: its `end()` takes the teacher away, its `means()` are the parts of the loss.
 
     Raises:
         ValueError: the model is no causal or masked language model, has a teacher already, or the teacher shares
@@ -252,18 +234,14 @@ def distill(
     """
     if find_distiller(model) is not None:
         raise ValueError("the model has a teacher already; call end() of what distill returned first")
-    return Distiller(model, teacher, config or _published(model), tokenizer)
-
-
-def _published(model: nn.Module) -> DistillationConfig:
     run = sparse_run(model)
-    if run is None or run.method.teacher_loss is None:
-        return DistillationConfig()
-    weight, temperature = run.method.teacher_loss
-    return DistillationConfig(weight=weight, temperature=temperature)
+    if config is None and run is not None and run.method.teacher_loss is not None:
+        weight, temperature = run.method.teacher_loss
+        config = DistillationConfig(weight=weight, temperature=temperature)
+    return Distiller(model, teacher, config or DistillationConfig(), tokenizer)
 
 
 def find_distiller(model: nn.Module) -> Distiller | None:
-    """What `distill` has attached to a model, or to the model inside of it; None without a teacher."""
+    """The `Distiller` of a model, or of the model inside of it; None without a teacher."""
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     return next((hook for hook in hooks if isinstance(hook, Distiller)), None)

@@ -1,4 +1,4 @@
-"""Engines of accelerate that cannot train sparse weights as they are set, found before anything starts."""
+"""Check of accelerate's engines: settings with which sparse weights cannot train."""
 
 import os
 from typing import Any
@@ -18,9 +18,8 @@ logger = get_logger(__name__)
 def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails.
 
-    FSDP1 flattens weights. And `cpu_ram_efficient_loading`, in which one process sends the others all weights, fails in
-    accelerate 1.15 where a model has buffers that are saved, such as masks and scales. DeepSpeed ZeRO has no place for
-    what some methods do; `patch_model` has refused ZeRO-3.
+    FSDP1 flattens weights. `cpu_ram_efficient_loading` fails in accelerate 1.15 where a model saves buffers, such as
+    masks and scales. DeepSpeed ZeRO cannot do what some methods need; `patch_model` refuses ZeRO-3.
     """
     run = sparse_run(model)
     zero: Any = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -33,13 +32,13 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
         return
     if getattr(plugin, "fsdp_version", 1) != 2:
         raise ValueError(
-            "FSDP1 flattens weights, which then have no rows and columns: use FSDP2, by `fsdp_version: 2` in "
-            'accelerate\'s config file, or fsdp_config={"version": 2} in TrainingArguments'
+            "FSDP1 flattens weights: use FSDP2, by `fsdp_version: 2` in accelerate's config file, or "
+            'fsdp_config={"version": 2} in TrainingArguments'
         )
     state = [name for weight in sparse_weights(model, TRAINED).values() for name in weight.state]
     if plugin.cpu_ram_efficient_loading and state:
         raise ValueError(
-            f"accelerate's cpu_ram_efficient_loading sends weights only, and not {state[0]!r}, which the method keeps: "
-            f"set `fsdp_cpu_ram_efficient_loading: false` in accelerate's config file, or "
+            f"cpu_ram_efficient_loading=True: accelerate does not send {state[0]!r}, which the method keeps; set "
+            f"`fsdp_cpu_ram_efficient_loading: false` in its config file, or "
             f'fsdp_config={{"cpu_ram_efficient_loading": false}}'
         )

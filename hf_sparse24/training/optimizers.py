@@ -1,4 +1,4 @@
-"""What the controller asks of an optimizer, of any class that torch's hooks work for."""
+"""The optimizer as the controller follows it: checks, and hooks around its steps."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,8 +17,8 @@ logger = get_logger(__name__)
 
 
 def followed(optimizer: Any, method: SparseMethod) -> Any:
-    """The optimizer that the controller follows: not accelerate's wrapper, since a method knows its own by class; and
-    that of DeepSpeed as a `ZeroOptimizer`."""
+    """The optimizer without accelerate's wrapper, since a method knows its own by class; DeepSpeed's as a
+    `ZeroOptimizer`."""
     if not is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         optimizer = getattr(optimizer, "optimizer", optimizer)
     return ZeroOptimizer(optimizer, method) if is_deepspeed(optimizer) else optimizer
@@ -35,10 +35,9 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None
         own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
         for trained, tensor in {name: weight.master, **own}.items():
             if tensor.requires_grad and id(tensor) not in held:
-                in_zero = hasattr(tensor, "_hp_mapping")
-                way = "pass engine.optimizer" if in_zero else "make it from this model's parameters after patch_model"
                 raise ValueError(
-                    f"the optimizer does not hold {trained}, which is trainable; {way}, or freeze that weight"
+                    f"the optimizer does not hold {trained}, which is trainable: make it from this model's parameters "
+                    f"after patch_model (with DeepSpeed, pass engine.optimizer), or freeze that weight"
                 )
 
 
@@ -69,9 +68,8 @@ def _check_all_sharded(weights: Mapping[str, SparseWeight], optimizer: Any) -> N
     plain = [tuple(parameter.shape) for parameter in trained if not is_sharded(parameter)]
     if plain:
         raise ValueError(
-            f"FSDP2 has sharded the sparse weights, but not {len(plain)} parameters that train, such as one of shape "
-            f"{plain[0]}: processes would train them apart. Add adapters first, then call fully_shard, then make the "
-            f"optimizer"
+            f"FSDP2 has not sharded {len(plain)} parameters that train, such as one of shape {plain[0]}: add adapters, "
+            f"then call fully_shard, then make the optimizer"
         )
 
 
@@ -97,7 +95,7 @@ class TorchOptimizer:
 
     def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:
         """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
-        that the optimizer is not going to take is none.
+        that the optimizer is not going to take does not count.
 
         Returns:
             torch's handles.
@@ -132,18 +130,12 @@ class TorchOptimizer:
                 self._takes_step = False
                 after()
 
-        return [
-            self.optimizer.register_step_pre_hook(pre_hook),
-            self.optimizer.register_step_post_hook(post_hook),
-        ]
+        return [self.optimizer.register_step_pre_hook(pre_hook), self.optimizer.register_step_post_hook(post_hook)]
 
 
 def _unscale(optimizer: Any) -> bool:
-    """Let gradients be final where a GradScaler leaves that to the optimizer, as it does to torch's fused ones.
-
-    Returns:
-        False where such an optimizer is going to skip the step, because gradients have overflowed.
-    """
+    """Unscale the gradients where a GradScaler leaves that to the optimizer, as to torch's fused ones. False where the
+    optimizer is going to skip the step, because gradients have overflowed."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found_inf is not None and found_inf.item():
         return False

@@ -1,4 +1,4 @@
-"""The random streams of MVUE: which draw each weight's layer makes, fixed by seed, step, micro-step and weight."""
+"""The random streams of MVUE: seed, step, micro-step and weight fix the draws of each layer."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from ..weights.sparse_weight import SparseWeight
 
 
 class RandomStreams:
-    """Those of a model's weights, until they end: then every draw is a new one again.
+    """Fixes the draws of a model's weights until `end`; then every draw is a new one again.
 
-    Each weight gets a scalar of one int64 tensor per device, so that a micro-step costs one copy to it.
+    Each weight gets a scalar of one int64 tensor per device, so that a micro-step costs one copy to each device.
     """
 
     def __init__(self, weights: list[SparseWeight]):

@@ -1,4 +1,4 @@
-"""What has to be the same on all processes of a training run, compared where it starts."""
+"""Compares, at the start of training, what has to be the same on all processes."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,13 +13,9 @@ from ..weights.sparse_weight import SparseWeight
 
 
 def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, Any]) -> None:
-    """Compare with the other processes. All of them must call it; nothing is compared where there is one.
+    """Raise ValueError, on every process, where settings, names of sparse weights, or masks and scales differ.
 
-    Args:
-        settings: by name, values that can be pickled.
-
-    Raises:
-        ValueError: on every process, where settings, the sparse weights' names, or masks and scales differ.
+    All processes must call it. `settings` are values by name that can be pickled.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return

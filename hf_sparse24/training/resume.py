@@ -1,8 +1,8 @@
 """Resuming a Trainer's run: which checkpoint is whole, whether it is of this run, and the phase that it was saved in.
 
-The Trainer writes a checkpoint in place, file by file: the model, optimizer and scheduler, random states, and
-`trainer_state.json` last (Transformers 5.11 to 5.23). So a checkpoint without that file was not finished, and one that
-lacks another was being deleted. Files that end too early are told by their own format.
+The Trainer writes a checkpoint in place, file by file, `trainer_state.json` last (Transformers 5.11 to 5.23). A
+checkpoint without that file was not finished; one that lacks another was being deleted. The format of a file tells
+whether it ends too early.
 """
 
 import json
@@ -17,18 +17,17 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
-from ..methods import method_class
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..peft_hooks.origin import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
-from ..run import patched_config, set_phase, sparse_run
+from ..run import set_phase, sparse_run
 
 logger = get_logger(__name__)
 
 CONFIG = "config.json"
 OWN_CONFIG = "sparse24_config.json"
-"""Says what a model is sparse by where neither a `config.json` nor an adapter's record of its base does."""
+"""Has the config where neither a `config.json` nor an adapter's record of its base does."""
 
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")
@@ -63,12 +62,12 @@ def last_whole_checkpoint(output_dir: str | Path) -> str:
 def checkpoint_damage(checkpoint: str | Path) -> str | None:
     """Why a run cannot go on from a Trainer's checkpoint: a file that is missing or ends too early. None if whole."""
     root = Path(checkpoint)
+    if not (root / TRAINER_STATE_NAME).is_file():
+        return f"{TRAINER_STATE_NAME}, which is written last, is missing"
     for name in (TRAINER_STATE_NAME, CONFIG, ADAPTER_CONFIG, OWN_CONFIG):
-        if (root / name).is_file() or name == TRAINER_STATE_NAME:
+        if (root / name).is_file():
             try:
                 json.loads((root / name).read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                return f"{name}, which is written last, is missing"
             except ValueError:
                 return f"{name} is cut short or damaged"
     weights = [path for path in root.rglob("*") if _WEIGHTS.fullmatch(path.name)]
@@ -100,11 +99,7 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
 
 
 def saved_config(checkpoint: str | Path) -> SavedConfig | None:
-    """The config of the patched model, or the model below an adapter, that a Trainer saved; None where there is none.
-
-    Raises:
-        ValueError: a config that this version cannot read.
-    """
+    """The config of the patched model, or of the one below an adapter, that a Trainer saved; None without one."""
     model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / OWN_CONFIG
     saved = recorded_config(checkpoint)
     if model_config.is_file():
@@ -125,25 +120,22 @@ def save_config(model: nn.Module, checkpoint: str | Path) -> None:
 
 
 def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -> None:
-    """Compare the config in a checkpoint with the model's that goes on from it; `warn` where settings differ.
-
-    Raises:
-        ValueError: another method, pattern or choice of layers.
-    """
-    config, saved = patched_config(model), saved_config(checkpoint)
-    if config is None:
+    """Raise ValueError if a checkpoint is of another method, pattern or choice of layers than the model that goes on
+    from it; `warn` where settings differ."""
+    run, saved = sparse_run(model), saved_config(checkpoint)
+    if run is None:
         return
     if saved is None:
         if warn and (Path(checkpoint) / CONFIG).is_file():
             logger.warning(f"{checkpoint} is of a model that was not patched: sparsity starts from its dense weights")
         return
-    ours, theirs = config.fields(), saved.config.fields()
+    ours, theirs = run.config.fields(), saved.config.fields()
     differences = {
         name: f"{name}={theirs.get(name)!r}, now {ours.get(name)!r}"
         for name in ours | theirs
         if ours.get(name) not in (theirs.get(name), AUTO) and name != "backend"
     }
-    fixed = (*SHARED, *method_class(config.method).settings_of_state)
+    fixed = (*SHARED, *run.method.settings_of_state)
     refused = [text for name, text in differences.items() if name in fixed]
     if refused:
         raise ValueError(

@@ -35,7 +35,7 @@ class StepMasks:
     def start_step(self, measures_flips: bool) -> None:
         """Right before the optimizer uses the gradients."""
         self._masks = {}
-        # Where masks change at refreshes alone, `_refresh` measures their flips.
+        # Where masks change at refreshes alone, `finish_step` measures their flips.
         if measures_flips and not self._run.method.flips_at_refresh:
             self.flips.start({name: self.mask(name, packed=True) for name in first_of_each(self._weights)})
         for weight in self._weights.values():
@@ -57,7 +57,9 @@ class StepMasks:
         if is_dense and method.flips_at_refresh:
             self.flips.counts = {}  # no mask is refreshed any more
         if refreshes:
-            self._refresh()
+            if method.flips_at_refresh:
+                self.flips.start({name: weight.local_mask(packed=True) for name, weight in self.trained.items()})
+            self._init_state()
         self.flips.finish()  # of a step and of the refresh after it
         if method.keeps_zeros and not is_dense:
             self._zero_dropped()
@@ -80,11 +82,6 @@ class StepMasks:
     def _init_state(self) -> None:
         for weight in self.trained.values():
             weight.init_state()
-
-    def _refresh(self) -> None:
-        if self._run.method.flips_at_refresh:
-            self.flips.start({name: weight.local_mask(packed=True) for name, weight in self.trained.items()})
-        self._init_state()
 
     def _zero_dropped(self) -> None:
         """Set what the masks drop to zero: moments of a dense start and optimizers such as Muon move it without a

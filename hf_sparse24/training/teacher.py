@@ -1,8 +1,8 @@
 """The teacher of a distillation: a frozen model, its checks, and its logits in chunks of tokens.
 
-A batch of logits can be larger than the teacher. So its output embedding computes one token of each row, its input is
-kept, and chunks of that are turned into logits when they are compared. Where a model changes the logits behind the
-output embedding, as by scaling or capping them, all logits of a batch are made at once.
+A batch of logits can be larger than the teacher. So its output embedding computes one token of each row, and its input
+is kept and turned into logits chunk by chunk when they are compared. A model that changes the logits behind the output
+embedding, as by scaling or capping them, makes all logits of a batch at once.
 """
 
 import inspect
@@ -35,13 +35,9 @@ class Teacher:
     """A model in eval mode whose weights are frozen; a plain object, so that no Trainer wraps or saves it.
 
     Args:
-        teacher: a model, dense or 2:4 sparse, or the name or directory of one, which is loaded in the dtype that it was
-            saved in.
-        student: the model it teaches.
+        teacher: a dense or 2:4 sparse model, or its name or directory, which is loaded in the dtype that it has there.
+        student: the model that it teaches.
         tokenizer: of the student, to tell padding of the vocabulary from tokens; anything else is ignored.
-
-    Raises:
-        ValueError: it has no weights, shares some with the student, or has other tokens.
     """
 
     def __init__(self, teacher: Any, student: Any, tokenizer: Any):
@@ -54,10 +50,7 @@ class Teacher:
         elif not (isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings")):
             raise ValueError(f"teacher={type(teacher).__name__}: must be a language model, or the name of one")
         if any(parameter.is_meta for parameter in teacher.parameters()):
-            raise ValueError(
-                "the teacher is on the meta device, and has no weights; load it by from_pretrained, without "
-                "torch.device('meta')"
-            )
+            raise ValueError("the teacher is on the meta device, and has no weights; load it by from_pretrained")
         _check_models(teacher, student, tokenizer)
         self.model = teacher.eval().requires_grad_(False)
         self.device: torch.device | None = None
@@ -80,8 +73,8 @@ class Teacher:
         labels = inputs["labels"] if inputs.get("shift_labels") is None else inputs["shift_labels"]
         if source.shape[1] != labels.shape[1]:
             raise ValueError(
-                f"the teacher has {source.shape[1]} positions where the labels have {labels.shape[1]}, as one with a "
-                f"tuned prompt has: its logits cannot be compared with the student's"
+                f"the teacher has {source.shape[1]} positions where the labels have {labels.shape[1]}; a tuned prompt "
+                f"is not supported"
             )
         flat = source.flatten(0, 1)
         return ((chunk, head(flat[chunk.to(flat.device)])) for chunk in positions.split(self.chunk))
@@ -106,7 +99,12 @@ class Teacher:
                 hook.remove()
         if self.by_chunks is None:
             is_last = len(behind) == 1 and behind[0].dim() == 3
-            self._choose(is_last and torch.equal(behind[0].float(), logits.float()))
+            self.by_chunks = is_last and torch.equal(behind[0].float(), logits.float())
+            if not self.by_chunks:
+                logger.warning(
+                    f"distillation: the teacher, {type(self.model).__name__}, changes its logits behind its output "
+                    f"embedding, so all logits of a batch are made at once"
+                )
         return before[0] if self.by_chunks else None
 
     @torch.no_grad()
@@ -122,49 +120,26 @@ class Teacher:
         cache = {"use_cache": False} if "use_cache" in parameters else {}
         return self.model(**known, return_dict=True, **cache)
 
-    def _choose(self, is_last: bool) -> None:
-        self.by_chunks = is_last
-        name = type(self.model).__name__
-        if is_last:
-            logger.info(f"distillation: the teacher, {name}, makes its logits in chunks of {self.chunk} tokens")
-        else:
-            logger.warning(
-                f"distillation: the teacher, {name}, changes its logits behind its output embedding, as by scaling or "
-                f"capping them, so all logits of a batch are made at once"
-            )
-
 
 def shifts_labels(model: Any) -> bool:
-    """Whether logits at position i predict label i + 1, as in causal models, or label i, as in masked ones.
-
-    Raises:
-        ValueError: a model of another kind.
-    """
-    kind = language_model_kind(model)
-    if kind is None:
-        name = type(base_of_peft(model)).__name__
-        raise ValueError(f"teacher=: {name} is no causal or masked language model of Transformers")
-    return kind == "causal"
-
-
-def language_model_kind(model: Any) -> str | None:
-    """`"causal"`, `"masked"`, or None for a model of another kind."""
-    model = base_of_peft(model)
+    """Whether logits at position i predict label i + 1, as in causal models, or label i, as in masked ones; ValueError
+    for a model of another kind."""
+    model = _base_of_peft(model)
     names = {cls.__name__ for cls in type(model).__mro__}
     if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
-        return "causal"
+        return True
     if names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} and not model.config.is_encoder_decoder:
-        return "masked"
-    return None
+        return False
+    raise ValueError(f"teacher=: {type(model).__name__} is no causal or masked language model of Transformers")
 
 
-def base_of_peft(model: Any) -> Any:
+def _base_of_peft(model: Any) -> Any:
     """The model of Transformers in one of PEFT; any other as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _size(model: Any, name: str) -> int:
-    return getattr(base_of_peft(model).config.get_text_config(), name)
+    return getattr(_base_of_peft(model).config.get_text_config(), name)
 
 
 def _check_tokens(tokenizer: Any, teacher: str) -> None:
@@ -178,7 +153,7 @@ def _check_tokens(tokenizer: Any, teacher: str) -> None:
         if tokens.get(index, token) != token:
             raise ValueError(
                 f"teacher={teacher!r} has another tokenizer: id {index} is {tokens[index]!r} there and {token!r} here; "
-                f"take a teacher with the tokenizer of the model"
+                f"take a teacher with the model's"
             )
 
 
@@ -186,8 +161,8 @@ def _check_models(teacher: Any, student: Any, tokenizer: Any) -> None:
     own = {id(parameter) for parameter in student.parameters()}
     if any(id(parameter) in own for parameter in teacher.parameters()):
         raise ValueError(
-            "the teacher shares weights with the model that it teaches, and would change with it; load it a second "
-            "time, or pass its name or directory"
+            "the teacher shares weights with the model that it teaches: load it a second time, or pass its name or "
+            "directory"
         )
     if shifts_labels(teacher) != shifts_labels(student):
         raise ValueError(
@@ -198,5 +173,5 @@ def _check_models(teacher: Any, student: Any, tokenizer: Any) -> None:
         known = "no tokenizer is given" if tokenizer is None else f"the tokenizer has {len(tokenizer)} tokens"
         raise ValueError(
             f"the model has a vocabulary of {sizes[0]}, the teacher one of {sizes[1]}, and {known}: take a teacher "
-            f"with the model's tokens. Where they differ by padding alone, pass processing_class=tokenizer"
+            f"with the model's tokens; if only padding differs, pass processing_class=tokenizer"
         )

@@ -1,4 +1,4 @@
-"""Sparse24Trainer: a Trainer that patches its model and runs its sparsity."""
+"""Sparse24Trainer and Sparse24Seq2SeqTrainer: Trainers that patch their model and run its sparsity."""
 
 from os import PathLike
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import CommitInfo
 from torch import nn, optim
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
@@ -16,23 +16,15 @@ from transformers.training_args import OptimizerNames
 from ..checkpoints.hub import push_to_hub
 from ..config import Sparse24Config
 from ..methods import step_param_groups
+from ..methods.masked_decay import AUTO
 from ..patching.report import PatchReport
 from ..patching.surgery import patch_model
 from ..progress import get_logger
-from ..run import patched_config, sparse_run
+from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, PackedMaster
 from .callback import Sparse24Callback
-from .decay_search import (
-    CANDIDATES,
-    FEASIBLE,
-    DecayTuning,
-    has_trainable_weights,
-    model_of,
-    needs_decay,
-    set_decay,
-    tune_masked_decay,
-)
+from .decay_search import CANDIDATES, DecayTuning, has_trainable_weights, model_of, tune_masked_decay
 from .distillation import DistillationConfig, distill
 from .engines import check_engine
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
@@ -41,7 +33,7 @@ from .step_masks import trains
 logger = get_logger(__name__)
 
 _CARD_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
-"""What `make_model_card` calls arguments of `Trainer.create_model_card`; `_NOT_IN_CARDS` are those that it has not."""
+"""Arguments of `Trainer.create_model_card` and what `make_model_card` calls them; it has no `_NOT_IN_CARDS`."""
 _NOT_IN_CARDS = ("tasks", "dataset", "dataset_args")
 _PUSHES_CHECKPOINTS = (
     "push_to_hub=True pushes training checkpoints, whose weights are dense where hf_sparse24 is not imported; "
@@ -52,22 +44,19 @@ _PUSHES_CHECKPOINTS = (
 class Sparse24Trainer(Trainer):
     """`transformers.Trainer` for 2:4 sparse training; takes everything a Trainer takes.
 
-    Where the method has an optimizer of its own, it makes that from the learning rate, betas, eps and weight decay of
-    its arguments. With `masked_decay="auto"` it determines the decay before it trains. `push_to_hub` shares the export
-    of the model.
+    It makes the optimizer of a method that has one, determines `masked_decay="auto"` before it trains, and its
+    `push_to_hub` shares the export of the model.
 
     Args:
         model: as for `Trainer`: dense, patched or packed; None with `model_init=`, whose model is patched when it is
             made.
-        args: as for `Trainer`. `ddp_broadcast_buffers` becomes False where it is None: masks and scales are the same on
-            all processes.
+        args: as for `Trainer`. `ddp_broadcast_buffers` becomes False where it is None.
         trainer_args: further arguments of `Trainer`, by position.
         sparse24_config: how to patch the model. `None` keeps a model that is patched or packed as it is, and patches
             any other with `Sparse24Config()`.
         teacher: a language model of the same tokens, or its name or directory, whose predictions the model learns
-            in addition to the labels (see `DistillationConfig`). It is frozen, and no part of checkpoints or
-            evaluation. The log has `cross_entropy` and `distillation_loss` in addition to `loss`.
-        distillation: how much the teacher counts; `None` for what the method is published with, else for
+            in addition to the labels (see `distill`). The log then has `cross_entropy` and `distillation_loss`.
+        distillation: how much the teacher counts; None for what the method is published with, else for
             `DistillationConfig()`.
         kwargs: further arguments of `Trainer`, by name.
 
@@ -125,15 +114,12 @@ class Sparse24Trainer(Trainer):
         return model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`. A resumed run goes on as if it had not been interrupted.
+        """As `Trainer.train`. A resumed run equals an uninterrupted one.
 
         Args:
             resume_from_checkpoint: a checkpoint's directory; True for the newest whole one in the output directory.
             args: further arguments of `Trainer.train`, by position.
             kwargs: further arguments of `Trainer.train`, by name.
-
-        Returns:
-            Steps, mean loss and metrics, as `Trainer.train` returns them.
 
         Raises:
             ValueError: the checkpoint is cut short, or is of another method, pattern or choice of layers.
@@ -154,15 +140,13 @@ class Sparse24Trainer(Trainer):
     ):
         # Only here are the model, `model_init`'s too, and the arguments of a hyperparameter trial those of the run.
         model = model_of(self)
-        if patched_config(model) is None and not sparse_weights(model, PACKED):
-            raise ValueError(
-                "the model was patched when this trainer was made, and is not any more: it went through unpatch_model, "
-                "or trainer.model is another one; call patch_model(trainer.model, config) before train()"
-            )
-        check_engine(self.accelerator, model)
         run = sparse_run(model)
-        if needs_decay(model) and run is not None and not run.facts.finished:  # then no decay acts
-            set_decay(model, _determined_decay(self, resume_from_checkpoint))
+        if run is None and not sparse_weights(model, PACKED):
+            raise ValueError("the model is not patched any more; call patch_model(trainer.model, config) first")
+        check_engine(self.accelerator, model)
+        # No decay acts once a run has finished.
+        if run is not None and getattr(run.config, "masked_decay", None) == AUTO and not run.facts.finished:
+            run.change_settings(masked_decay=_determined_decay(self, resume_from_checkpoint))
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int | None = None) -> DecayTuning:
@@ -170,8 +154,8 @@ class Sparse24Trainer(Trainer):
 
         Trains a copy of the model densely, and copies with some of the candidates, from the same start on the same
         batches, and compares how fast masks flip at the end: mu = sparse / dense. mu falls as the decay grows, so
-        bisection finds where it crosses the middle of [0.60, 0.95]. The trainer is left as it is. Costs a copy of the
-        model, and `steps` training steps for each probe: 5 with the default candidates.
+        bisection finds where it crosses the middle of [0.60, 0.95]. Costs a copy of the model, and `steps` training
+        steps for each probe: 5 with the default candidates.
 
         Args:
             candidates: decay factors >= 0; by default the grid 2, 6 x 10^-k from 2e-6 to 6e-2, as in the paper.
@@ -190,8 +174,8 @@ class Sparse24Trainer(Trainer):
         """
         if self.is_deepspeed_enabled:
             raise ValueError(
-                "masked_decay='auto' trains copies of the model, and DeepSpeed takes one model in a process: call "
-                "tune_masked_decay in a run without DeepSpeed, and set the number that it chooses"
+                "masked_decay='auto' trains copies of the model, and DeepSpeed takes one: call tune_masked_decay in a "
+                "run without DeepSpeed, and set the number that it chooses"
             )
         return tune_masked_decay(self, tuple(candidates), steps)
 
@@ -227,12 +211,9 @@ class Sparse24Trainer(Trainer):
 
         Returns:
             Where the commit is, in the process that pushed; None in the others.
-
-        Raises:
-            ValueError: what `push_to_hub` of a model raises.
         """
-        model = _shared_model(self)
-        if model is None:
+        model = self.accelerator.unwrap_model(model_of(self), keep_torch_compile=False)
+        if not isinstance(model, PreTrainedModel) or sparse_run(model) is None:
             return super().push_to_hub(commit_message, **options)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         saved = {"processing_class": self.processing_class, "commit_message": commit_message}
@@ -262,7 +243,8 @@ class Sparse24Trainer(Trainer):
             save_config(model_of(self), str(self.args.output_dir if output_dir is None else output_dir))
 
     def _patch(self, model: nn.Module) -> None:
-        if sparse_weights(model, PackedMaster) and patched_config(model) == self.sparse24_config:
+        run = sparse_run(model)
+        if run is not None and sparse_weights(model, PackedMaster) and run.config == self.sparse24_config:
             return
         if self.sparse24_config is not None or not sparse_weights(model, PACKED):  # around a packed one adapters train
             self.patch_report = patch_model(model, self.sparse24_config)
@@ -272,17 +254,17 @@ def _check_own_loss(trainer: Trainer) -> None:
     """Raise ValueError where a Trainer does not take the model's own loss, which a teacher adds to."""
     if trainer.args.label_smoothing_factor:
         raise ValueError(
-            f"label_smoothing_factor={trainer.args.label_smoothing_factor}: the teacher's predictions smooth the "
-            f"labels already; leave it at 0, or leave out teacher="
+            f"label_smoothing_factor={trainer.args.label_smoothing_factor}: a teacher adds to the loss of the model "
+            f"itself; leave it at 0, or leave out teacher="
         )
     if trainer.compute_loss_func is not None:
         raise ValueError("compute_loss_func and teacher= both say what the loss is; pass one of them")
 
 
 def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
-    """What asks for an optimizer must not be ignored where the method makes its own."""
+    """Raise ValueError where an optimizer is asked for that the method's own would silently replace."""
     asked = []
-    # The two that Transformers takes where nobody asks.
+    # The two that Transformers takes by default.
     if trainer.args.optim not in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
         asked.append(f"optim={OptimizerNames(trainer.args.optim).value!r}")
     if trainer.args.optim_args:
@@ -299,13 +281,10 @@ def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
 def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float:
     """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
     if not has_trainable_weights(model_of(trainer)):
-        logger.warning(
-            "masked_decay='auto' becomes 0.0: every sparse weight is frozen, so there is nothing that it acts on"
-        )
+        logger.warning("masked_decay='auto' becomes 0.0: every sparse weight is frozen, so no decay acts")
         return 0.0
     if checkpoint:
-        saved = saved_config(checkpoint)
-        decay = None if saved is None else getattr(saved.config, "masked_decay", None)
+        decay = getattr(saved_config(checkpoint), "masked_decay", None)
         if not isinstance(decay, int | float):
             raise ValueError(
                 f"masked_decay='auto': {checkpoint} does not say which decay it was trained with; set that number"
@@ -316,18 +295,11 @@ def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float
     if trainer.is_world_process_zero():
         logger.info(str(tuning))
     if tuning.chosen is None:
-        low, high = FEASIBLE
         raise ValueError(
-            f"masked_decay='auto': no candidate has mu in [{low:.2f}, {high:.2f}]\n{tuning}\nCall "
-            f"tune_masked_decay with candidates nearer to where mu crosses it, and set the number it chooses"
+            f"masked_decay='auto': no candidate has mu in [0.60, 0.95]\n{tuning}\nCall tune_masked_decay with "
+            f"candidates nearer to where mu crosses it, and set the number that it chooses"
         )
     return tuning.chosen
-
-
-def _shared_model(trainer: Trainer) -> PreTrainedModel | None:
-    """The patched model that is pushed as an export; None for any other, which is pushed as by Transformers."""
-    model = trainer.accelerator.unwrap_model(model_of(trainer), keep_torch_compile=False)
-    return model if isinstance(model, PreTrainedModel) and patched_config(model) is not None else None
 
 
 def _card_details(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
@@ -337,3 +309,23 @@ def _card_details(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
     details = {"log_history": trainer.state.log_history, "hyperparameters": hyperparameters}
     named = {_CARD_NAMES.get(name, name): value for name, value in given.items() if value is not None}
     return details | {name: value for name, value in named.items() if name not in _NOT_IN_CARDS}
+
+
+class Sparse24Seq2SeqTrainer(Sparse24Trainer, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` for 2:4 sparse training of encoder-decoder models, as of translation or speech.
+
+    It takes the arguments of `Sparse24Trainer`. With `predict_with_generate=True` of its `Seq2SeqTrainingArguments` it
+    evaluates what the sparse model generates.
+
+    Examples:
+        >>> from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainingArguments
+        >>> sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 99, "pad_token_id": 98}
+        >>> model = MarianMTModel(MarianConfig(**sizes, decoder_start_token_id=98, encoder_layers=1, decoder_layers=1))
+        >>> data = [{"input_ids": [5, 6, 0], "labels": [6, 5, 0]}] * 4
+        >>> generating = {"predict_with_generate": True, "generation_max_length": 6}
+        >>> args = Seq2SeqTrainingArguments("out", max_steps=2, report_to="none", **generating)
+        >>> trainer = Sparse24Seq2SeqTrainer(model, args, train_dataset=data)
+        >>> output = trainer.train()
+        >>> len(trainer.predict(data).predictions)
+        4
+    """

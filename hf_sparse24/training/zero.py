@@ -1,14 +1,12 @@
-"""DeepSpeed ZeRO-1 and ZeRO-2: the optimizer that the controller follows there. Nothing here imports DeepSpeed.
+"""The optimizer that the controller follows with DeepSpeed ZeRO-1 and ZeRO-2. Nothing here imports DeepSpeed.
 
-Every process has whole weights, so layers, masks and scales are those of one process. ZeRO optimizes an fp32 copy: the
-parameters of a group form one flat tensor, and each process updates a piece of it. A piece may begin and end anywhere
-in a weight.
+Every process has whole weights, masks and scales. ZeRO optimizes an fp32 copy: the parameters of a group form one flat
+tensor, and each process updates a piece of it, which may begin and end anywhere in a weight.
 
-ZeRO's step handles the groups one by one: it unscales and clips the gradient, then the optimizer below updates the
-piece. At the end every process gets all pieces. So gradients are final group by group, and weights are new when ZeRO's
-step ends.
+ZeRO's step takes the groups one by one: it unscales and clips the gradient, then the optimizer below updates the piece.
+In the end every process gets all pieces. So gradients are final group by group, and weights are new when the step ends.
 
-Attributes of DeepSpeed's classes that this relies on are in 0.19.8, the version of the tests.
+The attributes of DeepSpeed's classes used here are in 0.19.8, the version of the tests.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,21 +17,19 @@ from torch import Tensor
 from ..methods import Piece, SparseMethod
 from ..weights.sparse_weight import SparseWeight, first_of_each
 
-_ZERO_1_AND_2 = "DeepSpeedZeroOptimizer"
-
 
 class ZeroOptimizer:
-    """What the controller needs of a `torch.optim.Optimizer`, of the optimizer of ZeRO-1 or ZeRO-2.
+    """What `TorchOptimizer` does for the controller, for the optimizer of ZeRO-1 or ZeRO-2.
 
     Raises:
         ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
     """
 
     def __init__(self, zero: Any, method: SparseMethod):
-        if type(zero).__name__ != _ZERO_1_AND_2:
+        if type(zero).__name__ != "DeepSpeedZeroOptimizer":
             raise ValueError(
-                f"DeepSpeed's {type(zero).__name__} is not supported: use ZeRO-1 or ZeRO-2 (zero_optimization.stage 1 "
-                f"or 2, without data_types.grad_accum_dtype and zenflow), or FSDP2 in place of ZeRO-3"
+                f"DeepSpeed's {type(zero).__name__} is not supported: use ZeRO-1 or ZeRO-2 (without "
+                f"data_types.grad_accum_dtype and zenflow), or FSDP2"
             )
         check_method(method)
         self.zero = zero
@@ -60,10 +56,7 @@ class ZeroOptimizer:
         """Call `before` and `after` around each step, and `change` when the gradients of a group are final. A step that
         ZeRO skips because gradients have overflowed does not count.
 
-        ZeRO's optimizer has no hooks, so its method `step` gets another one in its place.
-
-        Returns:
-            What `remove` is called of, as a list of torch's handles.
+        ZeRO's optimizer has no hooks, so its `step` is replaced until `remove`, which the returned object has.
         """
         zero, take_step, has_begun = self.zero, self.zero.step, False
 
@@ -97,8 +90,8 @@ def check_method(method: SparseMethod) -> None:
     """Raise ValueError where a method makes its own optimizer, as STEP does."""
     if method.overrides("make_optimizer"):
         raise ValueError(
-            f"method {method.name!r} makes its own optimizer, and DeepSpeed ZeRO optimizes flat pieces of the "
-            f"weights, one group after the other; use DDP or FSDP2"
+            f"method {method.name!r} makes its own optimizer of whole weights, and DeepSpeed ZeRO optimizes flat "
+            f"pieces of them; use DDP or FSDP2"
         )
 
 

@@ -319,7 +319,7 @@ def _export_tied(rank, world, directory, sizes):
 
 def test_what_comes_too_late_is_refused():
     for adapters, unpatched in ranks.run(2, _too_late):
-        assert "but not 4 parameters that train, such as one of shape (4, 32)" in adapters
+        assert "not sharded 4 parameters that train, such as one of shape (4, 32)" in adapters
         assert "is sharded, and unpatch_model changes whole weights" in unpatched
 
 

@@ -10,7 +10,7 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer
 from hf_sparse24.run import patched_config
-from hf_sparse24.training.decay_search import DecayTuning, _probe
+from hf_sparse24.training.decay_search import DecayTuning, tune_masked_decay
 
 
 class Trials:
@@ -50,7 +50,7 @@ def search(monkeypatch, tmp_path, config, trials, **overrides) -> Trials:
 
 @pytest.mark.parametrize("method", ["s-ste", "step"])
 def test_hyperparameter_search_patches_the_model_of_every_trial(tmp_path, monkeypatch, method):
-    """`step` too, whose optimizer is made anew: a trial with the settings of the first one ends where that one did."""
+    """`step` too, which makes another optimizer: a trial with the settings of the first one ends where that one did."""
     trials = [{"learning_rate": rate, "max_steps": steps} for rate, steps in ((1e-2, 3), (1e-3, 2), (1e-2, 3))]
     runs = search(monkeypatch, tmp_path, Sparse24Config(method=method), trials).runs
     losses = [objective for objective, *_ in runs]
@@ -65,7 +65,7 @@ def test_every_trial_finds_its_own_masked_decay(tmp_path, monkeypatch):
 
     def tune(run, candidates, steps):
         asked.append(run.args.learning_rate)
-        _probe(run, None, 4)
+        tune_masked_decay(run, (1e-3,), 4)
         return DecayTuning(1e-3, {}, 1e-5 * len(asked))
 
     monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", tune)

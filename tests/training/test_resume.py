@@ -176,16 +176,12 @@ def test_adapters_resume_with_the_decay_and_phase_of_the_model_below(tmp_path, m
         run(trains_below=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
-def experts(directory, seed, plain=False, **overrides) -> Trainer:
+def experts(directory, seed, **overrides) -> Trainer:
     """A run of stacked experts, which a Trainer does not load by itself."""
     model = zoo.build("qwen3_moe", seed=seed)
     patch_model(model, Sparse24Config(method="ste"))
-    callbacks = [Sparse24Callback()] if plain else []
-    run = Trainer(
-        model, arguments(directory, learning_rate=1e-2, **overrides), train_dataset=dataset(), callbacks=callbacks
-    )
-    if not plain:
-        Sparse24Callback.add_to(run)
+    run = Trainer(model, arguments(directory, learning_rate=1e-2, **overrides), train_dataset=dataset())
+    Sparse24Callback.add_to(run)
     return run
 
 
@@ -201,8 +197,6 @@ def test_a_callback_goes_on_from_the_checkpoint_that_was_named(tmp_path):
     for run in (again, added, replaced):
         run.train(resume_from_checkpoint=named)
         assert torch.equal(weights(run.model), weights(first.model))
-    with pytest.raises(ValueError, match=r"resumes at step 2.*add_to"):
-        experts(tmp_path / "first", 9, plain=True).train(resume_from_checkpoint=named)
 
 
 def test_another_method_is_refused_before_its_optimizer_is_loaded(tmp_path):
@@ -216,10 +210,10 @@ def test_another_method_is_refused_before_its_optimizer_is_loaded(tmp_path):
 
 
 def test_a_checkpoint_without_the_state_of_the_methods_optimizer_is_refused(tmp_path):
-    """The optimizer would begin anew, dense, in the middle of a run that is sparse."""
+    """The optimizer would begin again, dense, in the middle of a run that is sparse."""
     config = Sparse24Config(method="step", switch_after=1, switch_by=2)
     train(tmp_path, config=config, save_only_model=True, **SAVING)
-    with pytest.raises(ValueError, match=r"cannot go on at step 2 of 4: method 'step' trains by the state of its own"):
+    with pytest.raises(ValueError, match=r"cannot go on at step 2: method 'step' trains by the state of the"):
         resume(tmp_path, config=config, checkpoint=str(tmp_path / "checkpoint-2"))
 
 

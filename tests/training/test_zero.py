@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused_by_deepspeeds_own_classes(tmp_path):
 def _refusals(rank, world, folder):
     model, optimizer = _make("ste")
     engine = _engine(model, optimizer, 2)
-    with pytest.raises(ValueError, match=r"does not hold .*, which is trainable; pass engine.optimizer"):
+    with pytest.raises(ValueError, match=r"does not hold .*engine.optimizer"):
         Sparse24Controller(engine, optimizer, total_steps=STEPS)
     for stage, config, name in (
         (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "BF16_Optimizer"),
@@ -262,7 +262,7 @@ def _optimizer(name: str, **attributes):
 @pytest.mark.parametrize("name", ["DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "ZenFlowZeroOptimizerSequential"])
 def test_other_optimizers_of_deepspeed_are_refused(name):
     model, _ = _make("ste")
-    with pytest.raises(ValueError, match=f"{name} is not supported: use ZeRO-1 or ZeRO-2 .* or FSDP2"):
+    with pytest.raises(ValueError, match=f"{name} is not supported: use ZeRO-1 or ZeRO-2"):
         Sparse24Controller(model, _optimizer(name), total_steps=STEPS)
 
 
@@ -297,5 +297,5 @@ def test_no_decay_is_searched_with_deepspeed(tmp_path):
         sparse24_config=Sparse24Config(method="sr-ste", masked_decay="auto"),
     )
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(ValueError, match=r"DeepSpeed takes one model in a process: call tune_masked_decay in a run"):
+    with pytest.raises(ValueError, match=r"masked_decay='auto' .* DeepSpeed"):
         trainer.tune_masked_decay()
