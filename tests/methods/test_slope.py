@@ -1,7 +1,6 @@
 """SLoPe on literal numbers and against its formulas: two masks, three GEMMs, AdamW on kept values, late adapters."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from hf_sparse24 import (
     Sparse24Conv1D,
     Sparse24Linear,
     export_model,
-    oneshot,
     patch_model,
     sparse_weights,
     unpatch_model,
 )
-from hf_sparse24.methods import METHODS
 from hf_sparse24.run import SparseRun, set_phase, sparse_run
 from hf_sparse24.weights.encodings import Wanted
 
@@ -74,6 +71,10 @@ def double(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert one.shape == other.shape and float((one - other).detach().abs().max()) <= 1e-12
+
+
 # --- the two masks ---
 
 
@@ -96,36 +97,16 @@ def test_at_most_two_of_four_both_ways_and_a_subset(initial_mask):
     assert both.sum() < rows.sum() and not (both & ~rows).any()
 
 
-EXTRA_ZEROS = {(2, 4): 0.09375, (1, 2): 0.125, (2, 8): 0.0584}
-"""Of all entries, by the paper's formula; 2:8 rounded."""
-
-
-@pytest.mark.parametrize(("n", "m"), EXTRA_ZEROS)
-@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
-def test_the_share_of_extra_zeros_is_the_formula(initial_mask, n, m):
-    """sum_{j > N} C(M, j) s^j (1 - s)^(M - j) (j - N) / M. Groups along the output are independent or, of one row's
-    group, negatively correlated, so the variance of their mean is at most theirs over their number: four of its
-    roots are allowed, 5.9e-4 for 2:4."""
-    size, s = 2048, n / m
-    chances = {j: math.comb(m, j) * s**j * (1 - s) ** (m - j) for j in range(m + 1)}
-    extra = {j: max(j - n, 0) / m for j in chances}
-    formula = sum(chances[j] * extra[j] for j in chances)
-    assert formula == pytest.approx(EXTRA_ZEROS[n, m], abs=5e-5)
-    variance = sum(chances[j] * extra[j] ** 2 for j in chances) - formula**2
-    error = 4 * math.sqrt(variance / (size * size / m))
-    torch.manual_seed(0)
-    layer = make_layer(torch.randn(size, size), pattern=f"{n}:{m}", initial_mask=initial_mask)
-    measured = float((backward_weight(layer) == 0).double().mean()) - (1 - s)
-    assert measured == pytest.approx(formula, abs=error) and error < 1e-3
-
-
 def test_what_the_card_says_of_gaussian_weights():
-    """Of the L1 norm of what the row mask keeps, the column mask keeps 88 %, or 92 % where rows are random."""
+    """Of the L1 norm of what the row mask keeps, the column mask keeps 88 %, or 92 % where rows are random. It drops
+    3/32 of all entries, by the paper's formula for independent rows."""
     torch.manual_seed(0)
     weight, kept = torch.randn(1024, 1024), {}
     for initial_mask in ("magnitude", "random"):
         layer = make_layer(weight, initial_mask=initial_mask)
-        kept[initial_mask] = float(backward_weight(layer).abs().sum() / layer.sparse_weight().abs().sum())
+        rows, both = layer.sparse_weight(), backward_weight(layer)
+        kept[initial_mask] = float(both.abs().sum() / rows.abs().sum())
+        assert float((both == 0).double().mean()) - 0.5 == pytest.approx(3 / 32, abs=1e-3)
     assert kept == pytest.approx({"magnitude": 0.88, "random": 0.916}, abs=2e-3)
 
 
@@ -141,71 +122,15 @@ def test_a_random_mask_follows_from_the_weight_alone():
     assert (first.view(64, 16, 4).sum(2) == 2).all()
 
 
-def test_a_random_mask_is_uniform():
-    """Of the six patterns of a group, by a chi-squared test: with 5 degrees of freedom above 30 by a chance of 1e-5."""
-    torch.manual_seed(0)
-    layer = make_layer(torch.randn(512, 512), initial_mask="random")
-    patterns = layer.sparse24["weight"].mask().view(-1, 4).int() @ torch.tensor([8, 4, 2, 1], dtype=torch.int32)
-    counts = patterns.bincount(minlength=16)[[3, 5, 6, 9, 10, 12]].double()
-    expected = 512 * 512 / 4 / 6
-    assert counts.sum() == 512 * 512 / 4 and float(((counts - expected) ** 2 / expected).sum()) < 30
-
-
-@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
-def test_the_row_mask_is_kept_and_the_column_mask_follows_the_weights(initial_mask):
-    layer = make_layer(torch.randn(16, 16), initial_mask=initial_mask)
-    rows, both = layer.sparse24["weight"].mask(), backward_weight(layer) != 0
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(16, 16))
-    assert torch.equal(layer.sparse24["weight"].mask(), rows)
-    after = backward_weight(layer) != 0
-    assert not torch.equal(after, both) and torch.equal(after, rows & largest(layer.weight * rows, 0))
-
-
-def test_masks_of_oneshot_are_taken():
-    model = zoo.build("llama")
-    oneshot(model, [zoo.batch(seed, rows=4) for seed in range(2)], Sparse24Config(method="slope"))
-    masks = {name: weight.mask() for name, weight in sparse_weights(model).items()}
-    plain = zoo.build("llama")
-    assert any(not torch.equal(mask, largest(plain.get_parameter(name), 1)) for name, mask in masks.items())
-    assert all((mask.unflatten(1, (-1, 4)).sum(2) == 2).all() for mask in masks.values())
-    run_steps(model, *loop(model), 2)
-    assert all(torch.equal(weight.mask(), masks[name]) for name, weight in sparse_weights(model).items())
-
-
 def test_state_is_checked_along_the_input_alone():
     weight = make_layer(torch.randn(8, 8)).sparse24["weight"]
     (view,) = weight.views()
     assert weight.method.check_state(view) is None  # although columns keep more than two of four
     weight.state["mask_bits"].fill_(255)
-    assert "does not keep exactly 2 of every 4 along the input dimension in 16" in weight.method.check_state(view)
+    assert "along the input dimension in 16 groups" in weight.method.check_state(view)
 
 
 # --- the three GEMMs ---
-
-
-@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
-@pytest.mark.parametrize("conv1d", [False, True])
-def test_forward_and_backward_are_the_formulas(conv1d, initial_mask):
-    torch.manual_seed(0)
-    weight, x, grad = double(16, 24), double(10, 24).requires_grad_(), double(10, 16)
-    layer = make_layer(weight, conv1d, initial_mask=initial_mask)
-    output = layer(x)
-    output.backward(grad)
-    rows = layer.sparse24["weight"].mask()
-    rows = rows.t() if conv1d else rows
-    if initial_mask == "magnitude":
-        assert torch.equal(rows, largest(weight, 1))
-    found = layer.weight.grad.t() if conv1d else layer.weight.grad
-    with torch.no_grad():
-        forward = weight * rows
-        assert_close(output, x @ forward.t() + layer.bias)
-        assert_close(x.grad, grad @ (forward * largest(forward, 0)))
-        assert_close(found, rows * (grad.t() @ x))
-
-
-def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
-    assert one.shape == other.shape and float((one - other).detach().abs().max()) <= 1e-12
 
 
 def test_three_steps_are_adamw_on_the_kept_values_alone():
@@ -287,31 +212,35 @@ def test_phases_and_what_trains_in_each():
     ],
 )
 def test_phase_by_step(settings, total, phases):
-    method = method_of(settings)
+    method = SparseRun(Sparse24Config(method="slope", **settings)).method
     assert [method.phase(step, total, None) for step in range(total)] == phases
 
 
-def method_of(settings):
-    return SparseRun(Sparse24Config(method="slope", **settings)).method
-
-
+@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
 @pytest.mark.parametrize("conv1d", [False, True])
-def test_an_adapted_layer_is_the_formula_and_merges(conv1d):
+def test_a_layer_is_the_formula_with_and_without_adapters_and_merges(conv1d, initial_mask):
     torch.manual_seed(0)
     weight, x, grad = double(16, 24), double(10, 24).requires_grad_(), double(10, 16)
-    layer = make_layer(weight, conv1d, adapter_rank=3)
+    layer = make_layer(weight, conv1d, initial_mask=initial_mask, adapter_rank=3)
     sparse = layer.sparse24["weight"]
     left, right = sparse.parameters["adapter_left"], sparse.parameters["adapter_right"]
     assert left.shape == (24, 3) and right.shape == (3, 16) and not right.any()
     with torch.no_grad():
         right.copy_(double(3, 16))
-    forward = weight * largest(weight, 1)
-    assert_close(layer(x), x @ forward.t() + layer.bias)  # not yet
+    rows = sparse.mask().t() if conv1d else sparse.mask()
+    assert torch.equal(rows, largest(weight, 1)) == (initial_mask == "magnitude")
+    forward = weight * rows
+    backward = forward * largest(forward, 0)
+    output = layer(x)
+    output.backward(grad)
+    assert_close(output, x @ forward.t() + layer.bias)  # not yet
+    assert_close(layer.weight.grad.t() if conv1d else layer.weight.grad, rows * (grad.t() @ x))
+    assert_close(x.grad, grad @ backward)
     sparse.run.set_phase("adapters")
+    x.grad = None
     output = layer(x)
     output.backward(grad)
     with torch.no_grad():
-        backward = forward * largest(forward, 0)
         assert_close(output, x @ forward.t() + layer.bias + x @ left @ right / 3)
         assert_close(x.grad, grad @ backward + grad @ right.t() @ left.t() / 3)
         assert_close(left.grad, x.t() @ (grad @ right.t()) / 3)
@@ -385,19 +314,23 @@ def test_compiled_in_one_graph(phase):
         torch.testing.assert_close(mlp.get_parameter(name).grad, gradient, atol=1e-5, rtol=1e-4)
 
 
+def test_adapters_of_frozen_weights_are_frozen():
+    model = zoo.build("llama").requires_grad_(False)
+    patch_model(model, Sparse24Config(method="slope", adapter_rank=2))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 # --- settings, and layers that cannot be sparse ---
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"initial_mask": "wanda"}, r"initial_mask='wanda': must be one of \['magnitude', 'random'\]"),
-        ({"adapter_rank": -1}, "adapter_rank=-1: must be an int >= 0"),
-        ({"adapter_rank": 0.5}, r"adapter_rank=0\.5: must be an int >= 0"),
-        ({"adapter_rank": True}, "adapter_rank=True: must be an int >= 0"),
-        ({"adapter_steps": 0}, "adapter_steps=0: must be at least 1 step"),
-        ({"adapter_steps": 1.5}, r"adapter_steps=1\.5: must be an int >= 0"),
-        ({"adapter_rank": 4, "dense_tail": 0.1}, r"adapter_rank=4, dense_tail=0\.1: .* set one of the two to 0"),
+        ({"initial_mask": "wanda"}, "initial_mask='wanda': must be"),
+        ({"adapter_rank": -1}, "adapter_rank=-1: must be"),
+        ({"adapter_rank": True}, "adapter_rank=True: must be"),
+        ({"adapter_steps": 0}, "adapter_steps=0: must be"),
+        ({"adapter_rank": 4, "dense_tail": 0.1}, r"adapter_rank=4, dense_tail=0\.1: "),
     ],
 )
 def test_wrong_settings(settings, message):
@@ -405,8 +338,7 @@ def test_wrong_settings(settings, message):
         Sparse24Config(method="slope", **settings)
 
 
-def test_what_chose_the_state_cannot_change(tmp_path):
-    assert METHODS["slope"].settings_of_state == ("initial_mask", "adapter_rank", "master")
+def test_what_chose_the_state_cannot_change():
     model = adapted()
     with pytest.raises(ValueError, match="adapter_rank=3, now 4"):
         patch_model(model, Sparse24Config(method="slope", target_modules="all-linear", **LATE | {"adapter_rank": 4}))

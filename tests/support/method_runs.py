@@ -12,8 +12,7 @@ from datasets import Dataset
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer
-from hf_sparse24.methods import METHODS, step_param_groups
-from hf_sparse24.methods.settings import is_length, is_positive_length
+from hf_sparse24.methods import METHODS, is_length, is_positive_length, step_param_groups
 from hf_sparse24.run import sparse_run
 
 STEPS = 12

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_sparse24.methods.step_adamw import StepAdamW
+from hf_sparse24.methods import StepAdamW
 
 WEIGHTS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 PAPER = {"switch_rule": "arithmetic", "update_clip": 0.0}
