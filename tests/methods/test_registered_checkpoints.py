@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
-import hf_sparse24_command
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import set_phase, sparse_run
@@ -110,12 +109,6 @@ def test_a_fresh_process_needs_the_registration(tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("method='own': must be one of ['fixed-mask', ") == 2
-
-
-def test_the_command_line_knows_it(tmp_path, capsys):
-    zoo.build("llama", architectures=["LlamaForCausalLM"]).config.save_pretrained(tmp_path)
-    assert hf_sparse24_command.main(["doctor", str(tmp_path), "--tokens", "64", "--method", "own"]) == 0
-    assert "64 x 32" in capsys.readouterr().out
 
 
 def test_the_command_line_imports_it(tmp_path):

@@ -11,7 +11,6 @@ import train
 import zoo
 from arguments import UsageError, parse_arguments
 from method_runs import loop, run_steps
-from paths import RECIPES
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Linear, patch_model, sparse_weights
@@ -56,24 +55,14 @@ def test_gamma_moves_the_threshold_towards_the_smallest_that_is_kept():
     # t = 0.5 * 3 + 0.5 * 2, S = [1.5, 0, -0.5, 0], beta = (4 * 1.5 + 3 * 0.5) / (1.5^2 + 0.5^2)
     assert layer.scale.item() == 3.0
     assert layer.sparse_weight().tolist() == [[4.5, 0, -1.5, 0]]
-    layer = make_layer(torch.tensor([[4.0, -1, -3, 2]]), method="s-ste-gamma", gamma=0.5, scale_rule="l1")
-    assert layer.scale.item() == 10 / 2
-    layer = make_layer(torch.tensor([[4.0, -1, -3, 2]]), method="s-ste-gamma", gamma=0.5, scale_rule="none")
-    assert layer.scale.item() == 1
+    for rule, scale in (("none", 1), ("l1", 10 / 2)):
+        layer = make_layer(torch.tensor([[4.0, -1, -3, 2]]), method="s-ste-gamma", gamma=0.5, scale_rule=rule)
+        assert layer.scale.item() == scale
     weight = layer.sparse24["weight"]
     with pytest.raises(ValueError, match=r"gamma=0\.5"):
         weight.method.state_of_pruned(weight.views()[0])
     with pytest.raises(ValueError, match="gamma=1: must be"):
         Sparse24Config(method="s-ste-gamma", gamma=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gamma_is_continuous_at_zero_and_stays_2_4(dtype):
-    weight = torch.randn(16, 32, dtype=dtype)
-    near, far = (make_layer(weight, method="s-ste-gamma", gamma=gamma).sparse_weight() for gamma in (1e-9, 0.9))
-    torch.testing.assert_close(near, make_layer(weight, method="s-ste").sparse_weight())
-    for pruned in (near, far):
-        assert is_nm_sparse(pruned) and not pruned[pruned == 0].signbit().any()
 
 
 def test_scales_that_are_given_and_that_move():
@@ -125,9 +114,3 @@ def test_a_recipe_imports_it_by_a_flag(tmp_path):
     assert next(group for group in parsed if hasattr(group, "make_config")).make_config().method == "ste-greedy"
     with pytest.raises(UsageError, match="method_module='no_such'"):
         parse_arguments(train.ARGUMENTS, [*flags, "--method_module", "no_such"])
-
-
-def test_it_imports_public_modules_alone():
-    lines = (RECIPES / "ablations.py").read_text().splitlines()
-    ours = {line.split()[1] for line in lines if line.startswith(("from hf_", "import hf_", "import sparse24_"))}
-    assert ours == {"hf_sparse24", "hf_sparse24.methods", "sparse24_kernels"}
