@@ -12,6 +12,7 @@ Tensors are read, checked and written one file at a time, by their names; no mod
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,19 @@ _BY_ROWS = (-1, Pattern(2, 4))
 def convert_checkpoint(source: Path, directory: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
     """Write the model in `source` to `directory`, as a dense `export_model` does: an export there is replaced.
 
-    Values stay what they are, bit for bit. Quantized ones (FP8, int8) stay quantized, in a checkpoint that says so.
+    Values keep every bit. Quantized ones (FP8, int8) stay quantized, in a checkpoint that says so.
 
     Raises:
-        ValueError: the checkpoint has another format, or is damaged; or `directory` has another model than an export.
+        ValueError: the checkpoint has another format, or is damaged; or `directory` has a model that is no export.
         OSError: a file is missing or cut short.
     """
     config, is_bitmask = _read_dense_config(source)
-    tensors = _read_tensors(source)
+    tensors = Tensors(source)
+    if SAFE_WEIGHTS_NAME not in tensors.files:
+        index = source / SAFE_WEIGHTS_INDEX_NAME
+        wrong = sorted(name for name, _ in read_json(index)["weight_map"].items() ^ tensors.names.items())
+        if wrong:
+            raise ValueError(f"{index}: {wrong[0]} is not in the file that it lists; copy or download it again")
     files = in_files(_lazy_tensors(source, tensors, is_bitmask), "dense", max_shard_size)
     fingerprint = make_fingerprint(config, files, ((name, tensors.read(name)) for name in tensors.names))
     refuse_other_models(Path(directory))
@@ -58,10 +64,7 @@ def convert_checkpoint(source: Path, directory: str | os.PathLike, max_shard_siz
 
 
 def _read_dense_config(source: Path) -> tuple[dict[str, Any], bool]:
-    """What `config.json` of the dense checkpoint says, and whether this one has bitmasks.
-
-    ValueError: there is nothing to convert.
-    """
+    """What `config.json` of the dense checkpoint says, and whether this one has bitmasks."""
     path = source / CONFIG
     config = read_json(path)
     said = [config.pop(key, None) for key in ("quantization_config", "compression_config")]
@@ -72,22 +75,10 @@ def _read_dense_config(source: Path) -> tuple[dict[str, Any], bool]:
     format = "marlin-24" if "marlin-24" in json.dumps(quantization) else sparsity.get("format")
     if format not in (BITMASK, "dense"):
         raise ValueError(f"{path}: its weights have the format {format!r}; only {BITMASK!r} is converted")
-    # vLLM refuses any sparsity_config, also one of dense weights; what quantizes them besides stays.
+    # vLLM refuses any sparsity_config, also one of dense weights; quantization stays.
     if any(quantization.get(key) for key in ("config_groups", "kv_cache_scheme", "transform_config")):
         config["quantization_config"] = quantization
     return config, format == BITMASK
-
-
-def _read_tensors(source: Path) -> Tensors:
-    """The tensors of all files; ValueError: they are not where the index says."""
-    tensors = Tensors(source)
-    if SAFE_WEIGHTS_NAME not in tensors.files:
-        index = source / SAFE_WEIGHTS_INDEX_NAME
-        listed = read_json(index)["weight_map"]
-        wrong = sorted(name for name, _ in listed.items() ^ tensors.names.items())
-        if wrong:
-            raise ValueError(f"{index}: {wrong[0]} is not in the file that it lists; copy or download it again")
-    return tensors
 
 
 def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool) -> list[LazyTensors]:
@@ -99,7 +90,11 @@ def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool) -> list[Lazy
     for name, file in tensors.names.items():
         module, _, part = name.rpartition(".")
         if not (is_bitmask and part in _PARTS):
-            made[name] = _unchanged(f"{source / file}: {name}", tensors, name, is_bitmask)
+            like = tensors.like(name)
+            # Without bitmasks, zeros alone say which weights are sparse.
+            groups = None if is_bitmask or like.dim() != 2 else _BY_ROWS
+            compute = partial(_read_finite, f"{source / file}: {name}", tensors, name)
+            made[name] = LazyTensors({name: like}, compute, groups)
         elif module not in made:
             made[module] = _sparse(f"{source / file}: {module}", tensors, module)
     if is_bitmask and made.keys() <= tensors.names.keys():
@@ -107,11 +102,8 @@ def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool) -> list[Lazy
     return list(made.values())
 
 
-def _unchanged(where: str, tensors: Tensors, name: str, is_bitmask: bool) -> LazyTensors:
-    like = tensors.like(name)
-    # Without bitmasks, zeros alone say which weights are sparse.
-    groups = None if is_bitmask or like.dim() != 2 else _BY_ROWS
-    return LazyTensors({name: like}, lambda: {name: _finite(where, tensors.read(name))}, groups)
+def _read_finite(where: str, tensors: Tensors, name: str) -> dict[str, Tensor]:
+    return {name: _finite(where, tensors.read(name))}
 
 
 def _sparse(where: str, tensors: Tensors, module: str) -> LazyTensors:
@@ -137,10 +129,7 @@ def _sparse(where: str, tensors: Tensors, module: str) -> LazyTensors:
 
 
 def decompress(where: str, values: Tensor, bitmask: Tensor) -> Tensor:
-    """The dense weight, `[out, in]`, of its values `[out, in / 2]` and bitmask `[out, ceil(in / 8)]`.
-
-    ValueError, which begins with `where`: the bitmask does not keep two of each four.
-    """
+    """The dense weight `[out, in]` of values `[out, in / 2]` and bitmask `[out, ceil(in / 8)]`; errors name `where`."""
     rows, columns = values.shape[0], 2 * values.shape[1]
     bits = (bitmask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1).bool()
     mask = bits[:, :columns]

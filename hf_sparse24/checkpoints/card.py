@@ -58,15 +58,14 @@ def make_model_card(
 
     Args:
         model: a patched model of Transformers.
-        format: what lies beside the card: an export, `"dense"` or `"packed"`, or a `"training"` checkpoint.
+        format: of the model's files: an export, `"dense"` or `"packed"`, or a `"training"` checkpoint.
         values: of a packed export, `"float"` or `"int8"`.
         checkpoint: whether the folder `checkpoint` has the training checkpoint.
         model_id: the repository, as `from_pretrained` takes it; None for the name of the model's class.
         tags: in addition to those of this library and of `model.add_model_tags`.
         log_history: of the run, as `trainer.state.log_history` has it, for the results.
         results: metrics of this model by name; None for the last evaluation in `log_history`.
-        dense_control: the same metrics of a dense model that was trained alike, or the `trainer_state.json` of its
-            run, or the directory that holds one.
+        dense_control: the same metrics of a dense run, or its `trainer_state.json`, or the directory that holds one.
         hyperparameters: of the training, by name.
         plot: file name or URL of a picture of the losses.
         existing: the card that is there.
@@ -77,7 +76,7 @@ def make_model_card(
 
     Raises:
         ValueError: the model is not patched, the format or `values` is unknown, or `dense_control` has no metrics.
-        TypeError: an argument that neither this function nor the metadata of a card has.
+        TypeError: neither an argument nor metadata of a card.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -106,7 +105,9 @@ def make_model_card(
     derived = {"library_name": "transformers", "model_name": name}
     if base_model:
         derived |= {"base_model": base_model, "base_model_relation": "finetune"}
-    data = _data(existing, derived, given)
+    data: Any = ModelCardData() if existing is None else ModelCard(existing.content).data
+    for key, value in [*((key, value) for key, value in derived.items() if data.get(key) is None), *given.items()]:
+        data[key] = value  # the caller's; where not given the author's, and else what the model says
     asked = [tags] if isinstance(tags, str) else tags or []
     own = ["hf_sparse24", f"{run.config.pattern}-sparsity", "semi-structured-sparsity", *(model.model_tags or [])]
     data.tags = list(dict.fromkeys([*(data.tags or []), *own, *asked]))
@@ -118,7 +119,7 @@ def make_model_card(
 
 
 def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) -> None:
-    """Write `README.md` to a directory, and `loss.png` beside it where there are losses and matplotlib is installed."""
+    """Write `README.md` to a directory, and `loss.png` where there are losses and Matplotlib is installed."""
     picture = plot_losses(details.get("log_history", ()), details.get("dense_control"))
     card = make_model_card(model, **details, plot=PLOT if picture else None)
     if picture:
@@ -127,7 +128,7 @@ def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) ->
 
 
 def check_arguments(format: str, details: Iterable[str], values: str = "float") -> None:
-    """Raise the error of `make_model_card` for an unknown format or argument, or values that the format has not."""
+    """Raise the errors of `make_model_card` for unknown arguments."""
     if format not in get_args(Format):
         raise ValueError(f"format={format!r}: must be one of {list(get_args(Format))}")
     format_version(values, format)
@@ -141,11 +142,9 @@ def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | Non
     names = ", ".join([base_model] if isinstance(base_model, str) else base_model or [])
     what = f"A Transformers model, made from {names}" if names else "A Transformers model"
     if run.is_dense:
-        return (
-            f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. "
-            + ("That training has ended in" if run.facts.finished else "It was saved in")
-            + " a dense phase: **its weights are dense**."
-        )
+        state = "That training has ended in" if run.facts.finished else "It was saved in"
+        trained = f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights"
+        return f"{trained}. {state} a dense phase: **its weights are dense**."
     patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
     dropped = sum(weight.master.numel() for weight in sparse_weights(model, PackedMaster).values())
     total = sum(parameter.numel() for parameter in model.parameters()) + dropped
@@ -153,9 +152,7 @@ def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | Non
     return (
         f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
         f"along the input dimension of a sparse layer, {config.m - config.n} are zero"
-        + (f" ({patterns})" if patterns else "")
-        + f". {zero / total:.1%} of all "
-        f"{_number(total)} parameters are zero."
+        f"{patterns and f' ({patterns})'}. {zero / total:.1%} of all {_number(total)} parameters are zero."
     )
 
 
@@ -175,17 +172,14 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
         ]
     elif format == "training":
         text = [
-            "This is a training checkpoint: the dense master weights, and what the method keeps beside them. **Import "
+            "This is a training checkpoint: the dense master weights, and what the method keeps with them. **Import "
             "hf_sparse24 before you load it**:",
             _python("import hf_sparse24  # without this line, another model computes", *load),
-            "Without that import, Transformers loads the dense master weights, with no more than a warning of an "
-            f"unknown quantization type. {export}",
+            f"Otherwise Transformers warns of an unknown quantization type, and loads dense weights. {export}",
         ]
     else:
-        text = [
-            "Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors.",
-            _python(*load),
-        ]
+        text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
+        text += [_python(*load)]
         if not run.is_dense:
             text.append(
                 f"To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
@@ -238,16 +232,8 @@ def _base_model(model: PreTrainedModel, model_id: str | None) -> str | None:
     return name if is_repository and name != model_id else None
 
 
-def _data(existing: ModelCard | None, derived: Mapping[str, Any], given: Mapping[str, Any]) -> ModelCardData:
-    """The metadata: of the caller, where not given of the card's author, and else derived from the model."""
-    data: Any = ModelCardData() if existing is None else ModelCard(existing.content).data
-    for key, value in [*((key, value) for key, value in derived.items() if data.get(key) is None), *given.items()]:
-        data[key] = value
-    return data
-
-
 def _replaced(text: str, section: str) -> str:
-    """`text` with our section in place of the one that it has, or at its end."""
+    """The text with our section in place of the one that it has, or at its end."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:

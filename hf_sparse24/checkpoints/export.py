@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +63,25 @@ def export_model(
     max_shard_size: int | str = "5GB",
     values: str = "float",
 ) -> None:
-    """Save the weights that `model` computes with, for others to use.
+    """Save the weights that `model` computes with, for others to use; docs/guides/export.md tells more.
 
-    To go on training 2:4, keep a `save_pretrained` checkpoint, which has the dense master weights. Beside the weights
-    goes `sparse24.json`, which lists the sparse ones; `hf-sparse24 verify` reads it.
+    To go on training 2:4, keep a `save_pretrained` checkpoint, which has the dense master weights.
 
     Args:
         model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
-            merged for the export. Where FSDP2 or tensor parallelism shards it, all processes export it together: they
-            gather one tensor at a time, and the first one writes; where it fails, the others wait until the launcher
-            ends them. Otherwise export in one process of many.
-        directory: made if absent. An export that it holds is replaced as a whole: at every instant, also where the
-            process is killed, it has the old model or the new one. Other files, such as a tokenizer's, stay.
-        format: `"dense"`, ordinary weights with zeros in them, which any engine reads; after a dense tail, dense ones.
-            `"packed"`, 2:4 weights without their zeros, 9/16 of their bytes in bf16, for `from_pretrained` with
-            hf_sparse24 imported (docs/packed_format.md); those whose input size is no multiple of 8 keep their zeros.
-        max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file of its own.
+            merged for the export. All processes that share its weights by FSDP2 or tensor parallelism call this
+            together, and the first one writes. Otherwise export in one process of many.
+        directory: made if absent. An export in it is replaced as a whole: at every instant, also where the process is
+            killed, the directory has the old model or the new one. Other files, such as a tokenizer's, stay.
+        format: `"dense"`, ordinary weights with zeros in them, which any engine reads; `"packed"`, 2:4 weights without
+            their zeros, 9/16 of their bytes in bf16, which `from_pretrained` reads with hf_sparse24 imported.
+        max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file to itself.
         values: of a packed export: `"float"`, exactly those that the model computes with; `"int8"`, rounded, with a
             scale for each row and 128 weights: 5/16 of the bytes in bf16.
 
     Raises:
-        ValueError: the model is not patched (use `save_pretrained`), is none of Transformers, is sharded by FSDP1 or
-            DeepSpeed ZeRO-3, or sharded with adapters, has NaN or inf in its weights, has masks or scales that its
-            method cannot have made, or adapters that do not merge into 2:4 weights; a packed export of a model that is
-            dense or sparse by another pattern, int8 values of a dense export, or other `values`; or the directory holds
-            a training checkpoint, an adapter or another model that is no export.
+        ValueError: the model is not patched, cannot be exported in this format, or has NaN or inf in its weights; or
+            the directory holds a training checkpoint, an adapter or another model that is no export.
         RuntimeError: another process is exporting into the directory.
 
     Examples:
@@ -120,7 +113,9 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
     if format == "packed":
         check_packable(model)
     adopt(model)  # where a part was patched by itself
-    with _own_layout(model):
+    # Transformers would name and shape tensors like the last checkpoint or adapter that it converted.
+    converted = model.__dict__.pop("_weight_conversions", None)
+    try:
         tensors = packed_tensors(model, weights, values) if format == "packed" else dense_tensors(model, weights)
         files = in_files(tensors, format, max_shard_size)
         refuse_other_models(directory)
@@ -130,16 +125,17 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
         else:
             run = next(iter(weights.values())).run
             if run.is_dense:
-                has_tail = hasattr(run.method.settings, "dense_tail")
-                way = ". A run with dense_tail=0 ends sparse" if has_tail else ", before the end of its run"
                 logger.warning(
                     f"the model is in its {run.phase!r} phase, and so is its export: weights in {directory} are not "
-                    f"{run.method.pattern}{way}"
+                    f"{run.method.pattern}. A run whose method has no dense tail (dense_tail=0) ends sparse"
                 )
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
                 _write(model, new, files, format, format_version(values))
         if _is_sharded(model):
             dist.barrier()  # when any process returns, the export is there
+    finally:
+        if converted is not None:
+            model._weight_conversions = converted
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -181,22 +177,17 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
             (new / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     finally:
         fields.update(hidden)
-    patterns = {
-        name: str(w.pattern) for name, w in sparse_weights(model).items() if str(w.pattern) != saved.config.pattern
-    }
-    write_manifest(new, format, sparse, hashes, saved.to_dict(), patterns)
+    patterns = {name: str(weight.pattern) for name, weight in sparse_weights(model).items()}
+    others = {name: pattern for name, pattern in patterns.items() if pattern != saved.config.pattern}
+    write_manifest(new, format, sparse, hashes, saved.to_dict(), others)
 
 
 def write_weights(
     new: Path, files: dict[str, list[LazyTensors]], index_name: str, fingerprint: str
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Write the files of the weights, and their index where there are several.
-
-    Returns:
-        The dimension of the groups of each sparse tensor, and the sha256 of each file, by name.
-    """
-    if len(files) > 1:
-        # A reader with another export's index finds that export's files or an error, never these.
+    """Write the files of the weights, and the index of several; return the dimension of the groups of each sparse
+    tensor, and the sha256 of each file, by name."""
+    if len(files) > 1:  # a reader with another export's index finds that export's files or an error, never these
         files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
     metadata = {"format": "pt", MARK: fingerprint}
     sparse: dict[str, int] = {}
@@ -216,7 +207,7 @@ def write_weights(
 
 
 def _computed(group: list[LazyTensors], sparse: dict[str, int], progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file one by one; `sparse` gets the dimension of the groups of each that is sparse."""
+    """Yield the tensors of a file one by one, and write to `sparse` the dimension of the groups of each sparse one."""
     for lazy in group:
         if lazy.packed is not None:
             sparse[lazy.packed] = -1
@@ -243,11 +234,7 @@ def make_fingerprint(
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The patched model of Transformers inside DDP, DataParallel, torch.compile or PEFT.
-
-    Raises:
-        ValueError: it is not patched, is no model of Transformers, is sharded by FSDP1, or compiled in parts.
-    """
+    """The patched model of Transformers inside DDP, DataParallel, torch.compile or PEFT; ValueError: there is none."""
     model = unwrap(model)
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "OptimizedModule" in kinds:
@@ -260,13 +247,11 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     if not sparse_weights(model, TRAINED):
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
     check_not_offloaded(model)
-    if not hasattr(model, "config"):
+    if getattr(getattr(model, "config", None), "quantization_config", None) is None:
         raise ValueError(
-            f"{type(model).__name__} is no PreTrainedModel, which an export needs for its config.json: plain = "
-            f"unpatch_model(copy.deepcopy(model)), then safetensors.torch.save_model(plain, 'model.safetensors')"
+            f"{type(model).__name__} is no PreTrainedModel that was patched as a whole: plain = unpatch_model("
+            f"copy.deepcopy(model)), then safetensors.torch.save_model(plain, 'model.safetensors')"
         )
-    if getattr(model.config, "quantization_config", None) is None:
-        raise ValueError(f"{type(model).__name__} is no model that patch_model got: export the one that was patched")
     return model  # type: ignore[return-value]  # patch_model gives only Transformers' models a quantization_config
 
 
@@ -291,17 +276,3 @@ def _is_exported(file: Path) -> bool:
         return MARK in (open_safetensors(file).metadata() or {})
     except OSError:  # cut short: nothing is lost that could be loaded
         return file.with_name(MANIFEST).exists()
-
-
-@contextmanager
-def _own_layout(model: PreTrainedModel) -> Iterator[None]:
-    """Let Transformers name and shape the saved tensors as the architecture does.
-
-    It remembers how it converted the last checkpoint or adapter that it loaded, and would save the model like that.
-    """
-    remembered = model.__dict__.pop("_weight_conversions", None)
-    try:
-        yield
-    finally:
-        if remembered is not None:
-            model._weight_conversions = remembered  # a list that Module's types do not know

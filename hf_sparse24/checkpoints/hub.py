@@ -49,22 +49,20 @@ def push_to_hub(
     replaces go, other files stay. Of several processes only the first one pushes.
 
     Args:
-        model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
-            merged for the push.
-        repo_id: `"user/name"`, or `"name"` for a repository of your own.
-        format: `"dense"`: ordinary weights with zeros, which load everywhere. `"packed"`: 9/16 of the bytes, read with
-            hf_sparse24. `"training"`: what `save_pretrained` writes, to go on training, and which computes the same
-            only where hf_sparse24 is imported; the card says so.
-        values: of a packed export: `"float"`, or rounded to `"int8"` (5/16 of the bytes); see `export_model`.
-        checkpoint: beside the export, upload the training checkpoint too, to the folder `checkpoint`; to train on:
+        model: as of `export_model`.
+        repo_id: `"user/name"`, or `"name"` for a repository under your own name.
+        format: `"dense"` or `"packed"`, see `export_model`; or `"training"`, what `save_pretrained` writes, which
+            computes the same only where hf_sparse24 is imported.
+        values: as of `export_model`.
+        checkpoint: also upload the training checkpoint to the folder `checkpoint`; to train on:
             `from_pretrained(repo_id, subfolder="checkpoint")`.
         processing_class: a tokenizer or processor to upload with it.
-        commit_message: of the commit; None for what was uploaded.
+        commit_message: None for what was uploaded.
         private: whether a repository that is made here is private; None for your organisation's default.
         token: of the Hub; None or True for the one that you are logged in with.
         revision: a branch to commit to; None for `"main"`.
         create_pr: open a pull request with the commit instead.
-        max_shard_size: bytes of one file at most, such as `"5GB"`.
+        max_shard_size: as of `export_model`.
         tags: of the card, in addition to those of this library.
         card: what `make_model_card` takes: `license`, `datasets`, `results`, `dense_control` and others.
 
@@ -77,11 +75,13 @@ def push_to_hub(
     """
     if patched_config(model) is None:
         raise ValueError(f"the model is not patched; use {type(model).__name__}.push_to_hub(model, {repo_id!r})")
-    if "tokenizer" in card:
-        raise TypeError("'tokenizer' is no argument of push_to_hub: write processing_class=tokenizer")
     check_arguments(format, card, values)
     model = unwrapped(model)
-    _check_pushable(model)
+    for name, weight in sparse_weights(model, TRAINED).items():
+        if is_sharded(weight.master):
+            way = "call export_model(model, directory) in all of them, then push the directory with `hf upload`"
+            raise ValueError(f"{name} is sharded, and one process pushes: {way}")
+    reject_non_finite(model.named_parameters(), NOT_FINITE)
     if (checkpoint or format == "training") and adapters_in(model):
         raise ValueError("a training checkpoint has no PEFT adapters, the model has: PEFT's push_to_hub pushes them")
     if rank() != 0:
@@ -109,24 +109,13 @@ def push_to_hub(
 MODEL_METHODS["push_to_hub"] = push_to_hub
 
 
-def _check_pushable(model: PreTrainedModel) -> None:
-    """Raise ValueError where weights are sharded over processes, of which only one pushes, or have NaN or inf."""
-    for name, weight in sparse_weights(model, TRAINED).items():
-        if is_sharded(weight.master):
-            raise ValueError(
-                f"{name} is sharded, and one process pushes: call export_model(model, directory) in all of them, then "
-                f"push the directory with `hf upload`"
-            )
-    reject_non_finite(model.named_parameters(), NOT_FINITE)
-
-
 def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
     """Upload the files of a folder, and delete the other weight files of the repository.
 
     In one commit: `HfApi.upload_folder` makes several of a large folder, and between them nothing would load.
     """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    # `from_pretrained` would take a model.safetensors that is left there, and not the shards beside it.
+    # `from_pretrained` would take a model.safetensors that is left there, and not the new shards.
     present = HfApi().list_repo_files(repo_id, revision=commit["revision"], token=commit["token"])
     inside = f"{CHECKPOINT}/" if (folder / CHECKPOINT).exists() else ""
     outdated = [name for name in present if WEIGHT_FILES.fullmatch(name.removeprefix(inside)) and name not in files]
@@ -143,14 +132,7 @@ def _card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -
         path = HfApi().hf_hub_download(repo_id, CARD, token=token, revision=revision)
     except RemoteEntryNotFoundError:  # not where the Hub cannot be reached: the card there would be lost
         return None
-    return read_card(Path(path), f"{CARD} of {repo_id}")
-
-
-def read_card(path: Path, called: str) -> ModelCard | None:
-    """The card in a file, None where there is no file. ValueError: its metadata cannot be read."""
-    if not path.exists():
-        return None
     try:
-        return ModelCard(path.read_bytes().decode("utf-8-sig"))  # with the ends of lines that it has
+        return ModelCard(Path(path).read_bytes().decode("utf-8-sig"))  # with the ends of lines that it has
     except Exception as error:  # of the reader of YAML too
-        raise ValueError(f"the metadata of {called} cannot be read, correct or remove it first: {error}") from error
+        raise ValueError(f"the metadata of {CARD} of {repo_id} cannot be read, correct it first: {error}") from error

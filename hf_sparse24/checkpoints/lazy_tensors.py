@@ -18,27 +18,19 @@ from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed
 
-NOT_FINITE = (
-    "nothing was exported, and no export replaced. Export an earlier checkpoint; or, where numbers are too large for "
-    "the dtype, as after .half(), load the model in bf16 or fp32 and export that"
-)
+NOT_FINITE = "nothing was exported. Export an earlier checkpoint; or, if numbers overflow in fp16, the model in bf16"
 
 
 class LazyTensors(NamedTuple):
-    """Tensors of a checkpoint that are computed together, when they are written.
-
-    Attributes:
-        like: meta tensors of the same dtypes and shapes by name, in the order of writing.
-        compute: returns the tensors by name, in the same order.
-        groups: the dimension (-1 or -2) and the pattern of the groups that the tensors should be sparse by, None where
-            nothing says so.
-        packed: the name of the weight where the tensors are its packed form, None where they are dense.
-    """
+    """Tensors of a checkpoint that are computed together, when they are written."""
 
     like: Mapping[str, Tensor]
+    """Meta tensors of the same dtypes and shapes by name, in the order of writing."""
     compute: Callable[[], Mapping[str, Tensor]]
     groups: tuple[int, Pattern] | None = None
+    """The dimension (-1 or -2) and the pattern of groups that the tensors should be sparse by, None if unknown."""
     packed: str | None = None
+    """The name of the weight where the tensors are its packed form."""
 
 
 Weights = Mapping[str, SparseWeight]
@@ -67,11 +59,8 @@ def dense_tensors(model: PreTrainedModel, weights: Weights) -> list[LazyTensors]
     shapes = {name: tensor.shape for lazy in one_by_one for name, tensor in lazy.like.items()}
     if shapes == {name: tensor.shape for name, tensor in converted.items()}:
         return [_converted(model, lazy) for lazy in one_by_one]
-
-    def compute() -> dict[str, Tensor]:
-        return {name: tensor for lazy in own for name, tensor in lazy.compute().items()}
-
-    return [_converted(model, LazyTensors(converted, compute))]
+    every = LazyTensors(converted, lambda: {name: x for lazy in own for name, x in lazy.compute().items()})
+    return [_converted(model, every)]
 
 
 def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
@@ -120,8 +109,8 @@ def _saved_tensors(model: PreTrainedModel, weights: Weights) -> dict[str, Tensor
         elif name == buffer_names(cast(str, master))[0]:
             dense = tensor.new_empty(weight.sizes, device="meta")
             state_dict[cast(str, master)] = weight.storage.out_in(dense)
-    beside = {name for key, weight in weights.items() for name in weight.state.in_model(key)}
-    ignored = {*(model._keys_to_ignore_on_save or ()), *beside}
+    ignored = {name for key, weight in weights.items() for name in weight.state.in_model(key)}
+    ignored |= {*(model._keys_to_ignore_on_save or ())}
     others = {name: x for name, x in state_dict.items() if name not in weights and name not in ignored}
     if any(is_sharded(tensor) for tensor in others.values()):  # the library compares addresses of memory
         again = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()

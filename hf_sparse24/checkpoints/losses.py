@@ -35,10 +35,7 @@ def by_step(log_history: Logs) -> History:
 
 
 def some_rows(history: History) -> History:
-    """At most `ROWS` steps, evenly spaced, the first and the last among them: those with a validation loss, or all.
-
-    Each has the latest training loss and flip rate.
-    """
+    """At most `ROWS` evenly spaced steps, of those with a validation loss or of all, with the latest training loss."""
     latest: dict[str, float] = {}
     rows: History = {}
     for step, row in history.items():
@@ -61,11 +58,7 @@ def last_evaluation(history: History) -> dict[str, float]:
 
 
 def control_history(control: Control | None) -> History:
-    """What the dense run has logged, where its file is given.
-
-    Raises:
-        ValueError: there is no such file, or it is no `trainer_state.json`.
-    """
+    """What the dense run has logged, where its file is given; ValueError: the file is no `trainer_state.json`."""
     if control is None or isinstance(control, Mapping):
         return {}
     path = Path(control)
@@ -73,29 +66,19 @@ def control_history(control: Control | None) -> History:
     try:
         return by_step(json.loads(path.read_text(encoding="utf-8"))["log_history"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"dense_control={str(control)!r}: must be metrics by name, such as {{'eval_loss': 3.21}}, or the "
-            f"trainer_state.json of a dense run ({error!r})"
-        ) from error
+        way = "must be metrics by name, such as {'eval_loss': 3.21}, or the trainer_state.json of a dense run"
+        raise ValueError(f"dense_control={str(control)!r}: {way} ({error!r})") from error
 
 
 def control_metrics(control: Control | None) -> dict[str, float]:
-    """The metrics of the dense run.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The metrics of the dense run; ValueError: it has none."""
     if control is None:
         return {}
-    if isinstance(control, Mapping):
-        if not control or not all(isinstance(value, int | float) for value in control.values()):
-            raise ValueError(f"dense_control={control!r}: must have numbers by name, such as {{'eval_loss': 3.21}}")
-        return dict(control)
-    metrics = last_evaluation(control_history(control))
-    if not metrics:
+    metrics = dict(control) if isinstance(control, Mapping) else last_evaluation(control_history(control))
+    if not metrics or not all(isinstance(value, int | float) for value in metrics.values()):
         raise ValueError(
             f"dense_control={str(control)!r}: that run logged no evaluation; evaluate it as it trains (eval_strategy), "
-            f"or pass what control.evaluate() returns"
+            f"or pass numbers by name, such as {{'eval_loss': 3.21}}"
         )
     return metrics
 
@@ -118,10 +101,7 @@ def evaluation_losses(history: History) -> list[str]:
 
 
 def plot_losses(log_history: Logs, control: Control | None = None) -> bytes | None:
-    """A PNG of the losses by the step, with those of the dense run where its file is given.
-
-    None where there are no two losses to join, or no Matplotlib.
-    """
+    """A PNG of the losses by the step, also of the dense run; None without two losses to join or without Matplotlib."""
     own = [one for one in loss_series("2:4", by_step(log_history)) if len(one.points) > 1]
     if not own or not charts.is_available():
         return None

@@ -1,13 +1,13 @@
 """read_listing says which weights of a checkpoint on disk are sparse, and verify reads them to prove it.
 
-`export_model` writes `sparse24.json` beside the weights: which tensors are sparse, and the hash of every file. A packed
+`export_model` writes `sparse24.json` with the weights: which tensors are sparse, and the hash of every file. A packed
 model that was loaded and saved again has its packed weights listed in `config.json`.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,29 +27,24 @@ _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 
 
 class Listing(NamedTuple):
-    """Which weights a checkpoint lists as sparse.
-
-    Attributes:
-        format: `"dense"` or `"packed"`.
-        source: the name of the file that says it.
-        weights: the dimension of the groups, -1 or -2, by the name of the (dense) weight.
-        files: sha256 of each safetensors file by name; empty where they were not recorded.
-        pattern: of the groups.
-        patterns: those of the weights that have another, by name.
-        method: the method that trained it, None if unknown.
-    """
+    """Which weights a checkpoint lists as sparse."""
 
     format: str
+    """`"dense"` or `"packed"`."""
     source: str
+    """The name of the file that says it."""
     weights: dict[str, int]
+    """The dimension of the groups, -1 or -2, by the name of the (dense) weight."""
     files: dict[str, str]
+    """sha256 of each safetensors file by name; empty where they were not recorded."""
     pattern: Pattern
     patterns: dict[str, Pattern]
+    """Those of the weights that have another pattern than most, by name."""
     method: str | None
 
     @property
     def all_patterns(self) -> str:
-        """Those that its weights have, as text: `"2:4"`, or `"2:4 and 1:4"`."""
+        """The patterns of its weights as text: `"2:4"`, or `"2:4 and 1:4"`."""
         return " and ".join(dict.fromkeys(str(self.patterns.get(name, self.pattern)) for name in self.weights))
 
 
@@ -97,7 +92,7 @@ def weight_files(directory: Path) -> list[Path]:
     files = read_json(index).get("weight_map")
     names: list[Any] = list(files.values()) if isinstance(files, dict) else [None]
     if not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
-        raise ValueError(f"{index} must have a weight_map from tensors to files beside it")
+        raise ValueError(f"{index} must have a weight_map from tensors to files in its directory")
     return [directory / name for name in sorted(set(names))]
 
 
@@ -105,16 +100,15 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
     """Which weights the checkpoint in `directory`, which has these tensors, lists as sparse.
 
     Raises:
-        ValueError: a training checkpoint, whose weights are dense; another that lists no sparse weights; or a file
-            that says nonsense, as where `config.json` does not list what is packed.
+        ValueError: a training checkpoint, one that lists no sparse weights, or a damaged file.
         OSError: no config.json.
     """
     config = read_json(directory / CONFIG).get("quantization_config") or {}
     is_ours = config.get("quant_method") == "sparse24"
     if is_ours and "packed" not in config:
         raise ValueError(
-            f"{directory} is a training checkpoint: it has the dense master weights; export it (hf-sparse24 export), "
-            f"and look at the export"
+            f"{directory} is a training checkpoint: it has the dense master weights; look at an export of it "
+            f"(hf-sparse24 export)"
         )
     packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else ()
     listing = None
@@ -126,7 +120,7 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
                     f"{directory / MANIFEST} lists {sorted(listing.files)}, and from_pretrained reads "
                     f"{sorted(tensors.files)}: another model was saved over the export; remove {MANIFEST}"
                 )
-            listing = None
+            listing = None  # a packed model was saved over it
     if listing is None and packed:
         pattern = Pattern.parse(config.get("pattern", "2:4"))
         listing = Listing("packed", CONFIG, dict.fromkeys(packed, -1), {}, pattern, {}, config.get("method"))
@@ -147,12 +141,7 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
 
 
 def write_manifest(
-    directory: Path,
-    format: str,
-    weights: Mapping[str, int],
-    files: Mapping[str, str],
-    config: Mapping[str, Any],
-    patterns: Mapping[str, str],
+    directory: Path, format: str, weights: dict, files: dict, config: dict[str, Any], patterns: dict[str, str]
 ) -> None:
     """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict."""
     manifest = {"format": format, "weights": weights, "files": files, "config": config}
@@ -166,17 +155,12 @@ def _read_manifest(path: Path) -> Listing:
         format, weights, files, config = (values[key] for key in ("format", "weights", "files", "config"))
         patterns = {name: Pattern.parse(text) for name, text in values.get("patterns", {}).items()}
         pattern = Pattern.parse(config["pattern"])
-        listing = Listing(format, MANIFEST, weights, files, pattern, patterns, config["method"])
-        is_known = (
-            format in ("dense", "packed")
-            and set(weights.values()) <= {-1, -2}
-            and all(isinstance(text, str) for text in (*files.values(), listing.method))
-        )
-    except (TypeError, KeyError, AttributeError) as error:
+        texts = (*files.values(), config["method"])
+        if format not in ("dense", "packed") or set(weights.values()) - {-1, -2} or {*map(type, texts)} != {str}:
+            raise ValueError("an unknown format, dimension or hash")
+        return Listing(format, MANIFEST, weights, files, pattern, patterns, config["method"])
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not what export_model writes ({error})") from error
-    if not is_known:
-        raise ValueError(f"{path} is not what export_model writes: an unknown format, dimension or hash")
-    return listing
 
 
 def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> Iterator[Finding]:
@@ -213,17 +197,17 @@ def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Fi
         return Finding(name, 0, 0, "not in the files")
     tensor = tensors.read(name)
     zeros = int((tensor == 0).sum())  # of FP8 values too, which count_nonzero does not take
-    is_sparse = tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim)
-    problem = None if is_sparse else f"is not {pattern} along dimension {dim}"
+    problem = None if _is_sparse(tensor, dim, pattern) else f"is not {pattern} along dimension {dim}"
     return Finding(name, tensor.numel(), zeros, problem if all_finite(tensor) else "has NaN or inf")
 
 
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
     """The dimension, -1 or -2, along which a tensor is sparse, None for neither; `expected` is tried first."""
-    for dim in (expected, -3 - expected):
-        if tensor.dim() > 1 and tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim):
-            return dim
-    return None
+    return next((dim for dim in (expected, -3 - expected) if _is_sparse(tensor, dim, pattern)), None)
+
+
+def _is_sparse(tensor: Tensor, dim: int, pattern: Pattern) -> bool:
+    return tensor.dim() > 1 and tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from sparse24_kernels import Packed
 from sparse24_kernels.formats import scale_columns
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..layers.packed import pack_weight
@@ -32,17 +32,14 @@ def check_files(packed: PackedFormat, files: list[str]) -> set[str]:
     hashes = {os.path.basename(file): header_hash(file) for file in files}
     wrong = sorted({name for name, _ in hashes.items() ^ packed.files.items()})
     if packed.files and wrong:
-        raise ValueError(
-            f"{wrong}: missing, or not the files that were exported together with config.json; copy or download the "
-            f"whole checkpoint again into an empty directory"
-        )
+        way = "copy or download the whole checkpoint again into an empty directory"
+        raise ValueError(f"{wrong}: missing, or not the files that were exported together with config.json; {way}")
     dtypes: dict[str, str] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
     has_int8 = packed.version == VALUES["int8"]
-    found = {weight: None for name in dtypes if (weight := packed_weight_name(name))}
-    for weight in dict.fromkeys(packed.weights) | found:
+    for weight in dict.fromkeys([*packed.weights, *filter(None, map(packed_weight_name, dtypes))]):
         values, indices, scales = buffer_names(weight)
         said = {name: dtypes.get(name, "missing") for name in (values, indices, scales)[: 3 if has_int8 else 2]}
         if weight not in packed.weights:
@@ -50,8 +47,8 @@ def check_files(packed: PackedFormat, files: list[str]) -> set[str]:
         floating = (said[scales] if has_int8 else said[values]).startswith(("F", "BF"))
         fits = said[indices] == DTYPES[torch.uint8] and floating and (scales in dtypes) == has_int8
         if not fits or (has_int8 and said[values] != DTYPES[torch.int8]):
-            told = f"and config.json says packed.version={packed.version}"
-            raise ValueError(f"the checkpoint is damaged, copy or download it again: it has {said}, {told}")
+            told = f"it has {said}, and config.json says packed.version={packed.version}"
+            raise ValueError(f"the checkpoint is damaged, copy or download it again: {told}")
     return set(dtypes)
 
 
@@ -65,13 +62,14 @@ def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, version: int) -> Pa
 
 
 def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | None = None) -> None:
-    """Replace weights of a model on the meta device by packed ones without values, where its checkpoint has these; by
-    packed masters with the `run` of these.
-
-    ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
+    """Replace the weights that a checkpoint lists by packed ones without values, or with `run` by packed masters, in a
+    model on the meta device. ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in packed.weights:
-        module, attribute = _owner(model, name)
+        attribute = name.rpartition(".")[2]
+        own = (candidate.rpartition(".")[0] for candidate in _names(model, name))
+        module = next((modules[path] for path in own if path in modules), None)
         if module is None:  # such as the head of another class of this architecture
             continue
         weight = module._parameters.get(attribute)
@@ -84,21 +82,10 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
         empty = empty_packed((*stack, out, inputs), weight.dtype, packed.version)
         pack_weight(module, attribute, input_dim, empty, run)
         # Or Transformers would initialise the weight: a copy that is unpacked for that, and lost.
-        module._is_hf_initialized = True  # type: ignore[assignment]  # a bool that Module's types do not know
+        module._is_hf_initialized = True
     if not sparse_weights(model, PACKED):
         names = list(packed.weights[:5])
         raise ValueError(f"{type(model).__name__} has none of the weights in packed.weights: {names}")
-
-
-def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module | None, str]:
-    """The module that has the Parameter `name` in the model with or without its head, or None; and its name there."""
-    attribute = name.rpartition(".")[2]
-    for candidate in _names(model, name):
-        try:
-            return model.get_submodule(candidate.rpartition(".")[0]), attribute
-        except AttributeError:
-            continue
-    return None, attribute
 
 
 def _names(model: PreTrainedModel, name: str) -> tuple[str, str, str]:
@@ -117,10 +104,9 @@ def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
         kept = {key for key in stored if tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}}
         missing = sorted(key for key in stored - kept if not was_loaded(tensors[key]))
         found = weight.storage.packed
-        if missing:
-            wrong: str | None = f"{missing} were not in its files"
-        else:
-            wrong = None if found.values.is_meta else wrong_packed(found)
+        wrong = f"{missing} were not in its files" if missing else None
+        if not missing and not found.values.is_meta:
+            wrong = wrong_packed(found)
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
 

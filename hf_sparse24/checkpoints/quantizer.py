@@ -48,16 +48,9 @@ class Sparse24Quantizer(HfQuantizer):
         self.saved = SavedConfig(config)
         if self.pre_quantized and isinstance(quantization_config, SavedConfig):
             self.saved = quantization_config
-
-    @property
-    def packed(self) -> PackedFormat | None:
+        self.packed: PackedFormat | None = self.saved.facts.packed
         """What the checkpoint says of its packed weights; None where it has none."""
-        return self.saved.facts.packed
-
-    @property
-    def has_packed_master(self) -> bool:
-        config = self.saved.config
-        return wants_packed_master(config if self.packed is not None else self.saved.passed or config)
+        self.has_packed_master = wants_packed_master(config if self.packed else self.saved.passed or config)
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
@@ -101,10 +94,8 @@ class Sparse24Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
         if self.has_packed_master and (getattr(model, "_tp_size", None) or 1) > 1:
-            raise ValueError(
-                "master='packed': tensor parallelism splits weights, and not the places of packed ones; use DDP or "
-                "FSDP2 (fully_shard), or master='dense'"
-            )
+            way = "use DDP or FSDP2 (fully_shard), or master='dense'"
+            raise ValueError(f"master='packed': tensor parallelism does not split the places of packed weights; {way}")
         if self.packed is not None:
             return self._finish_packed(model)
         if self.has_packed_master:
@@ -123,7 +114,11 @@ class Sparse24Quantizer(HfQuantizer):
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
             missing = [name for name, tensor in _method_tensors(model).items() if not was_loaded(tensor)]
             if missing:
-                raise ValueError(self._lacks(missing))
+                raise ValueError(
+                    f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}: saved "
+                    f"without hf_sparse24 or patch_model, or damaged. Load an earlier checkpoint; or remove "
+                    f"quantization_config from its config.json, and pass it to from_pretrained with the dense weights"
+                )
             for weight in weights.values():
                 weight.state.is_ready = True
             wrong = wrong_states(weights)
@@ -157,15 +152,6 @@ class Sparse24Quantizer(HfQuantizer):
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
         return model
 
-    def _lacks(self, missing: list[str]) -> str:
-        return (
-            f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}. It was "
-            f"loaded and saved again without `import hf_sparse24`, which drops the method's state; or made by "
-            f"from_config of a sparse model's config, and saved without patch_model(model); or damaged. Load an "
-            f"earlier checkpoint; or, to start sparse training from its dense weights, remove quantization_config "
-            f"from its config.json and pass it: from_pretrained(path, quantization_config=Sparse24Config(...))"
-        )
-
     def is_serializable(self) -> bool:
         return True
 
@@ -183,11 +169,7 @@ class Sparse24Quantizer(HfQuantizer):
 
 
 def _with_passed(saved: SavedConfig) -> Sparse24Config:
-    """The config of a checkpoint with the settings of the one that `from_pretrained` was given, `saved.passed`.
-
-    Raises:
-        ValueError: that asks for other sparse weights than the checkpoint has.
-    """
+    """The config of a checkpoint with the settings that `from_pretrained` was given; ValueError: for other weights."""
     config, passed = saved.config, saved.passed
     if passed is None:
         return config
@@ -202,16 +184,12 @@ def _with_passed(saved: SavedConfig) -> Sparse24Config:
 def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
     """The config without the names of heads that the model's class lacks, as `AutoModel` lacks `lm_head`."""
     names = config.target_modules
-    if not isinstance(names, list):
-        return config
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    present = [name for name in names if name.rpartition(".")[2] in own]
+    present = [name for name in names if name.rpartition(".")[2] in own] if isinstance(names, list) else names
     return config.replace(target_modules=present) if present and present != names else config
 
 
 def _method_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers and Parameters of the method, by their names in a checkpoint."""
-    found: dict[str, Tensor] = {}
-    for name, weight in sparse_weights(model).items():
-        found |= weight.state.in_model(name)
-    return found
+    states = (weight.state.in_model(name) for name, weight in sparse_weights(model).items())
+    return {name: tensor for state in states for name, tensor in state.items()}

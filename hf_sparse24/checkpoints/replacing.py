@@ -38,7 +38,7 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
     Where the block raises, the old model stays, and no directory that was made for the new one.
 
     Args:
-        directory: made if absent; a link to one stays a link. Files that the new model does not have are kept.
+        directory: made if absent; a link to one stays a link. Other files in it stay.
         outdated: names of files that belong to the old model even where the new one does not have them.
 
     Raises:
@@ -70,7 +70,8 @@ def _switch(root: Path, outdated: Pattern[str]) -> None:
     new = {path.name for path in (staging / "new").iterdir()}
     old = {path.name for path in root.iterdir() if path.name in new or outdated.fullmatch(path.name)}
     for name in new:
-        _flush(staging / "new" / name)
+        with open(staging / "new" / name, "rb+") as file:  # to disk before names lead to it: power may fail
+            os.fsync(file.fileno())
     if CONFIG not in old:
         # What a killed process leaves has a file of weights, by which the next export knows it.
         names = sorted(old | new, key=lambda name: (name == CONFIG, not name.endswith(".safetensors")))
@@ -85,10 +86,8 @@ def _switch(root: Path, outdated: Pattern[str]) -> None:
     try:
         _link("old", staging / "current")
     except OSError as error:
-        raise OSError(
-            f"{root} holds a model, and its file system has no symbolic links to replace it by ({error}); export into "
-            f"a new directory"
-        ) from error
+        way = "its file system has no symbolic links to replace it by"
+        raise OSError(f"{root} holds a model, and {way} ({error}); export into a new directory") from error
     for name in old | new:
         _link(f"{STAGING}/current/{name}", root / name)
     _link("new", staging / "current")
@@ -125,12 +124,6 @@ def _keep(path: Path, second: Path) -> None:
         os.link(path, second)
     except OSError:  # a file system without hard links
         shutil.copy2(path, second)
-
-
-def _flush(path: Path) -> None:
-    """Write a file to disk before names lead to it, for a machine that loses power."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -1,10 +1,8 @@
 """A writer of safetensors files that has one tensor in memory at a time.
 
-`save_file` of the safetensors library takes all tensors of a file before it writes the first one. Those of an export
-are computed, so it would need the memory of a second model (up to `max_shard_size` of it).
-
-The format (github.com/huggingface/safetensors): eight bytes with the length of a header, little-endian; the header,
-JSON with each tensor's dtype, shape and place; the tensors' bytes one behind the other.
+The library's `save_file` takes all tensors of a file at once, and an export computes them: it would need the memory of
+a second model. The format (github.com/huggingface/safetensors): eight bytes with the length of a header, little-endian;
+the header, JSON with each tensor's dtype, shape and place; the tensors' bytes one behind the other.
 """
 
 import hashlib
@@ -71,9 +69,7 @@ def write_safetensors(
         write(text)
         for (expected, form), (name, tensor) in zip(like.items(), tensors, strict=True):
             if (name, tensor.dtype, tensor.shape) != (expected, form.dtype, form.shape):
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come: {form}"
-                )
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come")
             flat = tensor.detach().contiguous().view(-1)
             flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
             for chunk in flat.split(_CHUNK):

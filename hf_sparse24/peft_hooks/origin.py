@@ -1,16 +1,13 @@
 """The record of an adapter's base: written into its `adapter_config.json`, compared where the adapter is loaded.
 
-An adapter means nothing without its base, and PEFT records only where the base was loaded from: a model that was
-patched in memory comes from a dense checkpoint. So PEFT's `auto_mapping` of an adapter on sparse layers has a key
-`sparse24`:
+PEFT records only where the base was loaded from, and a model that was patched in memory comes from a dense checkpoint.
+So PEFT's `auto_mapping` of an adapter on sparse layers has a key `sparse24`:
 
     config    the `Sparse24Config`, with its phase: a dense base is patched by it
-    weights   the names of the sparse weights
+    weights   the names of the sparse weights; their numbers are not compared
 
-Weights are not compared: a base that was trained further has the same record.
-
-LoRA with masked layers is saved with a `peft_type` that PEFT knows by `register_tuners` alone, and raises as a KeyError
-without this library: it would leave out the masks.
+LoRA with masked layers has a `peft_type` that PEFT knows by `register_tuners` alone. Without this library, which adds
+the masks, PEFT raises it as a KeyError.
 """
 
 import copy
@@ -63,7 +60,7 @@ def record_masks(model: nn.Module, config: Any, adapter: str) -> bool:
 
 
 def record_late(model: nn.Module) -> None:
-    """Let adapters that were there before the model was patched save the same."""
+    """Let adapters that are older than the model's sparsity save the same."""
     for name, config in getattr(model, "peft_config", {}).items():
         if "save_pretrained" not in vars(config) and adapters_in(model):
             record_origin(model, config)
@@ -71,10 +68,7 @@ def record_late(model: nn.Module) -> None:
 
 
 def check_origin(model: nn.Module, config: Any) -> None:
-    """Compare a model with the base that a loaded adapter was trained on; patch a dense model as the record says.
-
-    ValueError: its config or the names of its sparse weights differ, or it cannot be patched; it is left as it was.
-    """
+    """Patch a dense model as a loaded adapter's record says; ValueError: its base is another, and stays as it was."""
     record = (config.auto_mapping or {}).get(KEY)
     if record is None:
         return
@@ -90,15 +84,13 @@ def check_origin(model: nn.Module, config: Any) -> None:
         if is_dense:
             unpatch_model(model, sparse=False)
         raise ValueError(
-            f"the adapter was trained on another base: {difference}. Load the base that it was trained on with "
-            f"hf_sparse24 imported, and the adapter onto it. {config.base_model_name_or_path!r} is where that base "
-            f"came from; if it was patched, pruned or trained in memory since, save it by base.save_pretrained"
+            f"the adapter was trained on another base: {difference}. Load that base with hf_sparse24 imported; it came "
+            f"from {config.base_model_name_or_path!r}. If it was changed in memory since, save it: base.save_pretrained"
         )
     if is_dense and phase != DENSE_PHASE and not _has_zeros(model):
         logger.warning(
-            f"the adapter's base is dense on disk and was patched with method={trained_on.config.method!r}, as the "
-            "adapter says. If the base was trained between patch_model and the adapter, its weights differ: load that "
-            "base"
+            f"the adapter's base is dense on disk and was patched with method={trained_on.config.method!r}. If the "
+            "base was trained between patch_model and the adapter, its weights differ: load that base"
         )
     patched = patched_config(model)
     if patched is not None and phase in method_class(patched.method).phases and not adapters_in(model):
@@ -125,9 +117,9 @@ def _config_of(model: nn.Module) -> SavedConfig | None:
 
 def _base_names(model: nn.Module) -> list[str]:
     """The names of the sparse and packed weights in the model without adapters."""
-    names = (name for name in sparse_weights(model, Storage) if ".modules_to_save." not in name)
-    own = (name.removeprefix("base_model.model.") for name in names)
-    return [name.replace(".base_layer", "").replace(".original_module", "") for name in own]
+    own = (name.removeprefix("base_model.model.") for name in sparse_weights(model, Storage))
+    names = [name.replace(".base_layer", "").replace(".original_module", "") for name in own]
+    return [name for name in names if ".modules_to_save." not in name]
 
 
 def _difference(trained_on: SavedConfig, names: list[str] | None, model: nn.Module) -> str | None:
@@ -155,7 +147,7 @@ def _difference(trained_on: SavedConfig, names: list[str] | None, model: nn.Modu
 
 
 def _has_zeros(model: nn.Module) -> bool:
-    """Whether the weights that sparse ones are pruned from are N:M already, as those of an export are."""
+    """Whether master weights are N:M already, as those of an export are."""
     weights = sparse_weights(model).values()
     return all(w.parameter.is_meta or is_nm_sparse(whole(w.parameter), *w.pattern, w.input_dim) for w in weights)
 

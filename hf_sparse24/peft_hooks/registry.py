@@ -1,8 +1,7 @@
 """register_tuners replaces every tuner in PEFT's registries by a subclass of itself that knows sparse layers.
 
-PEFT has no hook for base layers of another library but this: it looks up by the adapter's type which tuner puts it into
-a model, in `get_peft_model`, `PeftModel.from_pretrained`, and in Transformers' `add_adapter` and `load_adapter`. On a
-model without sparse layers the subclasses do what PEFT does.
+By them PEFT finds the tuner of an adapter's type in `get_peft_model`, `PeftModel.from_pretrained`, and Transformers'
+`add_adapter` and `load_adapter`. On a model without sparse layers the subclasses do what PEFT does.
 """
 
 from functools import cache
@@ -27,10 +26,7 @@ class SparseAware:
     """The methods of PEFT's `BaseTuner` that the subclasses of all tuners extend."""
 
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Add an adapter to all layers that it targets, also where it is loaded from a file.
-
-        After a ValueError, where it does not fit this model's sparse weights, the model may have a part of it.
-        """
+        """Add an adapter to all layers that it targets. After a ValueError the model may have a part of it."""
         config = self.peft_config[adapter_name]
         has_record = KEY in (config.auto_mapping or {})
         check_origin(model, config)
@@ -39,8 +35,8 @@ class SparseAware:
         is_masked = record_masks(model, config, adapter_name)
         if is_masked and config.inference_mode and not has_record:  # one that was loaded
             logger.warning(
-                f"adapter {adapter_name!r} was trained without masks, as on a dense export, and acts through masks on "
-                f"this 2:4 model, which computes something else: load it on the model that it was trained on"
+                f"adapter {adapter_name!r} was trained without masks, as on a dense export, and the masks of this 2:4 "
+                f"model change what it computes: load it on the model that it was trained on"
             )
         if not config.inference_mode:
             check_adapters(model)
@@ -48,8 +44,11 @@ class SparseAware:
 
     def _prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
         """Refuse targets that cannot be adapted; PEFT calls this before it changes the model."""
-        _check_target_parameters(model, getattr(peft_config, "target_parameters", None) or ())
-        _check_modules_to_save(model, getattr(peft_config, "modules_to_save", None) or ())
+        _check_targets(
+            model,
+            getattr(peft_config, "target_parameters", None) or (),
+            getattr(peft_config, "modules_to_save", None) or (),
+        )
         super()._prepare_model(peft_config, model)  # type: ignore[misc]
 
     def _create_and_replace(
@@ -64,26 +63,20 @@ class SparseAware:
         check_mergeable(self.model)
 
 
-def _check_target_parameters(model: nn.Module, targets: Any) -> None:
-    """Raise ValueError where an adapter would replace a sparse weight, instead of adding to its layer's output."""
-    for name in sparse_weights(model, Storage):
-        name = name.replace(".base_layer", "")
-        for target in targets:
-            if name == target or name.endswith(f".{target}"):
+def _check_targets(model: nn.Module, parameters: Any, modules: Any) -> None:
+    """Raise ValueError where an adapter would replace a sparse weight, or train a copy of a packed one."""
+    for name in (name.replace(".base_layer", "") for name in sparse_weights(model, Storage)):
+        for target in parameters:
+            if f".{name}".endswith(f".{target}"):
                 raise ValueError(
-                    f"target_parameters={target!r} names {name}, which is 2:4, and its sum with an adapter would be "
-                    f"dense. PEFT turns target_modules such as gate_proj into target_parameters where a model stacks "
-                    f"its experts: target other layers, such as attention, or call unpatch_model(model) first "
-                    f"(unpack_model if it is packed), which keeps the sparse weights as dense ones"
+                    f"target_parameters={target!r} names {name}, whose sum with an adapter would be dense. PEFT makes "
+                    f"them of the target_modules of stacked experts: target other layers, such as attention, or call "
+                    f"unpatch_model(model) (unpack_model if it is packed), which keeps the zeros"
                 )
-
-
-def _check_modules_to_save(model: nn.Module, targets: Any) -> None:
-    """Raise ValueError where a copy of a packed layer would be trained: its weights cannot be."""
     for name, module in model.named_modules():
-        if any(name.endswith(target) for target in targets) and sparse_weights(module, PACKED):  # as PEFT compares them
+        if any(name.endswith(target) for target in modules) and sparse_weights(module, PACKED):  # as PEFT compares them
             raise ValueError(
-                f"modules_to_save={list(targets)!r} names {name}, whose weights are packed and cannot be trained: call "
+                f"modules_to_save={list(modules)!r} names {name}, whose weights are packed and cannot be trained: call "
                 f"unpack_model(model) first (and patch_model after it, to stay 2:4), or name other modules"
             )
 

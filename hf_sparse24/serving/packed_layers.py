@@ -14,30 +14,22 @@ WAY_OUT = "serve a dense export instead: hf-sparse24 export CHECKPOINT DIRECTORY
 
 
 def read_format(config: Mapping[str, Any]) -> PackedFormat:
-    """What the `quantization_config` of a checkpoint says of its packed weights.
-
-    Raises:
-        ValueError: it is a training checkpoint, or of a version that is not known.
-    """
-    packed = config.get("packed")
-    if packed is None:
+    """What the `quantization_config` of a checkpoint says of its packed weights; ValueError: it has none."""
+    if config.get("packed") is None:
         raise ValueError(
             f"this is a training checkpoint (method={config.get('method')!r}), whose weights are not yet pruned; serve "
             f"an export of it: hf-sparse24 export CHECKPOINT DIRECTORY --format packed"
         )
-    return PackedFormat.from_dict(packed)
+    return PackedFormat.from_dict(config["packed"])
 
 
 def is_packed(name: str, stacked: Mapping[str, Sequence[str]], weights: Collection[str]) -> bool:
-    """Whether a linear layer of the engine is packed.
+    """Whether a linear layer of the engine is packed; ValueError: only some of its parts are.
 
     Args:
         name: of the layer, such as `"model.layers.0.self_attn.qkv_proj"`.
         stacked: by the last part of a stacked layer's name, those of its parts: `{"qkv_proj": ["q_proj", ...]}`.
         weights: names of the packed weights.
-
-    Raises:
-        ValueError: some of its parts are packed, and others not.
     """
     path, dot, last = name.rpartition(".")
     parts = [f"{path}{dot}{part}.weight" for part in stacked.get(last, ())]
@@ -49,15 +41,10 @@ def is_packed(name: str, stacked: Mapping[str, Sequence[str]], weights: Collecti
 
 
 def check_split(name: str, inputs: int, whole: int, has_scales: bool) -> None:
-    """Check the `inputs` of a layer's `whole` input size that a process has.
-
-    Raises:
-        ValueError: they cut through a byte of indices, or through weights that share a scale.
-    """
-    step = SCALED if has_scales else 8
+    """Raise ValueError where the `inputs` of one process cut through weights that share a byte or a scale."""
+    step, part = (SCALED, "scale") if has_scales else (8, "byte of indices")
     if inputs != whole and inputs % step:
-        what = f"{step} weights share a scale" if has_scales else f"{step} weights share a byte of indices"
         raise ValueError(
-            f"{name}: tensor parallelism gives each process {inputs} of {whole} inputs, and {what}: use a size with a "
-            f"multiple of {step} inputs for each process, or {WAY_OUT}"
+            f"{name}: tensor parallelism gives each process {inputs} of {whole} inputs, and {step} weights share a "
+            f"{part}: use a size with a multiple of {step} inputs for each process, or {WAY_OUT}"
         )

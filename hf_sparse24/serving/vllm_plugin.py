@@ -29,17 +29,12 @@ from .packed_layers import WAY_OUT, check_split, is_packed, read_format
 
 
 class Sparse24PackedConfig(QuantizationConfig):
-    """What `config.json` says of a packed export, for vLLM.
-
-    Attributes:
-        packed: what is packed, and by which version of the format.
-        weights: names of the packed weights as vLLM's model calls them.
-    """
+    """What `config.json` says of a packed export, for vLLM."""
 
     def __init__(self, packed: PackedFormat):
         super().__init__()
         self.packed = packed
-        self.weights = set(packed.weights)
+        self.weights = set(packed.weights)  # by the names that vLLM's model has for them
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Sparse24PackedConfig":
@@ -103,13 +98,10 @@ class Sparse24PackedMethod(LinearMethodBase):
             torch.zeros(out, inputs // 8, dtype=torch.uint8),
             torch.full((out, scale_columns(inputs)), torch.nan, dtype=params_dtype) if self.has_scales else None,
         ]
+        options = {"input_dim": 1, "output_dim": 0, "weight_loader": extra_weight_attrs["weight_loader"]}
         for name, tensor in zip(buffer_names("weight"), tensors):
-            if tensor is None:
-                layer.register_parameter(name, None)
-            else:
-                loader = extra_weight_attrs["weight_loader"]
-                parameter = ModelWeightParameter(data=tensor, input_dim=1, output_dim=0, weight_loader=loader)
-                layer.register_parameter(name, parameter)
+            parameter = None if tensor is None else ModelWeightParameter(data=tensor, **options)
+            layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for name in buffer_names("weight"):
@@ -133,9 +125,7 @@ def _packed_linear(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor | 
     return packed_layer(x, Packed(values, indices, scales), bias)
 
 
-def _like_packed_linear(
-    x: Tensor, values: Tensor, indices: Tensor, scales: Tensor | None, bias: Tensor | None
-) -> Tensor:
+def _like_packed_linear(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor | None, bias: Tensor | None):
     return x.new_empty(*x.shape[:-1], values.shape[0])
 
 

@@ -3,8 +3,8 @@
 import argparse
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,8 @@ from .models import check_name, model_class, read_config
 
 _WEIGHTS = ("*.safetensors", "*.json")
 _OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
-_OF_A_MODEL: tuple[str, ...] = (
-    "config.json",
-    "generation_config.json",
-    "*.index.json",
-    "trainer_state.json",
-    "*_results.json",
-)
-_OF_A_MODEL = (*_OF_A_MODEL, "sparse24*.json", "adapter_*.json")
+_OF_A_MODEL = ["config.json", "generation_config.json", "*.index.json", "sparse24*.json", "adapter_*.json"]
+_OF_A_MODEL += ["trainer_state.json", "*_results.json"]
 
 
 def export(options: argparse.Namespace) -> int:
@@ -53,9 +47,8 @@ def export(options: argparse.Namespace) -> int:
     model = model_class(config).from_pretrained(source)
     if is_dense:
         _patch_export(model, read_listing(source, Tensors(source)))
-    with _alone():
-        export_model(model, options.directory, options.format, options.max_shard_size, options.values)
-    return _finish(source, options.directory)
+    write = partial(export_model, model, format=options.format, values=options.values)
+    return _finish(source, options, write)
 
 
 def _patch_export(model: PreTrainedModel, listing: Listing) -> None:
@@ -75,9 +68,7 @@ def convert(options: argparse.Namespace) -> int:
     """Make a dense export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
     _check_destination(options.directory)
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
-    with _alone():
-        convert_checkpoint(source, options.directory, options.max_shard_size)
-    return _finish(source, options.directory)
+    return _finish(source, options, partial(convert_checkpoint, source))
 
 
 def _check_destination(directory: str) -> None:
@@ -86,16 +77,13 @@ def _check_destination(directory: str) -> None:
     refuse_other_models(Path(directory))
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
+def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None]) -> int:
+    """Write a model to a directory, copy the tokenizer's files, and print what was written."""
+    directory = options.directory
     try:
-        yield
+        write(directory=directory, max_shard_size=options.max_shard_size)
     except RuntimeError as error:  # another process is exporting there
         raise OSError(str(error)) from error
-
-
-def _finish(source: Path, directory: str) -> int:
-    """Copy the tokenizer's files, and print what was written."""
     for path in (path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)):
         if not any(path.match(pattern) for pattern in _OF_A_MODEL):
             copy = Path(directory) / path.relative_to(source)
@@ -142,9 +130,8 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
             progress.update()
     print(_heading(listing, tensors))
     groups: dict[str, list[int]] = {}
-    for finding in found:
-        if finding.elements:
-            _add(groups, group_name(finding.name), 1, finding.problem is None, finding.zeros, finding.elements)
+    for finding in (finding for finding in found if finding.elements):
+        _add(groups, group_name(finding.name), 1, finding.problem is None, finding.zeros, finding.elements)
     rows = [["tensors", "number", listing.all_patterns or str(listing.pattern), "zeros"]]
     for group, (n, sparse, zeros, elements) in groups.items():
         rows.append([group, str(n), f"{sparse} of {n}", f"{zeros / elements:.1%}"])
@@ -186,7 +173,5 @@ def _add(groups: dict[str, list[int]], group: str, *numbers: int) -> None:
 
 
 def _size(number: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:,.2f} {unit}"
-    return f"{number / 1e3:,.2f} kB"
+    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6)) if number >= each[1]), ("kB", 1e3))
+    return f"{number / size:,.2f} {unit}"

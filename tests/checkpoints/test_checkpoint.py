@@ -156,7 +156,6 @@ def test_a_checkpoint_of_a_newer_version_whose_keys_are_known_loads(tmp_path):
 
 
 def test_a_checkpoint_without_its_state(tmp_path):
-    """Computing a scale anew would silently change what the model says."""
     patched().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.scale"]
@@ -172,8 +171,7 @@ def test_a_checkpoint_that_was_saved_again_without_the_library(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     dense = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
     save_file(dense, tmp_path / "model.safetensors", {"format": "pt"})
-    causes = r"saved again without `import hf_sparse24`.*or made by from_config .*saved without patch_model"
-    with pytest.raises(ValueError, match=rf"{causes}.*remove quantization_config"):
+    with pytest.raises(ValueError, match=r"saved without hf_sparse24 or patch_model.*remove quantization_config"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     saved = Sparse24Config.from_dict(config.pop("quantization_config"))

@@ -282,7 +282,7 @@ def test_weights_without_a_config_are_not_written_over(name, tmp_path):
 
 def test_a_model_that_was_not_patched(tmp_path):
     model = patched()
-    with pytest.raises(ValueError, match="LlamaForCausalLM is no model that patch_model got"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is no PreTrainedModel that was patched as a whole"):
         del model.config.quantization_config
         export_model(model, tmp_path)
     plain = Mlp()

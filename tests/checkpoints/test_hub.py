@@ -104,7 +104,6 @@ def test_what_cannot_be_pushed_makes_no_repository(hub):
     for options, error, message in (
         ({"format": "gguf"}, ValueError, "format='gguf'"),
         ({"licence": "mit"}, TypeError, "'licence'"),
-        ({"tokenizer": None}, TypeError, "processing_class=tokenizer"),
     ):
         with pytest.raises(error, match=message):
             model.push_to_hub(REPO, **options)
