@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 import hf_sparse24
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, progress
-from hf_sparse24.progress import Progress, count, duration, is_watched
+from hf_sparse24.progress import Progress, is_watched
 
 
 class Terminal(io.StringIO):
@@ -69,19 +69,19 @@ def test_a_log_gets_no_bar_but_a_line_every_half_minute(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_was_interrupted_has_no_summary():
+def test_interrupted_work_and_other_processes_say_nothing(monkeypatch):
     said = []
     with pytest.raises(KeyboardInterrupt), Progress("export", 2, "tensor", said.append):
         raise KeyboardInterrupt
-    assert said == []
-
-
-def test_one_process_speaks(monkeypatch):
     monkeypatch.setattr(progress, "rank", lambda: 1)
-    said = []
     with watching() as terminal, Progress("export", 1, "tensor", said.append) as bar:
         bar.update()
-    assert said == [] and terminal.getvalue() == "" and bar.done == 1
+    assert said == [] and terminal.getvalue() == ""
+
+
+def test_words():
+    assert [progress.count(n, "batch") for n in (1, 2, 1000)] == ["1 batch", "2 batches", "1,000 batches"]
+    assert [progress.duration(s) for s in (0.04, 99, 150, 7200)] == ["0.0 s", "99.0 s", "2 min", "2.0 h"]
 
 
 def test_transformers_switch_turns_bars_off():
@@ -100,11 +100,6 @@ def test_who_watches(monkeypatch):
     assert not is_watched()
     monkeypatch.setattr(progress, "tqdm", type("tqdm", (type("tqdm_notebook", (), {}),), {}))
     assert is_watched()
-
-
-def test_words():
-    assert [count(1, "batch"), count(2, "batch"), count(1000, "layer")] == ["1 batch", "2 batches", "1,000 layers"]
-    assert [duration(s) for s in (0.04, 99, 150, 7200)] == ["0.0 s", "99.0 s", "2 min", "2.0 h"]
 
 
 def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):

@@ -75,21 +75,6 @@ def test_a_short_step_descends_as_the_gradient_by_pruned_weights_predicts(method
         assert found["predicted"] > found["predicted_pruned"]
 
 
-def test_flips_are_what_the_held_mask_leaves_out():
-    for method, least, most in [("dense", 0, 1e-9), ("ste", 1e-3, 1e9)]:
-        model, probe, batch = probed(method)
-        found = step(model, probe, batch, 0.5, method)
-        assert found["flip_rate"] > 0
-        assert least <= abs(found["actual"] - found["held"]) <= most
-
-
-def test_tiles_are_those_of_the_matrix():
-    matrix = torch.arange(96.0).reshape(8, 12)
-    found = analysis.tiles(matrix)
-    cut = [matrix[i : i + 4, j : j + 4].flatten() for i in (0, 4) for j in (0, 4, 8)]
-    assert torch.equal(found, torch.stack(cut))
-
-
 def test_the_gap_lies_between_the_best_two_of_all_transposable_masks():
     assert analysis.PATTERNS.shape == (90, 16) and len(analysis.PATTERNS.unique(dim=0)) == 90
     matrix = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
@@ -127,10 +112,6 @@ def test_flips_of_tiles_are_counted(method):
     assert found["never"] == pytest.approx(1 - 16 / entries, abs=1e-3)
 
 
-def test_ranks_of_equal_values_are_their_mean():
-    assert analysis._ranks(torch.tensor([3.0, 1, 3, 2])).tolist() == [3.5, 1, 3.5, 2]
-
-
 def test_the_recipe_measures_what_is_missing_and_repeats_nothing(tmp_path, monkeypatch, own_cache):
     stdlib_text.prepare(tmp_path / "data", vocab_size=300, max_files=60)
     monkeypatch.setattr(stdlib_text, "prepare", lambda directory: directory)
@@ -150,18 +131,6 @@ def test_the_recipe_measures_what_is_missing_and_repeats_nothing(tmp_path, monke
     assert path.read_text() == before
     with pytest.raises(UsageError, match="name another with --results"):
         analysis.main([*flags, "--only", "ste", "--steps", "6"])
-
-
-def test_a_seed_draws_the_same_batches_again_and_each_block_once():
-    blocks = [{"input_ids": [i]} for i in range(7)]
-
-    def drawn(seed, count):
-        return [batch["input_ids"].flatten().tolist() for batch in analysis.batches(blocks, 3, seed, count)]
-
-    assert drawn(0, 4) == drawn(0, 4) != drawn(1, 4)
-    first, second = drawn(0, 2)
-    assert len({*first, *second}) == 6
-    assert drawn(None, 2) == [[0, 1, 2], [3, 4, 5]]
 
 
 def made_up(variant, seed=0, held=0.1, actual=0.1, predicted=0.1, last=0.1):

@@ -86,12 +86,6 @@ def test_perplexity(tmp_path):
     assert f"{rows['another, 16 tokens at a time']['facts']['packed int8, perplexity']:.3f}" in page
 
 
-def test_losses_do_not_depend_on_the_tokens_at_a_time():
-    model = cpu_models.build("tiny Llama").eval()
-    ids = perplexity.encode("some text that is forty bytes long, or so", quick=True)[None]
-    assert perplexity.losses(model, ids, 7) == pytest.approx(perplexity.losses(model, ids, 100), rel=1e-5)
-
-
 def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("recipes.benchmarks.llama_cpp.find_spec", lambda name: None)
     monkeypatch.setattr("recipes.benchmarks.perplexity.find_spec", lambda name: None)

@@ -137,15 +137,6 @@ def test_a_training_stays_exactly_2_of_4(dynamic_masks, kind, drop, tmp_path):
     export_model(model, tmp_path, format="packed")
 
 
-def test_a_weight_that_is_split_is_refused(dynamic_masks):
-    weight = SimpleNamespace(master=torch.zeros(2, 4), state={}, input_dim=-1)
-    context = StepContext(0, 10, "sparse", None, {"w": weight})
-    piece = Piece("w", torch.zeros(1, 4), torch.zeros(1, 4), 0.1, lambda: None)
-    method = dynamic_masks.DynamicMask(dynamic_masks.DynamicMask.Settings(), Pattern(2, 4))
-    with pytest.raises(ValueError, match="w is split among processes; train with dynamic-mask in one"):
-        method.change_gradients([piece], context)
-
-
 @pytest.mark.usefixtures("own_cache")
 def test_runs_of_the_recipe(dynamic_masks, tmp_path, capsys, monkeypatch):
     stdlib_text.prepare(tmp_path / "text", 300, max_files=60)
@@ -159,17 +150,3 @@ def test_runs_of_the_recipe(dynamic_masks, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         dynamic_masks.main(["--help"])
     assert stopped.value.code == 0 and "magnitude-100" in capsys.readouterr().out
-
-
-def test_a_run_goes_through_the_comparison_of_methods(dynamic_masks, monkeypatch, tmp_path, capsys):
-    asked = []
-
-    def run(variant, rate, seed, data, steps, variants):
-        asked.append((variants[variant][0], rate, seed, steps))
-        return {"eval_loss": 3.0, "train_seconds": 1.0}
-
-    monkeypatch.setattr("compare_methods.run", run)
-    monkeypatch.setattr("stdlib_text.prepare", lambda directory: directory)
-    dynamic_masks.main(["never", "dense", "--steps", "5", "--results", str(tmp_path)])
-    assert asked == [("dynamic-mask", 4e-3, 0, 5), ("dense", 4e-3, 0, 5)]
-    assert len(list((tmp_path / "5_steps").iterdir())) == 2 and "never-lr0.004-seed0: 3.0000" in capsys.readouterr().out

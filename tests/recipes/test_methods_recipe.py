@@ -13,7 +13,7 @@ import style
 import torch
 import zoo
 from arguments import UsageError
-from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, curve, mean, read_runs, training_gaps
+from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, read_runs, training_gaps
 
 from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.methods import StepAdamW, step_param_groups
@@ -70,15 +70,6 @@ def test_a_search_ends_beside_worse_rates(best):
     assert set(losses) == {*methods.START, *GRID[max(best - 1, 0) : best + 2]}
 
 
-def test_a_search_extends_at_an_edge():
-    assert [methods.next_rate(valley(*GRID[2 : 2 + tried], best=3)) for tried in range(3)] == list(methods.START)
-    assert methods.next_rate(valley(*methods.START, best=3)) is None
-    assert methods.next_rate(valley(*methods.START, best=2)) == GRID[1]
-    assert methods.next_rate(valley(*methods.START, best=4)) == GRID[5]
-    # A run that diverged is not the best, though NaN is not larger than any number.
-    assert methods.next_rate({rate: float("nan") for rate in methods.START[:1]} | valley(*GRID[3:6], best=4)) is None
-
-
 def searched(variant, best=3):
     return [run(variant, rate, loss=loss) for rate, loss in valley(*methods.START, best=best).items()]
 
@@ -98,21 +89,6 @@ def test_an_ablation_waits_for_its_methods_rate():
     assert not list(methods.missing("s-ste-no-mvue", searched("s-ste")[:2]))
     assert not list(methods.missing("s-ste-no-mvue", searched("s-ste", best=4)))
     assert list(methods.missing("s-ste-no-mvue", searched("s-ste"))) == [(GRID[3], seed) for seed in methods.SEEDS]
-
-
-def test_searches_come_before_further_seeds():
-    variants, found = ["dense", "ste", "s-ste", "s-ste-no-mvue"], searched("dense")
-    for variant in ("ste", "s-ste"):
-        for done in range(3):
-            assert methods._next_run(variants, found) == (variant, methods.START[done], 0)
-            found.append(searched(variant)[done])
-    assert methods._next_run(variants, found) == ("s-ste-no-mvue", GRID[3], 0)
-    found.append(run("s-ste-no-mvue"))
-    later = []
-    while chosen := methods._next_run(variants, found):
-        later.append(chosen)
-        found.append(run(*chosen))
-    assert later == [(variant, GRID[3], seed) for seed in (1, 2) for variant in variants]
 
 
 @pytest.mark.parametrize("method", ["ste", "step"])
@@ -180,20 +156,6 @@ def test_tables(page, tmp_path):
     assert "cannot rank" not in text and "nan" not in text and "None" not in text
 
 
-def test_variants_are_told_from_methods():
-    names = {variant: methods_page.method_of(variant) for variant in methods_page.WHAT}
-    assert {name for name, method in names.items() if name == method} == {"dense", "ast", "cast", *results.METHODS}
-    assert all(method.startswith(names[variant]) for variant, (method, _) in methods.VARIANTS.items())
-
-
-def test_every_variant_has_a_line_in_the_picture(page, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    page([run(variant) for variant in methods_page.WHAT])
-    labels = [line.get_label() for line in drawn[0].axes[0].lines]
-    assert labels == list(methods_page.WHAT)
-
-
 def test_runs_of_another_model_are_refused(tmp_path):
     for name, parameters in (("a", 1000), ("b", 2000)):
         (tmp_path / f"{name}.json").write_text(json.dumps(run() | {"parameters": parameters}))
@@ -235,20 +197,6 @@ def test_claims(page):
 def test_what_a_fixed_mask_says_of_the_comparison(page, losses, said):
     text = page([*seeds("dense", [3.0, 3.0, 3.0]), *seeds("fixed-mask", losses)])
     assert ("**At this size the comparison cannot rank masks.**" in text) == said
-
-
-def test_a_page_without_the_control(page):
-    text = page(seeds("ste", [3.0, 3.1]))
-    assert "| `ste` | 3.000 |  |  | 2 | 0.0033 |" in text and "cannot rank" not in text
-    assert "No method has been run with two seeds" in text and "## Variants" not in text
-
-
-def test_reading_runs(tmp_path):
-    assert read_runs(tmp_path) == []
-    assert best_runs([run(seed=1)], "dense") == {}
-    assert mean(curve({}, "loss")) == []
-    found = {0: run(flips=[None, 0.2]), 1: run(flips=[0.1, 0.4])}
-    assert mean(curve(found, "flip_rate")) == [(100, pytest.approx(0.3))]
 
 
 def test_training_loss_over_dense_is_of_the_same_seed():

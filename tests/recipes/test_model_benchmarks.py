@@ -153,14 +153,6 @@ def tiny_models(monkeypatch):
     monkeypatch.setattr(models, "STEPS", 2)
 
 
-def test_gemms_of_a_training_run_are_those_of_its_mlps():
-    section = models.Training()
-    for entry, hidden, inner, tokens in (("Llama 1B", 2048, 8192, 16384), ("GPT-2 350M, fp16", 1024, 4096, 8192)):
-        dtype = torch.float16 if "fp16" in entry else torch.bfloat16
-        both = [models.Layer("", *sizes, tokens, dtype=dtype) for sizes in ((inner, hidden), (hidden, inner))]
-        assert section.problems(entry) == [problem for layer in both for problem in layer.problems().values()]
-
-
 @pytest.mark.parametrize("entry", ["Llama 1B", "GPT-2 774M"])
 @pytest.mark.parametrize("method", ["dense", "s-ste", "t-sr-ste"])
 def test_a_training_run(tiny_models, stand_in, entry, method):

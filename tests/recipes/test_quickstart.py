@@ -158,13 +158,6 @@ def test_methods_page(tmp_path, capsys, monkeypatch):
     assert "- `sr-ste` below `ste` (SR-STE, section 3): **not seen**: the reverse (1 seed, by -1.000)" in page
 
 
-def test_mask_quality_table():
-    lines = mask_quality.table(32, 0).splitlines()
-    assert len(lines) == 2 + 3 * 5
-    best = [line for line in lines if "| exact |" in line]
-    assert all("| 1.0000 |" in line for line in best)
-
-
 def test_mask_diversity():
     """Of 64 weights, the paper's numbers, and of tiles their true count, by enumeration where that is short."""
     tiles = (torch.tensor(bits).reshape(4, 4) for bits in product((0, 1), repeat=16))

@@ -128,12 +128,6 @@ def test_command(directory, capsys):
     assert "pruning takes longer than sparse GEMMs can save" in capsys.readouterr().out
 
 
-def test_wrong_arguments(directory):
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", directory, "--tokens", "0"])
-    assert stopped.value.code == 2
-
-
 @pytest.mark.slow
 def test_the_page_is_what_the_command_writes(tmp_path):
     plan_table = runpy.run_path(RECIPES / "plan_table.py")
