@@ -8,7 +8,6 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import cast
 
 import sparse24_kernels as kernels
 import torch
@@ -82,7 +81,7 @@ _SELF_TESTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "soft_threshold": lambda x: [kernels.soft_threshold(x)],
     "pack_nm": lambda x: [*kernels.pack_nm(x)[:2], kernels.unpack_nm(kernels.pack_nm(x))],
     "packed_linear": lambda x: [kernels.packed_linear(x[:8], kernels.pack_nm(x))],
-    "mvue": lambda x: [cast(Tensor, kernels.mvue(x, dim=dim, key=_KEY.to(x.device))) for dim in (0, 1)],
+    "mvue": lambda x: [kernels.mvue(x, dim=dim, key=_KEY.to(x.device)) for dim in (0, 1)],
     "masked_decay_": lambda x: [kernels.masked_decay_(x.clone(), x, kernels.nm_mask(x), 0.5)],
     "count_flips": lambda x: [count_flips([kernels.nm_mask(x)], [kernels.nm_mask(x, dim=0)])],
     "s_ste_scale": lambda x: [kernels.s_ste_scale(x)],

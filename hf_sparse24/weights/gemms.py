@@ -5,7 +5,7 @@ and planning read them, so there is one place that decides what can run on spars
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
@@ -126,14 +126,14 @@ class Gemm:
                 zeros = operand.new_zeros(*operand.shape[:dim], -size % pattern.m, *operand.shape[dim:][1:])
                 operand = torch.cat([operand, zeros], dim)
             return kernels.nm_prune(operand, *pattern, dim).narrow(dim, 0, size)
-        return cast(Tensor, kernels.mvue(operand, *pattern, dim, self._mvue_estimator, key=key))
+        return kernels.mvue(operand, *pattern, dim, self._mvue_estimator, key=key)
 
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
         form = "transposed" if dim == 0 else "dense"
         estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
-        return encode_one(plan.backend, cast(Tensor, estimate))
+        return encode_one(plan.backend, estimate)
 
     @property
     def _mvue_estimator(self) -> str:

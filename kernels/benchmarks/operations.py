@@ -79,9 +79,7 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
     """Function, name, shapes, maker of arguments, what it takes after shape and dtype, and more fields of each."""
     # fp32 or bf16 weights in, bf16 operands of a GEMM out.
     one_way = (["dense"], ["dense", "transposed"], ["packed"])
-    two_ways = ["packed", "packed-transposed"]
     rows = [(rule, 1, forms) for rule, forms in product(("magnitude", "soft-threshold", "mask"), one_way)]
-    rows.append(("mask", 1, two_ways))
     rows += [(rule, 0, ["dense"]) for rule in ("magnitude", "soft-threshold")]
     for rule, dim, forms in rows:
         name = f"prune {rule}{'' if dim else ', columns'}: {'+'.join(forms)}"
@@ -98,7 +96,7 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
         yield "packed.packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, (tokens,), fields
 
     # MVUE: groups along tokens are those of dW, groups along features those of dX.
-    results = ("dense", "transposed", "packed")
+    results = ("dense", "transposed")
     along_dims = (("tokens", 0), ("features", 1))
     for (n, m, estimator), (along, dim), form in product(cases.MVUE_KINDS, along_dims, results):
         settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
@@ -174,7 +172,7 @@ def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
     """The name and the maker of each, the quick and safe ones first."""
     computed = partial(kernel_cases.run, reference, workload.function)
     yield "eager PyTorch", lambda found: partial(computed, found)
-    if workload.name in ("transposable mask bits", "prune mask: packed+packed-transposed"):
+    if workload.name == "transposable mask bits":
         # In half precision only, so an fp32 weight is cast first.
         name = "torch _sparse_semi_structured_tile (greedy; solves for the mask and packs both ways)"
         yield name, lambda found: lambda: torch._sparse_semi_structured_tile(found[0].to(BF16))

@@ -13,8 +13,8 @@ torch sees them. From the bottom up:
 
 Here are the operators and formats. Authors of GEMM backends import from `gemm`. Other names stay in their modules:
 choices of an argument (`transposable.SOLVERS`, `scale.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`),
-`prune.prune_forms`, `packing.gather_nm`, `masks.count_flips`, `decay.foreach_masked_decay_`, `fp8.fp8_quantize`,
-`fp8.fp8_simulate` and `dispatch.choose_kernels`.
+`prune.prune_forms`, `packing.gather_nm`, `masks.count_flips`, `decay.foreach_masked_decay_`, `fp8.fp8_simulate` and
+`dispatch.choose_kernels`.
 """
 
 from .decay import masked_decay_

@@ -11,9 +11,7 @@ from torch import Tensor
 from .formats import Packed, mask_bytes, scale_columns
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64; FP8 is rounded from fp32."""
-RESULTS = (*INPUTS, torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes that a pruned weight may be written in."""
+"""Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64."""
 
 _KINDS: dict[type, str] = {
     Tensor: "a tensor",
@@ -72,8 +70,8 @@ def check_floating(name: str, /, **arguments: Tensor) -> None:
 
 
 def check_result(name: str, dtype: object) -> None:
-    if dtype not in RESULTS:
-        raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in RESULTS]}")
+    if dtype not in INPUTS:
+        raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in INPUTS]}")
 
 
 def check_matrix(name: str, /, **arguments: Tensor) -> None:
@@ -122,7 +120,7 @@ def check_packed(name: str, packed: Packed) -> None:
         raise ValueError(f"{name}: packed={described(packed)}: must be a Packed, values and indices")
     values, indices, scales = packed
     check_is(Tensor, name, values=values, indices=indices, **({} if scales is None else {"scales": scales}))
-    dtypes = RESULTS if scales is None else (torch.int8,)
+    dtypes = INPUTS if scales is None else (torch.int8,)
     fits = values.dtype in dtypes and indices.dtype == torch.uint8 and values.dim() == indices.dim() >= 2
     if not fits or (*indices.shape[:-1], 4 * indices.shape[-1]) != tuple(values.shape):
         raise ValueError(

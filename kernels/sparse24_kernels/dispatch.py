@@ -63,7 +63,7 @@ def choose_kernels(
     """Which implementation of an operator runs on a device, and why.
 
     The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more, those in
-    C++ 2:4 on CPUs. Masks of other patterns, and FP8 results, come from the reference everywhere.
+    C++ 2:4 on CPUs. Masks of other patterns come from the reference everywhere.
 
     Args:
         device: where the tensors are.

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from .checks import check_dim, check_floating, check_is, check_one_of, described
 from .dispatch import implementation
-from .formats import Packed, empty_packed
 
-FORMS = ("dense", "transposed", "packed")
+FORMS = ("dense", "transposed")
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
 
@@ -22,7 +21,7 @@ def mvue(
     *,
     key: Tensor | int | None = None,
     form: str = "dense",
-) -> Tensor | Packed:
+) -> Tensor:
     """A random n:m tensor whose expectation is `x`: the minimum-variance unbiased estimate.
 
     Args:
@@ -36,8 +35,7 @@ def mvue(
         key: int64 scalar tensor (or an int) that determines the draw, on every device alike: the random numbers are
             Philox 4x32-7 of the key and the position in `x`. Overrides `generator`. If both are None, the key is drawn
             from torch's global generator.
-        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order, and `"packed"`, with rows
-            that run along `dim`, as in `prune_forms`.
+        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order.
 
     Returns:
         Same shape and dtype (except for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
@@ -71,12 +69,9 @@ def mvue(
     check_one_of(FORMS, form=form)
     if form != "dense" and x.dim() != 2:
         raise ValueError(f"mvue: form={form!r} needs a matrix, got shape {tuple(x.shape)}")
-    if form == "packed" and x.shape[dim] % 8:
-        raise ValueError(f"mvue: form={form!r} needs a multiple of 8 along dim={dim}, got {x.shape[dim]}")
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
     key = _key(key, generator, x.device).to(x.device)
-    results = _mvue(x, key, n, m, dim, estimator, form)
-    return Packed(*results) if form == "packed" else results[0]
+    return _mvue(x, key, n, m, dim, estimator, form)
 
 
 def _key(key: Tensor | int | None, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -94,12 +89,10 @@ def _key(key: Tensor | int | None, generator: torch.Generator | None, device: to
 
 
 @torch.library.custom_op("sparse24::mvue", mutates_args=())
-def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
+def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
     return implementation("mvue", x)(x, key, n, m, dim, estimator, form)
 
 
 @_mvue.register_fake
-def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> list[Tensor]:
-    if form == "packed":
-        return empty_packed(x if dim == 1 else x.t(), x.dtype)
-    return [x.new_empty(x.shape if form == "dense" else x.shape[::-1])]
+def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
+    return x.new_empty(x.shape if form == "dense" else x.shape[::-1])

@@ -56,7 +56,7 @@ def quantize_packed(packed: Packed) -> Packed:
         The scale of a group of zeros is 0.
 
     Raises:
-        ValueError: no packed matrix, FP8 values, NaN or inf.
+        ValueError: no packed matrix, NaN or inf.
 
     Examples:
         >>> packed = quantize_packed(pack_nm(torch.tensor([[1.0, 0, 0, -4.0, 0, 2.0, 0, 0]])))
@@ -95,7 +95,7 @@ def unpack_nm(packed: Packed) -> Tensor:
     """The dense matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
 
     Args:
-        packed: values `[..., R, K/2]` and indices `[..., R, K/8]`; the values may be FP8, too, or int8 with scales.
+        packed: values `[..., R, K/2]` and indices `[..., R, K/8]`; the values may be int8 with scales.
 
     Returns:
         `[..., R, K]` in the dtype of the values, or of the scales.

@@ -22,7 +22,7 @@ from .dispatch import implementation
 from .formats import Packed, Pattern, empty_packed
 
 RULES = ("magnitude", "mask", "soft-threshold")
-FORMS = ("dense", "transposed", "packed", "packed-transposed")
+FORMS = ("dense", "transposed", "packed")
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -35,7 +35,7 @@ def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch
         n: entries to keep of each group, 0 < n < m.
         m: size of a group.
         dim: the dimension that groups run along.
-        dtype: of the result, one of these or FP8 (which saturates); None for that of `weight`.
+        dtype: of the result, None for that of `weight`.
 
     Returns:
         Shape of `weight`; the dropped entries are +0.0. Ties keep the lower index, NaN counts as largest.
@@ -58,7 +58,7 @@ def apply_mask(weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -
     Args:
         weight: fp64, fp32, bf16 or fp16, any shape.
         mask: bool of that shape, or its packed bits (`pack_bits`).
-        dtype: of the result, one of these or FP8 (which saturates); None for that of `weight`.
+        dtype: of the result, None for that of `weight`.
 
     Returns:
         Shape of `weight`.
@@ -84,7 +84,7 @@ def soft_threshold(
         m: size of a group.
         dim: the dimension that groups run along.
         scale: floating 0-d tensor that multiplies the result (see `s_ste_scale`), or None for 1.
-        dtype: of the result, in the same pass; None for that of `weight`. FP8 saturates.
+        dtype: of the result; None for that of `weight`.
 
     Returns:
         Same shape; at most `n` non-zeros in every `m`, and fewer at ties, which makes it continuous; never -0.0.
@@ -119,19 +119,18 @@ def prune_forms(
 
     Args:
         weight: `[R, C]`, the size of `dim` a multiple of `m`.
-        forms: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and a `Packed`, which stores a 2:4 matrix
-            without its zeros: `"packed"` with groups along C, `"packed-transposed"` of `[C, R]` with groups along R.
+        forms: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and `"packed"`, a `Packed`.
 
-            A packed form needs 2:4 groups in its direction, whose size is a multiple of 8: `dim` for magnitude and soft
-            threshold, and a mask that keeps at most two of every four. Of more, the last two are stored; where a mask
-            keeps fewer, zeros fill the places. What the rule drops besides these two is not stored, not even NaN.
+            The packed form needs 2:4 groups along C, a multiple of 8: `dim` for magnitude and soft threshold, and a
+            mask that keeps at most two of every four. Of more, the last two are stored; where a mask keeps fewer, zeros
+            fill the places. What the rule drops is not stored, not even NaN.
         rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
         n: entries to keep of each group, 0 < n < m.
-        m: size of a group. Packed forms take 2:4 and what is within it (`Pattern.is_within_24`).
+        m: size of a group. The packed form takes 2:4 and what is within it (`Pattern.is_within_24`).
         dim: the dimension that groups run along, for magnitude and soft threshold.
         mask: of the rule `"mask"`, as for `apply_mask`.
         scale: of the rule `"soft-threshold"`, as there.
-        dtype: of the results; None for that of `weight`. FP8 saturates.
+        dtype: of the results; None for that of `weight`.
 
     Returns:
         One result per form, in the order of `forms`, a tensor or a `Packed`.
@@ -152,16 +151,14 @@ def prune_forms(
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
     for form in forms:
         check_one_of(FORMS, form=form)
-        if form in ("dense", "transposed"):
-            continue
-        along = 0 if form == "packed-transposed" else 1
-        check_groups(f"prune_forms: {form}", weight, 8, along)
+    if "packed" in forms:
+        check_groups("prune_forms: packed", weight, 8, 1)
         if not Pattern(n, m).is_within_24:
-            raise ValueError(f"form={form!r} is for 2:4 and patterns within it, not {n}:{m}")
-        if rule != "mask" and along != check_dim("prune_forms", weight, dim):
-            raise ValueError(f"form={form!r} needs groups along dimension {along}, and {rule!r} has dim={dim}")
+            raise ValueError(f"form='packed' is for 2:4 and patterns within it, not {n}:{m}")
+        if rule != "mask" and check_dim("prune_forms", weight, dim) != 1:
+            raise ValueError(f"form='packed' needs groups along dimension 1, and {rule!r} has dim={dim}")
     results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, forms))
-    return tuple(Packed(next(results), next(results)) if "packed" in form else next(results) for form in forms)
+    return tuple(Packed(next(results), next(results)) if form == "packed" else next(results) for form in forms)
 
 
 def _prune_checked(
@@ -218,7 +215,7 @@ def _prune(
             weight, scale = reference.prune.soft_threshold(weight, n, m, dim, scale), None
             mask = weight != 0
         rule = "mask"
-    prune = implementation("prune", weight, has_kernels=dtype.itemsize > 1)
+    prune = implementation("prune", weight)
     return prune(weight, rule, n, m, dim, mask, scale, dtype, [FORMS[form] for form in forms])
 
 
@@ -236,9 +233,8 @@ def _(
 ) -> list[Tensor]:
     results: list[Tensor] = []
     for form in (FORMS[form] for form in forms):
-        matrix = weight.t() if form.endswith("transposed") else weight
-        if form in ("dense", "transposed"):
-            results.append(weight.new_empty(matrix.shape, dtype=dtype))
+        if form == "packed":
+            results += empty_packed(weight, dtype)
         else:
-            results += empty_packed(matrix, dtype)
+            results.append(weight.new_empty(weight.shape[::-1] if form == "transposed" else weight.shape, dtype=dtype))
     return results

@@ -109,17 +109,9 @@ def test_forms():
         dense = kernels.mvue(x, dim=dim, key=key)
         transposed = kernels.mvue(x, dim=dim, key=key, form="transposed")
         assert torch.equal(transposed, dense.t()) and transposed.is_contiguous()
-        packed = kernels.mvue(x, dim=dim, key=key, form="packed")
-        assert torch.equal(kernels.unpack_nm(packed), dense if dim == 1 else dense.t())
-        of_two = kernels.mvue(x, 1, 2, dim, key=key)
-        packed = kernels.mvue(x, 1, 2, dim, key=key, form="packed")
-        assert torch.equal(kernels.unpack_nm(packed), of_two if dim == 1 else of_two.t())
-        assert not torch.signbit(packed.values[packed.values == 0]).any()
     for x, n, m, form, message in (
-        (torch.ones(8, 12), 2, 4, "packed", "form='packed' needs a multiple of 8 along dim=1, got 12"),
-        (torch.ones(8, 10), 1, 2, "packed", "form='packed' needs a multiple of 8 along dim=1, got 10"),
         (torch.ones(8), 2, 4, "transposed", "needs a matrix"),
-        (torch.ones(8, 8), 2, 4, "sparse", "must be one of .'dense', 'transposed', 'packed'"),
+        (torch.ones(8, 8), 2, 4, "sparse", "must be one of .'dense', 'transposed'"),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.mvue(x, n, m, form=form)

@@ -23,7 +23,6 @@ from sparse24_kernels import (
 from sparse24_kernels.gemm import linear_problem, plan_gemm
 from sparse24_kernels.prune import prune_forms
 from sparse24_kernels.dispatch import choose_kernels
-from sparse24_kernels.fp8 import fp8_quantize
 from sparse24_kernels.masks import count_flips
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -63,8 +62,7 @@ def on_tensors(x: torch.Tensor) -> None:
     reveal_type(count_flips([x], [x]))  # Tensor
     reveal_type(s_ste_scale(x))  # Tensor
     reveal_type(masked_decay_(x, x, x, 0.1))  # Tensor
-    reveal_type(fp8_quantize(x, "e4m3"))  # tuple[Tensor, Tensor]
-    reveal_type(mvue(x))  # Tensor | Packed
+    reveal_type(mvue(x))  # Tensor
     reveal_type(prune_forms(x, ["dense"]))  # tuple[Tensor | Packed, ...]
     reveal_type(unpack_nm(pack_nm(x)))  # Tensor
     reveal_type(choose_kernels(x.device).reason)  # str

@@ -1,4 +1,4 @@
-"""MVUE by the kernels for CPUs: the exact 2:4 estimate, dense or transposed; everything else by the reference."""
+"""MVUE by the kernels for CPUs: the exact 2:4 estimate; everything else by the reference."""
 
 import mmap
 import sys
@@ -14,21 +14,13 @@ _REUSED = 1 << 26  # bytes of memory that is kept at most
 _memory: list[mmap.mmap] = []
 
 
-def mvue(
-    x: Tensor,
-    key: Tensor,
-    n: int,
-    m: int,
-    dim: int,
-    estimator: str,
-    form: str,
-) -> list[Tensor]:
-    """Draw the estimate of `x` that `key` determines, in one form; `dim` is not negative."""
-    if (n, m, estimator) != (2, 4, "exact") or form not in ("dense", "transposed"):
+def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
+    """Draw the estimate of `x` that `key` determines, "dense" or "transposed"; `dim` is not negative."""
+    if (n, m, estimator) != (2, 4, "exact"):
         return reference.mvue.mvue(x, key, n, m, dim, estimator, form)
     estimate = _empty_like(x)
     run("mvue", x, estimate, dim, key=int(key))
-    return [estimate if form == "dense" else estimate.t().contiguous()]
+    return estimate if form == "dense" else estimate.t().contiguous()
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def packed_linear(
 def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
     """Values `[R, K/2]` and indices `[R, K/8]`, of int8 values with scales -> dense `[R, K]` with zeros."""
     dtype = values.dtype if scales is None else scales.dtype
-    if dtype not in DTYPES:  # fp64 and FP8, which are moved only
+    if dtype not in DTYPES:  # fp64
         return reference.packed.unpack_nm(values, indices, scales)
     _check(None, values, indices, None, scales)
     values, indices = values.contiguous(), indices.contiguous()

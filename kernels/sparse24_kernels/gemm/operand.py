@@ -14,8 +14,7 @@ class Operand(NamedTuple):
     Attributes:
         values: `[m, ...]`. Dense math: the matrix with its zeros. cuSPARSELt: all of the compressed matrix.
         indices: places of the values, where the backend stores them apart, as `Packed` does.
-        scale: fp32 scalar that FP8 values were multiplied by (`fp8_quantize`); of int8 values, the scales of `Packed`,
-            which they are to be multiplied by; None for other dtypes.
+        scale: the scales of `Packed`, for int8 values; None for other dtypes.
     """
 
     values: Tensor

@@ -19,8 +19,7 @@ class GemmProblem(NamedTuple):
         dtype: of the result.
         dense_is_column_major: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
         transposed: the result is a contiguous `[n, m]`, not `[m, n]`.
-        sparse_dtype: of the sparse operand; None for `dtype`. Packed weights may be int8; FP8 no backend takes yet.
-        dense_dtype: of the dense operand; None for `dtype`.
+        sparse_dtype: of the sparse operand; None for `dtype`. Packed weights may be int8.
     """
 
     m: int
@@ -30,12 +29,11 @@ class GemmProblem(NamedTuple):
     dense_is_column_major: bool
     transposed: bool
     sparse_dtype: torch.dtype | None = None
-    dense_dtype: torch.dtype | None = None
 
     @property
     def has_one_dtype(self) -> bool:
         """Whether both operands have the dtype of the result."""
-        return {self.sparse_dtype, self.dense_dtype} <= {None, self.dtype}
+        return self.sparse_dtype in (None, self.dtype)
 
 
 class Algorithm(NamedTuple):

@@ -38,7 +38,7 @@ def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> 
     if scales is not None:
         values = reference.packed.scaled(values, scales)
     rows, columns = values.shape[0], values.shape[1] * 2
-    # As integers: values are only moved, and a GPU that lacks FP8 can move it all the same.
+    # As integers: values are only moved.
     integer = reference.prune.integer_of(values)
     dense = values.new_empty(rows, columns, dtype=integer)
     if dense.numel():

@@ -22,7 +22,6 @@ from .groups import (
     tile,
     two_largest,
 )
-from .packing import pack4, pack_columns, pack_row, pack_rows
 
 
 @on_its_device
@@ -42,14 +41,11 @@ def prune(
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)
     rows, columns = matrix.shape
     out: dict[str, list[Tensor]] = {}
-    stored: dict[str, list[Tensor | None]] = {"rows": [None] * 2, "columns": [None] * 2}
     for form in forms:
-        if form in ("dense", "transposed"):
-            out[form] = [matrix.new_empty(weight.shape if form == "dense" else (columns, rows), dtype=dtype)]
+        if form == "packed":
+            out[form] = empty_packed(matrix, dtype)
         else:
-            along_columns = form.endswith("-transposed")
-            out[form] = empty_packed(matrix.t() if along_columns else matrix, dtype)
-            stored["columns" if along_columns else "rows"] = [*out[form]]
+            out[form] = [matrix.new_empty(weight.shape if form == "dense" else (columns, rows), dtype=dtype)]
     if matrix.numel():
         _prune_kernel[grid(rows, columns)](
             matrix,
@@ -57,8 +53,7 @@ def prune(
             scale,
             *out.get("dense", [None]),
             *out.get("transposed", [None]),
-            *stored["rows"],
-            *stored["columns"],
+            *out.get("packed", [None, None]),
             rows,
             columns,
             RULE=rule,
@@ -79,8 +74,6 @@ def _prune_kernel(
     transposed,
     values,
     indices,
-    values_t,
-    indices_t,
     rows,
     columns,
     RULE: tl.constexpr,
@@ -118,11 +111,39 @@ def _prune_kernel(
     if transposed is not None:
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, TINY)
     if values is not None:
-        slices = (pack_row(y0, m0), pack_row(y1, m1), pack_row(y2, m2), pack_row(y3, m3))
-        pack_rows(values, indices, slices, top, left, rows, columns, TINY)
-    if values_t is not None:
-        packed = pack4(y0, y1, y2, y3, m1, m2, m3)
-        pack_columns(values_t, indices_t, packed, top, left, rows, columns, TINY)
+        n0 = _store_values(values, y0, m0, row, left, rows, columns, TINY)
+        n1 = _store_values(values, y1, m1, row + 1, left, rows, columns, TINY)
+        n2 = _store_values(values, y2, m2, row + 2, left, rows, columns, TINY)
+        n3 = _store_values(values, y3, m3, row + 3, left, rows, columns, TINY)
+        # The four slices share one integer, because one slice alone does not have work for all threads.
+        BYTES: tl.constexpr = COLS // 8
+        low, high = tl.split((n0 | (n1 << 8) | (n2 << 16) | (n3 << 24)).reshape(G, BYTES, 2))
+        packed = (low | (high << 4)).expand_dims(1) >> (8 * tl.arange(0, 4))[None, :, None]
+        row = top + tl.arange(0, 4 * G)[:, None]
+        byte = left // 8 + tl.arange(0, BYTES)[None, :]
+        inside = (row < rows) & (byte < columns // 8)
+        tl.store(indices + row * (columns // 8) + byte, packed.to(tl.uint8).reshape(4 * G, BYTES), mask=inside)
+
+
+@triton.jit
+def _store_values(ptr, y, m, row, left, rows, columns, TINY: tl.constexpr):
+    """Write the two stored of every four in the rows of a slice; return their indices as nibbles: first | second << 2.
+
+    Stored are the two where m is not 0, or, of fewer, those and the first others. (Of more, the last two.) Whether the
+    first element is one of the two follows from the others.
+    """
+    x0, x1, x2, x3 = split4(y)
+    _, m1, m2, m3 = split4(m)
+    k1, k2, k3 = m1 != 0, m2 != 0, m3 != 0
+    first_is_1, first_is_2 = k1 & (k2 | k3), k2 & k3
+    first = tl.where(first_is_2, x2, tl.where(first_is_1, x1, x0))
+    second = tl.where(k3, x3, tl.where(k2, x2, x1))
+    HALF: tl.constexpr = 2 * first.shape[1]
+    D: tl.constexpr = ptr.dtype.element_ty
+    stored = tl.join(cast(first, D, TINY), cast(second, D, TINY)).reshape(first.shape[0], HALF)
+    half = left // 2 + tl.arange(0, HALF)[None, :]
+    tl.store(ptr + row * (columns // 2) + half, stored, mask=(row < rows) & (half < columns // 2))
+    return tl.where(first_is_2, 2, tl.where(first_is_1, 1, 0)) | tl.where(k3, 12, tl.where(k2, 8, 4))
 
 
 @triton.jit

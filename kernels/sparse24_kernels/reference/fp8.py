@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from .prune import cast
-
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """Four exponent and three mantissa bits, up to 448; five and two, up to 57344."""
 
@@ -16,7 +14,9 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     amax = values.abs().amax() if x.numel() else values.new_zeros(())
     # Clamped for tensors of zeros, and of values so small that the scale overflows.
     scale = (torch.finfo(dtype).max / amax).clamp(max=torch.finfo(torch.float32).max)
-    return cast(values * scale, dtype), scale
+    limit = torch.finfo(dtype).max
+    bits = (values * scale).clamp_(-limit, limit).to(dtype).view(torch.uint8)
+    return bits.masked_fill_(bits == 128, 0).view(dtype), scale  # never -0.0
 
 
 def fp8_simulate(x: Tensor, format: str) -> Tensor:

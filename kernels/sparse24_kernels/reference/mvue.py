@@ -7,19 +7,11 @@ from torch import Tensor
 
 from .masks import groups, member_dim
 from .philox import uniform
-from .prune import pack, wide
+from .prune import wide
 
 
-def mvue(
-    x: Tensor,
-    key: Tensor,
-    n: int,
-    m: int,
-    dim: int,
-    estimator: str,
-    form: str,
-) -> list[Tensor]:
-    """Draw the estimate of `x` that `key` determines, in one form; `dim` is not negative.
+def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
+    """Draw the estimate of `x` that `key` determines, "dense" or "transposed"; `dim` is not negative.
 
     Each group gets one random number (two for "approx"), determined by its index along `dim` and by the vector along
     `dim` that it is in. So the estimate of a transposed matrix along the other dimension is the transposed estimate.
@@ -32,16 +24,11 @@ def mvue(
         uniform(key, count, before.numel() * after.numel(), draw).view(count, *before, *after).movedim(0, dim)
         for draw in range(2 if estimator == "approx" else 1)
     ]
-    estimate, stored = _ESTIMATORS[n, m, estimator](x, *draws, dim)
-    if form == "dense":
-        return [estimate.narrow(dim, 0, size).contiguous()]
-    if form == "transposed":
-        return [estimate.narrow(dim, 0, size).t().contiguous()]
-    stored = stored.bool()
-    return pack(estimate.t(), stored.t()) if dim == 0 else pack(estimate, stored)
+    estimate = _ESTIMATORS[n, m, estimator](x, *draws, dim).narrow(dim, 0, size)
+    return (estimate if form == "dense" else estimate.t()).contiguous()
 
 
-def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     """Exact 2:4 MVUE by systematic sampling; `uniform` holds one number of [0, 1) per group.
 
     With magnitudes a, sum S and largest M, let T = min(S/2, S - M). Then b_i = min(a_i, T) sums to 2T, the optimal
@@ -83,10 +70,10 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     # Rounding may put a point behind the last non-zero; then a zero is picked and must stay a zero: its sign is 0.
     # Adding zero turns -0.0 into +0.0.
     estimate = torch.maximum(a, pick.unsqueeze(member), out=a).mul_(values.sign()).mul_(picked).add_(0.0)
-    return estimate.reshape(x.shape).to(x.dtype), picked.reshape(x.shape)
+    return estimate.reshape(x.shape).to(x.dtype)
 
 
-def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     """Exact 1:2 MVUE: keep x_i with probability |x_i| / (|x_0| + |x_1|), as sign(x_i) * (|x_0| + |x_1|)."""
     values, member = groups(wide(x), 2, dim), member_dim(dim)
     a0, a1 = values.abs().unbind(member)
@@ -95,10 +82,10 @@ def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     # `logical_and` keeps a zero from being picked where uniform * total rounds up to a0.
     kept = torch.stack([first.logical_and(a0), (~first).logical_and(a1)], member)
     estimate = total.unsqueeze(member).expand_as(values).copysign(values).mul_(kept).add_(0.0)
-    return estimate.reshape(x.shape).to(x.dtype), (estimate != 0).reshape(x.shape)
+    return estimate.reshape(x.shape).to(x.dtype)
 
 
-def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> Tensor:
     """The two-draw 2:4 estimate: draw i with probability a_i / S, then j != i with a_j / (S - a_i).
 
     Each is divided by the exact probability of being drawn at all, p_i = a_i / S * (1 + sum_{j != i} r_j) with
@@ -116,7 +103,7 @@ def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> t
     ]
     # Where x is 0 nothing is kept: a zero is drawn only where fewer than two others are left, or by rounding.
     estimate = torch.stack(kept, member).copysign_(values).masked_fill_(values == 0, 0.0).add_(0.0)
-    return estimate.reshape(x.shape).to(x.dtype), (estimate != 0).reshape(x.shape)
+    return estimate.reshape(x.shape).to(x.dtype)
 
 
 def _sums_of_the_other_three(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -134,8 +121,7 @@ def _draw(weights: Sequence[Tensor], uniform: Tensor) -> Tensor:
     return (end0 <= point).int() + (end1 <= point) + (end2 <= point)
 
 
-# Each returns the estimate, and which elements a packed form stores (at most two of every four).
-_ESTIMATORS: dict[tuple[int, int, str], Callable[..., tuple[Tensor, Tensor]]] = {
+_ESTIMATORS: dict[tuple[int, int, str], Callable[..., Tensor]] = {
     (2, 4, "exact"): _mvue_24,
     (2, 4, "approx"): _mvue_24_approx,
     (1, 2, "exact"): _mvue_12,

@@ -17,7 +17,7 @@ def prune(
     dtype: torch.dtype,
     forms: list[str],
 ) -> list[Tensor]:
-    """The pruned weight in each of `forms`. A packed form is two tensors."""
+    """The pruned weight in each of `forms`. The packed form is two tensors."""
     if rule == "soft-threshold":
         pruned = soft_threshold(weight, n, m, dim, scale)
         keep = pruned != 0
@@ -33,7 +33,7 @@ def prune(
         elif form == "transposed":
             results.append(pruned.t().clone(memory_format=torch.contiguous_format))
         else:
-            results += pack(pruned.t(), keep.t()) if form.endswith("-transposed") else pack(pruned, keep)
+            results += pack(pruned, keep)
     return results
 
 
@@ -61,11 +61,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
-    """`fresh` in `dtype`, never -0.0; FP8 saturates. May overwrite `fresh`."""
-    if dtype.itemsize == 1:
-        limit = torch.finfo(dtype).max
-        bits = fresh.clamp_(-limit, limit).to(dtype).view(torch.uint8)
-        return bits.masked_fill_(bits == 128, 0).view(dtype)
+    """`fresh` in `dtype`, never -0.0. May overwrite `fresh`."""
     # After the cast, which may round a small negative value to -0.0. Adding zero makes it +0.0.
     return fresh.to(dtype).add_(0.0)
 
@@ -88,8 +84,8 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
 
 
 def integer_of(x: Tensor) -> torch.dtype:
-    """The integer dtype of the same size, for values that are only moved, which torch cannot do with FP8 tensors."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    """The integer dtype of the same size, for values that are only moved."""
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
 
 
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:

@@ -176,12 +176,11 @@ def test_decay_is_seen_by_autograd():
 
 def test_what_the_kernels_do_not_take_is_the_references():
     x, key = torch.randn(16, 24), torch.tensor(3)
-    for arguments in ((1, 2, 0, "exact", "dense"), (2, 4, 1, "approx", "dense"), (2, 4, 1, "exact", "packed")):
+    for arguments in ((1, 2, 0, "exact", "dense"), (2, 4, 1, "approx", "dense")):
         equal_to_reference("mvue", x, key, *arguments)
     for dtype, forms in ((torch.float64, ["dense"]), (FP32, ["packed"]), (FP32, ["dense", "packed", "transposed"])):
         equal_to_reference("prune", x, "magnitude", 2, 4, 1, None, None, dtype, forms)
     wide = x.double()
     assert torch.equal(kernels.nm_prune(wide), wide * reference.masks.nm_mask(wide, 2, 4, 1, False))
     assert torch.equal(kernels.nm_mask(x, 1, 4), reference.masks.nm_mask(x, 1, 4, 1, False))
-    assert kernels.nm_prune(x, dtype=torch.float8_e4m3fn).dtype == torch.float8_e4m3fn
     assert torch.equal(kernels.apply_mask(x[0, 0], torch.tensor(True)), x[0, 0])
