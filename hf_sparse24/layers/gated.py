@@ -32,9 +32,8 @@ KINDS = ("swiglu", "geglu", "geglu-exact")
 def fuse_gated_mlps(model: nn.Module) -> list[str]:
     """Make the gated MLPs of `model` compute with `sparse24_kernels.gated_activation`, in place.
 
-    Between its GEMMs a gated MLP has two elementwise operations, which round twice and save three tensors for the
-    backward pass; fused, it rounds once and saves the two inputs. Parameters, submodules and `state_dict` stay the
-    same, outputs change by rounding alone. The model may be patched before or after.
+    A fused MLP rounds once instead of twice, and saves two tensors for the backward pass instead of three. Parameters,
+    submodules and `state_dict` stay the same. The model may be patched before or after.
 
     A module is fused if its linear layers have the names that Llama (`gate_proj`, `up_proj`, `down_proj`), Phi-3
     (`gate_up_proj`, `down_proj`), LFM2 (`w1`, `w3`, `w2`) or ModernBERT (`Wi`, `Wo`) gives them, if it has no other
@@ -65,14 +64,7 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
 
 
 def unfuse_gated_mlps(model: nn.Module) -> list[str]:
-    """Undo `fuse_gated_mlps`, in place.
-
-    Args:
-        model: any model.
-
-    Returns:
-        Names of the modules that were fused, in module order.
-    """
+    """Undo `fuse_gated_mlps`, in place, and return the names of the modules that were fused, in module order."""
     fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
     for module in fused.values():
         module.__class__ = module.made_of[1]
@@ -117,7 +109,7 @@ def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _is_simple(module: nn.Module, linears: set[str]) -> bool:
-    """Return whether the module has nothing but its linear layers that a fused forward would leave out."""
+    """Whether a fused forward leaves out nothing of the module."""
     if module._parameters or module._buffers or "forward" in vars(module):  # the last: someone has replaced it
         return False
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -129,10 +121,8 @@ def _is_simple(module: nn.Module, linears: set[str]) -> bool:
 
 
 def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) -> bool:
-    """Return whether the module's own forward equals the fused one, on tiny random layers in float64.
-
-    The module's own layers may be on the meta device, huge, or all zeros, which would make any two forwards agree.
-    """
+    """Whether the module's forward equals the fused one, on tiny random layers in float64. Its own layers may be on
+    the meta device, huge, or all zeros, with which any two forwards agree."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         width = 2 if len(layout.inputs) == 1 else 1
