@@ -138,15 +138,8 @@ class Sparse24Layer(SparseModule):
     def from_dense(cls, module: nn.Module, run: SparseRun, pattern: Pattern | None = None) -> nn.Module:
         """Turn `module` into a sparse layer in place: same object, same Parameters, same hooks.
 
-        State comes from the weight as it is; on the meta device it waits for a checkpoint.
-
-        Args:
-            module: a dense layer.
-            run: that of the model, which `patch_model` makes.
-            pattern: N:M of this layer; None for that of the run.
-
-        Returns:
-            The same module.
+        State comes from the weight as it is; on the meta device it waits for a checkpoint. `pattern` is N:M of this
+        layer, None for that of the `run`.
         """
         SparseWeight.attach(module, "weight", cls.input_dim, run, pattern)
         module.__dict__["dense_class"] = type(module)
@@ -154,13 +147,9 @@ class Sparse24Layer(SparseModule):
         return module
 
     def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that the GEMMs use while sparse.
+        """The weight that the GEMMs use while sparse, in `dtype` or that of `.weight`: a new tensor without gradients.
 
-        Args:
-            dtype: of the result; None for that of `.weight`.
-
-        Returns:
-            Shape and layout of `.weight`, sparse along the input dimension, never -0.0; a new tensor without gradients.
+        It has the shape and layout of `.weight`, is sparse along the input dimension, and has no -0.0.
         """
         return self.sparse24["weight"].pruned(dtype)
 
@@ -240,9 +229,7 @@ class Sparse24Linear(Sparse24Layer, nn.Linear):
 
 
 class Sparse24Conv1D(Sparse24Layer, Conv1D):
-    """GPT-2's `Conv1D` with an N:M sparse weight: a linear layer whose weight is stored `[in, out]`, sparse along `in`.
-
-    Otherwise it is like `Sparse24Linear`; `patch_model` makes it.
+    """GPT-2's `Conv1D` with an N:M sparse weight, sparse along `in`; otherwise like `Sparse24Linear`.
 
     Attributes:
         weight: the dense master weight, a Parameter `[in, out]`. `sparse_weight()` is what the GEMMs use.

@@ -19,11 +19,12 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ..packed_format import buffer_names
+from ..run import SparseRun
 from ..weights.gemms import PRUNED
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import PackedFrozen, PackedMaster
-from ..weights.view import WeightRun, WeightView
+from ..weights.view import WeightView
 from .experts import PackedExperts
 from .made_classes import made_class
 from .sparse_module import PackedModule, reject_other_graphs
@@ -106,7 +107,7 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
 
 
 def pack_weight(
-    module: nn.Module, name: str, input_dim: int, packed: Packed, run: WeightRun | None = None, trains: bool = True
+    module: nn.Module, name: str, input_dim: int, packed: Packed, run: SparseRun | None = None, trains: bool = True
 ) -> None:
     """Put `packed`, the form of a weight `[..., out, in]`, in place of the Parameter `name`, or of its packed form.
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..adapters.merging import check_unmerged
@@ -49,7 +48,6 @@ def check_patchable(model: nn.Module) -> None:
     """Raise ValueError where a dense model cannot be patched as it is."""
     reject_wrapped(model)
     _reject_quantized(model)
-    _reject_lazy(model)
     check_unmerged(model)
 
 
@@ -76,12 +74,6 @@ def _reject_quantized(model: nn.Module) -> None:
         name = getattr(method, "value", method)  # of an enum, or as config.json has it
         way = "with quantization_config=GgufConfig(dequantize=True)" if name == "gguf" else "without quantization"
         raise ValueError(f"the model is quantized with {name}; load it {way} to make it 2:4 sparse")
-
-
-def _reject_lazy(model: nn.Module) -> None:
-    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(f"{lazy[0]} has no size before the first forward pass (nn.LazyLinear): run one, then patch")
 
 
 def reject_non_finite(weights: Iterable[tuple[str, Tensor]], advice: str = "nothing was changed") -> None:

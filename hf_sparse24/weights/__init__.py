@@ -10,7 +10,7 @@ The road from a layer to a kernel:
 
 The files, from the lowest layer up:
 
-    view.py              `WeightView`, what a method sees of a weight; `WeightRun`, what a weight needs of its run
+    view.py              `WeightView`, what a method sees of a weight
     sharding.py          parts and wholes of DTensors
     gemms.py             the three GEMMs of a layer as data, and which of them can be sparse
     rules.py             how a weight becomes N:M, as data, and what becomes of that

@@ -39,13 +39,13 @@ class _Kept(NamedTuple):
         version: the versions of the tensors they were made from, and the dtype they are in.
         samples: samples of those tensors. They share their memory, so no other tensor gets the same address.
         step: the open step in which they are known to be valid; None where only the samples can say.
-        tensors: the encodings by operand, form, and the backend that stores it so.
+        tensors: the encodings.
     """
 
     version: tuple[Any, ...] = ()
     samples: Sequence["Sample"] = ()
     step: object | None = None
-    tensors: Mapping[tuple[str, str, str | None], Tensor] = {}
+    tensors: Mapping[Wanted, Tensor] = {}
 
 
 class Encodings:
@@ -77,21 +77,21 @@ class Encodings:
         keep = keep and _may_be_kept(step, tensors)
         kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
         missing: dict[str, dict[str, GemmBackend | None]] = {}
-        for operand, form, backend in wanted:
-            if _key(operand, form, backend) not in kept.tensors:
-                missing.setdefault(operand, {})[form] = backend
+        for one in wanted:
+            if one not in kept.tensors:
+                missing.setdefault(one.operand, {})[one.form] = one.backend
         if missing:
             # What is made in inference mode could not be used in training.
             with torch.inference_mode(False) if keep else nullcontext():
                 made = {
-                    _key(operand, form, forms[form]): tensor
+                    Wanted(operand, form, forms[form]): tensor
                     for operand, forms in missing.items()
                     for form, tensor in zip(forms, make(operand, forms))
                 }
             kept = kept._replace(tensors={**kept.tensors, **made})
         if keep:
             self._kept = kept
-        return [kept.tensors[_key(*encoding)] for encoding in wanted]
+        return [kept.tensors[one] for one in wanted]
 
     def clear(self) -> None:
         """Drop what is kept, and free its memory."""
@@ -99,10 +99,6 @@ class Encodings:
 
     def __reduce__(self):
         return Encodings, ()
-
-
-def _key(operand: str, form: str, backend: GemmBackend | None) -> tuple[str, str, str | None]:
-    return operand, form, None if backend is None else backend.name
 
 
 def _may_be_kept(step: object | None, tensors: Sequence[Tensor]) -> bool:

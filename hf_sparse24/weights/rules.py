@@ -65,25 +65,16 @@ Rule = Magnitude | SoftThreshold | Mask | Values
 
 def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
     """What a rule makes of a weight, in each of `forms` and in `dtype`, by one pass over the weight. Never -0.0."""
-    matrix = rule.values if isinstance(rule, Values) else view.matrix
-    names: dict[type, str] = {Magnitude: "magnitude", SoftThreshold: "soft-threshold", Mask: "mask", Values: "mask"}
+    matrix, kind = view.matrix, "magnitude"
     arguments: dict[str, Any] = {}
     if isinstance(rule, SoftThreshold):
-        arguments = {"scale": rule.scale}
+        kind, arguments = "soft-threshold", {"scale": rule.scale}
     elif isinstance(rule, Mask):
-        arguments = {"mask": rule.mask}
+        kind, arguments = "mask", {"mask": rule.mask}
     elif isinstance(rule, Values):
-        arguments = {"mask": rule.values != 0}
+        matrix, kind, arguments = rule.values, "mask", {"mask": rule.values != 0}
     pruned = list(dict.fromkeys(_PRUNED_FORMS[form] for form in forms))
-    results = prune_forms(
-        matrix,
-        pruned,
-        names[type(rule)],
-        *pattern,
-        view.dim,
-        dtype=dtype,
-        **arguments,
-    )
+    results = prune_forms(matrix, pruned, kind, *pattern, view.dim, dtype=dtype, **arguments)
     made = dict(zip(pruned, cast(tuple[Tensor, ...], results)))
     parts = [(made[_PRUNED_FORMS[form]], backend) for form, backend in forms.items()]
     return [dense if backend is None else encode_one(backend, dense) for dense, backend in parts]

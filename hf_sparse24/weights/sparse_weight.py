@@ -31,7 +31,7 @@ from .gemms import GRAD_INPUT, PRUNED
 from .rules import Forms, check_rule, encode, is_exact, method_mask
 from .state import WeightState
 from .storage import DenseMaster, Storage
-from .view import WeightRun, WeightView
+from .view import WeightView
 
 _OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
 """Forms of a weight `[out, in]` by the forms of its transpose, as which it may be stored."""
@@ -43,16 +43,17 @@ class SparseWeight:
     Attributes:
         storage: how the module keeps it: as a dense master, as a packed master, or packed and frozen.
         module, name, input_dim: see `Storage`.
-        run: shared by all weights of a model: the method, the phase, the open step. None where it is frozen.
+        run: the `run.SparseRun` that all weights of a model share: the method, the phase, the open step. None where
+            the weight is frozen.
         pattern: N:M of this weight.
         state: the tensors that the method keeps for it.
         rng_key: int64 0-d tensor that fixes the draw of MVUE in this weight's layer; None draws another every time.
     """
 
-    def __init__(self, storage: Storage, run: WeightRun | None, pattern: Pattern | None = None):
+    def __init__(self, storage: Storage, run: Any, pattern: Pattern | None = None):
         self.storage: Any = storage
         self.module, self.name, self.input_dim = storage.module, storage.name, storage.input_dim
-        self.run = cast(WeightRun, run)
+        self.run = run
         self.pattern: Pattern = pattern or (Pattern(2, 4) if run is None else run.method.pattern)
         self.state = WeightState(storage)
         self.rng_key: Tensor | None = None
@@ -60,9 +61,7 @@ class SparseWeight:
         self._checked: frozenset[str] = frozenset()  # the operands that were found to be N:M with this state
 
     @classmethod
-    def attach(
-        cls, module: nn.Module, name: str, input_dim: int, run: WeightRun, pattern: Pattern | None = None
-    ) -> Self:
+    def attach(cls, module: nn.Module, name: str, input_dim: int, run: Any, pattern: Pattern | None = None) -> Self:
         """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run. Its state becomes
         buffers of the module, computed from the weight; on the meta device they wait for `init_state` or a checkpoint.
         """

@@ -17,8 +17,9 @@ class WeightState(Mapping[str, Tensor]):
         is_ready: False for a weight that was patched on the meta device, until it has state.
     """
 
-    def __init__(self, storage: Storage, names: tuple[str, ...] = ()):
-        self.storage, self.names = storage, names
+    def __init__(self, storage: Storage):
+        self.storage = storage
+        self.names: tuple[str, ...] = ()
         self.parameter_names: tuple[str, ...] = ()
         self.is_ready = True
 

@@ -1,8 +1,7 @@
-"""What a method is shown of a weight, and what a weight needs of its run: types alone."""
+"""What a method is shown of a weight."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from sparse24_kernels import Pattern
 from torch import Tensor
 
 
@@ -19,23 +18,3 @@ class WeightView(NamedTuple):
     matrix: Tensor
     dim: int
     state: dict[str, Tensor]
-
-
-class WeightRun(Protocol):
-    """What all sparse weights of a model share while it trains; `run.SparseRun` has it."""
-
-    method: Any  # a `methods.SparseMethod`
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def is_dense(self) -> bool: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def open_step(self) -> object | None: ...
-    @property
-    def progress(self) -> tuple[int, int]: ...
-
-    def method_of(self, pattern: Pattern) -> Any: ...
-    def expect_controller(self) -> None: ...

@@ -77,16 +77,6 @@ def test_weights_that_are_views_of_each_other_stay_dense():
     assert len(patch_model(halves, EVERYTHING).patched) == 2
 
 
-def test_lazy_layers_are_an_error():
-    model = two_layers()
-    model.layers[0]["third"] = nn.LazyLinear(8)
-    with pytest.raises(ValueError, match=r"layers.0.third.weight has no size before the first forward pass"):
-        patch_model(model, EVERYTHING)
-    assert not sparse_weights(model)
-    model.layers[0]["third"](torch.zeros(1, 8))
-    assert len(patch_model(model, EVERYTHING).patched) == 3
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     hidden_size: int = 8
