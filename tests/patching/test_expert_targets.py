@@ -89,9 +89,6 @@ def test_a_class_that_the_library_does_not_know_says_how_it_multiplies_or_stays_
     assert torch.equal(model[0].experts(x), (x @ sparse_weights(model)["0.experts.up"].pruned()).relu())
 
 
-# Beside the Trainer.
-
-
 def test_doctor_lists_experts_as_dense_math():
     model = zoo.build("mixtral").bfloat16()
     patch_model(model, Sparse24Config(target_modules="all-linear"))
@@ -135,10 +132,3 @@ def test_an_adapter_of_the_parameters_themselves_is_refused_before_anything_is_c
         peft.get_peft_model(model, peft.LoraConfig(**targets))
     assert {name: type(module) for name, module in model.named_modules()} == classes
     model(**zoo.batch())
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_an_adapter_of_layers_beside_experts_is_trained():
-    peft = pytest.importorskip("peft")
-    beside = peft.get_peft_model(patched("mixtral"), peft.LoraConfig(target_modules=["q_proj"]))
-    beside(**zoo.batch()).loss.backward()

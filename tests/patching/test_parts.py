@@ -2,6 +2,7 @@
 
 import copy
 
+import model_kinds
 import pytest
 import torch
 import zoo
@@ -22,15 +23,7 @@ from hf_sparse24.run import patched_config
 
 LLAVA = {
     "text_config": {"model_type": "llama", "vocab_size": zoo.VOCAB, **zoo.CAUSAL["llama"]},
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 16,
-        "patch_size": 8,
-    },
+    "vision_config": {"model_type": "clip_vision_model", **model_kinds.VISION},
     "image_token_index": 3,
 }
 
@@ -42,10 +35,8 @@ def llava():
 
 def assert_reloads_the_same(model, directory) -> None:
     model.eval().save_pretrained(directory)
-    auto = (
-        AutoModelForImageTextToText if model.config.model_type == "llava" else zoo.auto_class(model.config.model_type)
-    )
-    loaded = auto.from_pretrained(directory)
+    kind = model.config.model_type
+    loaded = (AutoModelForImageTextToText if kind == "llava" else zoo.auto_class(kind)).from_pretrained(directory)
     assert list(sparse_weights(loaded)) == list(sparse_weights(model)) != []
     ids = zoo.batch()["input_ids"] + 1  # without image tokens
     assert torch.equal(logits(loaded, input_ids=ids), logits(model, input_ids=ids))
@@ -147,16 +138,11 @@ def test_unpatching_a_part_leaves_the_rest_sparse(method, tmp_path):
     assert patch_model(model).patched == tuple(name.removesuffix(".weight") for name in sparse_weights(model))
 
 
-def test_layers_of_a_model(tmp_path):
+@pytest.mark.parametrize("patched", [lambda lm: lm.model.layers, lambda lm: torch.nn.ModuleDict({"lm": lm})])
+def test_layers_of_a_model_or_a_module_around_it(patched, tmp_path):
     model = zoo.build("llama")
-    patch_model(model.model.layers, Sparse24Config(method="ste"))
+    patch_model(patched(model), Sparse24Config(method="ste"))
     patch_model(model)
-    assert_reloads_the_same(model, tmp_path)
-
-
-def test_a_module_around_a_model(tmp_path):
-    model = zoo.build("llama")
-    patch_model(torch.nn.ModuleDict({"lm": model}), Sparse24Config(method="ste"))
     assert_reloads_the_same(model, tmp_path)
 
 

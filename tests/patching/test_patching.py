@@ -22,10 +22,7 @@ EXPECTED = {
     "bloom": (["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"], ["self_attention.query_key_value", "self_attention.dense"]),
     "phi3": (["mlp.gate_up_proj", "mlp.down_proj"], ["self_attn.o_proj", "self_attn.qkv_proj"]),
     "albert": (["ffn", "ffn_output"], ["attention.query", "attention.key", "attention.value", "attention.dense"]),
-    "distilbert": (
-        ["ffn.lin1", "ffn.lin2"],
-        ["attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"],
-    ),
+    "distilbert": (["ffn.lin1", "ffn.lin2"], [f"attention.{part}_lin" for part in ("q", "k", "v", "out")]),
     "modernbert": (["mlp.Wi", "mlp.Wo"], ["attn.Wqkv", "attn.Wo"]),
 }
 EXPECTED["falcon"] = EXPECTED["bloom"]
@@ -107,9 +104,6 @@ def test_heads_poolers_and_routers_are_not_touched_by_expressions():
     model = AutoModelForSequenceClassification.from_config(config)
     report = patch_model(model, Sparse24Config(target_modules=r".*"))
     assert report.skipped.keys() == {"bert.pooler.dense", "classifier"}
-    assert (
-        "output embedding" in patch_model(zoo.build("llama"), Sparse24Config(target_modules=r".*")).skipped["lm_head"]
-    )
     moe = patch_model(zoo.build("qwen2_moe"), Sparse24Config(target_modules="all-linear"))
     assert moe.skipped["model.layers.0.mlp.shared_expert_gate"] == "router"
 
@@ -132,9 +126,8 @@ def test_odd_sizes_are_skipped_with_the_reason():
     report = patch_model(model)
     assert report.skipped["model.layers.0.mlp.down_proj"] == "input size 66 is not a multiple of 4"
     assert "model.layers.0.mlp.up_proj" in report.patched
-    report = patch_model(
-        zoo.build("llama", intermediate_size=66), Sparse24Config(method="t-sr-ste", target_modules="all-linear")
-    )
+    unpatch_model(model)
+    report = patch_model(model, Sparse24Config(method="t-sr-ste", target_modules="all-linear"))
     assert "output size 66 is not a multiple of 4" in report.skipped["model.layers.0.mlp.up_proj"]
 
 
@@ -199,15 +192,6 @@ def test_layers_that_share_one_weight():
     assert model.layers[1].mlp["plain"].weight is model.layers[0].mlp["plain"].weight
 
 
-def test_models_that_share_a_config_object():
-    config = zoo.build("llama").config
-    dense, sparse = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-    dense.config = sparse.config = config
-    patch_model(sparse, Sparse24Config(method="ste"))
-    assert not hasattr(dense.config, "quantization_config")
-    assert sparse.model.config is sparse.config and sparse.config.quantization_config.config.method == "ste"
-
-
 def test_layers_whose_weight_is_used_without_calling_them():
     config = AutoConfig.for_model(
         "mamba", vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=1, time_step_rank=4
@@ -248,16 +232,6 @@ def test_parametrized_layers_are_left_alone():
     assert "model.layers.0.mlp.up_proj" not in patch_model(model).patched
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_adapters_stay_dense():
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(zoo.build("llama"), LoraConfig(r=4, target_modules=["up_proj"]))
-    report = patch_model(model, Sparse24Config(target_modules="mlp"))
-    assert any(name.endswith("up_proj.base_layer") for name in report.patched)
-    assert {report.skipped[name] for name in report.skipped if "lora_" in name} == {"an adapter"}
-
-
 def assert_untouched(model):
     assert not sparse_weights(model) and not hasattr(getattr(model, "config", None), "quantization_config")
 
@@ -265,17 +239,8 @@ def assert_untouched(model):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Sparse24Config(target_modules=r".*\.nope"), "no linear layer's whole name matches"),
-        (
-            Sparse24Config(target_modules=r"lm.*d"),
-            r"lm_head: output embedding.*A list of whole names.* reaches every",
-        ),
-        (
-            Sparse24Config(target_modules=["up_porj"]),
-            r"target_modules=\['up_porj'\]: no linear layer's name ends in \['up_porj'\]; .*'up_proj'",
-        ),
+        (Sparse24Config(target_modules=r"lm.*d"), r"lm_head: output embedding.*A list of whole names.* reaches every"),
         (Sparse24Config(layers_to_transform=7), "layers_to_transform=7"),
-        (Sparse24Config(exclude_modules=["typo"]), r"exclude_modules=\['typo'\]: no linear layer's name ends in"),
         (Sparse24Config(exclude_modules="mlp"), "in exclude_modules='mlp'"),
         (Sparse24Config(method="ste", pattern="3:5"), "input size 32 is not a multiple of 5"),
     ],
@@ -354,7 +319,7 @@ def test_sparse_layers_are_not_constructed():
 
 
 def test_a_dense_model_whose_config_says_that_it_is_sparse_is_patched_so(tmp_path):
-    """As `from_config` of a sparse model's makes it; its run begins anew, whatever phase the other was saved in."""
+    """As `from_config` of a sparse model's makes it; its run starts again, whatever phase the other was saved in."""
     other = zoo.build("llama")
     patch_model(other, Sparse24Config(method="t-sr-ste", target_modules=["up_proj"], mask_interval=3))
     set_phase(other, "dense")
@@ -378,3 +343,4 @@ def test_layers_below_adapters_go_by_the_names_that_they_have_without(names):
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["down_proj"]))
     report = patch_model(adapted)
     assert len(report.patched) == 2 and all(name.endswith("down_proj.base_layer") for name in report.patched)
+    assert {report.skipped[name] for name in report.skipped if "lora_" in name} == {"an adapter"}

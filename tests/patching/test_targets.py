@@ -159,7 +159,7 @@ MULTI_MODAL = {
         "text_config": TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
         "vision_config": VISION | {"depth": 1, "num_heads": 4, "out_hidden_size": 32},
     },
-    "idefics": TEXT  # its text part has no config of its own
+    "idefics": TEXT  # its text part has no config
     | {"vision_config": {"embed_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}},
     "qwen2_audio": {
         "text_config": TEXT | {"model_type": "qwen2"},
@@ -188,19 +188,3 @@ def test_names_and_expressions_reach_towers():
     for targets in (["fc1"], "fc1", r".*vision.*fc1"):
         report = patch_model(multi_modal("llava"), Sparse24Config(target_modules=targets))
         assert report.patched == ("vision_tower.encoder.layers.0.mlp.fc1",)
-
-
-WHISPER = {
-    "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
-    "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
-    "vocab_size": zoo.VOCAB, "decoder_start_token_id": 1, **zoo._IDS,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "arguments"), [("vit", VISION), ("whisper", WHISPER)])
-def test_a_model_without_a_text_part_of_its_own_is_taken_whole(name, arguments):
-    with torch.device("meta"):
-        model = AutoModel.from_config(AutoConfig.for_model(name, **arguments))
-    report = patch_model(model, Sparse24Config(target_modules="all-linear"))
-    assert not any("does not read text" in why for why in report.skipped.values())
-    assert all(model.get_submodule(layer).sparse24 for layer in report.patched)

@@ -9,7 +9,6 @@ import zoo
 from oneshot_models import OneLayer, assert_untouched, batches, correlated, fixed_mask
 from sparse_models import snapshot
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from hf_sparse24 import oneshot, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
@@ -83,7 +82,7 @@ def test_the_report_has_the_errors_of_the_blocks():
 
 
 def test_norms_and_biases_train_and_nothing_outside_of_blocks():
-    model = build("gpt2")
+    model = zoo.build("gpt2").eval()  # whose biases are zero from the start
     before = parameters(model)
     oneshot(model, batches(), fixed_mask(), passes=1)
     for name, parameter in model.named_parameters():
@@ -96,13 +95,6 @@ def test_much_data_gets_fewer_passes_by_default(monkeypatch):
     for count, model in models.items():
         oneshot(model, batches(count), fixed_mask())
     assert [sparse_run(model).facts.pruning["passes"] for model in models.values()] == [8, 3, 1]
-
-
-def test_biases_of_zero_train():
-    model = zoo.build("gpt2").eval()  # whose biases are zero from the start
-    assert not model.transformer.h[0].mlp.c_fc.bias.any()
-    oneshot(model, batches(), fixed_mask(), passes=1)
-    assert model.transformer.h[0].mlp.c_fc.bias.all()
 
 
 def test_half_precision_weights_gather_small_steps():
@@ -157,16 +149,6 @@ def test_only_kept_values_change(dtype):
     for name, weight in sparse_weights(model).items():
         assert is_nm_sparse(weight.parameter) and torch.equal(weight.pruned(), weight.parameter), name
         assert torch.equal(weight.parameter != 0, weight.mask())
-
-
-def test_padding_does_not_count():
-    models = [build() for _ in range(3)]
-    for model, garbage in zip(models, (100, 200)):
-        oneshot(model, padded(garbage), fixed_mask(), passes=2)
-    oneshot(models[2], [{"input_ids": batch["input_ids"]} for batch in padded(200)], fixed_mask(), passes=2)
-    first, second, unmasked = (parameters(model) for model in models)
-    torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
-    assert any((unmasked[name] - value).norm() > 0.01 * value.norm() for name, value in first.items())
 
 
 @pytest.mark.parametrize("reconstruct", ["block", "layer"])
@@ -270,54 +252,11 @@ def test_under_autocast():
 # --- architectures ---
 
 
-def t5() -> nn.Module:
-    config = AutoConfig.for_model(
-        "t5", vocab_size=zoo.VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForSeq2SeqLM.from_config(config)
-
-
-def whisper() -> nn.Module:
-    sizes = {f"{side}_{field}": n for side in ("encoder", "decoder") for field, n in zip(
-        ("layers", "attention_heads", "ffn_dim"), (2, 4, 64))}  # fmt: skip
-    config = AutoConfig.for_model(
-        "whisper", vocab_size=zoo.VOCAB, d_model=32, num_mel_bins=8, max_source_positions=20, max_target_positions=32,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, init_std=0.2, **sizes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForSpeechSeq2Seq.from_config(config)
-
-
-def speech() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {"input_features": torch.randn(2, 8, 40, generator=generator), "decoder_input_ids": zoo.batch(i)["input_ids"]}
-        for i in range(3)
-    ]
-
-
-def translations() -> list[dict[str, torch.Tensor]]:
-    return [batch | {"decoder_input_ids": batch["input_ids"][:, :10], "labels": None} for batch in padded(7)]
-
-
-CASES = {
-    "gpt2": (lambda: build("gpt2"), batches),  # Conv1D, and biases
-    "bert": (lambda: build("bert"), lambda: padded(7)),
-    "albert": (lambda: build("albert"), batches),  # calls one block twice
-    "t5": (t5, translations),  # encoder and decoder, whose blocks return tuples
-    "whisper": (whisper, speech),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "albert"])  # Conv1D; an encoder; one block that is called twice
 def test_architectures(name):
-    make, data = CASES[name]
-    data = [{key: value for key, value in batch.items() if key != "labels"} for batch in data()]
-    model = make().eval()
-    report = oneshot(model, data, fixed_mask(), passes=4, learning_rate=0.02)
-    assert len(report.blocks) == {"albert": 1, "t5": 4, "whisper": 4}.get(name, 2)
+    model = build(name)
+    report = oneshot(model, padded(7), fixed_mask(), passes=4, learning_rate=0.02)
+    assert len(report.blocks) == (1 if name == "albert" else 2)
     assert all(block.error < block.pruned_error for block in report.blocks)
     assert report.blocks[0].error < 0.95 * report.blocks[0].pruned_error
     unpatch_model(model)
@@ -377,6 +316,9 @@ def test_a_shared_weight_is_trained_where_it_was_pruned():
     model = Model((0, 1))
     first, second = (layer.mlp for layer in model.layers)
     second.weight, second.bias = first.weight, None
-    one, two = oneshot(model, X, fixed_mask()).blocks
+    report = oneshot(model, X, fixed_mask())
+    one, two = report.blocks
+    assert [layer.name for layer in report.layers] == ["layers.0.mlp"]
     assert first.weight is second.weight and is_nm_sparse(first.weight)
+    assert torch.equal(first.mask_bits, second.mask_bits)
     assert one.error < one.pruned_error and two.error == two.pruned_error

@@ -1,13 +1,14 @@
 """oneshot replays finished blocks: the work is linear in depth, and the results are those of whole forward passes."""
 
+import model_kinds
 import pytest
 import torch
 import zoo
 from oneshot_models import LAYERWISE, fixed_mask
-from sparse_models import assert_same_state
+from sparse_models import assert_same_state, snapshot
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_sparse24 import oneshot
 from hf_sparse24.pruning.replay import Replay
@@ -30,18 +31,6 @@ def batches(count: int = 3, **more: int) -> list[dict[str, torch.Tensor]]:
 def from_config(auto_class, name: str, **fields) -> nn.Module:
     torch.manual_seed(0)
     return auto_class.from_config(AutoConfig.for_model(name, vocab_size=zoo.VOCAB, **fields))
-
-
-def t5() -> nn.Module:
-    return from_config(
-        AutoModelForSeq2SeqLM, "t5", d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
-    )
-
-
-def bart() -> nn.Module:
-    fields = {f"{side}_{field}": n for side in ("encoder", "decoder") for field, n in zip(
-        ("layers", "attention_heads", "ffn_dim"), (3, 4, 64))}  # fmt: skip
-    return from_config(AutoModelForSeq2SeqLM, "bart", d_model=32, max_position_embeddings=64, **fields)
 
 
 def funnel() -> nn.Module:
@@ -163,8 +152,7 @@ def tensors(tree) -> list[torch.Tensor]:
 CASES = {
     "llama": (lambda: zoo.build("llama", num_hidden_layers=4), batches, 1),
     "albert": (lambda: zoo.build("albert", num_hidden_layers=3), batches, 1),
-    "t5": (t5, lambda: batches(decoder_input_ids=10), 2),
-    "bart": (bart, lambda: batches(decoder_input_ids=10), 2),
+    "t5": (lambda: model_kinds.build("t5", num_layers=3), lambda: batches(decoder_input_ids=10), 2),
     "funnel": (funnel, batches, 2),
     "gemma4": (gemma4, batches, 3),
     "chain": (Chain, x_batches, 2),
@@ -223,19 +211,14 @@ def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (Secretive, r"blocks\.1 differs"),
-        (InParts, r"it runs only parts of blocks\.0"),
-    ],
+    ("build", "reason"), [(Secretive, r"blocks\.1 differs"), (InParts, r"it runs only parts of blocks\.0")]
 )
 def test_what_cannot_be_replayed_is_refused(build, reason):
     model = build()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = snapshot(model)
     with pytest.raises(ValueError, match=rf"^oneshot cannot prune this model block by block: {reason}"):
         oneshot(model, x_batches(), CONFIG)
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_same_state(model, before)
 
 
 def test_kinds_of_batches_may_run_different_blocks():
@@ -246,7 +229,5 @@ def test_kinds_of_batches_may_run_different_blocks():
 
 def test_batches_of_a_kind_must_run_the_same_blocks():
     data = [*x_batches(1), {"x": torch.randn(24, 16)}]
-    with pytest.raises(
-        ValueError, match=r"blocks\.0 is number 1 of the blocks that run for one batch and not for anoth"
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.0 is number 1 of the blocks that run for one batch and not"):
         oneshot(DeeperForLongInputs(), data, CONFIG)

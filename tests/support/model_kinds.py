@@ -9,13 +9,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 VISION = TOWER | {"image_size": 16, "patch_size": 8}
 _CLIP = {
     "text_config": TOWER | {"vocab_size": zoo.VOCAB, "max_position_embeddings": 64, **zoo._IDS},
@@ -23,20 +19,15 @@ _CLIP = {
     "projection_dim": 16,
 }
 _TWO_STACKS = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 64,
-    "vocab_size": zoo.VOCAB,
-    "dropout": 0.0,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-    **zoo._IDS,
-}
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "max_position_embeddings": 64, "vocab_size": zoo.VOCAB,
+    "dropout": 0.0, "decoder_start_token_id": 1, "forced_eos_token_id": None, **zoo._IDS,
+}  # fmt: skip
+_T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+    "vocab_size": zoo.VOCAB, "decoder_start_token_id": 1, **zoo._IDS,
+}  # fmt: skip
+_WHISPER = _TWO_STACKS | {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32}
 
 
 class Kind(NamedTuple):
@@ -55,39 +46,17 @@ KINDS = {
     "clip": Kind("CLIPModel", "clip", "pairs", None, _CLIP),
     "clip-vision": Kind("CLIPVisionModel", "clip_vision_model", "images", None, VISION),
     "clip-classifier": Kind("CLIPForImageClassification", "clip", "images", "classes", _CLIP | {"num_labels": 4}),
-    "t5": Kind(
-        "T5ForConditionalGeneration",
-        "t5",
-        "text",
-        "tokens",
-        {
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "dropout_rate": 0.0,
-            "vocab_size": zoo.VOCAB,
-            "decoder_start_token_id": 1,
-            **zoo._IDS,
-        },
-    ),
+    "t5": Kind("T5ForConditionalGeneration", "t5", "text", "tokens", _T5),
     "bart": Kind("BartForConditionalGeneration", "bart", "text", "tokens", _TWO_STACKS),
     "marian": Kind("MarianMTModel", "marian", "text", "tokens", _TWO_STACKS),
-    "whisper": Kind(
-        "WhisperForConditionalGeneration",
-        "whisper",
-        "audio",
-        "tokens",
-        _TWO_STACKS | {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32},
-    ),
+    "whisper": Kind("WhisperForConditionalGeneration", "whisper", "audio", "tokens", _WHISPER),
 }
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A model of two blocks a stack, without dropout, in train mode."""
     kind = KINDS[name]
-    config = AutoConfig.for_model(kind.model_type, **kind.config, **overrides)
+    config = AutoConfig.for_model(kind.model_type, **kind.config | overrides)
     torch.manual_seed(seed)
     return getattr(transformers, kind.model_class)(config).train()
 

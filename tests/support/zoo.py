@@ -6,26 +6,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 VOCAB = 96
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _BERT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    **_IDS,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, **_IDS,
+}  # fmt: skip
 _LLAMA = {**_BERT, "num_key_value_heads": 2, "head_dim": 8}
 
 CAUSAL = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **_IDS},
     "gpt_neox": {**_BERT},
     "opt": {
-        "hidden_size": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "word_embed_proj_dim": 32,
-        **_IDS,
+        "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 64, "word_embed_proj_dim": 32, **_IDS,
     },
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, **_IDS},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **_IDS},
@@ -36,29 +27,21 @@ CAUSAL = {
     "gemma2": _LLAMA,
     "phi3": _LLAMA,
     "olmo2": _LLAMA,
-}
+}  # fmt: skip
 MASKED = {
     "bert": _BERT,
     "roberta": _BERT,
     "albert": {**_BERT, "embedding_size": 16},
     "distilbert": {
-        "dim": 32,
-        "hidden_dim": 64,
-        "n_layers": 2,
-        "n_heads": 4,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
+        "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0,
     },
     "electra": {**_BERT, "embedding_size": 16},
     "deberta-v2": {
-        **_BERT,
-        "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": 8,
+        **_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8,
         "norm_rel_ebd": "layer_norm",
     },
     "modernbert": {**_BERT, "cls_token_id": 1, "sep_token_id": 2},
-}
+}  # fmt: skip
 _MOE = {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE = {
     "mixtral": {**_LLAMA, "num_local_experts": 2},
@@ -67,38 +50,24 @@ MOE = {
     "olmoe": _MOE,
     "gpt_oss": {**_MOE, "num_local_experts": 4},
     "deepseek_v3": {
-        **_MOE,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
+        **_MOE, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
     },
     "llama4_text": {
-        **_LLAMA,
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 64,
-        "interleave_moe_layer_step": 1,
+        **_LLAMA, "num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1,
         "attn_temperature_tuning": False,
     },
     "jetmoe": {**_LLAMA, "num_local_experts": 4, "kv_channels": 8},
     "granitemoe": {**_LLAMA, "num_local_experts": 4},
-}
+}  # fmt: skip
 NAMES = [*CAUSAL, *MASKED]
 
 
 def build(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A model of two blocks, a few thousand weights, no dropout, in train mode."""
     config = AutoConfig.for_model(name, **{"vocab_size": VOCAB, **(CAUSAL | MASKED | MOE)[name], **overrides})
-    for field in ("dropout", "attention_dropout", "hidden_dropout", "activation_dropout"):
-        if hasattr(config, field):
-            setattr(config, field, 0.0)
-    for field in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+    fields = ["dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop"]
+    for field in [*fields, "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"]:
         if hasattr(config, field):
             setattr(config, field, 0.0)
     torch.manual_seed(seed)
