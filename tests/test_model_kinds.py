@@ -48,14 +48,6 @@ STACKS = {
     "marian": ["model.encoder.layers", "model.decoder.layers"],
     "whisper": ["model.encoder.layers", "model.decoder.layers"],
 }
-CONVOLUTIONS = {
-    "vit": {"vit.embeddings.patch_embeddings.projection"},
-    "deit": {"deit.embeddings.patch_embeddings.projection"},
-    "clip": {"vision_model.embeddings.patch_embedding"},
-    "clip-vision": {"embeddings.patch_embedding"},
-    "clip-classifier": {"vision_model.embeddings.patch_embedding"},
-    "whisper": {"model.encoder.conv1", "model.encoder.conv2"},
-}
 
 
 @every_kind
@@ -74,14 +66,6 @@ def test_groups_mean_all_stacks_with_cross_attention_and_nothing_outside(name):
     assert not found["mlp"] & found["attention"]
 
 
-@pytest.mark.parametrize("kept", ["text", "vision"])
-def test_one_of_two_towers_can_be_left_out(kept):
-    left = {"text": "vision", "vision": "text"}[kept]
-    config = Sparse24Config(target_modules="all-linear", exclude_modules=rf"{left}_model\..*")
-    report = patch_model(model_kinds.build("clip"), config)
-    assert len(report.patched) == 12 and all(layer.startswith(f"{kept}_model.") for layer in report.patched)
-
-
 TOWERS = {
     "siglip": {"text_config": model_kinds.TOWER, "vision_config": model_kinds.VISION},
     "vision-text-dual-encoder": {
@@ -93,9 +77,7 @@ TOWERS = {
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_groups_mean_all_towers_of_a_model_that_writes_no_text(name):
-    model = AutoModel.from_config(AutoConfig.for_model(name, **TOWERS[name]))
-    report = patch_model(model, EVERYTHING)
-    assert not any("does not read text" in why for why in report.skipped.values())
+    report = patch_model(AutoModel.from_config(AutoConfig.for_model(name, **TOWERS[name])), EVERYTHING)
     assert sum("text" in layer for layer in report.patched) == sum("vision" in layer for layer in report.patched) == 12
 
 
@@ -106,7 +88,6 @@ def test_groups_mean_the_text_part_of_a_model_that_transformers_does_not_know():
     config = OwnConfig(**KINDS["clip"].config)
     report = patch_model(CLIPModel(config), EVERYTHING)
     assert len(report.patched) == 12 and all(layer.startswith("text_model.") for layer in report.patched)
-    assert report.skipped["vision_model.encoder.layers.0.mlp.fc1"].startswith("in CLIPVisionModel, which does not read")
 
 
 @every_kind
@@ -114,14 +95,10 @@ def test_the_report_lists_convolutions_with_their_reason(name):
     model = model_kinds.build(name)
     report = patch_model(model, EVERYTHING)
     found = {layer for layer, why in report.skipped.items() if why == "a convolution: only linear layers become sparse"}
-    assert found == CONVOLUTIONS.get(name, set())
+    assert found == {layer for layer, m in model.named_modules() if isinstance(m, torch.nn.Conv1d | torch.nn.Conv2d)}
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     assert str(report).startswith(f"2:4 sparse by s-ste: {len(report.patched)} of {linear} linear layers")
-    for layer in found:
-        (row,) = (row for row in report.rows if row.group == layer)
-        assert row.weights == model.get_submodule(layer).weight.numel()
-        assert re.search(rf"{layer} .*a convolution", str(report))
-    assert patch_model(model).skipped == report.skipped
+    assert all(re.search(rf"{layer} .*a convolution", str(report)) for layer in found)
 
 
 def test_a_model_of_convolutions_says_why_none_becomes_sparse():
@@ -141,15 +118,11 @@ def trainer(name: str, directory, method: str = "s-ste", **overrides) -> Trainer
         "report_to": "none", "disable_tqdm": True, "use_cpu": True,
     } | overrides  # fmt: skip
     if is_seq2seq:
-        args = Seq2SeqTrainingArguments(
-            str(directory), predict_with_generate=True, generation_max_length=6, **arguments
-        )
-    else:
-        args = TrainingArguments(str(directory), **arguments)
+        arguments |= {"predict_with_generate": True, "generation_max_length": 6}
+    args = (Seq2SeqTrainingArguments if is_seq2seq else TrainingArguments)(str(directory), **arguments)
     data = model_kinds.rows(name, 4)
-    run = (Seq2SeqTrainer if is_seq2seq else Trainer)(
-        model, args, train_dataset=data, eval_dataset=data, data_collator=collate
-    )
+    trainer_class = Seq2SeqTrainer if is_seq2seq else Trainer
+    run = trainer_class(model, args, train_dataset=data, eval_dataset=data, data_collator=collate)
     Sparse24Callback.add_to(run)
     return run
 
@@ -238,11 +211,12 @@ def test_oneshot_counts_the_tokens_of_both_sequences_and_no_padding():
     given = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"decoder_input_ids": batch["input_ids"]}
     given["labels"] = batch["labels"]
     report = oneshot(model_kinds.build("t5"), [given], Sparse24Config(method="fixed-mask"), passes=1)
-    assert report.layers[-1].tokens == 21  # one mask for two sequences of a length; these labels nobody reads
+    assert report.layers[-1].tokens == 21  # one mask for two sequences of a length; the model reads no labels
 
 
 @every_kind
 def test_the_command_takes_every_kind(name, tmp_path, capsys):
+    """Without a class in the config, the whole model, not the decoder that Whisper, BART and Marian have too."""
     config = model_kinds.build(name).config
     for architectures in ([KINDS[name].model_class], None):
         config.architectures = architectures
@@ -250,13 +224,5 @@ def test_the_command_takes_every_kind(name, tmp_path, capsys):
         assert main(["plan", str(tmp_path), "--target-modules", "all-linear"]) == 0
         assert re.search(r"TFLOP in GEMMs .*; pruning moves \S+ GB", capsys.readouterr().out)
     assert main(["doctor", str(tmp_path)]) == 0
-    assert re.search(r"\d+ +64 x 32 ", capsys.readouterr().out)
-
-
-def test_whose_class_a_config_does_not_say_is_read_whole(tmp_path, capsys):
-    """Not as the decoder alone, which Whisper, BART and Marian have a class for."""
-    for name in ("whisper", "bart", "marian", "t5", "clip"):
-        model_kinds.build(name).config.save_pretrained(tmp_path / name)
-        assert main(["doctor", str(tmp_path / name)]) == 0
-        rows = re.findall(r"^ *(\d+) +\d+ x \d+ ", capsys.readouterr().out, re.MULTILINE)
-        assert sum(map(int, rows)) == 2 * 2 * len(STACKS[name])
+    rows = re.findall(r"^ *(\d+) +\d+ x \d+ ", capsys.readouterr().out, re.MULTILINE)
+    assert sum(map(int, rows)) == 2 * 2 * len(STACKS["clip" if name == "clip-classifier" else name])

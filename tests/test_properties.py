@@ -25,27 +25,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-ALLOWED = st.sampled_from(
-    [
-        *METHODS,
-        "2:4",
-        "1:4",
-        "4:8",
-        "mlp",
-        "up_proj",
-        ".*",
-        "dense",
-        "mvue",
-        "gradient",
-        "exact",
-        "mse",
-        "auto",
-        0,
-        1,
-        40,
-        0.1,
-    ]
-)
+WORDS = ["2:4", "1:4", "4:8", "mlp", "up_proj", ".*", "dense", "mvue", "gradient", "exact", "auto"]
+ALLOWED = st.sampled_from([*METHODS, *WORDS, 0, 1, 40, 0.1])
 ANY = st.one_of(
     ALLOWED,
     JSON,
@@ -74,20 +55,6 @@ def test_a_config_is_valid_or_its_error_names_a_field(values, method):
     except ValueError as error:
         assert any(f"{name}=" in str(error) for name in FIELDS), error
         assert len(str(error)) < 2000
-        return
-    check_round_trip(config)
-
-
-@BOUNDED
-@given(st.sampled_from(FIELDS), ANY, st.sampled_from(sorted(METHODS)))
-def test_an_assignment_is_valid_or_changes_nothing(name, value, method):
-    config = Sparse24Config(method=method)
-    before = config.to_json_string()
-    try:
-        setattr(config, name, value)
-    except (ValueError, AttributeError) as error:
-        assert any(f"{field}=" in str(error) for field in FIELDS), error
-        assert config.to_json_string() == before
         return
     check_round_trip(config)
 

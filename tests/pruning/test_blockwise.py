@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import model_kinds
 import pytest
 import torch
 import zoo
@@ -252,11 +253,14 @@ def test_under_autocast():
 # --- architectures ---
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "albert"])  # Conv1D; an encoder; one block that is called twice
+@pytest.mark.parametrize("name", ["gpt2", "bert", "albert", "t5"])  # Conv1D, an encoder, a shared block, both
 def test_architectures(name):
-    model = build(name)
-    report = oneshot(model, padded(7), fixed_mask(), passes=4, learning_rate=0.02)
-    assert len(report.blocks) == (1 if name == "albert" else 2)
+    if name == "t5":
+        model, data = model_kinds.build(name).eval(), [model_kinds.batch(name, seed=seed) for seed in range(3)]
+    else:
+        model, data = build(name), padded(7)
+    report = oneshot(model, data, fixed_mask(), passes=4, learning_rate=0.02)
+    assert len(report.blocks) == {"albert": 1, "t5": 4}.get(name, 2)
     assert all(block.error < block.pruned_error for block in report.blocks)
     assert report.blocks[0].error < 0.95 * report.blocks[0].pruned_error
     unpatch_model(model)

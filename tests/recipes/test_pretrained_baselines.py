@@ -17,7 +17,7 @@ import measure
 
 @pytest.fixture
 def material(tmp_path, models, monkeypatch) -> baselines.Material:
-    """With two given sequences to calibrate on and one of its own, and nothing to evaluate on."""
+    """With two given sequences to calibrate on and one of the model, and nothing to evaluate on."""
     monkeypatch.setattr(measure, "CALIBRATION", 2)
     monkeypatch.setattr(measure, "OWN", 1)
     material = object.__new__(baselines.Material)
