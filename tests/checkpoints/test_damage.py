@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import sparse_run
 from hf_sparse24.weights.sparse_weight import wrong_state
@@ -21,7 +21,6 @@ SCALES = {
     "nan": (float("nan"), "scale is nan, and scale_rule='mse' gives 1 to 2"),
     "inf": (float("inf"), "scale is inf"),
     "zero": (0.0, "scale is 0"),
-    "negative": (-1.5, "scale is -1.5"),
     "below 1": (0.9, "scale is 0.9"),
     "huge": (1e30, r"scale is 1e\+30"),
     "integer": (torch.tensor(2), r"scale is torch.int64 \(\), not torch.float32"),
@@ -29,7 +28,6 @@ SCALES = {
 ROWS, COLUMNS = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[1], [1], [0], [0]])
 MASKS = {
     "all": (torch.ones(4, 4), "does not keep exactly 2 of every 4 along the {} dimension in 512 groups"),
-    "none": (torch.zeros(4, 4), "does not keep exactly 2 of every 4 along the {} dimension in 512 groups"),
     "3 of 4": (torch.ones(4, 4).triu(-1), "does not keep exactly 2"),
 }
 
@@ -91,22 +89,6 @@ def test_a_mask_by_rows_alone_is_not_transposable(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("settings", [{"mask_solver": "greedy"}, {"mask_solver": "two-approx"}, {"pattern": "1:4"}])
-def test_masks_of_every_solver_and_pattern_load(settings, tmp_path):
-    model = zoo.build("gpt2").eval()
-    patch_model(model, Sparse24Config(method="t-sr-ste", **settings))
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
-
-
-@pytest.mark.parametrize("criterion", ["magnitude", "wanda", "sparsegpt"])
-def test_masks_of_oneshot_load(criterion, tmp_path):
-    model = zoo.build("gpt2").eval()
-    oneshot(model, [zoo.batch(rows=8)["input_ids"]], criterion=criterion, reconstruct=None)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
-
-
 @pytest.mark.parametrize("rule", ["mse", "l1", "none"])
 def test_scales_of_every_weight_load(rule, tmp_path):
     """Sizes that make the scale as large as fp32 can: magnitudes one rounding apart, in most groups none."""
@@ -126,32 +108,14 @@ def test_scales_of_every_weight_load(rule, tmp_path):
     ("changes", "message"),
     [
         ({"phase": 5}, "phase=5: must be one of"),
-        ({"phase": ["sparse"]}, "phase="),
-        ({"method": ["s-ste"]}, "method="),
         ({"method": "ste"}, "method 'ste' has no scale_"),
         ({"pattern": 24}, "pattern=24: must be 'N:M'"),
-        ({"target_modules": 3}, "target_modules=3"),
-        ({"layers_to_transform": "0"}, "layers_to_transform='0'"),
-        ({"backend": []}, "backend="),
-        ({"fp8": 1}, "fp8=1"),
     ],
 )
 def test_values_in_config_json(changes, message, tmp_path):
     patched().save_pretrained(tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_cut_or_missing_config_json(tmp_path):
-    patched().save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    for length in (0, 1, len(text) // 2, len(text) - 3):
-        (tmp_path / "config.json").write_text(text[:length])
-        with pytest.raises(OSError, match="not a valid JSON file"):
-            AutoModelForCausalLM.from_pretrained(tmp_path)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises((OSError, ValueError), match=r"config\.json"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

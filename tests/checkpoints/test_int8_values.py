@@ -26,7 +26,6 @@ from hf_sparse24 import (
     sparse_weights,
     unpack_model,
 )
-from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.packed_format import buffer_names
 from hf_sparse24.weights.storage import PACKED
 from hf_sparse24_command import main
@@ -66,23 +65,6 @@ def test_an_export_is_the_model_packed_in_memory(name, tmp_path):
     assert again.config.quantization_config.facts.packed.version == 2
 
 
-def test_the_same_model_has_the_same_bytes_and_float_values_are_version_1(tmp_path):
-    model = patched()
-    for values in ("int8", "float", "int8"):
-        export_model(model, tmp_path, "packed", values=values)
-        config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["packed"]
-        assert config["version"] == {"float": 1, "int8": 2}[values]
-        stored = load_file(tmp_path / "packed.safetensors")
-        assert any(name.endswith("_scales") for name in stored) == (values == "int8")
-        found = (tmp_path / "packed.safetensors").read_bytes()
-        export_model(model, tmp_path, "packed", values=values)
-        assert found == (tmp_path / "packed.safetensors").read_bytes()
-    export_model(model, tmp_path / "default", "packed")
-    export_model(model, tmp_path / "float", "packed", values="float")
-    for path in (tmp_path / "default").iterdir():
-        assert path.read_bytes() == (tmp_path / "float" / path.name).read_bytes()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype, tmp_path):
     """Scales have the model's dtype, also of one that it is loaded or cast in; values stay int8."""
@@ -94,29 +76,15 @@ def test_dtypes(dtype, tmp_path):
     assert (stored[VALUES].dtype, stored[SCALES].dtype, stored[SCALES].shape) == (torch.int8, dtype, (64, 1))
     assert sum(stored[name].nbytes for name in (VALUES, INDICES)) == 64 * 32 * 5 / 8
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    dense = dict(
-        zip(sparse_weights(wide, PACKED), (weight.storage.dense() for weight in sparse_weights(wide, PACKED).values()))
-    )
+    dense = {name: weight.storage.dense() for name, weight in sparse_weights(wide, PACKED).items()}
     for name, weight in sparse_weights(loaded, PACKED).items():
         assert torch.equal(weight.storage.dense(), dense[name].to(dtype))  # rounded once
     if dtype == torch.float32:
         half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
         for model in (half, copy.deepcopy(loaded).to(torch.bfloat16)):
-            parts = [
-                sparse_weights(model, PACKED)[NAME].storage.packed,
-                sparse_weights(loaded, PACKED)[NAME].storage.packed,
-            ]
+            parts = [sparse_weights(each, PACKED)[NAME].storage.packed for each in (model, loaded)]
             assert torch.equal(parts[0].values, parts[1].values)
             assert torch.equal(parts[0].scales, parts[1].scales.bfloat16())
-
-
-def test_rounding_errors_are_at_most_half_a_step(tmp_path):
-    model = patched("llama", hidden_size=256, intermediate_size=136)  # a whole group and a short one
-    loaded = exported(tmp_path, model)
-    for name, weight in sparse_weights(loaded, PACKED).items():
-        exact, rounded = sparse_weights(model)[name].pruned(), weight.storage.dense()
-        steps = weight.storage.packed.scales.repeat_interleave(128, -1)[:, : exact.shape[-1]]
-        assert is_nm_sparse(rounded) and ((rounded - exact).abs() <= 0.5001 * steps).all()
 
 
 @pytest.mark.usefixtures("dense_math")
@@ -171,17 +139,13 @@ def test_adapters_train_on_it_and_are_merged_once_it_is_unpacked(base, tmp_path)
         assert torch.equal(logits(adapted), computed)
     assert all(torch.equal(x, stored[name]) for name, x in adapted.named_buffers())
     adapted.save_pretrained(tmp_path)
-    reloaded = peft.PeftModel.from_pretrained(_packed(base), tmp_path).eval()
+    again = lora_base(base)
+    pack_model(again, values="int8")
+    reloaded = peft.PeftModel.from_pretrained(again, tmp_path).eval()
     torch.testing.assert_close(logits(reloaded), computed)
     unpack_model(adapted)
     torch.testing.assert_close(logits(adapted), computed)
     torch.testing.assert_close(logits(adapted.merge_and_unload()), computed, atol=1e-5, rtol=1e-4)
-
-
-def _packed(base: str) -> torch.nn.Module:
-    model = lora_base(base)
-    pack_model(model, values="int8")
-    return model
 
 
 def test_wrong_arguments(tmp_path):
@@ -240,7 +204,7 @@ def exports(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(exports, tmp_path) -> Path:
-    """A copy of `ours`, as a model that was saved again, whose files nobody has hashed."""
+    """A copy of `ours`, as a model that was saved again, whose config has no hashes."""
     directory = Path(shutil.copytree(exports / "ours", tmp_path / "ours"))
     edit(directory, files={})
     return directory
@@ -268,25 +232,14 @@ def rewrite(directory: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            SCALES,
-            lambda x: x.index_fill(0, torch.tensor([3]), float("nan")),
-            "NaN or inf in its scales",
-        ),
-        (
-            SCALES,
-            lambda x: x.index_fill(0, torch.tensor([3]), float("inf")),
-            "NaN or inf in its scales",
-        ),
+        (SCALES, lambda x: x.index_fill(0, torch.tensor([3]), float("nan")), "NaN or inf in its scales"),
         (SCALES, lambda x: -x, "negative numbers, NaN or inf in its scales"),
         (VALUES, lambda x: x.index_fill(0, torch.tensor([3]), -128), "-128 in its values, which are -127 to 127"),
         (INDICES, lambda x: x * 0, "its indices are not in ascending order"),
         (SCALES, lambda x: None, "'missing'}, and config.json says packed.version=2"),
-        (VALUES, lambda x: None, "_values': 'missing'"),
         (VALUES, lambda x: x.float(), "_values': 'F32'"),
         (VALUES, lambda x: x.view(torch.uint8), "_values': 'U8'"),
         (INDICES, lambda x: x.view(torch.int8), "_indices': 'I8'"),
-        (SCALES, lambda x: x.int(), "_scales': 'I32'"),
         (SCALES, lambda x: (x * 100).to(torch.int8), "_scales': 'I8'"),
     ],
 )
@@ -302,9 +255,7 @@ def test_damaged_tensors(name, change, message, copied, capsys):
     ("name", "change"),
     [
         (SCALES, lambda x: x.repeat(1, 2)),
-        (SCALES, lambda x: x[:-1].clone()),
         (SCALES, lambda x: x.flatten()),
-        (SCALES, lambda x: x.t().contiguous()),
         (VALUES, lambda x: x[:, :-4].clone()),
         (INDICES, lambda x: x[:, :-1].clone()),
     ],
@@ -325,13 +276,6 @@ def test_scales_of_another_model(exports, copied):
     reject(directory, "not the files that were exported together with config.json")
     shutil.copy(exports / "another" / "packed.safetensors", directory)
     reject(directory, "not the files that were exported together with config.json")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
-def test_files_cut_short(share, copied):
-    path = copied / "packed.safetensors"
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    reject(copied, "is damaged or cut short", OSError)
 
 
 def test_a_config_of_the_other_version(exports, copied):

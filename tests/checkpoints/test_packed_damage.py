@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import export_model
 from hf_sparse24.checkpoints.manifest import Tensors
-from hf_sparse24.checkpoints.safetensors_file import header_hash
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.packed_format import PackedFormat, buffer_names
 
@@ -55,7 +54,7 @@ def write_config(directory: Path, config: dict) -> None:
 
 
 def without_hashes(directory: Path) -> Path:
-    """As a model that was saved again, whose files nobody has hashed."""
+    """As a model that was saved again, whose config has no hashes."""
     config = config_of(directory)
     config["quantization_config"]["packed"]["files"] = {}
     write_config(directory, config)
@@ -74,7 +73,7 @@ def rewrite(directory: Path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.3, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.999])
 def test_files_cut_short(share, copied):
     path = copied("one") / "packed.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
@@ -87,42 +86,58 @@ def test_a_shard_is_missing(copied):
     reject(directory, "packed-.*-00002-of-00004.safetensors", OSError)
 
 
-def test_shards_have_changed_places(copied):
-    directory = copied("many")
+def swapped(directory: Path, other: Path) -> None:
     first, second = sorted(directory.glob("*.safetensors"))[:2]
     os.rename(first, directory / "third")
     os.rename(second, first)
     os.rename(directory / "third", second)
-    reject(directory, "not the files that were exported together with config.json")
 
 
-def test_a_shard_of_another_export(exports, copied):
+def of_another_export(directory: Path, other: Path) -> None:
     """Renamed, of the same sizes, with other values."""
-    directory = copied("many")
-    ours, theirs = (sorted(path.glob("*.safetensors")) for path in (directory, exports / "another"))
+    ours, theirs = (sorted(path.glob("*.safetensors")) for path in (directory, other))
     assert not {path.name for path in ours} & {path.name for path in theirs}
-    number = next(i for i, path in enumerate(ours) if VALUES in load_file(path))
-    shutil.copy(theirs[number], ours[number])
-    reject(directory, "not the files that were exported together with config.json")
+    shutil.copy(*next(pair[::-1] for pair in zip(ours, theirs) if VALUES in load_file(pair[0])))
 
 
-def test_the_config_of_another_export(exports, copied):
-    directory = copied("many")
-    shutil.copy(exports / "another" / "config.json", directory)
-    reject(directory, "not the files that were exported together with config.json")
-
-
-def test_a_file_too_many(copied):
-    directory = copied("many")
+def one_more(directory: Path, other: Path) -> None:
     index = json.loads((directory / "packed.safetensors.index.json").read_text())
     save_file({"extra": torch.ones(2)}, directory / "extra.safetensors", metadata={"format": "pt"})
     index["weight_map"]["extra"] = "extra.safetensors"
     (directory / "packed.safetensors.index.json").write_text(json.dumps(index))
+
+
+def changed_header(directory: Path, other: Path) -> None:
+    """Two tensors of the same dtype and shape have changed places: the file is whole, and every tensor looks right."""
+    path = next(path for path in sorted(directory.glob("*.safetensors")) if VALUES in load_file(path))
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    like = next(key for key in header if key != VALUES and header[key].get("shape") == header[VALUES]["shape"])
+    header[VALUES], header[like] = header[like], header[VALUES]
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    path.write_bytes(data[:8] + text + data[8 + length :])
+    load_file(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swapped,
+        of_another_export,
+        one_more,
+        changed_header,
+        lambda ours, other: shutil.copy(other / "config.json", ours),
+    ],
+)
+def test_files_that_were_not_exported_together(change, exports, copied):
+    directory = copied("many")
+    change(directory, exports / "another")
     reject(directory, "not the files that were exported together with config.json")
 
 
 @pytest.mark.parametrize("file", ["../many/model.safetensors", "/model.safetensors", "", ["a"]])
-def test_an_index_that_names_no_file_beside_it(copied, file):
+def test_an_index_that_names_no_file_in_its_directory(copied, file):
     directory = copied("many")
     index = directory / "packed.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {VALUES: file}}))
@@ -130,22 +145,7 @@ def test_an_index_that_names_no_file_beside_it(copied, file):
         Tensors(directory)
 
 
-def test_two_tensors_have_changed_places_in_the_header(copied):
-    """Same dtype and shape: the file is whole, and every tensor looks right."""
-    directory = copied("one")
-    path = directory / "packed.safetensors"
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    other = VALUES.replace("layers.0", "layers.1")
-    header[VALUES], header[other] = header[other], header[VALUES]
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
-    path.write_bytes(data[:8] + text + data[8 + length :])
-    load_file(path)
-    reject(directory, "not the files that were exported together with config.json")
-
-
-@pytest.mark.parametrize("group", [0b0000, 0b0101, 0b0001, 0b0110, 0b1111, 0b0011])
+@pytest.mark.parametrize("group", [0b0000, 0b0001, 0b1111])
 def test_indices_that_packing_cannot_make(group, copied):
     """Two elements at one place, or in the wrong order."""
     directory = without_hashes(copied("one"))
@@ -157,10 +157,7 @@ def test_indices_that_packing_cannot_make(group, copied):
     ("name", "change"),
     [
         (VALUES, lambda x: x[:, :-4].clone()),
-        (VALUES, lambda x: x.t().contiguous()),
-        (INDICES, lambda x: x[:-1].clone()),
         (INDICES, lambda x: x.view(-1)),
-        (VALUES, lambda x: torch.cat([x, x], 1)),
     ],
 )
 def test_wrong_shapes(name, change, copied):
@@ -169,13 +166,7 @@ def test_wrong_shapes(name, change, copied):
     reject(directory, "size mismatch|mismatched", RuntimeError)
 
 
-def test_wrong_dtypes(copied):
-    directory = without_hashes(copied("one"))
-    rewrite(directory, lambda tensors: tensors.update({INDICES: tensors[INDICES].float()}))
-    reject(directory, "it has .*_indices': 'F32'")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_values_that_are_no_numbers(value, copied):
     directory = without_hashes(copied("one"))
     rewrite(directory, lambda tensors: tensors[VALUES].view(-1)[5].fill_(value))
@@ -227,15 +218,11 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
         ("version", 3, r"packed.version=3: this version of hf_sparse24 reads 1 to 2"),
         ("version", 2, r"it has .*_values': 'F32', .*_scales': 'missing'}, and config.json says packed.version=2"),
         ("version", "1", r"packed.version='1'"),
-        ("version", None, r"packed.version=None"),
         ("weights", [], "packed.weights must be a non-empty list of names"),
         ("weights", [3], "packed.weights must be a non-empty list of names"),
-        ("weights", "all", "packed.weights must be a non-empty list of names"),
         ("weights", ["model.norm.weight"], "'model.norm.packed_weight_values': 'missing'"),
-        ("weights", ["model.layers.0.mlp.up_proj"], "packed_up_proj_values': 'missing'"),
-        ("weights", ["a.b.weight"], "a.b.packed_weight_values': 'missing'"),
+        ("weights", [NAME], "in the files, and config.json does not list it"),
         ("files", None, "packed.files must be a dict"),
-        ("files", {"packed.safetensors": 1}, "packed.files must be a dict"),
         ("files", {"packed.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
         ("files", {"other.safetensors": "0" * 64}, "No such file.*other.safetensors"),
     ],
@@ -272,14 +259,6 @@ def test_packed_tensors_that_the_model_has_no_place_for(name, message, copied):
     reject(directory, message)
 
 
-def test_a_weight_that_the_config_does_not_list(copied):
-    directory = copied("one")
-    config = config_of(directory)
-    config["quantization_config"]["packed"]["weights"].remove(NAME)
-    write_config(directory, config)
-    reject(directory, f"{re.escape(VALUES)} is in the files, and config.json does not list it")
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.recursive(
@@ -310,11 +289,5 @@ def test_bytes_changed_anywhere(exports, tmp_path):
             model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         except (ValueError, OSError, RuntimeError):
             continue
-        assert place >= header, f"byte {place} of the header changed, and nobody noticed"
+        assert place >= header, f"byte {place} of the header changed"
         assert logits(model).shape == expected.shape
-
-
-def test_a_header_that_is_longer_than_the_file(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
-    with pytest.raises(OSError, match="damaged or cut short"):
-        header_hash(tmp_path / "x.safetensors")

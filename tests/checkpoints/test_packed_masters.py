@@ -86,7 +86,7 @@ def test_an_export_makes_one_dense_weight_at_a_time(tmp_path, monkeypatch):
 
 
 def test_every_way_in(tmp_path):
-    """From dense weights, an export, and a checkpoint, with a config beside them; and out to a dense master."""
+    """From dense weights, an export, and a checkpoint, with a config; and out to a dense master."""
     dense, model = zoo.build("llama"), made()
     dense.save_pretrained(tmp_path / "dense")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=CONFIG)
