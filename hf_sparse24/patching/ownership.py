@@ -55,7 +55,7 @@ def adopt(model: nn.Module) -> SparseRun | None:
 
 
 def _is_unused_copy(other: Any, run: SparseRun) -> bool:
-    """Whether another run is an equal copy in the same phase, which no model and no training uses."""
+    """Return whether another run is equal and in the same phase, and no model and no training uses it."""
     is_equal = other.config == run.config and other.phase == run.phase
     return is_equal and not other.owners and other.controller is None
 
@@ -135,7 +135,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """The Transformers models in `module` that are in no other one."""
+    """Yield the Transformers models in `module` that are in no other one."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:

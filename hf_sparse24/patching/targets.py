@@ -99,8 +99,7 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
             return f"in exclude_modules={config.exclude_modules!r}"
         if place.block is not None and place.block not in blocks:
             return f"block not in layers_to_transform={config.layers_to_transform!r}"
-        tower = next((towers[id(around)] for _, around in place.path if id(around) in towers), None)
-        if tower is not None:
+        if tower := next((towers[id(around)] for _, around in place.path if id(around) in towers), None):
             return f"in {tower}, which does not read text; only names and expressions in target_modules reach it"
         method = run.method_of(patterns.get(name, run.method.pattern))
         return unsupported_reason(place.path, place.parameter, method)
@@ -150,10 +149,8 @@ def _picked(field: str, value: str | list[str] | None, places: dict[str, Place])
     every_name = [name for place in places.values() for name in place.names]
     unmatched = [end for end in selector.endings if not any(ends_with(name, end) for name in every_name)]
     if places and (unmatched or not picked):
-        what = (
-            f"'s name ends in {unmatched}" if unmatched else "'s whole name matches (begin with '.*' to match endings)"
-        )
-        what = " is part of one" if selector.group else what
+        what = " is part of one" if selector.group else "'s whole name matches (begin with '.*' to match endings)"
+        what = f"'s name ends in {unmatched}" if unmatched else what
         endings = sorted({name.rpartition(".")[2] for name in places})
         raise ValueError(
             f"{field}={value!r}: no linear layer{what}; the model has {endings}, such as {next(iter(places))!r}; "
@@ -208,11 +205,8 @@ def _towers(model: nn.Module) -> dict[int, str]:
 
 
 def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
-    """Skip weights that overlap another Parameter in memory, or that a dense module uses too.
-
-    An overlapping weight would be pruned twice, in groups that differ. Unpatching could not restore both users of a
-    weight that a sparse and a dense module share.
-    """
+    """Skip weights that overlap another Parameter, which would be pruned twice in groups that differ, and weights that
+    a dense module uses too, of which unpatching could not restore both."""
     others = overlapping_tensors(model)
 
     def skip(reason: str, weights: Collection[int]) -> list[Candidate]:

@@ -102,7 +102,7 @@ def _unsupported_tensor(weight: Tensor) -> str | None:
 
 
 def overlapping_tensors(model: nn.Module) -> dict[int, str]:
-    """Return the Parameters and buffers that share memory with another one, by id, with the other's name."""
+    """Return the name of another Parameter or buffer for each one, by id, that shares memory with it."""
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:

@@ -48,13 +48,7 @@ def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:
 
 
 class CalibratedBlock(NamedTuple):
-    """A block of the model, while it and those behind it are dense.
-
-    Attributes:
-        name: as in `Replay.blocks`.
-        statistics: of the inputs of its weights, by the weight's name.
-        examples: its calls, with what it gives in the dense model; empty unless asked for.
-    """
+    """A block of the model by its name in `Replay.blocks`, with statistics of its weights' inputs by their names."""
 
     name: str
     statistics: dict[str, Gram | InputNorms]
@@ -106,7 +100,12 @@ def calibrate(
     progress = Progress("calibration", len(batches) * len(blocks), "batch", logger.info)
     replay = Replay(model)
     with progress, evaluating(model), _without_caches(model), replay.intercepting(), ExitStack() as hooks:
-        order, courses = _survey(replay, blocks, batches)
+        courses: dict[frozenset[str], Course] = {}
+        for inputs in batches:
+            if frozenset(inputs) not in courses:
+                courses[frozenset(inputs)] = replay.study(inputs)
+        order = dict.fromkeys(name for course in courses.values() for name in course.ends if name in blocks)
+        _check_reached([name for block, theirs in blocks.items() if block not in order for name in theirs])
         for name, weight in weights.items():
             hook = functools.partial(before_layer, name)
             hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -184,27 +183,6 @@ def _block_of(model: nn.Module, name: str) -> str:
         if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList):
             return ".".join(parts[: i + 1])
     raise ValueError(f"{layer_name(name)} is in no nn.ModuleList, as oneshot needs: leave it out of target_modules")
-
-
-def _survey(
-    replay: Replay, blocks: dict[str, dict[str, SparseWeight]], batches: list[ModelInputs]
-) -> tuple[list[str], dict[frozenset[str], Course]]:
-    """Return the blocks with weights in the order that they run, and the course of the batches of each set of names."""
-    reached: dict[str, None] = {}
-    courses: dict[frozenset[str], Course] = {}
-    layers = [(weight.module, block) for block, weights in blocks.items() for weight in weights.values()]
-    with ExitStack() as hooks:
-        for module, block in [*replay.blocks.items(), *layers]:
-            hook = module.register_forward_pre_hook(lambda module, args, block=block: reached.setdefault(block))
-            hooks.enter_context(hook)
-        for inputs in batches:
-            if frozenset(inputs) not in courses:
-                courses[frozenset(inputs)] = replay.study(inputs)
-    _check_reached([name for block, weights in blocks.items() if block not in reached for name in weights])
-    for block in reached:
-        if all(block not in course.ends for course in courses.values()):
-            raise ValueError(f"oneshot cannot prune this model block by block: it runs only parts of {block}")
-    return [block for block in reached if block in blocks], courses
 
 
 def _check_reached(missing: list[str]) -> None:

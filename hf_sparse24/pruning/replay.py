@@ -62,10 +62,9 @@ class Course:
     """The order in which forward passes over batches of one kind call the blocks.
 
     Attributes:
-        calls: the blocks in the order of their calls; one that runs several times is there several times.
+        calls: the blocks in the order of their calls, those that run several times several times.
         ends: number of each block's last call, by the block's name in `Replay.blocks`.
-        last_use: for each call, the number of the last call that reads its effect or something that the model computes
-            from it; its own number where none does.
+        last_use: for each call, the number of the last call that depends on its effect; its own where none does.
     """
 
     calls: tuple[nn.Module, ...]
@@ -186,7 +185,7 @@ class Replay:
         return course
 
     def _last_use(self, inputs: ModelInputs, effects: list[Effect], dropped: int) -> int:
-        """Return `last_use` of a call, from a pass that replays all calls with NaN for the effect of this one."""
+        """Return `last_use` of a call, from a pass that replays all calls, this one with NaN."""
         last = dropped
 
         def make(number: int, call: Call) -> Effect:

@@ -80,10 +80,7 @@ class LastInput:
         self.key: Any = None
 
     def add_to(self, statistics: Gram | InputNorms, x: Tensor) -> None:
-        """Add inputs `[..., in]`, without padding if their shape is that of a padding mask `[batch, length]`.
-
-        Inputs of other shapes, such as an expert's share of the tokens, count whole.
-        """
+        """Add inputs `[..., in]`, without padding if their shape is that of a padding mask `[batch, length]`."""
         key = (x._version, statistics.squares.dtype)
         if x is not self.x or key != self.key:
             rows, counts = x.reshape(-1, x.shape[-1]), counted(self.masks, x)
@@ -104,10 +101,7 @@ def padding_masks(batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def counted(masks: Iterable[Tensor], x: Tensor) -> Tensor | None:
-    """Return which tokens of `[..., size]` are no padding, as bool `[...]`; None if no mask has their shape.
-
-    Of two masks with that shape, a token counts if it does in one.
-    """
+    """Return which tokens of `[..., size]` a mask of their shape counts, as bool `[...]`; None without such a mask."""
     shape = x.shape[:-1]
     theirs = [mask.to(x.device, torch.bool) for mask in masks if shape in (mask.shape, (mask.numel(),))]
     return torch.stack(theirs).any(0).view(shape) if theirs else None

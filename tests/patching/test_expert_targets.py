@@ -128,7 +128,7 @@ def test_an_adapter_of_the_parameters_themselves_is_refused_before_anything_is_c
     if packed:
         pack_model(model)
     classes = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(ValueError, match=r"names model\.layers\.0\.mlp\.experts\..*is 2:4.* unpatch_model\(model\)"):
+    with pytest.raises(ValueError, match=r"names model\.layers\.0\.mlp\.experts\..* unpatch_model\(model\)"):
         peft.get_peft_model(model, peft.LoraConfig(**targets))
     assert {name: type(module) for name, module in model.named_modules()} == classes
     model(**zoo.batch())

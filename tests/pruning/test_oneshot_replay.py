@@ -211,12 +211,12 @@ def test_layers_with_the_same_input_share_its_gram_matrix(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "reason"), [(Secretive, r"blocks\.1 differs"), (InParts, r"it runs only parts of blocks\.0")]
+    ("build", "reason"), [(Secretive, r"model block by block: blocks\.1 differs"), (InParts, "no calibration tokens")]
 )
 def test_what_cannot_be_replayed_is_refused(build, reason):
     model = build()
     before = snapshot(model)
-    with pytest.raises(ValueError, match=rf"^oneshot cannot prune this model block by block: {reason}"):
+    with pytest.raises(ValueError, match=reason):
         oneshot(model, x_batches(), CONFIG)
     assert_same_state(model, before)
 

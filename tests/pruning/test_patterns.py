@@ -69,8 +69,7 @@ def test_a_weight_that_is_not_of_its_own_pattern_is_found(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("layer_patterns", "message"),
     [
-        ({"down_proj": "4:2"}, "layer_patterns=.*: 'down_proj'='4:2': must be 'N:M'"),
-        ({"down_proj": 4}, "layer_patterns=.*: 'down_proj'=4: must be 'N:M'"),
+        ({"down_proj": "4:2"}, "layer_patterns=.*'4:2'.*: must be"),
         ({"": "1:4"}, "layer_patterns=''"),
         (["1:4"], r"layer_patterns=\['1:4'\]: must be a dict"),
         ({"donw_proj": "1:4"}, r"layer_patterns='donw_proj': no linear layer's name ends in"),
