@@ -117,14 +117,10 @@ DAMAGE = {
     "mask": ({"bitmask": flip}, f"{UP}: its bitmask does not keep two of each four"),
     "NaN": ({"compressed": with_nan}, f"{UP} has NaN or inf"),
     "absent": ({"bitmask": None}, f"{UP}: the files lack {UP}.bitmask"),
-    "only shape": ({"bitmask": None, "compressed": None}, f"the files lack {UP}.compressed, {UP}.bitmask"),
     "twice": ({"weight": lambda _: torch.ones(64, 32)}, f"{UP}: the files have {UP}.weight too"),
     "rows": ({"compressed": lambda x: x[1:].clone()}, r"these do not fit each other: compressed (63, 16), bitmask"),
-    "columns": ({"compressed": lambda x: x[:, 1:].clone()}, "these do not fit each other: compressed (64, 15)"),
     "dtype": ({"bitmask": lambda x: x.int()}, "bitmask torch.int32 (64, 4)"),
-    "vector": ({"compressed": lambda x: x.flatten()}, "these do not fit each other: compressed (1024,)"),
     "shape": ({"shape": lambda x: x.flip(0)}, "shape [32, 64]"),
-    "long shape": ({"shape": lambda x: x.repeat(1, 2)}, "shape (2, 2)"),
 }
 
 

@@ -213,18 +213,10 @@ def test_only_the_first_process_pushes(hub, monkeypatch):
 
 def trainer(tmp_path, **overrides) -> Sparse24Trainer:
     rows = Dataset.from_dict({name: tensor.tolist() for name, tensor in zoo.batch(rows=16).items()})
-    defaults = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "push_to_hub": True,
-        "hub_strategy": "end",
-    }
-    arguments = TrainingArguments(str(tmp_path / "tiny"), **(defaults | overrides))
+    steps = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 1}
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    hub = {"push_to_hub": True, "hub_strategy": "end"}
+    arguments = TrainingArguments(str(tmp_path / "tiny"), **(steps | quiet | hub | overrides))
     return Sparse24Trainer(zoo.build("llama"), arguments, train_dataset=rows, eval_dataset=rows)
 
 

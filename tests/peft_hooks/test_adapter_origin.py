@@ -25,7 +25,6 @@ from hf_sparse24 import (
     oneshot,
     patch_model,
     sparse_weights,
-    unpatch_model,
 )
 from hf_sparse24.methods import step_param_groups
 from hf_sparse24.metrics import is_nm_sparse
@@ -270,7 +269,7 @@ def test_a_base_that_is_patched_as_the_adapter_says_is_warned_of(dense, tmp_path
     assert "method='s-ste'" in caplog.text
 
 
-# modules_to_save, and what trains beside adapters.
+# modules_to_save, and what trains with adapters.
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -334,11 +333,3 @@ def test_trl_gives_masked_adapters(dense, tmp_path):
     trainer.train()
     expected = logits(trainer.model)
     torch.testing.assert_close(logits(trainer.model.merge_and_unload()), expected)
-
-
-def test_unpatched_models_save_no_record(dense, tmp_path):
-    model = peft.get_peft_model(patched(dense), lora())
-    unpatch_model(model)
-    model.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert "sparse24" in saved["auto_mapping"]  # still what the adapter is for

@@ -36,11 +36,11 @@ def exported(name: str, directory: Path, **sizes: int) -> tuple[dict[str, torch.
         return weights, tokens, model(tokens, use_cache=False).logits if name != "bert" else model(tokens).logits
 
 
-# torch's exporter, of its own parts.
-of_its_own = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
+# torch's exporter warns of its parts.
+of_torch = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 
 
-@of_its_own
+@of_torch
 @pytest.mark.parametrize("name", ONE_LAYER)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_onnx_runtime_has_the_same_logits_from_weights_that_are_2_4_along_what_is_contracted(
@@ -102,7 +102,7 @@ def greedy(file: Path, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return torch.from_numpy(np.concatenate(found, 1))
 
 
-@of_its_own
+@of_torch
 def test_onnx_runtime_writes_the_tokens_of_transformers_with_a_cache_and_with_padding(tmp_path, monkeypatch):
     export_model(patched(initializer_range=0.3), tmp_path / "my-export")
     tokens, mask = torch.randint(3, zoo.VOCAB, (3, 9)), torch.ones(3, 9, dtype=torch.long)
@@ -120,7 +120,7 @@ def judged(file: Path, environment: dict[str, str]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@of_its_own
+@of_torch
 def test_the_checker_of_nvidia_finds_no_weight_of_a_dense_model_2_4(tmp_path, monkeypatch):
     zoo.build("llama").save_pretrained(tmp_path / "my-export")
     environment = serving.install(tmp_path / "packages", "polygraphy")
@@ -128,7 +128,7 @@ def test_the_checker_of_nvidia_finds_no_weight_of_a_dense_model_2_4(tmp_path, mo
 
 
 @pytest.mark.slow
-@of_its_own
+@of_torch
 def test_a_real_model_has_the_same_tokens_and_nvidia_finds_each_of_its_weights_2_4(smollm2_24, tmp_path, monkeypatch):
     """Polygraphy takes two minutes to look at 210 weights."""
     (tmp_path / "my-export").symlink_to(smollm2_24)

@@ -2,7 +2,7 @@
 
     python tests/support/kill.py 50 50      # kills in training, kills in exports of either format
 
-A run that is killed, and resumed until it ends, has the weights of the run that nobody killed, bit for bit, and no
+A run that is killed, and resumed until it ends, has the weights of a run that was not killed, bit for bit, and no
 checkpoint is lost that had been saved. A directory in which an export is killed loads as the old model or as the new
 one, by their outputs. All runs are forks of one process, which imports everything once.
 """
