@@ -21,7 +21,7 @@ OPERATORS = '"sparse24::'
 
 
 def lay_out(folder: Path) -> list[Path]:
-    """The folders of the variants, written anew in `folder`, one for each backend of build.toml."""
+    """The folders of the variants, one for each backend of build.toml. Those in `folder` are replaced."""
     with (ROOT / "build.toml").open("rb") as file:
         project = tomllib.load(file)
     general, suffixes = project["general"], project["torch-noarch"]["pyext"]

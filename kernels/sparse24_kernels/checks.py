@@ -135,7 +135,7 @@ def check_packed(name: str, packed: Packed) -> None:
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:
-    """Raise ValueError unless all are on one device: a kernel would take another's address for one of its own."""
+    """Raise ValueError unless all are on one device: a kernel cannot read another device's addresses."""
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None))
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on different devices: {', '.join(map(str, devices))}")

@@ -55,11 +55,7 @@ class Implementation(NamedTuple):
     where: Callable[[torch.device], str]
 
 
-def choose_kernels(
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    operator: str = "prune",
-) -> Choice:
+def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, operator: str = "prune") -> Choice:
     """Which implementation of an operator runs on a device, and why.
 
     The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more, those in

@@ -1,6 +1,6 @@
 """Triton's kernels compiled for Hopper without a GPU: prints each with its registers spilled, or the error.
 
-Run as a script, in a process of its own without TRITON_INTERPRET: it replaces Triton's driver by a stand-in, and calls
+Run as a script, in a separate process without TRITON_INTERPRET: it replaces Triton's driver by a stand-in, and calls
 every kernel on meta tensors.
 """
 

@@ -13,8 +13,8 @@ from sparse24_kernels import gemm
 from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_simulate
-from sparse24_kernels.gemm import backend as gemm_backend
 from sparse24_kernels.gemm import linear_problem
+from sparse24_kernels.gemm.backend import unregister_backend
 from sparse24_kernels.gemm.planning import choose_backend
 from sparse24_kernels.masks import count_flips
 from sparse24_kernels.packing import gather_nm
@@ -73,9 +73,9 @@ OURS = str(Path(kernels.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
-def _own_registry(monkeypatch):
-    monkeypatch.setattr(gemm_backend, "_backends", dict(gemm_backend._backends))
-    monkeypatch.setattr(gemm_backend, "_automatic", list(gemm_backend._automatic))
+def _unregister():
+    yield
+    unregister_backend(NAMED.name)
 
 
 def raised(function: str, arguments: dict) -> BaseException | None:

@@ -9,7 +9,7 @@ import cslt
 import pytest
 import torch
 from sparse24_kernels import cache_folder
-from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt, linear_problem, measure, plan_gemm
+from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt, measure
 from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, reset, table_path, tune, write
 from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
 
@@ -177,37 +177,6 @@ def test_in_a_compiled_graph(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_plan_in_a_compiled_graph_holds_for_its_bucket(monkeypatch):
-    """A plan guards n by its bucket and takes m and k as constants."""
-    monkeypatch.setattr(torch, "_cslt_compress", cslt.StandIn().compress)
-    monkeypatch.setattr(cusparselt, "_columns", {})
-    weight = torch.randn(64, 128)
-
-    def double_if_sparse(x):
-        plan = plan_gemm(linear_problem(len(x), *weight.shape, torch.bfloat16), x.device)
-        return x @ weight.t() * (2 if plan.is_sparse else 1)
-
-    remember(PROBLEM._replace(n=96), measured(1, 50.0))
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(double_if_sparse, fullgraph=True, backend=backend)
-    for n in (70, 80, 90, 96, 100, 128, 81):
-        x = torch.randn(n, 128)
-        torch.testing.assert_close(compiled(x), x @ weight.t() * (1 if n > 96 else 2))
-    assert len(graphs) == 3  # static, then one for each bucket
-
-
-def test_a_file_holds_what_was_measured():
-    path = remember(PROBLEM, measured(3, 80.0))
-    ((environment, problem, candidates, _),) = json.loads(path.read_text())["entries"]
-    assert problem == [64, 4096, 128, "bfloat16", True, True] and candidates == [[[3, 1, -1], 80.0, 100.0]]
-    assert environment == list(HERE)
-
-
 def edited(**changes):
     return lambda text: json.dumps(json.loads(text) | changes)
 
@@ -216,14 +185,9 @@ UNREADABLE = {
     "empty": lambda text: "",
     "truncated": lambda text: text[: len(text) // 2],
     "binary": lambda text: "\x00\udcff\udcfe",
-    "a list": lambda text: "[]",
     "nested": lambda text: "[" * 100_000,
-    "a number of 10000 digits": lambda text: text.replace("50.0", "9" * 10000),
     "a time beyond floats": lambda text: text.replace("50.0", "1" + "0" * 1000),
-    "a time that is text": lambda text: text.replace("50.0", '"fast"'),
-    "older format": edited(format=3),
     "newer format": edited(format=6),
-    "no entries": edited(entries=None),
     "a bad entry": edited(entries=[1]),
     "an unknown dtype": lambda text: text.replace("bfloat16", "float7"),
 }

@@ -13,7 +13,7 @@ both = pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 
 
 def simulate(values: list[float], format: str) -> list[float]:
-    """With the format's largest value beside them, so that the scale is 1."""
+    """With the format's largest value appended, so that the scale is 1."""
     return fp8_simulate(torch.tensor([*values, MAX[format]]), format).tolist()[:-1]
 
 
@@ -45,22 +45,6 @@ def test_every_finite_value_of_the_format_is_kept(format):
     values = values[values.isfinite()]
     assert values.max() == MAX[format]
     assert torch.equal(fp8_simulate(values, format), values)
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_largest_magnitude_survives_and_is_never_exceeded(format, dtype):
-    for seed in range(20):
-        x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        y = fp8_simulate(x, format)
-        assert y.dtype == dtype
-        largest = x.abs().argmax()
-        torch.testing.assert_close(y[largest], x[largest], rtol=2e-7, atol=0)
-        assert (y.abs() <= x.abs().max() * (1 + 2e-7)).all()
-        # Half a step: 2^-4 of the value with three mantissa bits, 2^-3 with two; normal numbers only.
-        normal = x.abs() > x.abs().max() * (2.0**-6 if format == "e4m3" else 2.0**-14) / MAX[format]
-        bound = x.float().abs() * (2.0**-4 if format == "e4m3" else 2.0**-3)
-        assert ((y - x).abs() <= bound * (1 + 2e-2))[normal].all()
 
 
 @both
@@ -122,21 +106,9 @@ def test_one_value_that_is_not_finite_makes_the_result_nan(value, format):
     assert fp8_simulate(x, format).isnan().all()
 
 
-def test_wrong_format():
-    with pytest.raises(ValueError, match=r"format='e3m4': must be one of \['e4m3', 'e5m2'\]"):
-        fp8_simulate(torch.ones(4), "e3m4")
-
-
 @pytest.mark.parametrize(
     "x", [torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(6, 16)[:, ::2], torch.empty(0, 4), torch.ones(3)]
 )
 def test_operator_contract(x):
     torch.library.opcheck(torch.ops.sparse24.fp8_simulate.default, (x, "e4m3"))
     torch.library.opcheck(torch.ops.sparse24.fp8_simulate.default, (x.bfloat16(), "e5m2"))
-
-
-def test_compiles_in_one_graph():
-    compiled = torch.compile(lambda x: fp8_simulate(x, "e4m3") * 2, fullgraph=True, backend="aot_eager")
-    x = torch.randn(8, 8)
-    assert torch.equal(compiled(x), fp8_simulate(x, "e4m3") * 2)
-    assert compiled(x / 0).isnan().all()

@@ -16,7 +16,7 @@ def modules() -> list[str]:
 
 
 def test_every_module_can_be_imported_first():
-    """Each in a process of its own, its parents without what they import, so that no import order is needed."""
+    """Each in a separate process, its parents without what they import, so that no import order is needed."""
     code = f"""
         import importlib, os, sys, types
         import torch._dynamo, triton  # what all of them import, once

@@ -1,15 +1,13 @@
 """A backend and an operator of a user's own: one file, one registration each, and everything else works with them."""
 
-import sys
-
+import own_backend
 import pytest
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import dispatch
-from sparse24_kernels.gemm import backend as gemm_backend
 from sparse24_kernels.gemm import compress, linear_problem, mm_problem, plan_gemm, plan_packed, register_backend
 from sparse24_kernels.gemm import packed as packed_gemm
-from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, unregister_backend
+from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, find_backend, unregister_backend
 from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.operators import Operators
 from torch import nn
@@ -24,20 +22,19 @@ PROBLEM = linear_problem(16, 48, 32, BF16)
 @pytest.fixture
 def fp32(monkeypatch):
     """The backend of tests/support/own_backend.py, for this test alone; counts its GEMMs in `ran`."""
-    monkeypatch.setattr(gemm_backend, "_backends", dict(gemm_backend._backends))
-    monkeypatch.setattr(gemm_backend, "_automatic", list(gemm_backend._automatic))
-    sys.modules.pop("own_backend", None)
-    import own_backend
-
-    backend, run = gemm_backend.find_backend("fp32"), own_backend.Fp32Backend.linear
-    backend.ran = 0
+    before = find_backend("fp32") if "fp32" in backend_names() else None
+    register_backend(backend := own_backend.Fp32Backend())
+    run, backend.ran = own_backend.Fp32Backend.linear, 0
 
     def count(self, *arguments):
         self.ran += 1
         return run(self, *arguments)
 
     monkeypatch.setattr(own_backend.Fp32Backend, "linear", count)
-    return backend
+    yield backend
+    unregister_backend("fp32")
+    if before is not None:
+        register_backend(before)
 
 
 def test_a_backend_is_chosen_by_name(fp32):

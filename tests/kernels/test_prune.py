@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.masks import count_flips
 from sparse24_kernels.prune import prune_forms
 
 from hf_sparse24.metrics import is_nm_sparse
@@ -232,17 +231,6 @@ def test_packed_by_hand():
     assert zeros.indices.tolist() == [[0b0100_0100]]
 
 
-def test_every_form_of_a_transposable_weight():
-    weight = torch.randn(16, 24)
-    mask = kernels.transposable_mask(weight)
-    forms = ["transposed", "dense", "packed"]
-    transposed, dense, along = prune_forms(weight, forms, "mask", mask=mask, dtype=torch.bfloat16)
-    expected = (weight * mask).bfloat16()
-    assert torch.equal(dense, expected)
-    assert torch.equal(transposed, expected.t()) and transposed.is_contiguous()
-    assert torch.equal(kernels.unpack_nm(along), expected)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -262,42 +250,3 @@ def test_forms_that_cannot_be(arguments, message):
         prune_forms(*arguments)
     with pytest.raises(ValueError, match="makes its own mask"):
         prune_forms(torch.ones(8, 8), ["dense"], mask=torch.ones(8, 8).bool())
-
-
-META = torch.device("meta")
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: kernels.apply_mask(x, (x > 0).to(META)), "different devices: cpu, meta"),
-        (lambda x: count_flips([x > 0], [(x > 0).to(META)]), "different devices: cpu, meta"),
-        (lambda x: kernels.masked_decay_(x, x.to(META), x > 0, 1.0), "different devices: cpu, meta"),
-        (lambda x: kernels.gated_activation(x, x.to(META), "swiglu"), "different devices: cpu, meta"),
-        (lambda x: kernels.soft_threshold(x, scale=torch.ones((), device=META)), "different devices: cpu, meta"),
-        (lambda x: kernels.soft_threshold(x, scale=torch.ones(4)), r"scale is a floating 0-d tensor, got .* \(4,\)"),
-        (lambda x: prune_forms(x, ["dense"], scale=torch.ones(())), "rule='magnitude' has no scale"),
-        (lambda x: kernels.nm_mask(x, dim=2), r"nm_mask: dim=2 of a tensor of shape \(8, 16\)"),
-        (lambda x: kernels.mvue(x, dim=5), r"mvue: dim=5 of a tensor of shape \(8, 16\)"),
-        (lambda x: kernels.mvue(x[0, 0]), r"mvue: dim=-1 of a tensor of shape \(\)"),
-        (
-            lambda x: kernels.mvue(x, key=torch.tensor([1, 2])),
-            r"key=.*\(2,\): must be an int of 64 bits or an int64",
-        ),
-        (lambda x: kernels.mvue(x.long()), "mvue takes fp64, fp32, bf16 and fp16, got torch.int64"),
-        (lambda x: kernels.transposable_mask(x.long()), "transposable_mask takes fp64"),
-        (lambda x: kernels.apply_mask(x.long(), x > 0), "apply_mask takes fp64"),
-        (lambda x: kernels.gated_activation(x.long(), x.long(), "swiglu"), "gated_activation takes fp64"),
-        (lambda x: kernels.nm_prune(x, dtype=torch.int8), "dtype=torch.int8: must be one of"),
-        (lambda x: kernels.nm_prune(x, dtype=torch.float8_e4m3fn), "dtype=torch.float8_e4m3fn: must be one of"),
-        (lambda x: prune_forms(x, ["dense", "dense"]), "must be a list of different forms"),
-        (lambda x: prune_forms(x, "dense"), "must be a list of different forms"),
-        (lambda x: prune_forms(x, []), "must be a list of different forms"),
-        (lambda x: kernels.pack_bits(x.byte()), "takes a bool mask with a last dimension, got torch.uint8"),
-        (lambda x: kernels.unpack_bits(kernels.pack_bits(x > 0), 30), r"got torch.uint8 \(8, 2\) and size=30"),
-        (lambda x: kernels.unpack_nm(kernels.Packed(x, torch.zeros(8, 1, dtype=torch.uint8))), "takes values"),
-    ],
-)
-def test_what_does_not_fit_is_told(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(torch.randn(8, 16))

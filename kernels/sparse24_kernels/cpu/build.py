@@ -28,7 +28,7 @@ _AVX512_BF16 = (*_AVX512, "-mavx512vbmi", "-mavx512vbmi2", "-mavx512vnni", "-mav
 
 
 class Unit(NamedTuple):
-    """One source that is compiled with flags of its own."""
+    """One source and the flags that it is compiled with."""
 
     source: str
     flags: tuple[str, ...] = ()
@@ -38,11 +38,7 @@ class Unit(NamedTuple):
 _EXACT = ("-ffp-contract=off", "-fno-trapping-math")
 
 UNITS = {
-    "any": (
-        Unit("library.cpp"),
-        Unit("isa.cpp", ("-DISA=portable",)),
-        Unit("prune.cpp", ("-DISA=portable", *_EXACT)),
-    ),
+    "any": (Unit("library.cpp"), Unit("isa.cpp", ("-DISA=portable",)), Unit("prune.cpp", ("-DISA=portable", *_EXACT))),
     "x86_64": (
         Unit("isa.cpp", ("-DISA=avx2", "-DISA_AVX2=1", *_AVX2)),
         Unit("isa.cpp", ("-DISA=avx512", "-DISA_AVX512=1", *_AVX512)),

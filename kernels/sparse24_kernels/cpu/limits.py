@@ -53,7 +53,7 @@ SHIPPED: dict[str, dict[tuple[str, str], int | None]] = {
     "portable": {("float32", "int8"): 256},
 }
 """What is limited of each path that was measured, by the dtypes of x and of the values. Measured at 2048 x 2048 with
-two threads, beside what torch runs on CPUs of that kind."""
+two threads, against what torch runs on CPUs of that kind."""
 
 _measured: Limits | None = None
 _changed: list[Callable[[], None]] = []

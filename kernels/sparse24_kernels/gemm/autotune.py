@@ -83,7 +83,7 @@ class Verdict(NamedTuple):
 
 _given: dict[tuple[GemmProblem, torch.device, bool], Verdict] = {}
 _tables: list[Table] = []  # one, once it is read
-_lock = threading.RLock()  # autograd calls `choose` from threads of its own
+_lock = threading.RLock()  # autograd calls `choose` from its threads
 
 
 def current_environment(device: torch.device) -> Environment:
@@ -177,9 +177,7 @@ def _unmeasured(reason: str) -> Verdict:
 
 
 def tune(
-    problems: Iterable[GemmProblem],
-    device: torch.device,
-    on_progress: Callable[[GemmProblem, int], None] | None = None,
+    problems: Iterable[GemmProblem], device: torch.device, on_progress: Callable[[GemmProblem, int], None] | None = None
 ) -> dict[GemmProblem, Verdict]:
     """Measure the buckets of problems, save after each, and return what `choose` now says of them.
 

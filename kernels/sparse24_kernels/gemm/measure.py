@@ -1,4 +1,4 @@
-"""One algorithm of a sparse GEMM: its results checked against dense math, then timed beside dense math.
+"""One algorithm of a sparse GEMM: its results checked against dense math, then timed in turns with it.
 
 Result memory is filled with NaN before a GEMM runs, so an algorithm that returns without writing is noticed. Results
 are compared with fp32, at the smallest and the largest n of a bucket. Without split-k, equal inputs must give equal

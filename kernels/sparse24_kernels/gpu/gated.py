@@ -1,6 +1,6 @@
 """Triton: gated activations `act(gate) * up` and their gradients, in the memory layouts that they are given.
 
-Every tensor is a matrix with strides of its own, and a program works on one tile of all of them. Each is read or
+Every tensor is a matrix with its own strides, and a program works on one tile of all of them. Each is read or
 written along its own contiguous dimension; where those differ, the compiler transposes the tile in shared memory.
 Tensors that share one dense layout, whichever it is, are treated as a matrix of one row.
 """

@@ -43,7 +43,7 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     a0, a1, a2, a3 = a.unbind(member)
     high01, high23 = torch.maximum(a0, a1), torch.maximum(a2, a3)
     largest = torch.maximum(high01, high23)
-    # S - M summed from its own three terms, because the difference would cancel beside one huge value. In place from
+    # S - M summed from its own three terms, because the difference would cancel where one value is huge. In place from
     # here on, because on a CPU fresh memory costs more than the arithmetic.
     others = torch.minimum(high01, high23).add_(torch.minimum(a0, a1)).add_(torch.minimum(a2, a3))
     pick = torch.minimum(largest * 0.5 + others * 0.5, others)  # T

@@ -81,7 +81,7 @@ def test_a_damaged_library_is_compiled_again(compiler, cache, keep):
 
 
 def test_those_that_start_together_compile_once(compiler):
-    """Threads, or processes: each has the lock through a file of its own."""
+    """Threads, or processes: each opens the lock's file itself."""
     threads = [threading.Thread(target=load) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_there(compiler, cache, monkey
     )
     monkeypatch.delenv("SPARSE24_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and a user that nobody knows
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and an unknown user
     assert load() == f"no kernels for this CPU: Could not determine home directory.; {WAY_OUT}"
 
 

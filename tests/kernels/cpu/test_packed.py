@@ -221,15 +221,6 @@ def test_the_operator_reads_nothing_that_does_not_fit(arguments):
             call(*arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments", [(X, *WEIGHT[:2], BIAS, None), (X.to(BF16), *INT8[:2], None, INT8.scales.to(BF16))]
-)
-def test_operators_as_pytorch_wants_them(arguments):
-    torch.library.opcheck(torch.ops.sparse24.packed_linear.default, arguments)
-    values, indices, scales = arguments[1], arguments[2], arguments[4]
-    torch.library.opcheck(torch.ops.sparse24.unpack_nm.default, (values, indices, scales))
-
-
 def test_the_kernels_run_and_are_traced_by_everything():
     """What traces has the operator, and no result of one call."""
     assert choose_kernels(X.device, X.dtype, "packed_linear").implementation == "cpu"

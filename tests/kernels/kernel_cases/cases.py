@@ -88,7 +88,7 @@ GATED: dict[str, dict[str, Any]] = {  # The results are differences; errors are 
     "gated.gated_activation": {"terms": lambda gate, up, _: [gate * up]},
     "gated.gated_activation_backward": {"terms": lambda grad, gate, up, _: [grad * up, grad * gate]},
 }
-# Each returns its argument with the same values, in a layout of its own; the last ones, a view of some of [66, 10].
+# Each returns its argument with the same values, in another layout; the last ones, a view of some of [66, 10].
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda x: x.contiguous(),
     "column": lambda x: x.t().contiguous().t(),

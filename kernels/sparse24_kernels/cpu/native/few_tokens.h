@@ -1,6 +1,6 @@
 // A packed weight times few tokens: each value is multiplied by the x that its index picks.
 //
-// Every path has vectors of its own (`Isa`), in fp32. Lane i of a row's sum takes the values i, i + VALUES,
+// Every path has its own vectors (`Isa`), in fp32. Lane i of a row's sum takes the values i, i + VALUES,
 // i + 2 VALUES, ... in this order, by fused multiply-add; then the lanes are added. So a result depends neither on how
 // many threads there are nor on the other tokens.
 #pragma once

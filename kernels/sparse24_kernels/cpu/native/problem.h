@@ -1,5 +1,5 @@
 // What the kernels of one path share: the problem, element types, and the table of functions that a path gives.
-// Everything here has internal linkage, because every path compiles it with flags of its own.
+// Everything here has internal linkage, because every path compiles it with other flags.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
