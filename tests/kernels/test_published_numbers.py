@@ -1,4 +1,4 @@
-"""Numbers that the papers, and their authors' code, give for the kernels, in addition to those in the tests of each kernel.
+"""Numbers that the papers, and the code of their authors, give for the kernels. More are in the tests of each kernel.
 
 The sources: S-STE (arXiv 2409.09099; code huyz2023/2by4-pretrain, sparse/utils.py), T-SR-STE (arXiv 2404.01847; code in
 the same repository), Hubara et al. (arXiv 2102.08124), Chmiel et al. (arXiv 2203.10991), SR-STE (arXiv 2102.04010).
