@@ -1,11 +1,13 @@
 """Packed models by the kernels for CPUs: what PyTorch and its users do with them, and results close to dense math."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import zoo
 from checkpoints import patched
+from sparse24_kernels import dispatch
 from sparse24_kernels.cpu import limits, packed
 from sparse24_kernels.cpu.library import load
 from sparse24_kernels.matmul import _kept_plan
@@ -27,10 +29,14 @@ def calls(monkeypatch):
         sizes.append((len(x), *values.shape))
         return run(x, values, *others)
 
-    monkeypatch.setattr(packed, "packed_linear", record)
+    cpu = next(each for each in dispatch.IMPLEMENTATIONS if each.name == "cpu")
+    table = replace(cpu.load(), packed_linear=record)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [cpu._replace(load=lambda: table)])
+    dispatch.choose.cache_clear()
     _kept_plan.cache_clear()
     yield sizes
     _kept_plan.cache_clear()
+    dispatch.choose.cache_clear()
 
 
 def models(name: str = "llama"):
