@@ -67,7 +67,7 @@ def environment(folder: Path, requirements: list[str]) -> Path:
 
 
 def calibration_file(material: Material, folder: Path, with_own: bool) -> Path:
-    """The JSON with the token ids of `Material.calibration`, so that nobody tokenizes again."""
+    """The JSON with the token ids of `Material.calibration`, so that no library tokenizes again."""
     path = folder / f"calibration{'-own' * with_own}.json"
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(material.calibration(with_own)))

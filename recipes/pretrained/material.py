@@ -12,8 +12,8 @@ writes to runs/pretrained what is not there yet:
     text/unseen_*.jsonl          kinds that no method sees
     text/SOURCES.json            where each comes from, its licence, size and hash
 
-Every folder is there completely or not at all; remove one to make it anew. Only pip uses the network, for 245 MB. The
-model writes chat and text of its own in twenty minutes of one core.
+Every folder is there completely or not at all; remove one to make it again. Only pip uses the network, for 245 MB. The
+model writes chat and own text in twenty minutes of one core.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def prose(wheels: Path) -> dict[str, Rows]:
         for part, found in texts.split(texts.read(source, wheels, seen)).items():
             files.setdefault(part, []).extend({"text": text, "source": name} for text in found)
     for part in ("train", "calibration", "validation"):
-        # Not by the order in which `split` cuts each kind at a place of its own: kinds would follow one another.
+        # Not by the order in which `split` cuts each kind at another place: kinds would follow one another.
         files[part].sort(key=lambda row: texts.order(f"{part}: {row['text']}"))
     return files
 

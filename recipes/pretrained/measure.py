@@ -129,7 +129,7 @@ class Material:
         self.source = self.folder / "SmolLM2-135M"
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
         self.dense = self.load(self.source).requires_grad_(False)
-        self.teacher = self.load(self.source, torch.bfloat16)  # fp32 weights would be cast anew at every step
+        self.teacher = self.load(self.source, torch.bfloat16)  # fp32 weights would be cast at every step
         self.corpora = {
             name: Evaluation(read_documents(self.text(name), self.tokenizer, DOCUMENTS), self.dense, self.tokenizer)
             for name in CORPORA
@@ -154,7 +154,7 @@ class Material:
         return [tokens[start : start + length] for start in range(0, length * most, length)]
 
     def calibration(self, with_own: bool) -> list[list[int]]:
-        """The blocks to prune by: given text, and the model's own beside it."""
+        """The blocks to prune by: given text, and text of the model."""
         own = self.blocks("calibration_own", CALIBRATION_LENGTH, OWN) if with_own else []
         return self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION) + own
 
@@ -162,7 +162,7 @@ class Material:
         """The folder of the model that `oneshot` prunes; made unless it is there, and what that cost is beside it.
 
         Args:
-            with_own: whether the model's own text calibrates beside the given one.
+            with_own: whether the model's own text calibrates with the given one.
             options: of `oneshot`, where they differ from its defaults.
         """
         changed = [*(["given"] if not with_own else []), *(f"{key}={value}" for key, value in options.items())]
@@ -192,7 +192,7 @@ class Cost:
     def __init__(self) -> None:
         self.wall, self.cpu = time.monotonic(), time.process_time()
         if sys.platform == "linux":
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
 
     def spent(self) -> dict[str, float]:
         spent = {"wall_s": time.monotonic() - self.wall, "cpu_s": time.process_time() - self.cpu}
