@@ -48,7 +48,7 @@ def execute(path: Path) -> NotebookNode:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebooks", nargs="*", type=Path, default=NOTEBOOKS, help="default: all beside this script")
+    parser.add_argument("notebooks", nargs="*", type=Path, default=NOTEBOOKS, help="default: all next to this script")
     for path in parser.parse_args().notebooks:
         nbformat.write(execute(path), path)
         print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")

@@ -161,7 +161,7 @@ def run(
 
 
 def _beside(model: torch.nn.Module) -> int:
-    """How many parameters a method trains beside the model's own."""
+    """How many parameters a method trains besides those of the model."""
     return sum(tensor.numel() for weight in sparse_weights(model).values() for tensor in weight.parameters.values())
 
 

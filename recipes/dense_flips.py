@@ -43,7 +43,7 @@ class DenseFlipRateCallback(TrainerCallback):
         model = unwrap(kwargs["model"])
         if sparse_run(model) is not None:
             raise ValueError("the model is patched, and its own callback logs flip_rate; this one is for dense models")
-        # The masks of a patched model that has no weights of its own.
+        # The masks of a patched model without weights.
         absent = {id(tensor): nn.Parameter(tensor.to("meta")) for tensor in model.parameters()}
         sketch = copy.deepcopy(model, cast(dict[int, Any], absent))
         patch_model(sketch, self.config)

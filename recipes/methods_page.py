@@ -33,7 +33,7 @@ WHAT = {
     "s-ste-no-mvue": "`s-ste` with the whole gradient, at its learning rate",
     "s-ste-greedy": "`s-ste` with the largest gradients in place of MVUE, at its learning rate",
     "s-ste-mvue-weight": "`s-ste` with MVUE on the weight of grad_input too, at its learning rate",
-    "s-ste-scale-each-step": "`s-ste` with a scale that is computed anew in each step, at its learning rate",
+    "s-ste-scale-each-step": "`s-ste` with a scale that is computed in each step, at its learning rate",
     "s-ste-gamma-0.5": "`s-ste` with the threshold half-way to the third magnitude, at its learning rate",
     "ast-decay-6e-3": "`ast` with `sr-ste`'s searched decay, at its learning rate",
     "cast-decay-1e-3": "`cast` with more decay, at its learning rate; code of 49d34cb",
@@ -63,7 +63,7 @@ def method_of(variant: str) -> str:
 
 
 def page(runs: list[Run], picture: Path) -> str:
-    """The page as Markdown; its picture is drawn into the file `picture`, which lies beside it."""
+    """The page as Markdown; its picture is drawn into the file `picture`, which lies next to it."""
     best = {variant: found for variant in WHAT if (found := best_runs(runs, variant))}
     _draw(runs, best, picture)
     sections = [
@@ -116,7 +116,7 @@ def _set_up(runs: list[Run]) -> str:
         f"{EMBEDDING_RATE:g} everywhere. Seed 0 decides the learning rate of each variant and is also part of the "
         "comparison, so all losses are slightly low. Masked decays and other settings are the methods' defaults, "
         "unless the variant says otherwise. A seed gives every variant the same initial weights and the same data in "
-        "the same order, and differences are taken seed by seed. These runs were made beside other work, so their "
+        "the same order, and differences are taken seed by seed. Other work ran at the same time, so their "
         "times say nothing: `recipes/benchmark_cpu.py` measures step times (`recipes/results/cpu_step_time.json`)."
     )
 

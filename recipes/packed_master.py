@@ -1,6 +1,6 @@
 """Memory and time of training steps with dense weights, a fixed mask, and packed masters.
 
-    python recipes/packed_master.py                 SmolLM2-135M's shape: each kind in a process of its own, then paired
+    python recipes/packed_master.py                 SmolLM2-135M's shape: each kind in a separate process, then paired
     python recipes/packed_master.py --model 1b      TinyLlama's shape, packed masters alone, two steps
 
 Results go to recipes/results/packed_master.json. Memory is the process's peak (VmHWM, Linux) minus what it had before
@@ -124,7 +124,7 @@ def measure(shape: str, kind: str, steps: int) -> dict[str, Any]:
 
 
 def in_process(shape: str, kind: str, steps: int, aids: bool = True) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """`measure` in a separate process."""
     own = [sys.executable, __file__, "--model", shape, "--steps", str(steps), "--kind", kind]
     given = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384"} if aids else {NO_AIDS: "1"}
     out = subprocess.run(own, env=os.environ | given, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -25,7 +25,7 @@ def run(main: Callable[[], Any]) -> Any:
     logger = logging.getLogger("hf_sparse24")
     logger.setLevel(logging.INFO)
     if logging.lastResort is not None:
-        logging.lastResort.setLevel(logging.INFO)  # writes to stderr where nobody has set up logging
+        logging.lastResort.setLevel(logging.INFO)  # writes to stderr where logging is not set up
     try:
         return main()
     except (UsageError, MissingPackage) as error:

@@ -1,4 +1,4 @@
-"""A dense export in FP8 and 2:4 at once, by torchao, and what it writes. **Nobody has run this on a GPU.**
+"""A dense export in FP8 and 2:4 at once, by torchao, and what it writes. **This has not run on a GPU.**
 
     pip install --no-deps torchao==0.18.0
     python recipes/torchao_fp8.py my-export --prompt "Water boils at"

@@ -58,22 +58,9 @@ def test_tables(reports):
     assert [name for name, _ in rows["settings"][1:]] == list(reports["settings"])
 
 
-def test_a_table_and_the_text_have_the_same_cells(reports):
-    for report in reports.values():
-        words = str(report).split()
-        for row in Cells(report._repr_html_()).rows:
-            if report is not reports["settings"]:  # it wraps its lines, and has no head
-                assert all(word in words for cell in row[:1] for word in cell.split() if word != "masked_decay")
-
-
 def test_everything_is_escaped():
     text = html_table("<script>", ["<b>"], [["a & b", '<img src="x">']])
     assert "<script>" not in text and "<img" not in text and "a &amp; b" in text and "&lt;b&gt;" in text
-
-
-def test_reprs_are_short(reports):
-    for name in ("patch", "oneshot", "tuning"):
-        assert repr(reports[name]).startswith("<") and len(repr(reports[name])) < 200
 
 
 def test_settings_are_a_dict_still(reports):

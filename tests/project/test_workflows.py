@@ -52,7 +52,7 @@ def test_a_workflow_writes_only_where_a_job_says_so(path):
 
 
 def test_publishing_asks_for_a_variable_of_the_repository():
-    """A fork stays green without settings of its own."""
+    """A fork stays green without settings."""
     docs, release = (read(GITHUB / "workflows" / name)["jobs"] for name in ("docs.yml", "release.yml"))
     assert "vars.PUBLISH_DOCS == 'true'" in docs["build"]["if"] and docs["deploy"]["needs"] == "build"
     assert release["pypi"]["if"] == "vars.PUBLISH_TO_PYPI == 'true'"

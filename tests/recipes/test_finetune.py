@@ -89,14 +89,6 @@ def test_tiny_tasks_are_the_same_everywhere_and_have_the_columns_of_the_real_one
     assert not {*rows["train"]["context"]} & {*rows["validation"]["context"]}
 
 
-def test_token_span_on_literal_numbers():
-    offsets = [(-1, -1), (0, 3), (4, 8), (8, 9), (-1, -1)]
-    assert squad.token_span(offsets, 4, 8) == (2, 2)
-    assert squad.token_span(offsets, 1, 9) == (1, 3)
-    assert squad.token_span(offsets, 4, 12) == (0, 0)  # ends in another part
-    assert squad.token_span(offsets[2:], 0, 8) == (0, 0)  # begins in another part
-
-
 def test_parts_of_a_long_context_hold_the_answer(tasks):
     """Over the parts of every example, the true positions give the true answer back, and a full stop at most."""
     tokenizer = AutoTokenizer.from_pretrained(tasks / "tokenizer")

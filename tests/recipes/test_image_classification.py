@@ -83,22 +83,6 @@ def test_mixed_images_have_labels_by_their_shares():
     assert image_classification.mix(images, labels, 0.0, 0.0) == (images, labels)
 
 
-def test_cut_images_are_a_box_of_another():
-    torch.manual_seed(0)
-    images = torch.arange(2.0)[:, None, None, None].expand(2, 3, 8, 8)
-    labels, boxes, kept = torch.arange(2), [], []
-    for _ in range(1000):
-        cut, cut_labels = image_classification.mix(images, labels, 0.0, 1.0)
-        assert torch.equal(cut[0], 1 - cut[1])
-        inside = cut[0, 0].bool()
-        rows, columns = inside.any(1).sum(), inside.any(0).sum()
-        assert inside.sum() == rows * columns  # a box
-        boxes.append(inside.float().mean().item())
-        kept.append((cut_labels == 0)[0].float().item())
-    assert abs(sum(boxes) / 1000 - (1 - sum(kept) / 1000)) < 0.03 and max(boxes) > 0.5 and min(boxes) == 0
-    assert torch.equal(images[:, 0, 0, 0], torch.arange(2.0))  # the batch itself is not written to
-
-
 def test_accuracy():
     metric = evaluate.load(str(image_classification.METRIC), keep_in_memory=True)
     assert metric.compute(predictions=[1, 0, 2, 2], references=[1, 0, 0, 2]) == {"accuracy": 0.75}

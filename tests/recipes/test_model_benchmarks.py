@@ -63,7 +63,7 @@ def test_blocks(tiny, tuned, times, tmp_path):
 
 
 def test_the_papers_sizes(tiny, tuned, times, tmp_path):
-    """The FFN and the block with a sparse FFN, in both dtypes, beside what was published."""
+    """The FFN and the block with a sparse FFN, in both dtypes, next to what was published."""
     times |= {"t-sr-ste, kept": 500.0}
     code, result, text = run(tmp_path, "papers")
     rows = result["sections"]["the papers' sizes"]["rows"]
@@ -121,22 +121,7 @@ def test_generation(tiny_models, monkeypatch, entry):
     assert sizes["packed"] < sizes["dense"] <= sizes["patched"]
 
 
-def test_generation_in_the_report(tiny, tuned, times, tmp_path, monkeypatch):
-    def in_process(call, entry, way, seconds):
-        assert call == "generate"
-        if way == "patched":
-            raise subprocess.TimeoutExpired("generate", seconds)
-        return {"step_us": {"dense": 1000.0, "packed": 700.0}[way], "weights GB": 2.0}
-
-    monkeypatch.setattr(models, "in_process", in_process)
-    monkeypatch.setattr(models.Inference, "entries", lambda self: [])
-    code, result, text = run(tmp_path, "inference", "--minutes", "60")
-    cells = "dense 1000 us | packed 700 us (1.43, meets 1.2) | patched TimeoutExpired: "
-    assert code == 0 and f"1 sequence, static: {cells}" in text
-    assert list(result["sections"]["generation"]["rows"]) == models.Generation().entries()
-
-
-def test_a_process_of_its_own_ends_in_time_and_says_what_went_wrong(monkeypatch):
+def test_a_separate_process_ends_in_time_and_says_what_went_wrong(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     with pytest.raises(subprocess.CalledProcessError) as caught:
         models.in_process("nothing", "1 sequence", "dense", 120)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(NOTEBOOKS))
 
 import run  # noqa: E402
 
-STORE = "`python notebooks/run.py` stores the outputs anew"
+STORE = "`python notebooks/run.py` stores the outputs again"
 PATHS = run.NOTEBOOKS
 SLOW = [pytest.param(path, marks=pytest.mark.slow, id=path.stem) for path in PATHS[1:]]
 

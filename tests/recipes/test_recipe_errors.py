@@ -76,7 +76,7 @@ def test_missing_toy_data_names_its_command(tmp_path, monkeypatch, capsys):
 
 
 def test_as_a_user_sees_it(tmp_path):
-    """In a process of its own, as with `python recipes/glue.py`."""
+    """In a separate process, as with `python recipes/glue.py`."""
     environment = os.environ | {"PYTHONPATH": f"{RECIPES.parent}{os.pathsep}{RECIPES.parent / 'kernels'}"}
     flags = [RECIPES / "finetune/glue.yaml", RECIPES / "finetune/glue-toy.yaml"]
     command = [sys.executable, RECIPES / "glue.py", *flags]

@@ -1,9 +1,7 @@
 """What the recipes' YAML files say, how their packages are asked for, and how their runs are tracked."""
 
-import glue
 import image_classification
 import pytest
-import squad
 import torch
 import train
 import translation
@@ -89,18 +87,6 @@ def test_every_file_is_used():
     assert {path.stem for path in (RECIPES / "finetune").iterdir()} == {
         f"{script}{size}" for script in ("glue", "squad", "sft", "lora", "oneshot") for size in ("", "-toy")
     }
-
-
-@pytest.mark.parametrize(("script", "lengths"), [(glue, (128, 64)), (squad, (384, 96))])
-def test_finetuning(script, lengths):
-    name = script.__name__
-    files = [str(RECIPES / "finetune" / f"{file}.yaml") for file in (name, f"{name}-toy")]
-    flags = ["--use_cpu=true", "--bf16=false"]
-    model_args, task_args, _, training_args = parse_arguments(script.ARGUMENTS, [files[0], *flags])
-    assert (model_args.model_name_or_path, task_args.max_length) == ("runs/gpt2-124m", lengths[0])
-    assert (training_args.learning_rate, training_args.num_train_epochs) == (5e-6, 3)
-    model_args, task_args, _, training_args = parse_arguments(script.ARGUMENTS, files)
-    assert (model_args.model_type, task_args.max_length) == ("bert", lengths[1])
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_helps(tmp_path, monkeypatch):

@@ -60,14 +60,6 @@ def test_it_recovers_and_exports(tmp_path, models, text_file, capsys, format):
     assert str(tmp_path) not in card and str(models) not in card
 
 
-def test_pruned_alone(tmp_path, models, text_file):
-    losses = recover.main(flags(tmp_path, models / "dense", text_file, tokens=0, own_tokens=0))
-    assert list(losses) == ["dense", "pruned"]
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert is_nm_sparse(exported.model.layers[0].mlp.up_proj.weight)
-    assert table((tmp_path / "out" / "README.md").read_text())["loss"].startswith(f"{losses['pruned']:.4g} |")
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -1,7 +1,6 @@
 """Translation: the small data set, BLEU on literal texts, and the recipe."""
 
 import random
-import re
 from functools import partial
 
 import numpy as np
@@ -55,20 +54,6 @@ def test_the_verb_is_where_german_has_it(order):
     assert seen == present | {"hat", "kann"}
 
 
-def test_articles_and_adjectives_agree():
-    rng, found = random.Random(0), {}
-    for case in ("nom", "acc", "dat"):
-        for noun in ("man Mann m", "woman Frau f", "child Kind n"):
-            noun = tiny_translations.Noun(*noun.split())
-            for english, german in (tiny_translations.phrase(rng, noun, case) for _ in range(300)):
-                assert len(english.split()) == len(german.split()) and not re.search(r"\ba old", english)
-                found[english, case] = german
-    assert found["the old man", "nom"] == "der alte Mann" and found["an old man", "nom"] == "ein alter Mann"
-    assert found["the old man", "acc"] == "den alten Mann" and found["an old man", "dat"] == "einem alten Mann"
-    assert found["a good woman", "nom"] == "eine gute Frau" and found["the woman", "dat"] == "der Frau"
-    assert found["a small child", "acc"] == "ein kleines Kind" and found["the child", "dat"] == "dem Kind"
-
-
 def test_bleu_is_that_of_the_texts(pairs):
     """Whatever the order of the rows is; pad tokens and what lies behind eos do not count."""
     tokenizer = AutoTokenizer.from_pretrained(pairs / "tokenizer")
@@ -116,20 +101,6 @@ def test_learns(tmp_path, method):
     given = {"dataset": pairs, "tokenizer_name": pairs / "tokenizer", "output_dir": tmp_path / "out", "method": method}
     translation.main([*yaml, "--report_to=none", *(f"--{key}={value}" for key, value in given.items())])
     assert results(tmp_path / "out")["eval_bleu"] > 50
-
-
-def test_goes_on_from_a_checkpoint(pairs, tmp_path):
-    """A pretrained model keeps its own tokens to begin and end with, and its method."""
-    translation.main(flags(pairs, tmp_path / "first", max_steps=1, generation_max_length=8))
-    again = [
-        f"--model_name_or_path={tmp_path / 'first'}",
-        f"--dataset={pairs}",
-        f"--output_dir={tmp_path / 'out'}",
-        *("--max_length=80", "--max_samples=16", "--max_steps=1", "--generation_max_length=8", "--use_cpu=true"),
-        *("--report_to=none", "--disable_tqdm=true", "--save_strategy=no"),
-    ]
-    trainer = translation.main(again)
-    assert len(sparse_weights(trainer.model)) == 4 and trainer.args.predict_with_generate
 
 
 def test_longer_pairs_are_not_trained_on(pairs):

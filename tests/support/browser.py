@@ -70,13 +70,6 @@ class Page:
             raise RuntimeError(f"{script}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def hover(self, selector: str) -> None:
-        """Move the pointer to the middle of an element."""
-        box = f"document.querySelector({json.dumps(selector)})"
-        self.evaluate(f"{box}.scrollIntoView({{block: 'center'}})")
-        x, y = self.evaluate(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box}.getBoundingClientRect())")
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
     def problems(self) -> list[str]:
         """What it has written to the console, and errors."""
         told = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
@@ -102,7 +95,7 @@ class Page:
 
 @contextmanager
 def new_page() -> Iterator[Page]:
-    """A tab of a browser of its own, which ends with the block."""
+    """A tab of a new browser, which ends with the block."""
     path = binary()
     (theirs_in, to_browser), (from_browser, theirs_out) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
@@ -117,7 +110,7 @@ def new_page() -> Iterator[Page]:
         try:
             yield Page(to_browser, from_browser)
         finally:
-            os.close(to_browser)  # it ends when nobody can talk to it
+            os.close(to_browser)  # it ends when its pipe is closed
             os.close(from_browser)
             try:
                 process.wait(10)

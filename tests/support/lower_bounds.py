@@ -3,7 +3,7 @@
     make lower-bounds                                         # after a change of a bound; then commit the record
     make lower-bounds LOWER_BOUNDS_ARGS='torch==2.13.0+cpu'   # another version where a bound cannot be installed
 
-`lower_bounds.txt` beside this file records what was run: a line per bound, and the version that the tests ran with. A
+`lower_bounds.txt` next to this file records what was run: a line per bound, and the version that the tests ran with. A
 test compares it with `setup.cfg`, so a bound does not change without such a run.
 """
 

@@ -1,4 +1,4 @@
-"""The documentation's pages, and how their code runs: in order, in one namespace, in a directory of its own.
+"""The documentation's pages, and how their code runs: in order, in one namespace, in a separate directory.
 
 There, tiny models stand under the names that the pages load, so that `from_pretrained("gpt2")` needs no network, and
 files under the names of the reader's data.
@@ -46,7 +46,7 @@ def prepare(directory: Path) -> dict[str, Any]:
 
 
 def run_apart(page: str, directory: Path) -> None:
-    """`run` in a process of its own: for pages with process groups, which torch 2.13 crashes once in some hundred runs
+    """`run` in a separate process: for pages with process groups, which torch 2.13 crashes once in some hundred runs
     (see ranks.py)."""
     command = [sys.executable, "-c", "import sys, pathlib, pages; pages.run(sys.argv[1], pathlib.Path.cwd())", page]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -87,7 +87,7 @@ def test_a_packed_model_that_was_saved_again(tmp_path, capsys):
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_what_is_saved_over_an_export_is_verified_and_not_lost(format, size, tmp_path, capsys):
-    """`save_pretrained` leaves `sparse24.json` and packed files as they are, which nobody loads then."""
+    """`save_pretrained` leaves `sparse24.json` and packed files as they are, which no loader reads then."""
     export_model(patched(), tmp_path, format, max_shard_size=size)
     later = AutoModelForCausalLM.from_pretrained(tmp_path)
     if format == "packed":
@@ -103,7 +103,7 @@ def test_a_packed_model_that_was_saved_over_its_export(tmp_path, capsys):
     later = AutoModelForCausalLM.from_pretrained(tmp_path)
     later.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path)]) == 0
-    assert "listed in config.json" in capsys.readouterr().out  # not in the list of the file that nobody loads
+    assert "listed in config.json" in capsys.readouterr().out  # not in the list of the file that is not loaded
 
 
 def test_other_patterns(tmp_path, capsys):
