@@ -78,11 +78,7 @@ def packed_weight_name(buffer: str) -> str | None:
 
 
 def format_version(values: str, format: str = "packed") -> int:
-    """The version of the packed format that stores values so.
-
-    Raises:
-        ValueError: unknown values, or int8 ones of another format.
-    """
+    """The version of the packed format that stores values so; ValueError of unknown ones."""
     if not isinstance(values, str) or values not in VALUES:
         raise ValueError(f"values={values!r}: must be one of {list(VALUES)}")
     if values != "float" and format != "packed":

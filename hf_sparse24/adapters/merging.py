@@ -28,7 +28,7 @@ from .masked import UNMERGED, is_pruned, out_in
 
 
 class Unmerged:
-    """A linear layer before something is merged into it. `expose` opens it for that, one of the others ends it.
+    """A linear layer before something is merged into it.
 
     expose     `.weight` is the weight that the layer computes with; all its tensors are copies, to be written to
     accept     the layer computes with `.weight` as it is now, if that is possible

@@ -155,7 +155,6 @@ class PackedLayer(PackedModule):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, with its zeros: a fresh copy at every read. Writes to it are lost."""
         dense = self.sparse24["weight"].storage.dense()
         dense._is_hf_initialized = True  # so Transformers, loading, does not initialise it
         return dense

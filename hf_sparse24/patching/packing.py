@@ -111,11 +111,7 @@ def unpack_model(model: nn.Module) -> nn.Module:
 
 
 def check_packable(model: nn.Module) -> SparseRun:
-    """The run of a model that can be packed.
-
-    Raises:
-        ValueError: the model is not patched, is in its dense phase, or has a pattern that is not within 2:4.
-    """
+    """The run of a model that can be packed; ValueError of any other."""
     run = sparse_run(model)
     if run is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
@@ -140,11 +136,8 @@ def is_packable(weight: SparseWeight) -> bool:
 
 
 def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
-    """What a sparse weight computes with, packed; None where its input size is no multiple of 8.
-
-    Raises:
-        ValueError: its method has not pruned it by its pattern, or int8 values would be of NaN or inf.
-    """
+    """What a sparse weight computes with, packed; None where its input size is no multiple of 8. ValueError where its
+    method has not pruned it by its pattern."""
     if not is_packable(weight):
         return None
     method = weight.method

@@ -192,10 +192,9 @@ def release(
     weights: Mapping[str, SparseWeight],
     convert: Callable[[list[SparseWeight]], None],
 ) -> None:
-    """Take all sparse weights of a model out of their training: `convert` detaches them, one group after the other.
+    """End the controllers, let `convert` detach the sparse weights, and let configs say what is left.
 
-    A group has the weights of one module, and those that share a Parameter with them. Controllers end first; afterwards
-    the configs of the model, and of what it is a part of, say what is left.
+    `convert` gets one group after the other: the weights of one module, and those that share a Parameter with them.
     """
     check_not_offloaded(model)
     runs = {id(weight.run): cast(SparseRun, weight.run) for weight in weights.values()}

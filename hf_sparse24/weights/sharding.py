@@ -42,8 +42,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """What this process holds of a parameter's gradient, which is split as the parameter is from then on; None without
-    one. Tensor parallelism leaves gradients of embeddings whole, or still to be summed: all processes must ask."""
+    """What this process holds of a parameter's gradient, None without one. All processes must ask: tensor parallelism
+    leaves gradients of embeddings whole, or still to be summed, and this splits them as the parameter."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -61,12 +61,9 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 
 def split_like(tensor: Tensor, like: Tensor, dims: bool = True) -> Tensor:
-    """Split a tensor that every process has in the way that `like` is, without communication.
+    """Split a plain tensor, the same on all processes, as the DTensor `like` is, without communication.
 
-    Args:
-        tensor: plain, the same on all processes. like: a DTensor.
-        dims: whether the two have the same dimensions; otherwise every process keeps all of `tensor`, except that the
-            matrices of a stack are divided as those of `like`.
+    Without the same `dims`, every process keeps all of it, except that matrices of a stack are divided as in `like`.
     """
     sharded = cast("DTensor", like)
     is_stack = sharded.dim() > 2

@@ -5,9 +5,9 @@ import torch
 import zoo
 from lora_models import TARGETS, adapted, logits, lora, patched, trained
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model
+from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, pack_model, patch_model, unpack_model
 from hf_sparse24.weights.sparse_weight import sparse_weights
 from hf_sparse24.weights.storage import PACKED, PackedMaster
 
@@ -119,34 +119,6 @@ def test_an_adapter_goes_from_one_form_of_its_base_to_another(method, tmp_path):
     torch.testing.assert_close(logits(loaded), computed)
 
 
-def test_training_around_a_packed_base(tmp_path):
-    """With our Trainer, also from a checkpoint; there is no sparsity to run."""
-    from transformers import TrainingArguments
-
-    from hf_sparse24 import Sparse24Trainer
-
-    data = [{key: value[0] for key, value in zoo.batch().items()}] * 8
-    results = []
-    for stop in (None, 2):
-        arguments = TrainingArguments(
-            str(tmp_path / str(stop)),
-            max_steps=4,
-            save_steps=2,
-            learning_rate=1e-2,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        trainer = Sparse24Trainer(adapted_packed("llama"), arguments, train_dataset=data)
-        trainer.train()
-        if stop is not None:
-            trainer = Sparse24Trainer(adapted_packed("llama"), arguments, train_dataset=data)
-            trainer.train(resume_from_checkpoint=str(tmp_path / str(stop) / "checkpoint-2"))
-        results.append(logits(trainer.model.eval()))
-    assert torch.equal(*results)
-    assert not torch.equal(results[0], logits(adapted_packed("llama")))
-
-
 def test_what_a_packed_layer_returns_can_be_changed_in_place():
     model = packed("gpt2")
     x = torch.randn(2, 3, 32, requires_grad=True)
@@ -170,3 +142,16 @@ def test_packing_below_adapters(tmp_path):
     torch.testing.assert_close(logits(loaded), computed, atol=2e-6, rtol=1e-5)
     unpack_model(merged)
     torch.testing.assert_close(logits(merged), computed, atol=2e-6, rtol=1e-5)
+
+
+def test_training_around_a_packed_base(tmp_path):
+    """With our Trainer, also from a checkpoint; there is no sparsity to run."""
+    data = [{key: value[0] for key, value in zoo.batch().items()}] * 8
+    steps = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2}
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True, **steps)
+    results = [logits(adapted_packed("llama"))]
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        trainer = Sparse24Trainer(adapted_packed("llama"), arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        results.append(logits(trainer.model.eval()))
+    assert torch.equal(results[1], results[2]) and not torch.equal(results[0], results[1])

@@ -179,14 +179,6 @@ def test_a_second_derivative_is_refused():
         grad.square().sum().backward()
 
 
-def test_nothing_is_computed_for_what_needs_no_gradient():
-    layer = make_layer("s-ste")
-    layer.weight.requires_grad_(False)
-    x = torch.randn(4, 8, dtype=torch.float64)
-    layer(x).sum().backward()
-    assert layer.weight.grad is None and layer.bias.grad is not None
-
-
 @pytest.mark.parametrize("conv1d", [False, True])
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_dense_phase_is_the_dense_layer(method, conv1d):

@@ -91,15 +91,6 @@ def test_shards(format, tmp_path):
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == [single[format]]
 
 
-def test_a_packed_export_over_a_dense_one_and_back(tmp_path):
-    model = patched()
-    for format in ("dense", "packed", "dense"):
-        export_model(model, tmp_path, format)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert bool(sparse_weights(loaded, PACKED)) == (format == "packed")
-        assert torch.equal(logits(loaded), logits(model))
-
-
 def test_weights_that_cannot_be_packed_are_stored_with_their_zeros(tmp_path):
     model = patched("llama", intermediate_size=60)  # down_proj has 60 inputs
     loaded = exported(tmp_path, model)

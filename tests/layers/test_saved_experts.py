@@ -8,12 +8,12 @@ import pytest
 import torch
 import zoo
 from expert_models import EXPERTS, patched
-from method_runs import dataset, loop, method_config, run_steps, trainer
+from method_runs import loop, method_config, run_steps, trainer
 from safetensors.torch import load_file
 from sparse_models import assert_same_state, logits
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Trainer, export_model, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import export_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.layers.experts import SparseExperts
 from hf_sparse24.metrics import is_nm_sparse
 
@@ -61,17 +61,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(method, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same_state(resumed.model, whole.model)
     assert any(isinstance(module, SparseExperts) for module in whole.model.modules())
-
-
-def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    args = TrainingArguments(str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True, **steps, **best)
-    run = Sparse24Trainer(zoo.build("mixtral"), args, train_dataset=dataset(), eval_dataset=dataset(8))
-    run.train()
-    best = AutoModelForCausalLM.from_pretrained(run.state.best_model_checkpoint)
-    assert not run.state.best_model_checkpoint.endswith("-3")
-    assert_same_state(run.model, best)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

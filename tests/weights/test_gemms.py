@@ -1,6 +1,5 @@
 """Sparse GEMMs in models, on a CPU stand-in for the library: right numbers, compressed once."""
 
-import cslt
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -141,22 +140,6 @@ def test_a_layer_that_cannot_be_sparse_is_dense(stand_in):  # noqa: F811
     odd = nn.ModuleList([nn.Linear(24, 20)]).bfloat16()
     patch_model(odd, Sparse24Config(method="ste", target_modules="all-linear"))
     assert odd[0](torch.randn(16, 24).bfloat16()).shape == (16, 20) and not stand_in.gemms
-
-
-@pytest.mark.parametrize("library", [{"padding": 3}, {"flat": True}])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_padded_matrices_and_those_of_older_releases(monkeypatch, library, compiled):
-    library = cslt.install(monkeypatch, cslt.StandIn(**library))
-    torch._dynamo.reset()  # a graph holds what the library answered when it was traced
-    model, dense = model_of("t-sr-ste"), model_of("t-sr-ste", "dense")
-    fix_draws(model, dense)
-    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    x = torch.randn(32, 32).bfloat16()
-    forward(x).sum().backward()
-    dense(x).sum().backward()
-    assert library.gemms
-    for ours, theirs in zip(model.parameters(), dense.parameters()):
-        assert torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("conv1d", [False, True])
