@@ -107,7 +107,7 @@ class Sparse24Config(QuantizationConfigMixin):
         )
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What Transformers sets on a checkpoint's `SavedConfig` where `from_pretrained` gets this config as well."""
+        # Transformers sets it on a checkpoint's SavedConfig where `from_pretrained` gets this config as well.
         return {"passed": self}
 
     def replace(self, **changes: Any) -> Self:
@@ -122,7 +122,11 @@ class Sparse24Config(QuantizationConfigMixin):
         return type(self)(**({name: getattr(self, name) for name in SHARED} | self._given | changes))
 
     def given_settings(self) -> dict[str, Any]:
-        """The values, by name, of the settings that were given; all others have the method's defaults."""
+        """Return the settings that were given; all others have the method's defaults.
+
+        Returns:
+            Their values by name.
+        """
         return dict(self._given)
 
     @property
@@ -136,11 +140,19 @@ class Sparse24Config(QuantizationConfigMixin):
         return Pattern.parse(self.pattern).m
 
     def fields(self) -> dict[str, Any]:
-        """Copies of all values by name, those of the method's settings included."""
+        """Return all values, those of the method's settings included.
+
+        Returns:
+            Copies of the values by name.
+        """
         return copy.deepcopy({name: getattr(self, name) for name in SHARED}) | dataclasses.asdict(self.settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, with `quant_method` and the version of this library: what goes into `config.json`."""
+        """Return what goes into `config.json`.
+
+        Returns:
+            All fields by name, with `quant_method` and the version of this library.
+        """
         return self.fields() | {"quant_method": self.quant_method, "hf_sparse24_version": __version__}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

@@ -154,7 +154,14 @@ def _make_method(config: Sparse24Config) -> SparseMethod:
 
 
 def sparse_run(model: nn.Module) -> SparseRun | None:
-    """The `SparseRun` that a patched model's weights share; None of a model that is not patched, or packed for good."""
+    """Return the run of a patched model.
+
+    Args:
+        model: any model.
+
+    Returns:
+        What its weights share; None of a model that is not patched, or is packed for good.
+    """
     for module in model.modules():
         for weight in module.__dict__.get("sparse24", {}).values():
             if weight.run is not None:  # as of packed weights that do not train

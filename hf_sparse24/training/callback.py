@@ -51,8 +51,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self._logged_step = 0
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`: a dict of plain numbers, the controller's `state_dict`
-        under `controller`."""
+        # The Trainer writes it into trainer_state.json.
         controller = {} if self.controller is None else self.controller.state_dict()
         return {"args": {}, "attributes": {}, "controller": controller}
 
@@ -66,7 +65,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 patched policy computes; False takes any.
 
         Returns:
-            The callback: the one that the trainer has, or a new one.
+            The trainer's callback, or a new one.
 
         Raises:
             ValueError: a reference that is not what the policy is at the start.

@@ -175,8 +175,11 @@ class Sparse24Controller:
         return values if self._keeps_phase else values | self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:
-        """Return the flip rate of each layer by name, as last measured; nothing before the first measurement. A weight
-        that layers share stands under the first of them."""
+        """Return the flip rate of each layer, as last measured.
+
+        Returns:
+            Rates by layer name, empty before the first measurement. A shared weight stands under its first layer.
+        """
         return self._masks.flips.layer_rates()
 
     def state_dict(self) -> dict[str, Any]:

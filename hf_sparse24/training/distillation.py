@@ -43,6 +43,10 @@ class DistillationConfig:
 
     Raises:
         ValueError: a number out of its range.
+
+    Examples:
+        >>> DistillationConfig(weight=0.5, temperature=1.0)
+        DistillationConfig(weight=0.5, temperature=1.0)
     """
 
     weight: float = 2 / 3
@@ -215,7 +219,7 @@ def distill(
         tokenizer: of the model, where its vocabulary and the teacher's differ by padding.
 
     Returns:
-        The `Distiller`: its `end()` takes the teacher away, its `means()` are the parts of the loss.
+        A `Distiller`, whose `end()` takes the teacher away and whose `means()` are the parts of the loss.
 
     Raises:
         ValueError: the model is no causal or masked language model, has a teacher already, or the teacher shares

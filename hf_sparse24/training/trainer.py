@@ -121,6 +121,9 @@ class Sparse24Trainer(Trainer):
             args: further arguments of `Trainer.train`, by position.
             kwargs: further arguments of `Trainer.train`, by name.
 
+        Returns:
+            Steps, mean loss and metrics.
+
         Raises:
             ValueError: the checkpoint is cut short, or is of another method, pattern or choice of layers.
         """
