@@ -1,7 +1,7 @@
 """SparseRun: one object per patched model, with all that changes while it trains."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from sparse24_kernels import Pattern
@@ -19,22 +19,13 @@ from .weights.sparse_weight import sparse_weights
 logger = get_logger(__name__)
 
 
-class Controller(Protocol):
-    """What a run asks of the controller that trains it; `Sparse24Controller` has it."""
-
-    step: int
-    total_steps: int
-
-    def end(self) -> None: ...
-
-
 class SparseRun:
     """What changes while a patched model trains, shared by all of its sparse weights. `sparse_run(model)` finds it.
 
     Attributes:
         saved: the `quantization_config` of the model; only the run replaces its config and facts.
         method: the method, with the settings as they are now.
-        controller: what trains the model, None where nothing does.
+        controller: the `Sparse24Controller` that trains the model, None where nothing does.
         open_step: token of the current step. Cached encodings are valid while it is the same; None between steps.
         owners: the models whose configs say that they, or parts of them, are sparse.
     """
@@ -46,7 +37,7 @@ class SparseRun:
         self.saved = saved
         self.method = _make_method(saved.config)
         self._others: dict[Pattern, SparseMethod] = {}
-        self.controller: Controller | None = None
+        self.controller: Any = None
         self.open_step: object | None = None
         self.owners: WeakSet[nn.Module] = WeakSet()
         self._has_warned = False

@@ -13,7 +13,7 @@ from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
-from . import reference
+from .checks import check_reference as check_reference_of
 from .controller import Sparse24Controller
 from .distillation import Distiller, find_distiller
 from .mask_metrics import measuring_interval
@@ -86,7 +86,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         callback = next((present for present in trainer.callback_handler.callbacks if isinstance(present, cls)), cls())
         callback._put_first(trainer)
         if check_reference and not trainer.state.global_step:
-            reference.check_reference(trainer)
+            check_reference_of(trainer)
         if not callback._knows_trainer:
             callback._knows_trainer = True
             load = trainer._load_optimizer_and_scheduler

@@ -21,10 +21,10 @@ from ..run import SparseRun, set_phase
 from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
+from .checks import check_ranks_agree
 from .mask_metrics import kept_magnitude
 from .optimizers import TorchOptimizer, check_optimizer, followed, warn_of_lost_updates
 from .random_streams import RandomStreams
-from .ranks import check_ranks_agree
 from .step_masks import StepMasks
 from .zero import ZeroOptimizer
 

@@ -24,9 +24,9 @@ from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, PackedMaster
 from .callback import Sparse24Callback
+from .checks import check_engine
 from .decay_search import CANDIDATES, DecayTuning, has_trainable_weights, model_of, tune_masked_decay
 from .distillation import DistillationConfig, distill
-from .engines import check_engine
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
 from .step_masks import trains
 
@@ -266,14 +266,17 @@ def _check_own_loss(trainer: Trainer) -> None:
 
 def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
     """Raise ValueError where an optimizer is asked for that the method's own would silently replace."""
-    asked = []
-    # The two that Transformers takes by default.
-    if trainer.args.optim not in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
-        asked.append(f"optim={OptimizerNames(trainer.args.optim).value!r}")
-    if trainer.args.optim_args:
-        asked.append(f"optim_args={trainer.args.optim_args!r}")
-    if trainer.optimizer_cls_and_kwargs is not None:
-        asked.append(f"optimizer_cls_and_kwargs={trainer.optimizer_cls_and_kwargs!r}")
+    kind = OptimizerNames(trainer.args.optim)
+    is_default = kind in (
+        OptimizerNames.ADAMW_TORCH,
+        OptimizerNames.ADAMW_TORCH_FUSED,
+    )  # Transformers takes one of them
+    values = {
+        "optim": None if is_default else kind.value,
+        "optim_args": trainer.args.optim_args,
+        "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs,
+    }
+    asked = [f"{name}={value!r}" for name, value in values.items() if value]
     if asked:
         raise ValueError(
             f"{', '.join(asked)}: method {method!r} makes its own optimizer, from learning_rate, adam_beta1, "

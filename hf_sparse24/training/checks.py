@@ -1,0 +1,136 @@
+"""Checks before training starts: the engine, agreement of the processes, and the reference model of TRL's trainers."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ..methods.context import DENSE_PHASE
+from ..progress import get_logger
+from ..run import sparse_run
+from ..weights.sharding import is_sharded
+from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.storage import TRAINED
+from .zero import check_method
+
+logger = get_logger(__name__)
+
+_LONG_RUN = 10**9
+"""Steps of a run in which no length of a phase rounds to nothing."""
+
+
+def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails.
+
+    FSDP1 flattens weights. `cpu_ram_efficient_loading` fails in accelerate 1.15 where a model saves buffers, such as
+    masks and scales. DeepSpeed ZeRO cannot do what some methods need; `patch_model` refuses ZeRO-3.
+    """
+    run = sparse_run(model)
+    zero: Any = getattr(accelerator.state, "deepspeed_plugin", None)
+    if run is not None and zero is not None and zero.zero_stage:
+        check_method(run.method)
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+            logger.warning("accelerate has no FSDP on this device: it runs DDP, and every process has all weights")
+        return
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        raise ValueError(
+            "FSDP1 flattens weights: use FSDP2, by `fsdp_version: 2` in accelerate's config file, or "
+            'fsdp_config={"version": 2} in TrainingArguments'
+        )
+    state = [name for weight in sparse_weights(model, TRAINED).values() for name in weight.state]
+    if plugin.cpu_ram_efficient_loading and state:
+        raise ValueError(
+            f"cpu_ram_efficient_loading=True: accelerate does not send {state[0]!r}, which the method keeps; set "
+            f"`fsdp_cpu_ram_efficient_loading: false` in its config file, or "
+            f'fsdp_config={{"cpu_ram_efficient_loading": false}}'
+        )
+
+
+def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, Any]) -> None:
+    """Raise ValueError, on every process, where settings, names of sparse weights, or masks and scales differ.
+
+    All processes must call it. `settings` are values by name that can be pickled.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    facts = settings | {"the sparse weights": _digest(list(weights)), "masks and scales": _digest(_hashes(weights))}
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, facts)
+    first = of_all[0]
+    for number, found in enumerate(of_all):
+        differing = sorted(name for name in first | found if first.get(name) != found.get(name))
+        if differing:
+            shown = "; ".join(f"{name}: {found.get(name)!r}, not {first.get(name)!r}" for name in differing)
+            raise ValueError(
+                f"process {number} differs from process 0 in {shown}; give all processes the same settings and the "
+                f"same weights: from one checkpoint, or made after the same torch.manual_seed"
+            )
+
+
+def _hashes(weights: Mapping[str, SparseWeight]) -> list[int]:
+    """Of the state that every process has whole."""
+    state = [tensor for weight in weights.values() for tensor in weight.state.values()]
+    return [_hash(tensor) for tensor in state if not is_sharded(tensor) and not tensor.is_meta]
+
+
+def _hash(tensor: Tensor) -> int:
+    # Also the sum by rows: an exclusive or forgets the order.
+    rows = tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
+    return hash(tuple(torch.hash_tensor(rows, dim=1).tolist())) if rows.numel() else 0
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+@torch.no_grad()
+def check_reference(trainer: Trainer) -> None:
+    """Raise ValueError where the reference of a trainer of TRL is not what its patched policy computes at step 0.
+
+    DPO, KTO, GRPO and RLOO compare a policy with a frozen reference, which TRL loads from the checkpoint that the
+    policy's config names. For a policy that was patched in memory this is the dense model.
+
+    Not checked: a reference that TRL did not load (its config has another `_name_or_path`), and a policy with adapters,
+    whose reference is the sparse base.
+    """
+    policy: Any = trainer.model
+    run = sparse_run(policy)
+    if run is None or not hasattr(trainer, "ref_model") or hasattr(policy, "peft_config"):
+        return
+    arguments: Any = trainer.args
+    if getattr(arguments, "sync_ref_model", False):
+        raise ValueError(
+            "sync_ref_model=True mixes the policy's dense master weights, with which it does not compute, into the "
+            "reference; set sync_ref_model=False"
+        )
+    if getattr(arguments, "precompute_ref_log_probs", False):
+        raise ValueError(
+            "precompute_ref_log_probs=True: TRL finds the numbers again by the dense master weights, which do not say "
+            "how they are pruned; set precompute_ref_log_probs=False"
+        )
+    if trainer.ref_model is None:
+        return
+    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+    name = getattr(policy.config, "_name_or_path", "")
+    if not name or getattr(reference.config, "_name_or_path", "") != name:
+        return
+    optimizer: Any = trainer.optimizer  # None but for STEP
+    begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE_PHASE)
+    tensors, sparse = reference.state_dict(), sparse_weights(reference, TRAINED)
+    for key, weight in sparse_weights(policy, TRAINED).items():
+        ours = weight.master if begins_dense else weight.merged()
+        theirs = sparse[key].merged() if key in sparse else tensors[key]
+        if not torch.equal(ours.to(theirs.device, theirs.dtype), theirs):
+            raise ValueError(
+                f"the reference model is {name!r} as it is on disk, and the patched policy computes something else "
+                f"({key} differs): save the policy with its tokenizer, load it by from_pretrained, and train that; or "
+                f"pass ref_model=, and call Sparse24Callback.add_to(trainer, check_reference=False)"
+            )
