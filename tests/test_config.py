@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 
-from hf_sparse24 import Sparse24Config, __version__, describe_settings, patch_model, unpatch_model
+from hf_sparse24 import Sparse24Config, __version__, describe_settings, patch_model
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.facts import RunFacts
 from hf_sparse24.methods import METHODS
@@ -228,20 +228,15 @@ def test_config_json_follows_the_run():
     assert copied.config.to_dict()["quantization_config"]["phase"] == "sparse"
     set_phase(copied, "dense")
     assert copied.config.to_dict()["quantization_config"]["phase"] == "dense"
-    unpatch_model(model)
-
-
-def test_a_checkpoint_of_a_development_version_reads():
-    """It wrote `whole_names` where the config names modules."""
-    values = Sparse24Config(target_modules=["lm_head"]).to_dict() | {"phase": "sparse", "whole_names": True}
-    assert SavedConfig.from_dict(values) == SavedConfig(Sparse24Config(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"phase='done': must be one of \['sparse', 'dense'\]"):
+        set_phase(model, "done")
 
 
 def test_settings_that_left_the_package_are_read_at_their_defaults():
     """Configs of earlier versions have them; another value is an error that names the setting."""
-    former = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned"}
-    saved = Sparse24Config(method="s-ste").to_dict()
+    former = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned", "whole_names": True}
+    saved = Sparse24Config(target_modules=["lm_head"]).to_dict()
     assert not former.keys() & saved.keys()
-    assert Sparse24Config.from_dict(saved | former) == Sparse24Config(method="s-ste")
+    assert SavedConfig.from_dict(saved | former) == SavedConfig(Sparse24Config(target_modules=["lm_head"]))
     with pytest.raises(ValueError, match=r"\['threshold_gamma'\]"):
         Sparse24Config.from_dict(saved | former | {"threshold_gamma": 0.5})

@@ -61,6 +61,12 @@ def logged(run: Trainer, name: str = "distillation_loss") -> list[float]:
     return [log[name] for log in run.state.log_history if "loss" in log]
 
 
+def train_in_order(run: Trainer, rows: dict[str, torch.Tensor]) -> None:
+    run.train_dataset = Dataset.from_dict({name: x.tolist() for name, x in rows.items()})
+    run._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(run.train_dataset)
+    run.train()
+
+
 def plainly(student, teacher, inputs, config, shifted) -> dict[str, torch.Tensor]:
     """The two terms as sums over tokens, from whole tensors."""
     kept = inputs["labels"][:, 1:] != -100 if shifted else inputs["labels"] != -100
@@ -293,9 +299,8 @@ def test_wrong_settings(values, message):
         DistillationConfig(**values)
 
 
-def same():
-    model = zoo.build("llama")
-    return {"model": model, "teacher": model}
+def classifier():
+    return {"model": AutoModelForSequenceClassification.from_config(zoo.build("llama").config)}
 
 
 def below_an_adapter():
@@ -303,16 +308,10 @@ def below_an_adapter():
     return {"model": peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")), "teacher": model}
 
 
-def classifier():
-    config = zoo.build("llama").config
-    return {"model": AutoModelForSequenceClassification.from_config(config)}
-
-
 @PEFT_WARNS
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (same, "the teacher shares weights with the model"),
         (below_an_adapter, "shares weights"),
         (classifier, "LlamaForSequenceClassification is no causal or masked language model"),
         (lambda: {"teacher": zoo.build("bert")}, "a causal and a masked language model predict different"),
@@ -329,7 +328,7 @@ def test_what_does_not_fit_is_refused(tmp_path, make, message):
 
 def test_a_distillation_needs_a_teacher(tmp_path):
     with pytest.raises(ValueError, match="without a teacher"):
-        Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), distillation=DistillationConfig())
+        Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), distillation=GIVEN)
 
 
 def test_batches_without_labels_are_refused(tmp_path):
@@ -376,15 +375,13 @@ def test_any_trainer_and_any_loop_learn_from_a_teacher_as_ours_does(tmp_path):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_steps_without_labels_leave_finite_weights(tmp_path, accumulated):
-    """Such as rows that were cut inside their prompts: there is nothing to compare, and nothing to divide by."""
+    """Such as rows that were cut inside their prompts."""
     run = trainer(
         tmp_path, distillation=GIVEN, max_steps=6, gradient_accumulation_steps=accumulated, learning_rate=1e-2
     )
     rows = batch(48)
     rows["labels"][torch.arange(48) // 2 % 5 < 3] = -100  # steps of none, of some, and of all micro-batches with labels
-    run.train_dataset = Dataset.from_dict({name: x.tolist() for name, x in rows.items()})
-    run._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(run.train_dataset)
-    run.train()
+    train_in_order(run, rows)
     logs = [log for log in run.state.log_history if "loss" in log]
     terms = ["cross_entropy", "distillation_loss"]
     assert weights(run.model).isfinite().all()
@@ -411,9 +408,7 @@ def _logs_of_a_process(rank, world, folder):
     run = trainer(folder, max_steps=2, per_device_train_batch_size=1)
     rows = batch(8)
     rows["labels"][1::2] = -100  # the second process has none
-    run.train_dataset = Dataset.from_dict({name: x.tolist() for name, x in rows.items()})
-    run._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(run.train_dataset)
-    run.train()
+    train_in_order(run, rows)
     return [log for log in run.state.log_history if "loss" in log]
 
 

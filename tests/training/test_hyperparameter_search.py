@@ -14,7 +14,7 @@ from hf_sparse24.training.decay_search import DecayTuning, tune_masked_decay
 
 
 class Trials:
-    """A backend of `Trainer.hyperparameter_search` that does what Transformers' own for Optuna does with a trainer."""
+    """A backend of `Trainer.hyperparameter_search` that treats a trainer as that for Optuna does."""
 
     def __init__(self, trials: list[dict]):
         self.trials, self.runs = trials, []

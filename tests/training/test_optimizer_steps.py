@@ -1,7 +1,6 @@
 """The controller follows its optimizer, and counts the steps that the optimizer takes."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -169,17 +168,6 @@ def test_random_gradients_are_drawn_again_once_a_controller_has_ended():
         assert not torch.equal(*draws)
 
 
-def test_it_follows_though_nobody_holds_it():
-    model = mlp(masked_decay=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    Sparse24Controller(model, optimizer, total_steps=4)
-    gc.collect()
-    before, decayed = model[0].weight.detach().clone(), 0.5 * pruned_part(model)
-    gradients(model, 0.0)
-    optimizer.step()
-    torch.testing.assert_close(model[0].weight.detach(), before - decayed)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -254,7 +242,7 @@ def test_training_without_a_controller_says_so_once(monkeypatch):
     assert len(said) == 1
 
 
-def test_dtensors_that_nobody_gathers_are_refused():
+def test_dtensors_that_are_not_gathered_are_refused():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -268,7 +256,7 @@ def test_dtensors_that_nobody_gathers_are_refused():
         with pytest.raises(ValueError, match="0 is a DTensor, sharded by FSDP2 or tensor parallelism; do this before"):
             patch_model(dense, Sparse24Config(target_modules="all-linear"))
         assert type(dense[0]) is nn.Linear
-        with pytest.raises(ValueError, match="weight is a DTensor while its layer computes, as torch's"):
+        with pytest.raises(ValueError, match="weight is a DTensor while its layer computes"):
             model[0](torch.randn(4, 8))
     finally:
         destroy_process_group()

@@ -131,12 +131,6 @@ def _split(rank, world, directory):
     return str(error.value)
 
 
-@pytest.mark.slow
-def test_four_processes_train_as_one():
-    check_equal(4, "gpt2", PACKED, "fsdp2")
-    check_equal(4, "llama", PACKED, "fsdp2", sizes={"hidden_size": 40, "intermediate_size": 24, "head_dim": 8})
-
-
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_a_sharded_model_is_exported(format, tmp_path):
     expected, *errors = ranks.run(2, _export, str(tmp_path), format)

@@ -126,12 +126,6 @@ def test_a_checkpoint_of_the_model_only_is_whole(tmp_path):
 def test_a_checkpoint_of_another_run_is_refused(config, difference, run_dir):
     with pytest.raises(ValueError, match=f"cannot resume from .*{difference}.*patch the model with the config of"):
         resume(run_dir, str(run_dir / "checkpoint-2"), config)
-    model = zoo.build("llama")
-    patch_model(model, config)
-    other = Trainer(model, arguments(run_dir), train_dataset=dataset())
-    Sparse24Callback.add_to(other)
-    with pytest.raises((ValueError, RuntimeError), match=f"{difference}|mask_bits"):  # the weights are loaded before
-        other.train(resume_from_checkpoint=str(run_dir / "checkpoint-2"))
 
 
 def test_other_settings_cost_a_warning(run_dir, caplog):
@@ -199,7 +193,7 @@ def test_a_callback_goes_on_from_the_checkpoint_that_was_named(tmp_path):
         assert torch.equal(weights(run.model), weights(first.model))
 
 
-def test_another_method_is_refused_before_its_optimizer_is_loaded(tmp_path):
+def test_a_plain_trainer_refuses_another_method_before_its_optimizer_is_loaded(tmp_path):
     train(tmp_path, config=Sparse24Config(method="step", switch_after=1, switch_by=2), **SAVING)
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(method="s-ste"))
@@ -217,8 +211,8 @@ def test_a_checkpoint_without_the_state_of_the_methods_optimizer_is_refused(tmp_
         resume(tmp_path, config=config, checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_a_run_that_is_longer_already_is_refused(finished, run_dir):
-    with pytest.raises(ValueError, match="max_steps=3: the checkpoint is at step 4 already; set more steps"):
+def test_a_run_that_is_longer_already_is_refused(run_dir):
+    with pytest.raises(ValueError, match="max_steps=3: the checkpoint is at step 4 already"):
         resume(run_dir, max_steps=3)
 
 

@@ -92,7 +92,7 @@ def _reload(rank, world, folder):
 def test_adapters_and_unpatching_are_refused():
     for adapters, unpatched in ranks.run(2, _refused):
         assert "tensor parallelism splits weights below adapters" in adapters
-        assert "is sharded, and unpatch_model changes whole weights" in unpatched
+        assert "is sharded: " in unpatched
 
 
 def _refused(rank, world):

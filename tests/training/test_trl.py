@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hf_sparse24 import (
     Sparse24Callback,
     Sparse24Config,
-    Sparse24Linear,
     export_model,
     patch_model,
     sparse_run,
@@ -124,16 +123,6 @@ def test_trains_refreshes_masks_ends_dense_and_resumes(start, tmp_path, make):
     assert [logs[step]["sparse_phase"] for step in range(1, 7)] == [1, 1, 1, 0, 0, 0]  # at 4, the tail has begun
     assert logs[2]["flip_rate"] > 0 and sparse_run(whole.model).phase == "dense"
     assert torch.equal(weights(whole.model), weights(resumed.model))
-
-
-def test_a_reward_model_keeps_its_score_head_dense(start, tmp_path):
-    model = policy(
-        start,
-        AutoModelForSequenceClassification,
-        Sparse24Config(method="ste", target_modules="all-linear"),
-        num_labels=1,
-    )
-    assert type(model.score) is torch.nn.Linear and isinstance(model.model.layers[0].mlp.up_proj, Sparse24Linear)
 
 
 METHODS = [
