@@ -69,7 +69,7 @@ def test_life_of_a_model(method, name, tmp_path):
 
 @every_method
 def test_a_resumed_run_equals_an_uninterrupted_one(method, tmp_path):
-    """Bit for bit, from a checkpoint in the middle, into a model that was built and patched anew."""
+    """Bit for bit, from a checkpoint in the middle, into a model that is built and patched again."""
     # At step 5, between two mask refreshes. Logged every step: the Trainer's own average of the loss does not survive.
     whole = trainer(zoo.build("llama"), tmp_path, method, save_strategy="steps", save_steps=5, logging_steps=1)
     whole.train()

@@ -1,4 +1,4 @@
-"""MaskedAdamW, the base of the methods' own optimizers: AdamW with a step of its own for groups of masked weights."""
+"""MaskedAdamW, the base of the methods' own optimizers: AdamW with another step for groups of masked weights."""
 
 import math
 from collections.abc import Callable, Collection, Iterable
