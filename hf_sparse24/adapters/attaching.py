@@ -33,10 +33,7 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
 
     Within the block the `.weight` of a sparse layer is its sparse weight, so that adapters are initialised from what
     the layer computes with. PiSSA and its like subtract the adapter from the base weight; through the mask, the rest is
-    2:4.
-
-    Raises:
-        ValueError: an adapter that is not masked changes the weight, which is restored.
+    2:4. Where an adapter that is not masked changes the weight, it is restored, with ValueError.
     """
     adapter: Any = getattr(parent, child)
     layer = adapter.get_base_layer() if is_adapter(adapter) else adapter

@@ -43,11 +43,7 @@ UNMERGED = "sparse24_unmerged"
 @torch.no_grad()
 def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> Tensor:
     """Return the weight `[out, in]` that a linear layer, sparse or not, multiplies by; the caller must not change it.
-
-    Args:
-        dtype: of a sparse layer's GEMM, so that the layer's own encoding is taken; None for the master's.
-        tokens: number of tokens in the GEMM, see `Encodings.get`.
-    """
+    With the `dtype` of a sparse layer's GEMM, it is the layer's own encoding."""
     if is_pruned(layer):
         sparse = layer.sparse24["weight"]
         (weight,) = sparse.encoded([Wanted(PRUNED, "dense", None)], dtype or sparse.parameter.dtype, tokens)
@@ -77,13 +73,8 @@ def unmerged_weight(adapter: Any) -> Tensor:
 
 
 def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
-    """Return X D^T `[..., out]`, where D = M * (s B A).
-
-    Args:
-        x: `[..., in]`, in the dtype of the GEMM and of the result.
-        a, b: `[r, in]` and `[out, r]`, of any floating dtype; D is computed in fp32 or fp64, then rounded to that of x.
-        layer: the base layer, whose weight has the mask. It receives no gradient.
-    """
+    """Return X D^T `[..., out]`, where D = M * (s B A) is computed in fp32 or fp64, then rounded to the dtype of x.
+    The base layer has the mask, and receives no gradient."""
     return _MaskedLinearFunction.apply(x, a, b, scaling, layer)
 
 

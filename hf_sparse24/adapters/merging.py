@@ -171,12 +171,7 @@ _NOT_MERGED = {"LN_TUNING", "OSF", "TRAINABLE_TOKENS"}
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[nn.Module]:
-    """Merge a model's active adapters within the block, which gets the base model; then restore all, bit for bit.
-
-    Raises:
-        ValueError: an adapter that changes no weights, such as a prompt, or trains tokens or norms; a merge that would
-            not be 2:4, or into a weight that modules share.
-    """
+    """Merge a model's active adapters within the block, which gets the base model; then restore all, bit for bit."""
     for config in getattr(model, "peft_config", {}).values():
         is_prompt = config.is_prompt_learning or config.is_adaption_prompt
         if is_prompt or config.peft_type in _NOT_MERGED or getattr(config, "trainable_token_indices", None):

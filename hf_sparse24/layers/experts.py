@@ -1,10 +1,9 @@
 """Stacked experts: mixture-of-experts models keep the weights of all experts of a block in one 3-D Parameter.
 
 Transformers stores them as `[experts, out, in]`, or `[experts, in, out]` where the class says `is_transposed`, and
-computes with them in many ways: a loop over experts, batched or grouped GEMMs, kernels of other libraries. So what
-becomes sparse here is not a layer but a weight. While the module's forward runs, the Parameter's name gives the pruned
-weight, whatever code reads it; everywhere else (optimizers, `state_dict`, initialisation) it gives the Parameter, the
-dense master, as `.weight` of a sparse layer does.
+computes with them in many ways: loops, batched or grouped GEMMs, kernels of other libraries. So a weight becomes sparse
+here, not a layer. While the module's forward runs, the Parameter's name gives the pruned weight, whatever code reads
+it; everywhere else (optimizers, `state_dict`, initialisation) it gives the Parameter, the dense master.
 
     output        Z  = X S(W)^T      S(W): each expert's matrix pruned as it would be alone, with its own mask or scale
     grad_input    dX = dZ S(W)
@@ -17,8 +16,7 @@ All three are dense math on pruned values: no library has a sparse grouped GEMM.
 - What changes a GEMM rather than its weight cannot be done here: pruned activations, FP8 simulation, another weight in
   grad_input than in output, a method's own term of the output. Experts then stay dense, and the report says so.
 
-A forward prunes first, once for all experts; with a controller that is once per step, and in evaluation once (see
-`encodings.py`). Matrices are pruned one by one. Packed experts are all unpacked at the start of a forward instead.
+Matrices are pruned one by one, kept as `encodings.py` says. Packed experts are all unpacked at the start of a forward.
 
 Known limit: code that takes over the block around the experts and reads their Parameters from outside, as kernels from
 the Hub do with `use_kernels=True`, computes with the dense weights.
@@ -93,10 +91,7 @@ class SparseExperts(StackedExperts, SparseModule):
     def from_dense(
         cls, module: nn.Module, name: str, input_dim: int, run: SparseRun, pattern: Pattern | None = None
     ) -> nn.Module:
-        """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow.
-
-        State comes from the weight as it is; on the meta device it waits for a checkpoint. `input_dim` is -1 or -2.
-        """
+        """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow."""
         SparseWeight.attach(module, name, input_dim, run, pattern)
         if not isinstance(module, SparseExperts):
             module.__dict__.update(dense_class=type(module), running=[])

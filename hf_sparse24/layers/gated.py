@@ -13,10 +13,9 @@ from .made_classes import Made, made_class
 
 
 class Layout(NamedTuple):
-    """The names of the linear layers of a gated MLP."""
+    """The names of the linear layers of a gated MLP: two inputs, or one whose output is cut into halves."""
 
     inputs: tuple[str, ...]
-    """Two layers, or one whose output is cut into halves."""
     output: str
 
 

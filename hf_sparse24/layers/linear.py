@@ -22,8 +22,7 @@ dimension that is contracted*. Each GEMM contracts a different dimension, so eac
     fixed     W sparse     dense         dense
     SLoPe     W sparse     W sparse      dense              another mask in grad_input, along out
 
-A config can ask for more: dZ pruned in the grad_input GEMM, X pruned in the output GEMM, operands in FP8. What is asked
-for is data, `gemms.Gemms`; this file runs it.
+A config can ask for more. What is asked for is data, `gemms.Gemms`; this file runs it.
 
 `weight`, the Parameter, always stays the dense master: the optimizer updates all of it, and its gradient is that of
 the pruned weight, passed straight through. Only where the method says `keeps_zeros` does the mask stop it too.
@@ -52,11 +51,8 @@ class _SparseLinearFunction(torch.autograd.Function):
     """The three GEMMs. `weight` `[out, in]` is there to receive the gradient; it is multiplied by nothing.
 
     `output_weight` and `input_weight` are the weight operands of the output and the grad_input GEMM, in the forms that
-    their plans take. `input_weight` is None in three cases:
-
-    - x needs no gradient;
-    - it is the same tensor as `output_weight`;
-    - the backward pass makes it by `encode`, because FSDP2 frees the weight in between.
+    their plans take. `input_weight` is None where x needs no gradient, where it is `output_weight`, and where the
+    backward pass makes it by `encode`, because FSDP2 frees the weight in between.
     """
 
     @staticmethod
@@ -136,21 +132,14 @@ class Sparse24Layer(SparseModule):
 
     @classmethod
     def from_dense(cls, module: nn.Module, run: SparseRun, pattern: Pattern | None = None) -> nn.Module:
-        """Turn `module` into a sparse layer in place: same object, same Parameters, same hooks.
-
-        State comes from the weight as it is; on the meta device it waits for a checkpoint. `pattern` is N:M of this
-        layer, None for that of the `run`.
-        """
+        """Turn `module` into a sparse layer in place, with `pattern` or that of the `run`."""
         SparseWeight.attach(module, "weight", cls.input_dim, run, pattern)
         module.__dict__["dense_class"] = type(module)
         module.__class__ = cls
         return module
 
     def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that the GEMMs use while sparse, in `dtype` or that of `.weight`: a new tensor without gradients.
-
-        It has the shape and layout of `.weight`, is sparse along the input dimension, and has no -0.0.
-        """
+        """The weight that the GEMMs use while sparse, in the layout of `.weight`: a new tensor without gradients."""
         return self.sparse24["weight"].pruned(dtype)
 
     def forward(self, x: Tensor) -> Tensor:

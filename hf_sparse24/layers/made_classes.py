@@ -7,12 +7,7 @@ from typing import Any, ClassVar
 
 class Made:
     """The base of what stands in front of a module's own class. pickle finds no made class by name, so an instance is
-    pickled by what its class was made of.
-
-    Attributes:
-        prefix: of the made class's name.
-        made_of: the arguments of `made_class`.
-    """
+    pickled by `made_of`, the arguments of `made_class`."""
 
     prefix: ClassVar[str]
     made_of: ClassVar[tuple[type, type, Any]]

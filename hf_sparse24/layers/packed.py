@@ -109,10 +109,8 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
 def pack_weight(
     module: nn.Module, name: str, input_dim: int, packed: Packed, run: SparseRun | None = None, trains: bool = True
 ) -> None:
-    """Put `packed`, the form of a weight `[..., out, in]`, in place of the Parameter `name`, or of its packed form.
-
-    With the `run` of a model it is a packed master: the values are a Parameter, which `trains` or is frozen.
-    """
+    """Put `packed` in place of the Parameter `name`, or of its packed form. With a `run` it is a packed master: the
+    values are a Parameter, which `trains` or is frozen."""
     module.__dict__.setdefault("dense_class", type(module))
     storage = (PackedFrozen if run is None else PackedMaster)(module, name, input_dim)
     module.__dict__.setdefault("sparse24", {})[name] = weight = SparseWeight(storage, run)
@@ -151,8 +149,6 @@ def _put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 class PackedLayer(PackedModule):
-    """What `PackedLinear` and `PackedConv1D` share."""
-
     @property
     def weight(self) -> Tensor:
         dense = self.sparse24["weight"].storage.dense()

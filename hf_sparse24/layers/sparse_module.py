@@ -64,12 +64,7 @@ def make_dense(weight: SparseWeight, result: Tensor | None = None) -> None:
 
 
 class WeightModule(nn.Module):
-    """What a dense module becomes in place, layer or stack of experts.
-
-    Attributes:
-        sparse24: its `SparseWeight`s by the dense Parameter's name.
-        dense_class: its class before.
-    """
+    """What a dense module becomes in place: its `SparseWeight`s by the dense Parameter's name, and its class before."""
 
     sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]

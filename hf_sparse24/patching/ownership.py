@@ -25,12 +25,7 @@ def adopt(model: nn.Module) -> SparseRun | None:
     """Let the Transformers models in `model` say in their configs that parts of them are sparse.
 
     Copies of layers that are within the model, such as those that PEFT's `modules_to_save` trains, join its run.
-
-    Returns:
-        The run of all sparse weights, None where there are none.
-
-    Raises:
-        ValueError: parts have different configs.
+    Returns the run of all sparse weights, None where there are none.
     """
     weights = sparse_weights(model, TRAINED)
     if not weights:

@@ -69,11 +69,7 @@ class Candidate(NamedTuple):
 
 
 def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
-    """Return every linear layer and stack of experts' weights of `model` once, in module order; convolutions follow.
-
-    Raises:
-        ValueError: a name, an expression or a block index in the run's config that none of them has.
-    """
+    """Return every linear layer and stack of experts' weights of `model` once, in module order; convolutions follow."""
     config, places = run.config, _find_places(model)
     targets = _picked("target_modules", config.target_modules, places)
     excluded = _picked("exclude_modules", config.exclude_modules, places)

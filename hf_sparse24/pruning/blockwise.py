@@ -21,8 +21,7 @@ from .replay import Call, tensors
 
 logger = get_logger(__name__)
 
-WARM_UP = 0.05
-"""Share of the steps in which the learning rate rises."""
+WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
 
 class BlockExample(NamedTuple):
@@ -59,15 +58,8 @@ def reconstruct_block(
 ) -> tuple[float, float]:
     """Train a block's kept weights, biases and norms in place, and return its `BlockReport.error` before and after.
 
-    A block whose training gains nothing stays as it was.
-
-    Args:
-        block: whose linear layers are pruned, in eval mode.
-        masks: of the pruned weights, in the layout of the Parameter.
-        examples: each is one step of Adam in every pass.
-        passes: over all examples.
-        rate: learning rate relative to the root mean square of each parameter; warms up, then falls like a cosine.
-        on_step: called after each step.
+    A block whose training gains nothing stays as it was. Each example is one step of Adam in every pass. The learning
+    rate is `rate` times the root mean square of each parameter; it warms up, then falls like a cosine.
     """
     trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
     start = [parameter.detach().clone() for parameter in trained]

@@ -19,11 +19,7 @@ logger = get_logger(__name__)
 
 
 def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Module) -> ModelInputs:
-    """Return a batch as keyword arguments of `model`, without what only the loss reads.
-
-    Raises:
-        ValueError: it is no dict of tensors and no tensor of input_ids, or has arguments that the model does not take.
-    """
+    """Return a batch as keyword arguments of `model`, without what only the loss reads."""
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     if isinstance(inputs, Mapping):
         has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -69,16 +65,10 @@ def calibrate(
     one. The model is in eval mode until the iterator ends or is closed. Call it under `torch.no_grad`.
 
     Args:
-        model: runs on every batch.
-        weights: of linear layers by name, each inside some `nn.ModuleList`; a block is a member of the outermost one.
-        batches: see `check_batch`. All with the same names must run the same blocks in the same order.
-        kind: of statistics.
+        weights: of linear layers by name; a block is a member of the outermost `nn.ModuleList` around them.
+        batches: all with the same names must run the same blocks in the same order.
         with_examples: whether blocks come with examples, for which every block computes a third time for each batch.
         finished: names of blocks that the caller restores; they come without statistics and examples.
-
-    Raises:
-        ValueError: no token reaches one of the weights, or NaN or inf do; batches differ in the blocks that they run;
-            the model cannot be run block by block; or, with examples, it runs other blocks between two calls of one.
     """
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():

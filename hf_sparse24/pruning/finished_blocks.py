@@ -21,14 +21,7 @@ _MASK = "mask of "
 class FinishedBlocks:
     """One safetensors file for each finished block: its parameters, the masks, and what the report says of it.
 
-    Args:
-        directory: made if absent; None keeps nothing.
-        model: not pruned yet.
-        batches: the calibration data.
-        settings: all other arguments of `oneshot`, as plain values.
-
-    Raises:
-        ValueError: the directory has blocks of another model, of other data or other arguments.
+    `directory` None keeps nothing. `settings` are all other arguments of `oneshot`, as plain values.
     """
 
     def __init__(

@@ -14,9 +14,7 @@ from torch import Tensor
 
 
 def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int) -> Tensor:
-    """Return the mask of the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`: bool, shape of `weight`.
-
-    `weight` is `[out, in]`, `squares` `[in]` has the squares of the norms.
+    """Return the mask of the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`; `squares` are of the norms.
 
     Reference: Sun et al. 2023 (arXiv 2306.11695), eq. (1).
     """
@@ -148,10 +146,7 @@ def round_to_int8(
     stays: from it `quantize_packed` finds the same scales and values again.
 
     Args:
-        weight: `[out, in]`, 2:4 along `in`, a multiple of 8. gram: `[in, in]`.
-        damping: see `ridge`.
-        dtype: in which the weight will be stored.
-        sweeps: times that all columns are gone over.
+        weight: `[out, in]`, 2:4 along `in`, a multiple of 8. gram: `[in, in]`. damping: see `ridge`.
         width: columns to finish before the gradient of those further right is computed; changes the speed only.
 
     Reference: coordinate descent as in QuantEase (arXiv 2309.01885).

@@ -56,11 +56,7 @@ RECONSTRUCTIONS = ("block", "layer", None)
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `oneshot` of these names.
-
-    Raises:
-        ValueError: one of them is out of its range.
-    """
+    """The arguments of `oneshot` of these names, checked."""
 
     criterion: str
     reconstruct: str | None

@@ -126,9 +126,6 @@ class Replay:
         """Run one pass up to the call with number `stop`, and return the calls that it computed.
 
         The first calls are replayed from `effects`. Effects of the following calls are added to it if final.
-
-        Raises:
-            ValueError: the model calls other blocks than in `course`.
         """
         self.final = True
         computed: Computed = []
@@ -154,11 +151,7 @@ class Replay:
         return computed
 
     def study(self, inputs: ModelInputs) -> Course:
-        """Return the course of batches with these names.
-
-        Raises:
-            ValueError: a block computes something else when the blocks before it are replayed.
-        """
+        """Return the course of batches with these names, and check that replaying changes no block's output."""
         calls: list[nn.Module] = []
         effects: list[Effect] = []
 

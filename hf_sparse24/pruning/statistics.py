@@ -24,7 +24,6 @@ class Gram:
         return self.matrix.diagonal()[:-1]
 
     def summary(self, rows: Tensor) -> Tensor:
-        """Return the argument of `add` for rows X `[tokens, in]`."""
         return _upper_product(_with_ones(rows))
 
     def add(self, summary: Any) -> None:

@@ -33,13 +33,10 @@ class Wanted(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Encodings and what they were made from.
+    """Encodings, with the versions and samples of what they were made from.
 
-    Attributes:
-        version: the versions of the tensors they were made from, and the dtype they are in.
-        samples: samples of those tensors. They share their memory, so no other tensor gets the same address.
-        step: the open step in which they are known to be valid; None where only the samples can say.
-        tensors: the encodings.
+    Samples share the memory of those tensors, so no other tensor gets the same address. `step` is the open step in
+    which the encodings are known to be valid; None where only the samples can say.
     """
 
     version: tuple[Any, ...] = ()
@@ -65,14 +62,9 @@ class Encodings:
         make: Callable[[str, Mapping[str, GemmBackend | None]], Sequence[Tensor]],
         keep: bool = True,
     ) -> list[Tensor]:
-        """The wanted encodings in `dtype`, from memory where they are valid.
+        """The wanted encodings of `tensors`, from memory where they are valid, unless `keep` is False.
 
-        Args:
-            tensors: what they are made from.
-            tokens: how many the GEMM multiplies by; with more of them, comparing whole samples costs less.
-            step: the open step, None where none is open.
-            make: makes all forms of one operand in one pass.
-            keep: False makes them every time.
+        `make` makes all forms of one operand in one pass. With more `tokens`, comparing whole samples costs less.
         """
         keep = keep and _may_be_kept(step, tensors)
         kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
@@ -94,7 +86,6 @@ class Encodings:
         return [kept.tensors[one] for one in wanted]
 
     def clear(self) -> None:
-        """Drop what is kept, and free its memory."""
         self._kept = _Kept()
 
     def __reduce__(self):

@@ -80,10 +80,7 @@ class Gemm:
         return None
 
     def problem(self, tokens: int, out: int, inputs: int, dtype: torch.dtype) -> GemmProblem | None:
-        """The sparse GEMM that this is for `[tokens, inputs]` activations and an `[out, inputs]` weight.
-
-        None where it is always dense math; `unsupported` says why.
-        """
+        """The sparse GEMM that this is for these sizes; None where it is always dense math (`unsupported`)."""
         if self.unsupported() is not None:
             return None
         if self.name == "output":
@@ -95,11 +92,7 @@ class Gemm:
     def plan(
         self, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
     ) -> GemmPlan:
-        """What runs this GEMM, and why (see `sparse24_kernels.gemm.plan_gemm`).
-
-        Raises:
-            ValueError: `backend` is unknown, or was asked for by name and cannot run on `device`.
-        """
+        """What runs this GEMM, and why (see `sparse24_kernels.gemm.plan_gemm`)."""
         problem = self.problem(tokens, out, inputs, dtype)
         if problem is None:
             return GemmPlan(DENSE, self.unsupported() or "")
@@ -113,10 +106,7 @@ class Gemm:
 
     def prune(self, operand: Tensor, dim: int, key: Tensor | None) -> Tensor:
         """The operand that is no weight, pruned by the estimator in groups along `dim`: a dense tensor with zeros.
-
-        Args:
-            operand: floating. key: int64 0-d tensor that fixes a random estimator's draw; None for torch's generator.
-        """
+        `key` fixes a random estimator's draw; None for torch's generator."""
         pattern = _ESTIMATES[self.estimator]
         if pattern is None:
             return operand

@@ -19,10 +19,7 @@ def input_dim_of(layer: nn.Module) -> int:
 
 
 def find_input_dim(module: nn.Module, name: str = "weight") -> int | None:
-    """Return the input dimension of the weight `name` of a linear layer or a stack of experts: -1, -2, or None.
-
-    It is None for the weights of other modules, and for a stack that does not say how it multiplies.
-    """
+    """Return the input dimension of a weight, -1 or -2; None where a stack does not say how it multiplies."""
     if isinstance(module, nn.Linear | Conv1D):
         return input_dim_of(module)
     parameter = module._parameters.get(name)

@@ -31,8 +31,7 @@ class Magnitude:
 class SoftThreshold:
     """`scale * sign(w) max(|w| - t, 0)`, t the (M - N)-th smallest magnitude of the group (S-STE, section 4).
 
-    Attributes:
-        scale: fp32 0-d tensor.
+    `scale` is an fp32 0-d tensor.
     """
 
     scale: Tensor
@@ -40,22 +39,14 @@ class SoftThreshold:
 
 @dataclass(frozen=True)
 class Mask:
-    """Keep the weights where `mask` is True.
-
-    Attributes:
-        mask: bool `[rows, columns]`, or its packed bits along the last dimension (`sparse24_kernels.pack_bits`).
-    """
+    """Keep the weights where `mask` is True: bool `[rows, columns]`, or packed bits (`sparse24_kernels.pack_bits`)."""
 
     mask: Tensor
 
 
 @dataclass(frozen=True)
 class Values:
-    """Multiply by these values, where no other rule says them.
-
-    Attributes:
-        values: `[rows, columns]`, in the layout of `view.matrix`. Compressed forms leave out their zeros.
-    """
+    """Multiply by these values, in the layout of `view.matrix`. Compressed forms leave out their zeros."""
 
     values: Tensor
 

@@ -86,14 +86,7 @@ def cuts(tensor: Tensor, dim: int, unit: int) -> bool:
 
 
 def total(sums: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
-    """The sums over whole tensors from those over what this process holds of them.
-
-    Args:
-        sums: of each tensor in `of`, over its local part: equal shapes. Every process of the meshes must call it.
-
-    Returns:
-        `[len(of), *shape of a sum]`, on the device of the sums, the same on all processes.
-    """
+    """The sums over whole tensors, stacked, from those over what this process holds; all processes must call."""
     result = torch.stack(list(sums))
     layouts: dict[Any, list[int]] = {}
     for index, tensor in enumerate(of):

@@ -62,9 +62,8 @@ class SparseWeight:
 
     @classmethod
     def attach(cls, module: nn.Module, name: str, input_dim: int, run: Any, pattern: Pattern | None = None) -> Self:
-        """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run. Its state becomes
-        buffers of the module, computed from the weight; on the meta device they wait for `init_state` or a checkpoint.
-        """
+        """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run. On the meta device,
+        its state waits for `init_state` or a checkpoint."""
         weight = cls(DenseMaster(module, name, input_dim), run, pattern)
         with torch.no_grad():
             state = _fresh_state(weight)
@@ -126,11 +125,7 @@ class SparseWeight:
             self.parameters[name].copy_(tensor)
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Give it another state, such as masks that were found elsewhere.
-
-        Raises:
-            ValueError: a name that the method's first state did not have.
-        """
+        """Give it another state, such as masks that were found elsewhere."""
         self.state.set(state, self.method.name)
         self._checked = frozenset()
 

@@ -50,11 +50,7 @@ class WeightState(Mapping[str, Tensor]):
         return {prefix + self.storage.attribute(key): x for key, x in ({**self} | self.parameters).items()}
 
     def add(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], method: str) -> None:
-        """Give the module these buffers and Parameters of a method.
-
-        Raises:
-            ValueError: the module has an attribute of such a name; nothing was added.
-        """
+        """Give the module these buffers and Parameters of a method, all or none."""
         module, attribute = self.storage.module, self.storage.attribute
         for key in (*state, *parameters):
             if hasattr(module, attribute(key)):
@@ -75,11 +71,7 @@ class WeightState(Mapping[str, Tensor]):
         self.names = self.parameter_names = ()
 
     def set(self, state: Mapping[str, Tensor], method: str) -> None:
-        """Replace buffers.
-
-        Raises:
-            ValueError: a name that the method's first state did not have.
-        """
+        """Replace buffers."""
         unknown = sorted(set(state) - set(self.names))
         if unknown:
             raise ValueError(f"method {method!r} has no state {unknown}; it has {list(self.names)}")
@@ -87,11 +79,7 @@ class WeightState(Mapping[str, Tensor]):
             self.storage.module._buffers[self.storage.attribute(name)] = tensor
 
     def splits(self, m: int) -> dict[str, Tensor]:
-        """With tensor parallelism, the parts of the buffers that belong to this process's part of the weight.
-
-        Raises:
-            ValueError: the split cuts groups of `m`, or the method has Parameters, which cannot be split.
-        """
+        """With tensor parallelism, the parts of the buffers that belong to this process's part of the weight."""
         storage = self.storage
         if not storage.is_split:
             return {}

@@ -53,7 +53,6 @@ class Storage:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of matrices, such as those of experts."""
         return self.master.dim() > 2
 
     def attribute(self, key: str) -> str:
@@ -122,7 +121,6 @@ class PackedFrozen(Storage):
 
     @property
     def packed(self) -> Packed:
-        """The packed form as it is stored."""
         return Packed(*map(self.module._buffers.get, buffer_names(self.name)))  # type: ignore[arg-type]  # two are there
 
     @property
