@@ -139,7 +139,7 @@ def _cpu_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _cpu_where(device: torch.device) -> str:
     library = load_cpu_kernels()
-    return library if isinstance(library, str) else f"C++ kernels, path {library.name!r}"
+    return library if isinstance(library, str) else f"C++ kernels, path {library.path!r}"
 
 
 def _gpu_where(device: torch.device) -> str:

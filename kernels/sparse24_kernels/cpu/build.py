@@ -119,7 +119,6 @@ def build(to: Path, extra: tuple[str, ...] = ()) -> None:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
-        errors = (
-            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
-        )
-        raise BuildError(f"{command[0]} does not compile them, GCC 11 or Clang 12 do: {errors[0][:300]}")
+        lines = done.stderr.splitlines() or ["no message"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"{command[0]} does not compile them, GCC 11 or Clang 12 do: {first[:300]}")

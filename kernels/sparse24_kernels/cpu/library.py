@@ -35,7 +35,7 @@ class Library:
 
     Attributes:
         paths: what this CPU runs, the fastest first, by the number that the C functions take.
-        path: the number of the one that runs.
+        path: the name of the one that runs.
         parallel_for: the address of torch's function that runs a task on its threads.
     """
 
@@ -50,7 +50,7 @@ class Library:
         while (name := self.functions.sparse24_path(number)) is not None:
             self.paths |= {name.decode(): number} if name else {}
             number += 1
-        self.path = next(iter(self.paths.values()))
+        self.path = next(iter(self.paths))
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a C function with the path before its arguments, and the thread pool behind them.
@@ -58,13 +58,8 @@ class Library:
         Raises:
             MemoryError: there is none for what the call needs besides its result.
         """
-        if getattr(self.functions, function)(self.path, *arguments, self.parallel_for):
+        if getattr(self.functions, function)(self.paths[self.path], *arguments, self.parallel_for):
             raise MemoryError(f"{function}: no memory")
-
-    @property
-    def name(self) -> str:
-        """The name of the path that runs."""
-        return next(name for name, number in self.paths.items() if number == self.path)
 
     @contextmanager
     def using(self, path: str) -> Iterator[None]:
@@ -73,16 +68,16 @@ class Library:
         Raises:
             ValueError: this CPU does not run it.
         """
-        before, self.path = self.path, self._number(path)
+        before, self.path = self.path, self._known(path)
         try:
             yield
         finally:
             self.path = before
 
-    def _number(self, path: str) -> int:
+    def _known(self, path: str) -> str:
         if path not in self.paths:
             raise ValueError(f"path={path!r}: this CPU runs {list(self.paths)}")
-        return self.paths[path]
+        return path
 
 
 @cache
@@ -97,7 +92,7 @@ def load() -> Library | str:
     try:
         library = Library(_file())
         if switch:
-            library.path = library._number(switch)
+            library.path = library._known(switch)
         return library
     except (build.BuildError, ValueError) as error:
         return f"no kernels for this CPU: {error}"
@@ -124,7 +119,6 @@ def _torch_parallel_for() -> int:
 
 
 def _file() -> Path:
-    """The file of the library, compiled if need be."""
     name = f"native-{build.fingerprint()}"
     shipped = Path(__file__).parent / f"{name}.so"
     if shipped.exists():

@@ -1,9 +1,6 @@
 """Up to how many tokens the kernels for packed weights are faster than dense math on a weight that is unpacked first.
 
-    most_tokens(...)    what planning asks
-    tune(...)           measures layers on this CPU, and keeps the result for later (`hf-sparse24 tune`)
-
-What is not measured here takes the limits that were measured elsewhere with the same path, `SHIPPED`.
+Layers that `tune` has not measured on this CPU take the limits that were measured elsewhere with its path, `SHIPPED`.
 """
 
 import json
@@ -30,7 +27,6 @@ TOKENS = (16, 64, 256, 1024)
 """How many tokens are measured. Below the first, every path reads the weight once, which dense math cannot do."""
 
 ROUNDS = 3
-"""Timings of each, in turns; their medians are compared."""
 
 
 class Layer(NamedTuple):
@@ -60,7 +56,6 @@ _changed: list[Callable[[], None]] = []
 
 
 def on_change(forget: Callable[[], None]) -> None:
-    """Register a callback for changed limits."""
     _changed.append(forget)
 
 
@@ -70,7 +65,7 @@ def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) 
     Of layers that were not measured, the limit is that of the measured layer of the nearest size.
     """
     global _measured
-    path = loaded().name
+    path = loaded().path
     if _measured is None:
         _measured = _read()
     wanted = Layer(_text(dtype), _text(values), out, inputs)
@@ -134,7 +129,6 @@ def limit(times: Sequence[tuple[int, float, float]]) -> int | None:
 
 
 def _times(packed: Packed, tokens: int) -> tuple[float, float]:
-    """Microseconds of the kernel and of dense math."""
     x = torch.randn(tokens, 2 * packed.values.shape[1]).to(packed.dtype)
     values, indices, scales = packed
     ways = (
@@ -156,13 +150,12 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _path() -> Path:
-    """The file of this CPU and these kernels."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
         cpu = names[0] if names else cpu
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"cpu_{cpu}_{loaded().name}_{torch.__version__}").strip("-")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"cpu_{cpu}_{loaded().path}_{torch.__version__}").strip("-")
     return cache_folder() / f"{name}-{build.fingerprint()}.json"
 
 

@@ -1,12 +1,9 @@
 """Which GEMMs run sparse: verdicts from measurements, and dense math where nothing was measured.
 
-    tune(problems, device)     searches by cuSPARSELt, checks, times and stores; `hf-sparse24 tune` calls it
-    choose(problem, device)    says what to run now; planning calls it for every GEMM
-
-Measurements are kept in one JSON file, `gemms.json` in the user's cache folder, by environment (device, versions of
-torch and cuSPARSELt) and problem. Each holds for a *bucket* of n (`problem.bucket`), measured at its largest n. So
-varying batch shapes need no measurement each, and a graph that torch.compile makes for a dynamic n holds for the whole
-bucket. A verdict stays the same until the process ends, `tune` measures its bucket, or `reset` is called.
+Measurements are kept in `gemms.json` in the user's cache folder, by environment and problem. Each holds for a *bucket*
+of n (`problem.bucket`), measured at its largest n. So varying batch shapes need no measurement each, and a graph that
+torch.compile makes for a dynamic n holds for the whole bucket. A verdict stays the same until the process ends, `tune`
+measures its bucket, or `reset` is called.
 """
 
 import json
@@ -87,7 +84,6 @@ _lock = threading.RLock()  # autograd calls `choose` from its threads
 
 
 def current_environment(device: torch.device) -> Environment:
-    """The environment of this process on `device`."""
     name, capability = device.type, ""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -96,11 +92,6 @@ def current_environment(device: torch.device) -> Environment:
 
 
 def table_path() -> Path:
-    """Where the measurements are.
-
-    Raises:
-        RuntimeError: there is no home directory to have them.
-    """
     return cache_folder() / "gemms.json"
 
 
@@ -113,30 +104,16 @@ def choose(problem: GemmProblem, device: torch.device) -> Verdict:
         ValueError: the table is damaged, or another version's.
     """
     # While tracing, comparisons in `bucket` guard n, `index` specialises m and k, and `_verdict` gets constants.
-    return _verdict(
-        operator.index(problem.m),
-        bucket(problem.n),
-        operator.index(problem.k),
-        problem.dtype,
-        problem.dense_is_column_major,
-        problem.transposed,
-        device,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    m, n, k = operator.index(problem.m), bucket(problem.n), operator.index(problem.k)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _verdict(m, n, k, problem.dtype, device, deterministic, problem.dense_is_column_major, problem.transposed)
 
 
 @torch.compiler.assume_constant_result
 def _verdict(
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    column_major: bool,
-    transposed: bool,
-    device: torch.device,
-    deterministic: bool,
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, deterministic: bool, *layout: Any
 ) -> Verdict:
-    problem = GemmProblem(m, n, k, dtype, column_major, transposed)
+    problem = GemmProblem(m, n, k, dtype, *layout)
     key = (problem, device, deterministic)
     verdict = _given.get(key)
     if verdict is None:
@@ -259,11 +236,7 @@ def _remember(problem: GemmProblem, device: torch.device, entry: Entry) -> None:
 
 
 def read() -> Table:
-    """What was measured: nothing where there is no file.
-
-    Raises:
-        ValueError: the file cannot be read, or is another version's.
-    """
+    """What was measured: nothing where there is no file. A damaged one, or another version's, raises ValueError."""
     try:
         path = table_path()
     except RuntimeError:  # no home directory
@@ -281,11 +254,6 @@ def read() -> Table:
 
 
 def write(table: Table) -> None:
-    """Replace the file completely or not at all, so that no reader sees half of it.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
     entries = []
     for (environment, problem), entry in table.items():
         m, n, k, dtype, column_major, transposed, _ = problem
@@ -295,7 +263,6 @@ def write(table: Table) -> None:
 
 
 def _parsed(record: list[Any]) -> tuple[tuple[Environment, GemmProblem], Entry]:
-    """One entry, as `write` writes it."""
     environment, (m, n, k, dtype, column_major, transposed), candidates, failures = record
     measured = [Measured(Algorithm(*found), float(sparse), float(dense)) for found, sparse, dense in candidates]
     problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)

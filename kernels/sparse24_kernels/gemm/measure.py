@@ -57,7 +57,6 @@ class Case(NamedTuple):
         return linear(self.matrix, self.dense.t())
 
     def by_algorithm(self, algorithm: Algorithm, bias: Tensor | None = None) -> Tensor:
-        """The sparse GEMM."""
         return cusparselt.matmul(self.compressed, self.dense, bias, self.problem.transposed, *algorithm)
 
 
@@ -79,10 +78,6 @@ def prepare(problem: GemmProblem, device: torch.device) -> list[Case]:
 
 def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float]:
     """Microseconds that the sparse GEMM takes, and the dense one: medians of samples taken in turns.
-
-    Args:
-        cases: of `prepare`.
-        algorithm: what to run.
 
     Raises:
         Rejected: a result is wrong, or a time is impossible.
