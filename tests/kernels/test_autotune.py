@@ -115,13 +115,6 @@ def test_buckets():
         )
 
 
-def test_a_bucket_shares_its_verdict():
-    remember(PROBLEM, measured(1, 50.0))
-    inside = [choose(PROBLEM._replace(n=n), CPU) for n in (3073, 4000, 4096, 3500)]
-    assert {verdict.algorithm.id for verdict in inside} == {1}
-    assert {choose(PROBLEM._replace(n=n), CPU).reason for n in (3072, 4097)} == {autotune.NOT_TUNED}
-
-
 def test_a_verdict_stays_until_reset():
     assert choose(PROBLEM, CPU).backend == "dense"
     write({(HERE, PROBLEM): Entry((measured(1, 50.0),))})
@@ -309,12 +302,6 @@ def test_a_search_that_fails_leaves_the_default(monkeypatch):
     Library(RuntimeError("no heuristic"), {Algorithm(): 90.0}).install(monkeypatch)
     assert tune([SMALL], CPU)[SMALL].algorithm == Algorithm()
     assert "no heuristic" in read()[HERE, SMALL].failures[0]
-
-
-def test_where_nothing_passes_dense_math_runs_and_the_reason_is_kept(monkeypatch):
-    Library((0, 1, -1), {Algorithm(): 10.0}, wrong_ids=(0,)).install(monkeypatch)
-    verdict = tune([SMALL], CPU)[SMALL]
-    assert verdict.backend == "dense" and verdict.measured and "wrong numbers" in verdict.reason
 
 
 def test_an_interruption_keeps_what_is_measured_and_a_table_of_others(monkeypatch):

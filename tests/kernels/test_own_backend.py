@@ -94,16 +94,6 @@ def test_a_model_runs_on_it_forward_and_backward(fp32):
         Sparse24Config(method="s-ste", backend="fp33")
 
 
-def test_it_compiles_in_one_graph(fp32):
-    def step(x, weight):
-        plan = plan_gemm(linear_problem(len(x), *weight.shape, x.dtype), x.device, "fp32")
-        return kernels.sparse_linear(x, compress(kernels.nm_prune(weight), plan), plan=plan)
-
-    x, weight = torch.randn(16, 32).to(BF16), torch.randn(48, 32).to(BF16)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, weight), step(x, weight))
-
-
 def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp32, monkeypatch):
     monkeypatch.setattr(type(fp32), "encode", lambda self, matrix: Operand(*kernels.pack_nm(matrix)[:2]))
     plan, weight = plan_gemm(PROBLEM, CPU, "fp32"), torch.randn(48, 32)
