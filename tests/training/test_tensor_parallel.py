@@ -37,7 +37,7 @@ def _losses(rank, world):
 
 
 def test_a_split_that_cuts_groups_is_refused():
-    with pytest.raises(RuntimeError, match=r"the weight weight \[32, 24\] .* groups of 4, or bytes of packed masks"):
+    with pytest.raises(RuntimeError, match=r"splits weight \[32, 24\] within groups of 4"):
         ranks.run(2, _cut)
 
 
@@ -47,7 +47,7 @@ def _cut(rank, world):
 
 @pytest.mark.parametrize("method", WITH_PARAMETERS)
 def test_parameters_of_a_method_are_refused(method):
-    with pytest.raises(RuntimeError, match=r"trains tensors \[.*\] .* weight, which tensor parallelism does not"):
+    with pytest.raises(RuntimeError, match=r"tensor parallelism does not split \["):
         ranks.run(2, _load, method)
 
 
