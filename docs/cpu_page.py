@@ -12,7 +12,7 @@ INTRO = """# Packed models on a CPU
 Decoding reads every weight for every token, so fewer bytes mean more tokens per second where memory is the limit. A
 packed weight has 9/16 of the bytes in bf16, 17/32 in fp32, and with int8 values 5/16 of bf16's. Below are layers, calls
 and whole models on one machine, with torch's dense layers, an equally written dense kernel
-(`kernels/benchmarks/dense.cpp`), and llama.cpp for comparison.
+(`recipes/benchmarks/dense.cpp`), and llama.cpp for comparison.
 
 - The contenders of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
   in brackets. A ratio is taken within a turn; above 1 is faster than dense.
@@ -98,21 +98,6 @@ def training(rows: Rows) -> Iterator[str]:
     yield table(["model", "tokens", "threads", "method", "us per step", "over dense", "the same in CPU time"], lines)
 
 
-def perplexity(rows: Rows) -> Iterator[str]:
-    int8 = ("packed int8", "int8 by oneshot")
-    ways, lines = ("dense", "packed", *int8), []
-    for name, row in rows.items():
-        facts, cells = row.get("facts"), [row.get("error", "")]
-        if facts:
-            cells = [f"{facts[f'{way}, perplexity']:.3f}" for way in ways]
-            for way in int8:
-                found, error = facts[f"{way} over packed"], facts[f"{way}, standard error"]
-                mark = "**" if found <= facts["allowed"] else "*"
-                cells.append(f"{mark}{found:.4f}{mark} (± {error:.4f})")
-        lines.append([*name.rsplit(", ", 1), *cells])
-    yield table(["text", "run by", *ways, *(f"{way} over packed" for way in int8)], lines)
-
-
 def time(row: dict[str, Any], way: str) -> str:
     """The median microseconds of a way, with its quantiles; or its error."""
     found = row.get("times", {}).get(way, {"error": row["error"]} if "error" in row else {})
@@ -150,6 +135,5 @@ SECTIONS = {
     "calls": ("Calls", calls),
     "generation": ("Generation", generation),
     "training": ("Training steps", training),
-    "perplexity": ("Perplexity of int8 values", perplexity),
 }
 """Title and tables of each section."""

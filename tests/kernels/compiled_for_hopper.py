@@ -7,12 +7,13 @@ every kernel on meta tensors.
 from types import SimpleNamespace
 from typing import Any
 
-import kernel_cases
 import torch
-from benchmarks.operations import workloads
 from sparse24_kernels import gpu
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
+
+from recipes.benchmarks import cases
+from recipes.benchmarks.operations import workloads
 
 
 def compile_only() -> list[Any]:
@@ -36,7 +37,7 @@ def main() -> None:
     for name, workload in {workload.function: workload for workload in workloads()}.items():
         compiled.clear()
         try:
-            kernel_cases.run(gpu, workload.function, workload.at((256, 512)).arguments(torch.device("meta")))
+            cases.run(gpu, workload.function, workload.at((256, 512)).arguments(torch.device("meta")))
             # Multiplying by a reciprocal is not what the reference does: kernels divide by tl.div_rn.
             divides = workload.exact and any("div.full" in kernel.asm["ptx"] for kernel in compiled)
             print(name, len(compiled), "inexact division" if divides else "ok")

@@ -1,20 +1,18 @@
 """Every kernel compiles for Hopper, on a machine without a GPU."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import operations
+from recipes.benchmarks import operations
+from recipes.benchmarks.variants import environment
 
 
 def test_every_kernel_compiles_for_hopper():
     here = Path(__file__).parent
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(here), str(here.parents[1] / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(paths).rstrip(os.pathsep)
+    compiled = {name: value for name, value in environment().items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(here / "compiled_for_hopper.py")]
-    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(command, env=compiled, check=True, capture_output=True, text=True).stdout
     results = {name: (int(count), verdict) for name, count, verdict in (x.split(" ", 2) for x in printed.splitlines())}
     assert set(results) == {workload.function for workload in operations.workloads()}
     assert {name: found for name, found in results.items() if found[1] != "ok" or not found[0]} == {}

@@ -10,13 +10,15 @@ from itertools import product
 
 import pytest
 import torch
-from benchmarks import gemms, operations
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
-from kernel_cases import BF16, assert_same_bits, check
+from kernel_cases import assert_same_bits, check
 from sparse24_kernels.dispatch import KERNEL_DTYPES, choose_kernels
 from sparse24_kernels.gemm.measure import capture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from recipes.benchmarks import gemms, operations
+from recipes.benchmarks.cases import BF16
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN that are put in on purpose
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -48,11 +50,11 @@ def test_a_graph_replays_the_same_bits(workload):
     fresh, arguments = workload.arguments(CUDA), workload.arguments(CUDA)
     expected = [x.clone() for x in operations.tensors(workload.call(arguments))]
 
-    def start_anew() -> None:  # some operations work in place; and at other addresses they upload other tables
+    def start_again() -> None:  # some operations work in place; and at other addresses they upload other tables
         for x, original in zip(operations.tensors(arguments), operations.tensors(fresh)):
             x.copy_(original)
 
-    results = replayed(lambda: operations.tensors(workload.call(arguments)), start_anew)
+    results = replayed(lambda: operations.tensors(workload.call(arguments)), start_again)
     for ours, theirs in zip(results, expected, strict=True):
         assert_same_bits(ours, theirs, "replay")
 

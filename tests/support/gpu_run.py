@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gemms, operations, timing
-from benchmarks.run import line
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
 
-from recipes.benchmarks import gpu, modules
+from recipes.benchmarks import gemms, gpu, modules, operations, timing
+from recipes.benchmarks.sections import line
 
 CPU = torch.device("cpu")
 LAYERS = [gemms.Layer("GPT-2 tiny", 48, 32, 32), gemms.Layer("Tiny", 32, 48, 8192)]

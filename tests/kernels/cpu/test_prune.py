@@ -5,11 +5,12 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from hypothesis import given, settings
-from kernel_cases import DTYPES, FP32, SPECIAL, assert_same_bits, check, draw
-from kernel_cases.cases import all_cases
+from kernel_cases import all_cases, assert_same_bits, check
 from sparse24_kernels import cpu, dispatch, reference
 from sparse24_kernels.cpu import decay
 from sparse24_kernels.cpu.library import load
+
+from recipes.benchmarks.cases import DTYPES, FP32, SPECIAL, draw
 
 LIBRARY = load()
 SAME = ("amx", "avx512_bf16")  # prune as avx512 does

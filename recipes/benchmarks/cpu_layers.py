@@ -1,4 +1,4 @@
-"""Packed linear layers on a CPU, beside torch's `F.linear`, a dense kernel of ours (dense.cpp) and a read of memory.
+"""Packed linear layers on a CPU, torch's `F.linear`, a dense kernel of ours (dense.cpp) and a read of memory.
 
 Every way has its own copies of the weights, a gigabyte and more, and goes round them, so that no call finds its weight
 in a cache. Ways take turns, and ratios are taken within a turn.
@@ -11,11 +11,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,14 @@ from sparse24_kernels.matmul import packed_layer
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .run import Row, Run, Section
-from .timing import Call, answer, middle
+from hf_sparse24.progress import count
+
+from .builds import DTYPES
+from .sections import Row, Run, Section
+from .timing import Turns, answer, middle, spread, threads
 
 SHAPES = ((4096, 4096), (2048, 8192), (576, 1536), (14336, 4096))  # out x in
 TOKENS, THREADS = (1, 4, 16, 64, 512), (1, 2)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DENSE_TOKENS = 4
 """Most tokens that our dense kernel is timed with: it reads weights well, and is no GEMM of many tokens."""
 
@@ -107,26 +107,6 @@ def read(memory: Tensor, streams: int) -> None:
     library.read_memory(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(size), ctypes.c_int64(streams), run)
 
 
-class Turns:
-    """A way to do something, whose calls take turns: each finds its weight out of cache."""
-
-    def __init__(self, calls: list[Call], seconds: float, scale: float = 1):
-        """A sample takes about so many seconds; its time per call is multiplied by `scale`."""
-        self.calls, self.scale = cycle(calls), scale
-        for _ in range(2):  # the first is a warm-up
-            start = time.perf_counter()
-            next(self.calls)()
-            self.once = time.perf_counter() - start
-        self.count = max(1, min(len(calls), round(seconds / self.once)))
-
-    def sample(self) -> float:
-        """Seconds per call."""
-        start = time.perf_counter()
-        for _ in range(self.count):
-            next(self.calls)()
-        return (time.perf_counter() - start) / self.count * self.scale
-
-
 @dataclass(frozen=True)
 class Layer:
     out: int
@@ -136,8 +116,7 @@ class Layer:
     tokens: int
 
     def __str__(self) -> str:
-        counts = ((self.tokens, "token"), (self.threads, "thread"))
-        return ", ".join([f"{self.out}x{self.inputs} {self.dtype}", *(f"{n} {x}{'s' * (n > 1)}" for n, x in counts)])
+        return f"{self.out}x{self.inputs} {self.dtype}, {count(self.tokens, 'token')}, {count(self.threads, 'thread')}"
 
 
 Weight = Tensor | Packed
@@ -220,12 +199,8 @@ class Layers(Section):
         return min(found, key=lambda turns: min(turns.sample() for _ in range(3)))
 
     def measure(self, run: Run, entry: Layer) -> Row:
-        before = torch.get_num_threads()
-        torch.set_num_threads(entry.threads)
-        try:
+        with threads(entry.threads):
             return self.compare(run, entry)
-        finally:
-            torch.set_num_threads(before)
 
     def compare(self, run: Run, entry: Layer) -> Row:
         found: dict[str, Turns] = {}
@@ -236,13 +211,11 @@ class Layers(Section):
             except Exception as error:  # one that fails must not stop the others
                 times[way] = {"error": run.note(error, f"{entry}: {way}")}
         once = sum(turns.count * turns.once for turns in found.values())
-        count = max(self.least_turns, min(self.turns, int(self.budget / once)))
-        rounds = [{way: turns.sample() * 1e6 for way, turns in found.items()} for _ in range(count)]
-        for way in found:
-            low, us, high = middle(turn[way] for turn in rounds)
-            times[way] = {"us": us, "p10_us": low, "p90_us": high}
+        number = max(self.least_turns, min(self.turns, int(self.budget / once)))
+        rounds = [{way: turns.sample() * 1e6 for way, turns in found.items()} for _ in range(number)]
+        times |= {way: spread(turn[way] for turn in rounds) for way in found}
         best = min(("torch", "dense"), key=lambda way: times.get(way, {}).get("us", float("inf")))
-        facts: Row = {"turns": count, "best dense": best}
+        facts: Row = {"turns": number, "best dense": best}
         for way in found.keys() & NEVER_SLOWER.keys():
             for name, base in (("best dense", best), ("torch", "torch")):
                 facts[f"{way} over {name}"] = middle(turn[base] / turn[way] for turn in rounds)

@@ -1,7 +1,7 @@
-"""Speed of the kernels: every public operation at the sizes of GPT-2 and Llama, beside a copy and its baselines.
+"""Speed of the kernels: every public operation at the sizes of GPT-2 and Llama, next to a copy and its baselines.
 
-A workload is a case, so `kernel_cases.check` compares it with the reference (`pytest -m gpu` does). Here the public
-function that takes the same arguments is timed.
+A workload is a case: `pytest -m gpu` compares it with the reference. Here the public function that takes the same
+arguments is timed.
 """
 
 import re
@@ -11,10 +11,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import kernel_cases
 import sparse24_kernels as kernels
 import torch
-from kernel_cases import BF16, FP32, Case, cases
 from sparse24_kernels import Packed, reference
 from sparse24_kernels.gemm.backend import GemmPlan
 from sparse24_kernels.gemm.packed import PACKED
@@ -23,7 +21,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
-from .run import Row, Run, Section
+from . import cases
+from .cases import BF16, FP32, Case
+from .sections import Row, Run, Section
 from .timing import Call
 
 Shape = tuple[int, int]
@@ -170,7 +170,7 @@ class Operations(Section):
 
 def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
     """The name and the maker of each, the quick and safe ones first."""
-    computed = partial(kernel_cases.run, reference, workload.function)
+    computed = partial(cases.run, reference, workload.function)
     yield "eager PyTorch", lambda found: partial(computed, found)
     if workload.name == "transposable mask bits":
         # In half precision only, so an fp32 weight is cast first.

@@ -1,16 +1,18 @@
-"""How time is measured on a CUDA device.
+"""How time is measured: on a CUDA device, and on a CPU in turns.
 
-Calls on several sets of arguments, together several times the size of the L2 cache, are captured in one CUDA graph with
-all their results alive. So every call finds its inputs in device memory, what earlier calls wrote is written back
-during later ones, and the time contains neither Python nor launches. What a graph cannot capture is not timed.
+On a CUDA device, calls on several sets of arguments, together several times the size of the L2 cache, are captured in
+one CUDA graph with all their results alive. So every call finds its inputs in device memory, what earlier calls wrote
+is written back during later ones, and the time contains neither Python nor launches. Other calls are not timed.
 """
 
 import gc
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import cycle
 from statistics import median, quantiles
 from typing import Any
 
@@ -61,6 +63,35 @@ def in_turn(samplers: dict[str, Sampler], samples: int = 9) -> dict[str, dict[st
     return {name: {"us": median(x), "min_us": x[0], "max_us": x[-1]} for name, x in times.items()}
 
 
+class Turns:
+    """A way to do something, whose calls take turns: each finds its weight out of cache."""
+
+    def __init__(self, calls: list[Call], seconds: float, scale: float = 1):
+        """A sample takes about so many seconds; its time per call is multiplied by `scale`."""
+        self.calls, self.scale = cycle(calls), scale
+        for _ in range(2):  # the first is a warm-up
+            start = time.perf_counter()
+            next(self.calls)()
+            self.once = time.perf_counter() - start
+        self.count = max(1, min(len(calls), round(seconds / self.once)))
+
+    def sample(self) -> float:
+        """Seconds per call."""
+        start = time.perf_counter()
+        for _ in range(self.count):
+            next(self.calls)()
+        return (time.perf_counter() - start) / self.count * self.scale
+
+
+def turns(least: int, most: int, seconds: float = float("inf")) -> Iterator[int]:
+    """Count turns from -1, a warm-up, up to `most`; after `least` of them, stop when the seconds are over."""
+    start = time.perf_counter()
+    for turn in range(-1, most):
+        if turn >= least and time.perf_counter() - start > seconds:
+            return
+        yield turn
+
+
 def middle(values: Iterable[float]) -> list[float]:
     """The 10 % quantile, the median and the 90 % quantile, to four digits."""
     found = list(values)
@@ -68,8 +99,24 @@ def middle(values: Iterable[float]) -> list[float]:
     return [float(f"{x:.4g}") for x in (tenths[0], median(found), tenths[8])]
 
 
+def spread(us: Iterable[float]) -> dict[str, float]:
+    """The time of a way in a row, from its samples in microseconds."""
+    return dict(zip(("p10_us", "us", "p90_us"), middle(us)))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads in the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class OutOfTime(BaseException):
-    """Raised by `time_limit`; not an Exception, so that no code in between takes it for an error of its own."""
+    """Raised by `time_limit`; not an Exception, so that no code in between catches it."""
 
 
 @contextmanager

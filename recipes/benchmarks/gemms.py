@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
-from kernel_cases import BF16, FP16, draw
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, compress, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.gemm.problem import Algorithm
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn
 
-from .run import Row, Run, Section
+from .cases import BF16, FP16, draw
+from .sections import Row, Run, Section
 from .timing import Call, Maker
 
 NAMES = ("output", "grad_input", "grad_weight")

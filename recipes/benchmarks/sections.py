@@ -1,4 +1,4 @@
-"""A benchmark run: sections that are executed in order within a given time, and the JSON that they fill.
+"""A benchmark run: sections, executed in order within a given time, and the JSON that they fill.
 
 A section has entries, which are measured one after the other. Each becomes a row: the times of several ways to do the
 same work, of which the first is what the others are compared with, some facts, and goals.
@@ -6,7 +6,6 @@ same work, of which the first is what the others are compared with, some facts, 
 
 import argparse
 import datetime
-import faulthandler
 import json
 import os
 import platform
@@ -22,9 +21,9 @@ import torch
 from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt
 
 from . import timing
-from .timing import Cuda, Maker, OutOfTime, Sampler, describe, time_limit
+from .timing import Maker, OutOfTime, Sampler, describe, time_limit
+from .variants import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = "not run: out of time"
 NEEDED = 20.0  # seconds without which an entry is not begun
 Row = dict[str, Any]
@@ -52,7 +51,7 @@ class Run:
         return self.end - time.monotonic() - reserve
 
     def note(self, error: BaseException, where: str) -> str:
-        """An error as one line for the result; its traceback goes into a log beside it."""
+        """An error as one line for the result; its traceback goes into a log next to it."""
         with open(self.path.with_suffix(".log"), "a") as log:
             log.write(clean(f"{where}\n{''.join(traceback.format_exception(error))}\n"))
         return describe(error)
@@ -154,44 +153,3 @@ def clean(text: str) -> str:
     for folder, name in ((str(ROOT), "."), (sys.prefix, "python"), (str(Path.home()), "~")):
         text = text.replace(folder, name)
     return text
-
-
-def main(sections: list[Section], output: Path, arguments: list[str], machine: Any = None) -> int:
-    """The command line of `make gpu`; the exit code. Tests pass a machine of their own."""
-    groups = list(dict.fromkeys(group for section in sections for group in section.groups))
-
-    def chosen(names: str) -> list[Section]:
-        if unknown := [name for name in names.split(",") if name not in groups]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: sections are {', '.join(groups)}")
-        return [section for section in sections if set(section.groups) & set(names.split(","))]
-
-    parser = argparse.ArgumentParser(description="Time kernels, GEMMs, layers and models on a GPU.")
-    parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
-    parser.add_argument("--sections", type=chosen, default=",".join(groups), help="any of " + ",".join(groups))
-    parser.add_argument("--output", type=Path, default=output, help="folder of the results")
-    parser.add_argument("--only", default="", help="only what has this text in its name")
-    parser.add_argument("--list", action="store_true", help="print what would be measured and stop; needs no GPU")
-    options = parser.parse_args(arguments)
-    if options.list:
-        rows = [(section.name, str(entry)) for section in options.sections for entry in section.entries()]
-        print("\n".join(f"{name:26s} {entry}" for name, entry in rows if options.only in entry))
-        return 0
-    if machine is None:
-        if not torch.cuda.is_available():
-            print(f"torch of {sys.executable} sees no CUDA device: set GPU_PYTHON=..., or GPU_ARGS=--list")
-            return 2
-        machine = Cuda()
-        # A kernel that hangs takes the main thread with it, signals or not. What was measured is on disk.
-        faulthandler.dump_traceback_later(60 * options.minutes + 60, exit=True)
-    words = ["DIR" if word == str(options.output) else word for word in arguments]
-    run = Run(machine, options, ["recipes/benchmarks/gpu.py", *words])
-    for i, section in enumerate(options.sections):
-        start, finish = time.monotonic(), run.end
-        run.end = start + (finish - start) / (len(options.sections) - i)  # what it leaves is for the next ones
-        print(f"{section.name}: {run.left():.0f} s", flush=True)
-        section.execute(run)
-        run.end = finish
-        run.result["environment"][f"clocks after {section.name}"] = run.machine.clocks()
-    run.write()
-    print(clean(str(run.path)))
-    return 0

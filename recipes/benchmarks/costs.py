@@ -1,8 +1,8 @@
 """What 2:4 simulation costs on a CPU, as ratios of things that took turns.
 
-    python recipes/benchmark_cpu.py training     # a step of a patched model over a dense one's, per method
-    python recipes/benchmark_cpu.py inference    # generating and evaluating, over the same model's export
-    python recipes/benchmark_cpu.py oneshot      # oneshot's cost per layer, over that of a model of 4 layers
+    python recipes/benchmarks/costs.py training     # a step of a patched model over a dense one's, per method
+    python recipes/benchmarks/costs.py inference    # generating and evaluating, over the same model's export
+    python recipes/benchmarks/costs.py oneshot      # oneshot's cost per layer, over that of a model of 4 layers
 
 A training step is forward, backward, optimizer, and everything the controller does around it. What is compared takes
 turns within each round, so that a slow moment of the machine hits all of it; a ratio is taken within its round. There
@@ -13,70 +13,34 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+# ruff: noqa: E402 (imports come after the path that they need)
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
 
 import torch
 import transformers
-from stdlib_text import replace_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from hf_sparse24 import (
-    Sparse24Config,
-    Sparse24Controller,
-    __version__,
-    export_model,
-    oneshot,
-    patch_model,
-    sparse_run,
-)
-from hf_sparse24.methods import METHODS, step_param_groups
+from hf_sparse24 import Sparse24Config, __version__, export_model, oneshot, patch_model
+from hf_sparse24.methods import METHODS
 from hf_sparse24.progress import Progress, count, duration
+from recipes.benchmarks.builds import SMALL, build, random_ids, training_step
+from recipes.benchmarks.timing import turns
+from recipes.stdlib_text import replace_file
 
-QUICKSTART = LlamaConfig(
-    vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
-)
-TRAINING = {"gpt2-124m": (GPT2Config(), (1, 1024)), "llama-quickstart": (QUICKSTART, (8, 256))}
+TRAINING = {"gpt2-124m": (GPT2Config(), (1, 1024)), "llama-quickstart": (LlamaConfig(**SMALL), (8, 256))}
 GENERATING = LlamaConfig(
     vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=12
 )
 LENGTH = {"min_new_tokens": 64, "max_new_tokens": 64}
 DEPTHS = (4, 8, 16, 24, 32)
-RESULTS = Path(__file__).parent / "results"
-
-
-def build(config) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def random_ids(config, *shape: int) -> torch.Tensor:
-    return torch.randint(3, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-
-
-def training_step(model: PreTrainedModel, batch: tuple[int, int], method: str) -> Callable[[], object]:
-    """A step of a model's training, which it is patched for unless the method is "dense"."""
-    model.train()
-    if method != "dense":
-        # STEP switched after its first step: what it costs while it is sparse.
-        settings = {"switch_after": 1, "switch_by": 1} if method == "step" else {}
-        patch_model(model, Sparse24Config(method=method, **settings))
-    run = sparse_run(model)
-    own = run and run.method.make_optimizer(step_param_groups(model), total_steps=100_000, lr=1e-4)
-    optimizer = own or torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if run:
-        Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=10)
-    ids = random_ids(model.config, *batch)
-
-    def step() -> None:
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+RESULTS = ROOT / "recipes/results"
 
 
 def measure_training(rounds: int) -> list[dict]:
@@ -111,12 +75,12 @@ def measure_inference(rounds: int) -> list[dict]:
 
 
 def measure_oneshot(rounds: int) -> list[dict]:
-    data = [random_ids(QUICKSTART, 2, 128) for _ in range(4)]
+    data = [random_ids(LlamaConfig(**SMALL), 2, 128) for _ in range(4)]
     rows = []
     for criterion in ("wanda", "sparsegpt"):
 
         def prune(depth: int, criterion: str = criterion) -> None:
-            config = LlamaConfig(**(QUICKSTART.to_dict() | {"num_hidden_layers": depth}))
+            config = LlamaConfig(**SMALL | {"num_hidden_layers": depth})
             sparse = Sparse24Config(method="fixed-mask", target_modules="all-linear")
             oneshot(build(config), data, sparse, criterion=criterion, reconstruct=None)
 
@@ -131,24 +95,15 @@ def take_turns(runs: dict, rounds: int) -> dict:
     """Seconds of each run in each round, after one that warms up."""
     seconds = {name: [] for name in runs}
     with Progress("timing", (rounds + 1) * len(runs), "run") as progress:
-        for round_ in range(rounds + 1):
+        transformers.utils.logging.disable_progress_bar()  # of what is timed
+        for turn in turns(rounds, rounds):
             for name, run in runs.items():
-                with quiet():  # the bars of what is timed, not this one
-                    start = time.perf_counter()
-                    run()
-                    if round_:
-                        seconds[name].append(time.perf_counter() - start)
+                start = time.perf_counter()
+                run()
+                if turn >= 0:
+                    seconds[name].append(time.perf_counter() - start)
                 progress.update(note=str(name))
     return seconds
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.enable_progress_bar()
 
 
 def summary(times: list[float], baseline: list[float]) -> dict:
@@ -176,7 +131,7 @@ def main() -> None:
     for row in rows:
         print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), sep="\t")
     result = {
-        "command": f"python recipes/benchmark_cpu.py {arguments.what} --rounds {arguments.rounds}",
+        "command": f"python recipes/benchmarks/costs.py {arguments.what} --rounds {arguments.rounds}",
         "hf_sparse24": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
