@@ -1,6 +1,6 @@
 """Models on a CPU: `generate` of packed exports and of dense ones, and what a packed layer's call costs.
 
-Each variant of a model is a process of its own, which loads it and answers requests; variants are asked in turn, and
+Each variant of a model is a separate process, which loads it and answers requests; variants are asked in turn, and
 ratios are taken within a turn.
 """
 

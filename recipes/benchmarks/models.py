@@ -30,7 +30,7 @@ RUNS |= {"GPT-2 124M": (16, 1024, "GPT2Config", GPT2_124M), "GPT-2 350M": (8, 10
 
 
 class Training(Section):
-    """Tokens per second of whole runs: dense, S-STE and T-SR-STE, each in a process of its own with a time limit.
+    """Tokens per second of whole runs: dense, S-STE and T-SR-STE, each in a separate process with a time limit.
 
     Random tokens and weights, fp32 masters under autocast to bf16, in rows that say so to fp16; fused AdamW. The steps
     after the warm-up are timed. A mask refresh happens at every 40th step; it is timed apart, and its fortieth added.
@@ -59,7 +59,7 @@ class Training(Section):
 
 
 def in_processes(run: Run, section: str, entry: str, ways: Sequence[str], call: Callable[..., Any], limit: int) -> Row:
-    """A row whose ways are run by `call(entry, way)`, each in a process of its own with a time limit."""
+    """A row whose ways are run by `call(entry, way)`, each in a separate process with a time limit."""
     row: Row = {"times": {}, "facts": {}}
     run.result["sections"][section]["rows"][entry] = row  # each run is kept as soon as it is done
     for way in ways:
@@ -79,7 +79,7 @@ def in_processes(run: Run, section: str, entry: str, ways: Sequence[str], call: 
 
 
 def in_process(call: str, entry: str, way: str, seconds: float) -> dict[str, Any]:
-    """What `call(entry, way)` of this module returns, run in a process of its own.
+    """What `call(entry, way)` of this module returns, run in a separate process.
 
     Raises:
         SubprocessError: it fails, or takes longer than `seconds`.
@@ -213,7 +213,7 @@ PROMPT, NEW = 512, 128
 
 
 class Generation(Section):
-    """`generate` of a whole model of random weights in bf16, each way in a process of its own.
+    """`generate` of a whole model of random weights in bf16, each way in a separate process.
 
     Entries are the number of sequences, and "static": a static cache, with which Transformers compiles the decoding
     step on a GPU. Without it, launching kernels from Python takes longer than running them.

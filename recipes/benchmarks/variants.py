@@ -1,4 +1,4 @@
-"""Variants of a model, each in a process of its own, that answer requests in turn. It imports little."""
+"""Variants of a model, each in a separate process, that answer requests in turn. It imports little."""
 
 import json
 import os
