@@ -1,7 +1,4 @@
-"""Charts by Matplotlib: lines over the optimizer steps and heat maps, for reports, model cards and the quickstart.
-
-Matplotlib is an optional package (the extra `report`). It is imported where something is drawn.
-"""
+"""Charts by Matplotlib, an optional package: lines over the optimizer steps and heat maps."""
 
 import io
 import math
@@ -51,7 +48,6 @@ class Series(NamedTuple):
 
 
 def is_available() -> bool:
-    """Whether Matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -72,10 +68,7 @@ def line_chart(
 ) -> "Figure":
     """Lines over the steps, with a legend where there is more than one thing to tell apart.
 
-    Args:
-        shaded: ranges of x in which the model computed densely; they get a background.
-        from_zero: whether the y axis begins at 0.
-        size: width and height in pixels, in which text is 11 high.
+    `shaded` are the ranges of x in which the model computed densely; `size` is in pixels, in which text is 11 high.
     """
     with _styled():
         figure, axes = _figure(size)
@@ -99,9 +92,7 @@ def line_chart(
 def heat_map(rows: Sequence[tuple[str, Sequence[float | None]]], edges: Sequence[float], unit: str) -> "Figure":
     """Cells by row and step, the darker the larger, with a scale. Shades follow the square root of the value.
 
-    Args:
-        rows: the name of each, and a value for each column, None where there is none.
-        edges: of the columns on the x axis, ascending, one more than there are columns.
+    A row is its name and a value for each column, or None; `edges` are those of the columns on the x axis.
     """
     from matplotlib.colors import PowerNorm
 
@@ -133,7 +124,6 @@ def image(figure: "Figure", format: str) -> bytes:
 
 @contextmanager
 def _styled() -> Iterator[None]:
-    """Our style and no other."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():

@@ -18,10 +18,8 @@ def flip_rate(old_mask: Tensor, new_mask: Tensor) -> float:
     Reference: Hu et al. 2024 (arXiv 2404.01847), section 3; S-STE (arXiv 2409.09099), section 3.2.
     """
     if old_mask.dtype != torch.bool or new_mask.dtype != torch.bool or old_mask.shape != new_mask.shape:
-        raise ValueError(
-            f"flip_rate needs two bool masks of one shape, got {old_mask.dtype} {tuple(old_mask.shape)} "
-            f"and {new_mask.dtype} {tuple(new_mask.shape)}"
-        )
+        old, new = (f"{mask.dtype} {tuple(mask.shape)}" for mask in (old_mask, new_mask))
+        raise ValueError(f"flip_rate needs two bool masks of one shape, got {old} and {new}")
     return (old_mask ^ new_mask).float().mean().item()
 
 

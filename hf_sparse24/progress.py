@@ -1,8 +1,4 @@
-"""Progress of long work, and the library's loggers.
-
-Progress is a bar in a notebook or a terminal, and a log line every half minute elsewhere. The bars are Transformers':
-`transformers.utils.logging.disable_progress_bar()` turns them off.
-"""
+"""Progress of long work, by Transformers' bars in a notebook or a terminal and by log lines elsewhere; and loggers."""
 
 import sys
 import time
@@ -25,9 +21,8 @@ class Progress:
         what: name of the work, such as `"calibration"`.
         total: number of units; None where it is set later.
         unit: what is counted, in the singular.
-        say: called with a line every half minute where there is no bar, and with one at the end of work that raised no
-            exception. A logger's `info` in the library, `print` in commands; None writes no lines, and the bar goes
-            when the work is done.
+        say: called with a line every half minute where there is no bar, and with one at the end unless work failed;
+            None writes no lines, and the bar goes when the work is done.
         hide: show no bar in any case.
 
     Attributes:
@@ -47,7 +42,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
         return time.monotonic() - self._start
 
     def update(self, number: int = 1, note: str | None = None) -> None:

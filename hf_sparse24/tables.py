@@ -19,7 +19,7 @@ class TableReport:
         raise NotImplementedError
 
     def _advice(self) -> str | None:
-        """A sentence below the table; None for none."""
+        """A sentence below the table."""
         return None
 
     def __str__(self) -> str:

@@ -30,8 +30,7 @@ from .settings import (
 from .step_adamw import StepAdamW
 
 DEFAULT_METHOD = SSTE.name
-ONESHOT_METHOD = FixedMask.name
-"""The method that `oneshot` uses by default: it keeps the masks that it is given."""
+ONESHOT_METHOD = FixedMask.name  # it keeps the masks that it is given
 
 __all__ = [
     "DEFAULT_METHOD",

@@ -60,8 +60,6 @@ class SparseMethod:
         pattern: N:M of the config.
 
     Attributes:
-        settings: as given.
-        pattern: as given.
         gemms: the three GEMMs of a layer, by the settings.
     """
 

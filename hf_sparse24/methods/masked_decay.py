@@ -45,10 +45,8 @@ class MaskedDecayMethod(SparseMethod):
 
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
         if self.settings.masked_decay == AUTO:
-            raise ValueError(
-                "masked_decay='auto': only Sparse24Trainer determines it; set a number here, such as that of "
-                "Sparse24Trainer(...).tune_masked_decay()"
-            )
+            way = "set a number here, such as that of Sparse24Trainer(...).tune_masked_decay()"
+            raise ValueError(f"masked_decay='auto': only Sparse24Trainer determines it; {way}")
         super().check_run(total_steps, optimizer)
 
     def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:

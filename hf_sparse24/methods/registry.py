@@ -74,19 +74,13 @@ def _check_class(cls: type[SparseMethod]) -> None:
 def method_class(name: Any) -> type[SparseMethod]:
     """The method registered by `name`; ValueError if there is none."""
     if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(
-            f"method={shown(name)}: must be one of {sorted(METHODS)}; import the module that registers your own method"
-        )
+        way = "import the module that registers your own method"
+        raise ValueError(f"method={shown(name)}: must be one of {sorted(METHODS)}; {way}")
     return METHODS[name]
 
 
 class SettingTexts(dict[str, str]):
-    """The settings of a method by name, each with its meaning: a dict that prints, and shows in a notebook, as a table.
-
-    Args:
-        method: the method's name.
-        texts: name to meaning.
-    """
+    """The settings of a method by name, each with its meaning: a dict that prints and shows as a table."""
 
     def __init__(self, method: str, texts: dict[str, str]):
         super().__init__(texts)

@@ -18,8 +18,7 @@ from typing import Any
 from ..facts import FACTS
 from ..messages import shown
 
-Check = Callable[[Any], str | None]
-"""Says what a value must be, where it is not; None where it is."""
+Check = Callable[[Any], str | None]  # says what a value must be, where it is not; None where it is
 
 SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modules", "layers_to_transform", "backend")
 """The fields of a config that every method has; all others are settings of the method."""
@@ -32,8 +31,7 @@ FORMER_DEFAULTS = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_wei
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
 
-LENGTH = "an int counts optimizer steps, a float below 1 is a fraction of training"
-"""What the values of a setting that `is_length` checks mean."""
+LENGTH = "an int counts optimizer steps, a float below 1 is a fraction of training"  # for settings with `is_length`
 
 
 def setting(default: Any, check: Check, text: str) -> Any:
@@ -103,16 +101,8 @@ def to_steps(length: int | float, total: int) -> int:
 
 
 def sparse_steps(total: int, start: int | float, tail: int | float, start_name: str = "dense_start") -> range:
-    """The steps of a run that are sparse, counted from 0. Without a dense tail they do not end.
-
-    Args:
-        total: optimizer steps of the run, >= 1.
-        start, tail: lengths of dense training at the beginning and at the end.
-        start_name: of the setting that says `start`, for the error.
-
-    Raises:
-        ValueError: `total` is not positive, or too small to leave one sparse step.
-    """
+    """The steps of a run that are sparse, counted from 0, by the lengths of dense training at its start and its tail.
+    Without a dense tail they do not end. ValueError: no step is sparse."""
     if total < 1:
         raise ValueError(f"total_steps={total}: a run needs at least 1 optimizer step")
     start_steps, tail_steps = to_steps(start, total), to_steps(tail, total)
@@ -125,8 +115,7 @@ def sparse_steps(total: int, start: int | float, tail: int | float, start_name: 
 
 
 def plain(value: Any) -> Any:
-    """A value of a config as JSON has it: NumPy's and torch's scalars become the number that they hold, also in a list,
-    and subclasses of str, int and float become those. The checks refuse everything else."""
+    """A value of a config as JSON has it: scalars of NumPy and torch, and subclasses, become str, int or float."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     if getattr(value, "shape", None) == () and hasattr(value, "item") and not getattr(value, "is_meta", False):
@@ -227,7 +216,6 @@ class MasterSettings(MethodSettings):
         for field in (field for group in (PhaseSettings, GemmSettings) for field in dataclasses.fields(group)):
             value = getattr(self, field.name, field.default)
             if value != field.default:
-                raise ValueError(
-                    f"{field.name}={shown(value)}: a packed master has no zeros to train densely, and its GEMMs are "
-                    f"dense math; leave {field.name} at {field.default!r}, or take master='dense'"
-                )
+                why = "a packed master has no zeros to train densely, and its GEMMs are dense math"
+                way = f"leave {field.name} at {field.default!r}, or take master='dense'"
+                raise ValueError(f"{field.name}={shown(value)}: {why}; {way}")

@@ -46,8 +46,7 @@ from .fixed_mask import FixedMask
 from .registry import register_method
 from .settings import LENGTH, is_positive_length, one_of, setting, to_steps
 
-ADAPTERS = "adapters"
-"""The phase in which low-rank adapters take part."""
+ADAPTERS = "adapters"  # the phase in which low-rank adapters take part
 
 
 def is_rank(value: Any) -> str | None:
@@ -85,10 +84,8 @@ class SLoPe(FixedMask):
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.adapter_rank and self.dense_tail:
-                raise ValueError(
-                    f"adapter_rank={self.adapter_rank}, dense_tail={self.dense_tail}: adapters take part in the last "
-                    f"steps, and have no place in a dense layer; set one of the two to 0"
-                )
+                given = f"adapter_rank={self.adapter_rank}, dense_tail={self.dense_tail}"
+                raise ValueError(f"{given}: adapters have no place in a dense layer; set one of the two to 0")
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         scores = view.matrix

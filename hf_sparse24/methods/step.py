@@ -50,9 +50,7 @@ class STEP(STE):
             0.5, is_length, f"length of training at which it switches in any case: {LENGTH}"
         )
         update_clip: float = setting(
-            1.0,
-            is_non_negative,
-            "longest step of an entry while the variance is frozen, in learning rates; 0: any",
+            1.0, is_non_negative, "longest step of an entry while the variance is frozen, in learning rates; 0: any"
         )
         dense_tail: int | float = setting(0, is_length, f"length of dense training after sparsity ends: {LENGTH}")
 
@@ -79,21 +77,14 @@ class STEP(STE):
         return {"switch_statistic": statistic, "switch_threshold": step_adamw.switch_threshold}
 
     def make_optimizer(self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any) -> StepAdamW:
-        return StepAdamW(
-            groups,
-            total_steps=total_steps,
-            switch_rule=self.settings.switch_rule,
-            switch_after=self.settings.switch_after,
-            switch_by=self.settings.switch_by,
-            update_clip=self.settings.update_clip,
-            **arguments,
-        )
+        for name in ("switch_rule", "switch_after", "switch_by", "update_clip"):
+            arguments[name] = getattr(self.settings, name)
+        return StepAdamW(groups, total_steps=total_steps, **arguments)
 
 
 def _step_adamw(optimizer: torch.optim.Optimizer) -> StepAdamW:
     if not isinstance(optimizer, StepAdamW):
-        raise ValueError(
-            f"method 'step' is an optimizer as much as a mask, and {type(optimizer).__name__} is not it: use "
-            f"StepAdamW(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
-        )
+        way = "StepAdamW(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
+        name = type(optimizer).__name__
+        raise ValueError(f"method 'step' is an optimizer as much as a mask, and {name} is not it: use {way}")
     return optimizer

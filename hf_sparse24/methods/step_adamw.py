@@ -176,18 +176,14 @@ class StepAdamW(MaskedAdamW):
 
     def check_new(self, parameter: Tensor) -> None:
         if self.switched:
+            shape, step = tuple(parameter.shape), self.switch_step
             raise RuntimeError(
-                f"a masked parameter of shape {tuple(parameter.shape)} got its first gradient after step "
-                f"{self.switch_step}, when variances were frozen; make it trainable from the start, or put it into a "
-                f"group that is not masked"
+                f"a masked parameter of shape {shape} got its first gradient after step {step}, when variances were "
+                f"frozen; make it trainable from the start, or put it into a group that is not masked"
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the `state_dict()` of a `StepAdamW` with the same groups.
-
-        Raises:
-            ValueError: the state of another optimizer, or of other groups.
-        """
+        """Load the `state_dict()` of a `StepAdamW` with the same groups; ValueError for another."""
         if not any("auto_switch" in group for group in state_dict["param_groups"]):
             raise ValueError("this is not the state of a StepAdamW: it does not say whether the variance is frozen")
         super().load_state_dict(state_dict)

@@ -1,7 +1,4 @@
-"""`hf-sparse24 doctor`: what runs where and why, whether it is right, and what a model would gain.
-
-`hf-sparse24 tune` checks the outputs of sparse GEMMs.
-"""
+"""`hf-sparse24 doctor`: what runs where and why, whether it is right, and what a model would gain."""
 
 import math
 import platform
@@ -24,7 +21,6 @@ from ..weights.sparse_weight import SparseWeight, sparse_weights
 
 
 def versions() -> list[tuple[str, str]]:
-    """What is installed, as name and version."""
     found = [("hf_sparse24", __version__), ("python", platform.python_version())]
     for name in ("torch", "triton", "transformers", "accelerate", "peft"):
         try:
@@ -37,7 +33,6 @@ def versions() -> list[tuple[str, str]]:
 
 
 def devices() -> list[torch.device]:
-    """The devices a model could run on."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
 
 
@@ -123,11 +118,8 @@ def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[GemmProb
 
 
 def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
-    """A table of the predicted gain of a patched model's layers in training, layers of one shape together.
-
-    Columns: number of layers, out x in, what runs each of the three GEMMs with its speed-up, and the layer's speed-up,
-    "?" where nothing was measured. A GEMM that is always dense is taken to last as long as the dense output GEMM.
-    """
+    """Rows of the predicted gain in training: number of layers, out x in, what runs each GEMM with its speed-up, the
+    layer's, "?" where nothing was measured. A GEMM that is always dense counts as the dense output GEMM."""
     rows: Counter[tuple[str, ...]] = Counter()
     for weight in sparse_weights(model).values():
         out, inputs = weight.sizes

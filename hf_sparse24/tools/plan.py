@@ -16,12 +16,9 @@ from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from . import print_table
 from .doctor import sparse_problems
 
-MASTER_BYTES = 4
-"""Bytes of an element of a Parameter, a gradient, and each of AdamW's two moments in mixed precision: fp32."""
-COMPRESSED = 9 / 16
-"""Bytes of a 2:4 matrix for sparse tensor cores over those of the dense one: half the values, 2 bits each."""
-FLOPS_PER_BYTE = 295
-"""Of an H100 SXM, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s."""
+MASTER_BYTES = 4  # of an element of a Parameter, a gradient, and each of AdamW's two moments in mixed precision: fp32
+COMPRESSED = 9 / 16  # bytes of a 2:4 matrix for sparse tensor cores over those of the dense one: half, and 2 bits each
+FLOPS_PER_BYTE = 295  # of an H100 SXM, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s
 _MASK = 1 / 8  # bytes of an element of a packed mask
 _LONG_RUN = 10_000  # optimizer steps of the run that schedules and refreshes are averaged over
 _ASSUMED = (
@@ -66,7 +63,6 @@ class Plan(NamedTuple):
 
     @property
     def pruning(self) -> float:
-        """Bytes that pruning moves."""
         return sum(layer.pruning for layer in self.layers)
 
 
@@ -89,13 +85,7 @@ def plan_step(model: PreTrainedModel, tokens: int, dtype: torch.dtype = torch.bf
 
 
 def break_even(flops: float, pruning: float, flops_per_byte: float) -> float | None:
-    """The speed-up of sparse GEMMs from which they pay for pruning; None above 2, which no GPU reaches.
-
-    Args:
-        flops: of the sparse GEMMs as dense math.
-        pruning: bytes moved.
-        flops_per_byte: of the GPU.
-    """
+    """The speed-up of sparse GEMMs from which they pay for the bytes of pruning; None above 2, which no GPU reaches."""
     saved = 1 - pruning * flops_per_byte / flops if flops else 0.0
     return 1 / saved if saved >= 0.5 else None
 
@@ -172,8 +162,7 @@ def _kept_mask(weight: SparseWeight) -> float:
 
 
 def _decay_bytes(weight: SparseWeight) -> float:
-    """Bytes per element of masked decay: it reads gradient, weight and mask, which it may have to make, and writes the
-    gradient."""
+    """Bytes per element of masked decay: it reads gradient, weight and mask (or makes it), and writes the gradient."""
     method = weight.method
     if not (isinstance(method, MaskedDecayMethod) and method.settings.masked_decay):
         return 0.0

@@ -18,12 +18,9 @@ from ..checkpoints.losses import History, by_step
 from ..training.run_log import RUN_LOG, read_lines
 
 STATE = "trainer_state.json"
-POINTS = 300
-"""The most points that a line has; more are averaged."""
-COLUMNS, ROWS = 120, 48
-"""The most columns that the map of layers has, and the most layers that have a row each."""
-LABEL = 40
-"""The most letters that the name of a row has; of longer names the end is shown."""
+POINTS = 300  # the most points that a line has; more are averaged
+COLUMNS, ROWS = 120, 48  # the most columns that the map of layers has, and the most layers that have a row each
+LABEL = 40  # the most letters that the name of a row has; of longer names the end is shown
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,9 @@ class RunFiles:
 
     @property
     def has_phases(self) -> bool:
-        """Whether it logged the phase of sparse weights."""
         return any("sparse_phase" in row for row in self.history.values())
 
     def points(self, key: str, factor: float = 1.0) -> list[Point]:
-        """The line of a number."""
         return thinned([(step, factor * row[key]) for step, row in self.history.items() if key in row])
 
     def dense_spans(self) -> list[Span]:
@@ -86,11 +81,7 @@ class RunFiles:
 
 
 def read_run(directory: str | os.PathLike) -> RunFiles:
-    """The run log of an output directory, and its `trainer_state.json` of the most steps.
-
-    Raises:
-        ValueError: there is neither of them, or a file is damaged.
-    """
+    """The run log of an output directory, and its `trainer_state.json` of the most steps."""
     root = Path(directory)
     entries = [entry for _, _, entry in read_lines(root / RUN_LOG)]
     starts = [entry for entry in entries if isinstance(entry.get("layers"), dict)]
@@ -142,9 +133,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     raise ValueError(f"{path} is cut short or damaged: it holds no JSON object; delete it, or restore it")
 
 
-def thinned(points: list[Point], most: int = POINTS) -> list[Point]:
-    """At most `most` points: means of as many neighbours as it takes, at the last one's x; of the finite ones."""
-    together = math.ceil(len(points) / most)
+def thinned(points: list[Point]) -> list[Point]:
+    """At most `POINTS` points: means of as many neighbours as it takes, at the last one's x; of the finite ones."""
+    together = math.ceil(len(points) / POINTS)
     if together <= 1:
         return points
     parts = [points[i : i + together] for i in range(0, len(points), together)]
@@ -173,11 +164,8 @@ def layer_map(run: RunFiles) -> tuple[list[tuple[str, list[float | None]]], list
 
 
 def grouped(names: Sequence[str]) -> tuple[list[tuple[str, list[str]]], str]:
-    """The rows of a heat map, of each its label and its layers; and the rule in words.
-
-    More than `ROWS` layers share rows by block: those whose names agree up to the first number.
-    """
-    is_by_block = len(names) > ROWS
+    """The rows of a heat map, of each its label and its layers; and the rule in words."""
+    is_by_block = len(names) > ROWS  # then layers share a row whose names agree up to the first number
     groups: dict[str, list[str]] = {}
     for name in names:
         key = re.sub(r"((?:^|\.)\d+)\..*", r"\1", name) if is_by_block else name

@@ -19,8 +19,7 @@ from ..tables import html_table
 from ..training.run_log import MEMORY, RUN_LOG, SPEED
 from .run_files import POINTS, RunFiles, layer_map, read_run, thinned
 
-OTHERS = 12
-"""The most charts of numbers that the method or the Trainer logs besides ours."""
+OTHERS = 12  # the most charts of numbers that the method or the Trainer logs besides ours
 _DRAWN = {"loss", "learning_rate", "flip_rate", "kept_magnitude", "sparse_phase", SPEED, MEMORY}
 _NOT_DRAWN = {"time", "epoch", "total_flos", "num_input_tokens_seen", "parameters"}
 
@@ -34,16 +33,9 @@ def report(options: argparse.Namespace) -> int:
 def write_report(
     directory: str | os.PathLike, dense: str | os.PathLike | None = None, output: str | os.PathLike | None = None
 ) -> Path:
-    """Write the report of a run; returns its path.
+    """Write the report of a Trainer's `output_dir`, compared with a dense run's; returns its path.
 
-    Args:
-        directory: the `output_dir` of a Trainer.
-        dense: that of a dense run, to compare with.
-        output: the file; None for `report.html` in `directory`. One that exists is replaced.
-
-    Raises:
-        ValueError: a directory without a run, one that is damaged, or a control that is not dense.
-        OSError, ImportError: a file cannot be read or written; Matplotlib is not installed.
+    `output` is replaced where it exists; None stands for `report.html` in `directory`.
     """
     if not charts.is_available():
         raise ImportError("the report needs Matplotlib: pip install 'hf_sparse24[report]'")
@@ -57,7 +49,7 @@ def write_report(
 
 
 def _page(run: RunFiles, control: RunFiles | None) -> str:
-    """The page. Every string is escaped, and its policy lets a browser run no script and load nothing."""
+    """Every string is escaped, and the page's policy lets a browser run no script and load nothing."""
     title = escape(f"{run.pattern} training: {run.directory.resolve().name}")
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     is_sparse = run.sparse24 or run.has_phases

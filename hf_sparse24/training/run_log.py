@@ -59,7 +59,6 @@ class RunLog:
         self._try(self._begin, self._start_line(args, controller))
 
     def after_step(self) -> None:
-        """Count the time since the last optimizer step."""
         now = time.perf_counter()
         self._seconds, self._last = self._seconds + now - self._last, now
 
@@ -141,11 +140,7 @@ class ConsoleFilter(TrainerCallback):
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The lines of a log that are whole, their steps, and what they hold; none of a file that is not there.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-    """
+    """The lines of a log that are whole, their steps, and what they hold; none of a file that is not there."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -171,8 +166,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def _given(args: TrainingArguments) -> dict[str, Any]:
-    """Arguments that differ from their defaults and can be shared with the output directory: numbers, and text that
-    names no place on this machine. Mappings may hold secrets."""
+    """Changed arguments that can be shared: numbers, and text without a path. Mappings may hold secrets."""
     defaults = {field.name: field.default for field in fields(args)}
     return {
         name: value

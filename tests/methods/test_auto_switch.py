@@ -77,29 +77,6 @@ def test_dead_entries_do_not_decide_the_geometric_mean():
     assert switch_after_steps(lambda t: [float(t), 0.0], **arguments) is None
 
 
-def test_z_is_taken_only_where_a_decision_can_see_it():
-    params = parameters()
-    optimizer = make(params, total_steps=100, switch_after=30, switch_by=50)
-    train(optimizer, params, range(10))
-    assert (
-        optimizer.param_groups[0]["auto_switch"]["window"].isinf().all()
-    )  # of steps 1 to 10; step 30 looks back to 11
-    train(optimizer, params, range(20))
-    assert optimizer.param_groups[0]["auto_switch"]["window"].isfinite().all()
-
-
-def test_a_window_longer_than_half_of_the_run_decides_by_what_it_has():
-    """beta2 = 0.999 remembers 1,000 steps. Gradients of 1 until step 100, then of 1e-6: z = 1e-3 0.999^(t - 1)."""
-    gradients = lambda t: [1.0] if t <= 100 else [1e-6]  # noqa: E731
-    arguments = {"betas": (0.9, 0.999), "total_steps": 575, "steps": 286}
-    mean = sum(1e-3 * 0.999 ** (t - 1) for t in range(1, 101)) + sum(
-        1e-3 * (1 - 0.999**100) * 0.999 ** (t - 101) for t in range(101, 201)
-    )
-    eps = mean / 200
-    assert switch_after_steps(gradients, **arguments, eps=eps * 1.001) == 200
-    assert switch_after_steps(gradients, **arguments, eps=eps * 0.999) in (201, 202)
-
-
 def test_the_state_of_another_rule_or_window_is_forgotten():
     params = parameters()
     before = make(params, total_steps=100, switch_rule="geometric", switch_after=30, switch_by=50)
@@ -107,10 +84,8 @@ def test_the_state_of_another_rule_or_window_is_forgotten():
     for arguments in ({}, {"switch_rule": "geometric"}):
         after = make(parameters(), total_steps=100, switch_after=30, switch_by=50, **arguments)
         after.load_state_dict(copy.deepcopy(before.state_dict()))
-        assert (
-            math.isinf(after.switch_statistic) is not bool(arguments)
-            and after.param_groups[0]["auto_switch"]["step"] == 29
-        )
+        assert math.isinf(after.switch_statistic) is not bool(arguments)
+        assert after.param_groups[0]["auto_switch"]["step"] == 29
     saved = before.state_dict()
     saved["param_groups"][0]["auto_switch"]["window"] = torch.zeros(7)
     after.load_state_dict(saved)

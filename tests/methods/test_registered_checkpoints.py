@@ -1,6 +1,5 @@
 """The Parameters and the name of a method from outside the package: in checkpoints, exports and other processes."""
 
-import os
 import subprocess
 import sys
 
@@ -109,14 +108,3 @@ def test_a_fresh_process_needs_the_registration(tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("method='own': must be one of ['fixed-mask', ") == 2
-
-
-def test_the_command_line_imports_it(tmp_path):
-    """Without the import it is refused, as a fresh process has shown above."""
-    zoo.build("llama", architectures=["LlamaForCausalLM"]).config.save_pretrained(tmp_path / "model")
-    (tmp_path / "mine.py").write_text("import own_method\n")
-    command = [sys.executable, "-m", "hf_sparse24_command", "doctor", "model", "--tokens", "64", "--method", "own"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    command += ["--import", "mine"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert run.returncode == 0 and "64 x 32" in run.stdout, run.stderr

@@ -9,13 +9,13 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
-from method_runs import dataset, loop, run_steps, trainer
+from method_runs import loop, run_steps, trainer
 from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
 from own_models import patched
 from paths import RECIPES, SUPPORT
 from sparse_models import keep_encodings
 from torch import nn
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import (
@@ -23,7 +23,6 @@ from hf_sparse24 import (
     Sparse24Controller,
     Sparse24Conv1D,
     Sparse24Linear,
-    Sparse24Trainer,
     describe_settings,
     oneshot,
     patch_model,
@@ -32,7 +31,7 @@ from hf_sparse24 import (
     unpatch_model,
 )
 from hf_sparse24.config import SavedConfig
-from hf_sparse24.methods import METHODS, MethodSettings, SparseMethod, Values, setting, step_param_groups
+from hf_sparse24.methods import METHODS, MethodSettings, SparseMethod, Values, setting
 from hf_sparse24.run import SparseRun, sparse_run
 from hf_sparse24.tools import doctor
 
@@ -284,12 +283,3 @@ def test_the_trainer_makes_its_optimizer_and_logs_its_metrics(tmp_path):
     norms = [log["adapter_norm"] for log in run.state.log_history if "loss" in log]
     # The step that a phase begins with is the first whose gradients reach the adapters.
     assert norms[:9] == [0.0] * 9 and all(norm > 0 for norm in norms[9:])
-
-
-def test_another_optimizer_is_refused(tmp_path):
-    model = patched()
-    adamw = torch.optim.AdamW(step_param_groups(model), lr=1e-3)
-    args = TrainingArguments(str(tmp_path), max_steps=12, report_to="none", use_cpu=True)
-    run = Sparse24Trainer(model, args, train_dataset=dataset(), optimizers=(adamw, None))
-    with pytest.raises(ValueError, match="method 'own' needs OwnAdamW, not AdamW"):
-        run.train()
