@@ -196,13 +196,13 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
 def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
     if not ours:
         return ""
-    labels = {name: name.removeprefix("eval_").replace("_", " ") for name in ours}
     columns = ["metric", "this model", *(["dense control", "difference"] if dense else [])]
     rows = []
     for name, value in ours.items():
         other = dense.get(name)
         compared = ["", ""] if other is None else [_number(other), f"{value - other:+.4g}"]
-        rows.append([labels[name], _number(value), *compared][: len(columns)])
+        label = name.removeprefix("eval_").replace("_", " ")
+        rows.append([label, _number(value), *compared][: len(columns)])
     return f"## Results\n\n{markdown_table(columns, rows)}"
 
 
@@ -245,7 +245,5 @@ def _python(*lines: str) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
+def _number(value: float) -> str:
     return shown_count(value) if isinstance(value, int) else f"{value:.4g}"

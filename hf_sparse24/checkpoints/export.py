@@ -96,10 +96,7 @@ def export_model(
     format_version(values, format)
     model = unwrapped(model)
     if _is_sharded(model) and adapters_in(model):
-        raise ValueError(
-            "the model is sharded, and adapters are merged into whole weights: save the adapter, load it on its base "
-            "in one process, and export that"
-        )
+        raise ValueError("the model is sharded, and has adapters: export them on their base in one process")
     with without_adapters(model) as plain:
         _export(plain, Path(directory), format, max_shard_size, values)
 
@@ -240,18 +237,14 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
     if sparse_weights(model, PACKED) and not sparse_weights(model, PackedMaster):
-        raise ValueError(
-            f"the model is packed: call unpack_model(model), then patch_model(model, Sparse24Config(method="
-            f"{ONESHOT_METHOD!r})), which keeps its zeros, and export that"
-        )
+        way = f"patch_model(model, Sparse24Config(method={ONESHOT_METHOD!r})), which keeps its zeros"
+        raise ValueError(f"the model is packed: call unpack_model(model), then {way}")
     if not sparse_weights(model, TRAINED):
         raise ValueError("the model is not patched; use model.save_pretrained(directory)")
     check_not_offloaded(model)
     if getattr(getattr(model, "config", None), "quantization_config", None) is None:
-        raise ValueError(
-            f"{type(model).__name__} is no PreTrainedModel that was patched as a whole: plain = unpatch_model("
-            f"copy.deepcopy(model)), then safetensors.torch.save_model(plain, 'model.safetensors')"
-        )
+        way = "plain = unpatch_model(copy.deepcopy(model)), then safetensors.torch.save_model(plain, path)"
+        raise ValueError(f"{type(model).__name__} is no PreTrainedModel that was patched as a whole: {way}")
     return model  # type: ignore[return-value]  # patch_model gives only Transformers' models a quantization_config
 
 
@@ -264,10 +257,8 @@ def refuse_other_models(directory: Path) -> None:
     if model and not (weights and all(map(_is_exported, weights))):
         found += model
     if found:
-        raise ValueError(
-            f"{directory} holds a training checkpoint, an adapter or another model that is no export of hf_sparse24 "
-            f"({', '.join(found)}), which would be lost; export into another directory"
-        )
+        what = "a training checkpoint, an adapter or another model that is no export of hf_sparse24"
+        raise ValueError(f"{directory} holds {what} ({', '.join(found)}); export into another directory")
 
 
 def _is_exported(file: Path) -> bool:

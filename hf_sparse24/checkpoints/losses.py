@@ -76,10 +76,8 @@ def control_metrics(control: Control | None) -> dict[str, float]:
         return {}
     metrics = dict(control) if isinstance(control, Mapping) else last_evaluation(control_history(control))
     if not metrics or not all(isinstance(value, int | float) for value in metrics.values()):
-        raise ValueError(
-            f"dense_control={str(control)!r}: that run logged no evaluation; evaluate it as it trains (eval_strategy), "
-            f"or pass numbers by name, such as {{'eval_loss': 3.21}}"
-        )
+        way = "evaluate it as it trains (eval_strategy), or pass numbers by name, such as {'eval_loss': 3.21}"
+        raise ValueError(f"dense_control={str(control)!r}: that run logged no evaluation; {way}")
     return metrics
 
 

