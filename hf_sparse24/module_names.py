@@ -18,12 +18,8 @@ from .messages import shown
 
 TARGET_GROUPS = ("mlp", "attention", "all-linear")
 
-MATCH_SECONDS = 5.0
-"""Limit of the time to match one expression with all names of a model; ordinary ones take milliseconds."""
-
-_MAX_SIZE = 100_000
-"""Limit of an expression's characters, with `{n}` expanded: `regex` takes about 300 bytes for each."""
-
+MATCH_SECONDS = 5.0  # to match one expression with all names of a model; ordinary ones take milliseconds
+_MAX_SIZE = 100_000  # of an expression's characters, with `{n}` expanded: `regex` takes about 300 bytes for each
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 

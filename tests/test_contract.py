@@ -136,16 +136,6 @@ def test_a_copy_goes_its_own_way(method):
 
 
 @every_method
-def test_patching_and_unpatching_keep_the_dense_model(method):
-    model = zoo.build("gpt2").eval()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    patch_model(model, method_config(method))
-    unpatch_model(model, sparse=False)
-    after = model.state_dict()
-    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
-
-
-@every_method
 def test_a_meta_model_takes_a_state_dict(method):
     real = zoo.build("llama")
     patch_model(real, method_config(method))

@@ -52,8 +52,7 @@ def check_adapters(model: nn.Module) -> None:
 
 @torch.no_grad()
 def bypasses_layer(adapter: nn.Module) -> bool:
-    """Return whether an adapter's output depends on the weight of its `base_layer`, or never calls that layer: found by
-    a layer in its place with NaN as weight and zeros as output."""
+    """Return whether an adapter reads the weight of its `base_layer`, or never calls that layer: found by a probe."""
     layer: Any = adapter.base_layer
     if layer.weight.is_meta:
         return False

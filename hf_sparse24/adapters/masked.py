@@ -31,13 +31,9 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.input_dim import input_dim_of
 
-CHUNK = 2**22
-"""Number of elements of D that are computed at a time."""
-
+CHUNK = 2**22  # elements of D that are computed at a time
 ALL = slice(None)
-
-UNMERGED = "sparse24_unmerged"
-"""Attribute of a merged adapter with the `Unmerged` of its base layer."""
+UNMERGED = "sparse24_unmerged"  # attribute of a merged adapter with the `Unmerged` of its base layer
 
 
 @torch.no_grad()

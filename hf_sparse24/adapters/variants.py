@@ -107,7 +107,6 @@ def init_magnitude(adapter: Any, name: str) -> None:
 
 
 def _factors(module: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
-    """Return A, B and s."""
     return module.lora_A[adapter].weight, module.lora_B[adapter].weight, module.scaling[adapter]
 
 

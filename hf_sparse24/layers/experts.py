@@ -51,9 +51,8 @@ class _StraightThrough(torch.autograd.Function):
 class StackedExperts(Made, nn.Module):
     """The base of sparse and packed experts, which become a subclass of their class with the same forward.
 
-    Attributes:
-        running: the weights that the Parameters' names give, one entry for each forward that is running. There are
-            several where threads share the model; they are equal, as weights do not change meanwhile.
+    `running` has the weights that the Parameters' names give, one entry for each forward that is running: several where
+    threads share the model, all equal.
     """
 
     sparse24: dict[str, SparseWeight]

@@ -63,7 +63,14 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
 
 
 def unfuse_gated_mlps(model: nn.Module) -> list[str]:
-    """Undo `fuse_gated_mlps`, in place, and return the names of the modules that were fused, in module order."""
+    """Undo `fuse_gated_mlps`, in place.
+
+    Args:
+        model: any model.
+
+    Returns:
+        Names of the modules that were fused, in module order.
+    """
     fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
     for module in fused.values():
         module.__class__ = module.made_of[1]
@@ -120,8 +127,7 @@ def _is_simple(module: nn.Module, linears: set[str]) -> bool:
 
 
 def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) -> bool:
-    """Whether the module's forward equals the fused one, on tiny random layers in float64. Its own layers may be on
-    the meta device, huge, or all zeros, with which any two forwards agree."""
+    """Whether the module's forward equals the fused one, on tiny random layers in float64 in place of its own."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         width = 2 if len(layout.inputs) == 1 else 1

@@ -13,16 +13,7 @@ dimension that is contracted*. Each GEMM contracts a different dimension, so eac
     grad_input    wants W 2:4 along out:      only a mask that is 2:4 in both directions, a transposable one
     grad_weight   wants dZ 2:4 along tokens:  neither operand is a weight; the gradient is pruned at random, unbiased
 
-              output       grad_input    grad_weight
-    STE       W sparse     dense         dense
-    SR-STE    W sparse     dense         dense
-    S-STE     W sparse     dense         dZ sparse (MVUE)
-    T-SR-STE  W sparse     W sparse      dZ sparse (MVUE)
-    STEP      W sparse     dense         dense              once it has switched; dense before
-    fixed     W sparse     dense         dense
-    SLoPe     W sparse     W sparse      dense              another mask in grad_input, along out
-
-A config can ask for more. What is asked for is data, `gemms.Gemms`; this file runs it.
+What a method and a config ask for is data, `gemms.Gemms`; this file runs it.
 
 `weight`, the Parameter, always stays the dense master: the optimizer updates all of it, and its gradient is that of
 the pruned weight, passed straight through. Only where the method says `keeps_zeros` does the mask stop it too.
@@ -115,7 +106,6 @@ def _grad_weight(gemm: Gemm, grad: Tensor, x: Tensor, key: Tensor | None, backen
 
 
 def _rounded(gemm: Gemm, format: str, *operands: Tensor) -> tuple[Tensor, ...]:
-    """The operands in the GEMM's precision."""
     if gemm.precision == "native":
         return operands
     return tuple(fp8_simulate(operand, format) for operand in operands)

@@ -29,10 +29,9 @@ from .experts import PackedExperts
 from .made_classes import made_class
 from .sparse_module import PackedModule, reject_other_graphs
 
+# Of the dense gradient that a packed master makes at a time: it stays in a CPU's cache until its values are taken.
 BLOCK_BYTES = 4 << 20
-"""Of the dense gradient that a packed master makes at a time: it stays in a CPU's cache until its values are taken."""
-ROWS = 32
-"""Its rows are a multiple of these."""
+ROWS = 32  # it has a multiple of these
 
 
 class _PackedLinearFunction(torch.autograd.Function):
@@ -88,8 +87,7 @@ def _grad_input_weight(values: Tensor, indices: Tensor, dtype: torch.dtype, meth
 
 
 def _grad_values(grad: Tensor, x: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """dW = dZ^T X from `[T, out]` and `[T, in]` at the kept places: `[out, in / 2]` in `dtype`, some rows at a time, so
-    that a dense gradient of the layer is never there."""
+    """dW = dZ^T X at the kept places `[out, in / 2]`, some rows at a time, so that no dense gradient is there."""
     out, inputs = grad.shape[1], x.shape[1]
     values = grad.new_empty(out, inputs // 2, dtype=dtype)
     step = max(ROWS, BLOCK_BYTES // (inputs * x.element_size()) // ROWS * ROWS)

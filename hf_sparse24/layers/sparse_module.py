@@ -26,8 +26,7 @@ def reject_other_graphs() -> None:
 
 
 def trained_parameter(weight: SparseWeight) -> Tensor:
-    """The Parameter, for a forward pass that trains it: where the method keeps zeros, what its mask drops gets none of
-    the gradient."""
+    """The Parameter for a training forward; where the method keeps zeros, dropped weights get no gradient."""
     parameter = weight.parameter
     if not (weight.method.keeps_zeros and parameter.requires_grad and torch.is_grad_enabled()):
         return parameter

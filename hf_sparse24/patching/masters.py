@@ -57,8 +57,7 @@ def check_masters(model: nn.Module, run: SparseRun) -> None:
 
 @torch.no_grad()
 def pack_masters(model: nn.Module, run: SparseRun) -> None:
-    """Let every sparse weight of a patched model be its packed values alone: one after the other, so that no more than
-    one weight is there twice."""
+    """Let every sparse weight be its packed values alone: one after the other, so that only one is there twice."""
     for weight in sparse_weights(model).values():
         out_in = weight.storage.out_in
         matrix, mask = out_in(weight.parameter.detach()), out_in(weight.mask())

@@ -50,7 +50,6 @@ def adopt(model: nn.Module) -> SparseRun | None:
 
 
 def _is_unused_copy(other: Any, run: SparseRun) -> bool:
-    """Return whether another run is equal and in the same phase, and no model and no training uses it."""
     is_equal = other.config == run.config and other.phase == run.phase
     return is_equal and not other.owners and other.controller is None
 

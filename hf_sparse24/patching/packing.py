@@ -136,8 +136,7 @@ def is_packable(weight: SparseWeight) -> bool:
 
 
 def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
-    """What a sparse weight computes with, packed; None where its input size is no multiple of 8. ValueError where its
-    method has not pruned it by its pattern."""
+    """What a sparse weight computes with, packed; None where its input size is no multiple of 8."""
     if not is_packable(weight):
         return None
     method = weight.method

@@ -64,7 +64,6 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
 
 
 def _sublayer(names: list[str]) -> str | None:
-    """Return `"attention"`, `"mlp"` or None, by the names in a block."""
     if any(_ATTENTION.search(text) for text in names):
         return "attention"
     return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None

@@ -41,7 +41,8 @@ class PatchReport(TableReport):
         patched: names of the sparse layers, in module order; stacks of experts by their Parameters' names.
         skipped: name to reason, for every linear layer, stack of experts and convolution that stayed dense.
         rows: the same by groups of layers whose names differ only in numbers.
-        patched_parameters, zero_parameters: number of weights under an N:M pattern, and of zeros among them.
+        patched_parameters: number of weights under an N:M pattern.
+        zero_parameters: number of zeros among them.
         total_parameters: number of parameters of the whole model, shared ones once.
         is_pretrained: whether `from_pretrained` loaded dense weights, of which the method now drops a part.
         is_finished: whether a run of the model has ended dense, so that it trains on as a dense model.

@@ -180,10 +180,8 @@ def _layer_patterns(config: Any, targets: set[str], places: dict[str, Place]) ->
 
 
 def _towers(model: nn.Module) -> dict[int, str]:
-    """Return the classes of the parts of a multi-modal language model that read images or sound, by the part's id.
-
-    Their sub-configs have such names. A model that writes no text has none: the towers of CLIP are equals.
-    """
+    """Return the classes of the parts of a model that read images or sound, by the part's id, where it writes text: the
+    towers of CLIP are equals."""
     kinds: set[type] = set()
     towers, writes_text = {}, False
     for module in model.modules():  # from the outside in
@@ -201,8 +199,7 @@ def _towers(model: nn.Module) -> dict[int, str]:
 
 
 def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
-    """Skip weights that overlap another Parameter, which would be pruned twice in groups that differ, and weights that
-    a dense module uses too, of which unpatching could not restore both."""
+    """Skip weights that overlap another Parameter, or that a dense module uses too."""
     others = overlapping_tensors(model)
 
     def skip(reason: str, weights: Collection[int]) -> list[Candidate]:

@@ -25,13 +25,7 @@ WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
 
 class BlockExample(NamedTuple):
-    """A call of a block with the inputs of the pruned model, and the dense model's output there.
-
-    Attributes:
-        call: computes the output.
-        target: `[..., hidden]`.
-        counts: bool, the shape of `target` without its last dimension, False for padding; None where all tokens count.
-    """
+    """A call of a block with the inputs of the pruned model, the dense model's output there, and which tokens count."""
 
     call: Call
     target: Tensor

@@ -142,7 +142,7 @@ def _examples(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode within the block; afterwards each module has its own mode again."""
+    """Put the model into eval mode within the block."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

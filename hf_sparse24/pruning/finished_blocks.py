@@ -75,7 +75,6 @@ def _facts(path: Path) -> dict[str, str]:
 
 
 def _fingerprint(model: nn.Module, batches: Iterable[ModelInputs], settings: dict[str, Any]) -> str:
-    """A hash of the arguments, the data, and the sum of each parameter."""
     found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     with torch.no_grad():
         for name, parameter in model.named_parameters():

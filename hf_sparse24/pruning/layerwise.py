@@ -36,14 +36,9 @@ def sparsegpt(
     `H^-1 = U^T U`: `[H_F^-1]_jj = U_jj^2` and `[H_F^-1]_j: = U_jj U_j:`. The mask of a group of `m` is chosen by that
     cost when its first column is reached. Weights of an input that is never active become zero, whatever the mask.
 
-    Args:
-        weight: `[out, in]`, `in` a multiple of `m`. gram: `[in, in]`.
-        damping: see `ridge`, above 0 unless `gram` is positive definite. Raised tenfold, from 1e-6 at least, until the
-            factorization succeeds.
-        width: columns to finish before the ones further right are touched; changes the speed only.
-
-    Returns:
-        The pruned weight, its mask (bool, `n` of every `m`), and the damping that was used.
+    `damping` (see `ridge`) is raised tenfold, from 1e-6 at least, until the factorization succeeds. `width` columns are
+    finished before those further right are touched; it changes the speed only. Returns the pruned weight, its mask, and
+    the damping that was used.
 
     Reference: Frantar & Alistarh 2023 (arXiv 2301.00774), Algorithm 1; for inputs that are never active, their code
     (github.com/IST-DASLab/sparsegpt, `fasterprune`). Our deviations: U comes from one Cholesky factorization and one

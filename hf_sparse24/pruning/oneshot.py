@@ -188,8 +188,7 @@ def _check_weights(weights: dict[str, SparseWeight]) -> None:
 def _prune_block(
     module: nn.Module, weights: dict[str, SparseWeight], block: CalibratedBlock, options: Options, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Prune the `weights` of a block, and return their masks and, as plain values, `layers` for each `LayerReport` and
-    the `errors` of the block before and after its reconstruction, or None."""
+    """Prune the `weights` of a block, and return their masks and what the report says, as plain values."""
     masks: dict[Tensor, Tensor] = {}
     found, layers, errors = {}, [], None
     for name, weight in weights.items():

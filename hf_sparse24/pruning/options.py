@@ -21,12 +21,7 @@ Pruned = tuple[Tensor, Tensor, float]
 
 
 class Criterion(NamedTuple):
-    """How to prune one layer.
-
-    Attributes:
-        prune: takes the dense weight `[out, in]`, `statistics` of its inputs, the pattern and the damping.
-        statistics: the least that it needs; it may get a `Gram` instead, which has all that `InputNorms` has.
-    """
+    """How to prune one layer. Where `InputNorms` are enough it may get a `Gram`, which has all that they have."""
 
     prune: Callable[[Tensor, Any, Pattern, float], Pruned]
     statistics: type[Gram] | type[InputNorms] = InputNorms

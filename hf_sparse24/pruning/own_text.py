@@ -13,8 +13,7 @@ logger = get_logger(__name__)
 SEPARATOR = "<|endoftext|>"
 """Between the documents that most models learned from; instruction tuning gives many another `bos_token`."""
 
-BATCH = 32
-"""Sequences that are written at a time: a bound on memory."""
+BATCH = 32  # sequences that are written at a time: a bound on memory
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def prune_layer(
 
 
 def round_layer(target: SparseWeight, inputs: Gram | InputNorms, damping: float) -> None:
-    """Round a pruned weight to int8 values, if it can be packed. `inputs` must be a Gram matrix."""
+    """Round a pruned weight to int8 values, if it can be packed."""
     assert isinstance(inputs, Gram)
     if is_packable(target):
         weight, gram = matrix(target), inputs.matrix[:-1, :-1]

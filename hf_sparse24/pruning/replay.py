@@ -61,10 +61,8 @@ Computed = list[tuple[Call, Effect]]
 class Course:
     """The order in which forward passes over batches of one kind call the blocks.
 
-    Attributes:
-        calls: the blocks in the order of their calls, those that run several times several times.
-        ends: number of each block's last call, by the block's name in `Replay.blocks`.
-        last_use: for each call, the number of the last call that depends on its effect; its own where none does.
+    `ends` has the number of each block's last call by the block's name; `last_use`, for each call, the number of the
+    last call that depends on its effect.
     """
 
     calls: tuple[nn.Module, ...]

@@ -42,8 +42,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """What this process holds of a parameter's gradient, None without one. All processes must ask: tensor parallelism
-    leaves gradients of embeddings whole, or still to be summed, and this splits them as the parameter."""
+    """What this process holds of a parameter's gradient, None without one. All processes must ask, because tensor
+    parallelism leaves gradients of embeddings whole, or still to be summed."""
     gradient = parameter.grad
     if gradient is None:
         return None

@@ -11,11 +11,8 @@ from .storage import Storage
 
 
 class WeightState(Mapping[str, Tensor]):
-    """The method's buffers by name, such as S-STE's `scale`; those of a stack have a row for each matrix.
-
-    Attributes:
-        is_ready: False for a weight that was patched on the meta device, until it has state.
-    """
+    """The method's buffers by name, such as S-STE's `scale`; those of a stack have a row for each matrix. A weight that
+    was patched on the meta device is not ready until it has state."""
 
     def __init__(self, storage: Storage):
         self.storage = storage

@@ -173,18 +173,6 @@ def test_the_report_of_a_layer():
         PackedLinear(4, 8)
 
 
-def test_generating(tmp_path):
-    model = patched()
-    ids = zoo.batch()["input_ids"]
-    arguments = {"max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(ids, **arguments)
-    loaded = exported(tmp_path, model)
-    assert torch.equal(loaded.generate(ids, **arguments), expected)
-    with torch.no_grad():
-        compiled = torch.compile(loaded, fullgraph=True, backend="aot_eager")(**zoo.batch()).logits
-    torch.testing.assert_close(compiled, logits(model))
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_gradients_pass_through(name):
     """To the input and the bias, as those of the dense layer; with gradient checkpointing and autocast too."""

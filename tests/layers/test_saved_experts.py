@@ -88,17 +88,6 @@ def test_pickled_and_copied():
         assert isinstance(other.model.layers[0].mlp.experts, type(zoo.build("mixtral").model.layers[0].mlp.experts))
 
 
-def test_a_part_that_is_unpatched_leaves_the_rest_sparse(tmp_path):
-    model = zoo.build("mixtral")
-    patch_model(model)
-    unpatch_model(model.model.layers[0])
-    assert list(sparse_weights(model)) == [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
-    model.save_pretrained(tmp_path)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert list(sparse_weights(reloaded)) == list(sparse_weights(model))
-    assert torch.equal(logits(reloaded), logits(model))
-
-
 def test_state_that_no_method_has_made_is_refused_and_names_the_expert():
     model = patched()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

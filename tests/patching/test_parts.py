@@ -1,17 +1,13 @@
 """A model that was patched through a part of it says so in its own config, which is what gets saved."""
 
-import copy
-
 import model_kinds
 import pytest
 import torch
 import zoo
 from sparse_models import logits
-from training_runs import arguments, dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_sparse24 import (
-    Sparse24Callback,
     Sparse24Config,
     Sparse24Controller,
     patch_model,
@@ -80,18 +76,6 @@ def test_a_part_that_was_sparse_before_it_became_one(tmp_path):
     assert_reloads_the_same(model, tmp_path / "patched")
 
 
-def test_a_trainer_whose_model_has_a_sparse_part(tmp_path):
-    base = zoo.build("llama").model
-    patch_model(base, Sparse24Config(method="t-sr-ste"))
-    model = zoo.build("llama", seed=1)
-    model.model = base
-    trainer = Trainer(model, arguments(tmp_path, max_steps=12), train_dataset=dataset())
-    Sparse24Callback.add_to(trainer)
-    trainer.train()
-    assert model.config.quantization_config.facts.phase == "dense"  # the tail, which the whole model's config follows
-    assert_reloads_the_same(model, tmp_path / "saved")
-
-
 def test_parts_with_configs_of_their_own_are_refused():
     first, second = zoo.build("llama"), zoo.build("llama")
     patch_model(first, Sparse24Config(method="ste"))
@@ -143,11 +127,4 @@ def test_layers_of_a_model_or_a_module_around_it(patched, tmp_path):
     model = zoo.build("llama")
     patch_model(patched(model), Sparse24Config(method="ste"))
     patch_model(model)
-    assert_reloads_the_same(model, tmp_path)
-
-
-def test_a_copy_of_a_model_has_a_config_of_its_own(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method="ste"))
-    unpatch_model(copy.deepcopy(model))
     assert_reloads_the_same(model, tmp_path)

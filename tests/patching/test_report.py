@@ -1,7 +1,5 @@
 """PatchReport: what it counts, and how it is shown."""
 
-from xml.etree import ElementTree
-
 import pytest
 import torch
 import zoo
@@ -17,20 +15,10 @@ def test_report():
     assert report.sparse_share == pytest.approx(6 * 32 * 32 / report.total_parameters)
     text = str(report)
     assert text.startswith("2:4 sparse by s-ste: 6 of 15 linear layers")
+    assert repr(report) == f"<PatchReport: {text.splitlines()[0]}>"
     assert "model.layers.*.mlp.up_proj" in text and "not in target_modules='mlp'" in text
     rows = {row.group: row for row in report.rows}
     assert rows["model.layers.*.mlp.up_proj"].layers == 2 and rows["lm_head"].skipped == "output embedding"
-
-
-def test_the_reports_short_repr_and_its_table_for_notebooks():
-    report = patch_model(zoo.build("llama"), Sparse24Config(exclude_modules=r".*0.*<b>|.*\.0\..*up_proj"))
-    assert repr(report) == f"<PatchReport: {str(report).splitlines()[0]}>" and len(repr(report)) < 200
-    page = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")  # well-formed, so escaped
-    assert page.find("p").text == str(report).splitlines()[0]
-    rows = [[cell.text for cell in row] for row in page.find("table")]
-    assert rows[0] == ["module group", "layers", "weights", "sparse"]
-    assert ["model.layers.*.mlp.up_proj", "1", "2,048", f"in exclude_modules={report.config.exclude_modules!r}"] in rows
-    assert len(rows) == 1 + len(report.rows)
 
 
 def test_the_report_counts_weights_and_nothing_else():

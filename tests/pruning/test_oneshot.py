@@ -161,34 +161,6 @@ def test_autocast_is_for_the_model_alone(criterion):
     assert torch.equal(layers[0].weight, layers[1].weight) and one.layers == two.layers
 
 
-def test_padding_is_ignored():
-    x, layers = correlated(40, 16), [linear(8, 16) for _ in range(3)]
-    for layer in layers[1:]:
-        layer.load_state_dict(layers[0].state_dict())
-    keep = torch.ones(5, 10, dtype=torch.long)
-    keep[:, 8:] = 0
-    padded = torch.full((5, 10, 16), 1e3, dtype=torch.float64)
-    padded[:, :8] = x.view(5, 8, 16)
-    data = [{"x": x}, {"x": padded, "attention_mask": keep}, {"x": padded.flatten(0, 1), "attention_mask": keep}]
-    reports = [
-        oneshot(OneLayer(layer), [batch], fixed_mask(), **LAYERWISE).layers[0] for layer, batch in zip(layers, data)
-    ]
-    for layer, report in zip(layers, reports):
-        assert report.tokens == 40 and report.error == pytest.approx(reports[0].error)
-        torch.testing.assert_close(layer.weight, layers[0].weight)
-
-
-def test_errors_are_of_the_weight_as_it_is_stored():
-    x, layer = correlated(100, 16).bfloat16(), linear(8, 16, bias=False).bfloat16()
-    weight = layer.weight.clone()
-    report = oneshot(OneLayer(layer), [{"x": x}], fixed_mask(), **LAYERWISE).layers[0]
-    assert layer.weight.dtype == torch.bfloat16
-    x, weight, stored = x.double(), weight.double(), layer.weight.double()
-    assert report.error == pytest.approx(
-        (torch.linalg.norm(x @ (weight - stored).T) / torch.linalg.norm(x @ weight.T)).item(), rel=1e-4
-    )
-
-
 # --- whole models ---
 
 
