@@ -18,6 +18,7 @@ from . import reference
 from .checks import check_is, check_one_of
 from .cpu import OPERATORS as CPU_OPERATORS
 from .cpu.library import load as load_cpu_kernels
+from .cpu.library import loaded
 from .operators import Operators
 
 OLDEST_TRITON = (3, 6)
@@ -86,10 +87,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, ope
 def implementation(operator: str, tensor: Tensor, has_kernels: bool = True) -> Callable[..., Any]:
     """The function that computes an operator on the device of `tensor`.
 
-    Args:
-        operator: a field of `Operators`.
-        tensor: one of the arguments, whose device and dtype decide.
-        has_kernels: False for arguments that `reference` alone takes, such as patterns other than 2:4.
+    `has_kernels` is False for arguments that `reference` alone takes, such as patterns other than 2:4.
     """
     if has_kernels:
         return choose(operator, tensor.device, tensor.dtype)[0]
@@ -137,15 +135,6 @@ def _cpu_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     return library if isinstance(library, str) else None
 
 
-def _cpu_where(device: torch.device) -> str:
-    library = load_cpu_kernels()
-    return library if isinstance(library, str) else f"C++ kernels, path {library.path!r}"
-
-
-def _gpu_where(device: torch.device) -> str:
-    return f"Triton on {torch.cuda.get_device_name(device)}"
-
-
 def _load_gpu() -> Operators:
     from .gpu import OPERATORS  # imports Triton
 
@@ -154,7 +143,11 @@ def _load_gpu() -> Operators:
 
 NAMES = tuple(field.name for field in fields(Operators))
 IMPLEMENTATIONS = [
-    Implementation("triton", _load_gpu, _triton_unsupported, _gpu_where),
-    Implementation("cpu", lambda: CPU_OPERATORS, _cpu_unsupported, _cpu_where),
+    Implementation(
+        "triton", _load_gpu, _triton_unsupported, lambda device: f"Triton on {torch.cuda.get_device_name(device)}"
+    ),
+    Implementation(
+        "cpu", lambda: CPU_OPERATORS, _cpu_unsupported, lambda device: f"C++ kernels, path {loaded().path!r}"
+    ),
 ]
 """Asked in order, before `reference`."""

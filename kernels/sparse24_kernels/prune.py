@@ -1,6 +1,7 @@
 """Pruning by magnitude, by a mask, or by S-STE's soft threshold, in dense and packed forms."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,17 +221,8 @@ def _prune(
 
 
 @_prune.register_fake
-def _(
-    weight: Tensor,
-    rule: str,
-    n: int,
-    m: int,
-    dim: int,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    forms: Sequence[int],
-) -> list[Tensor]:
+def _(weight: Tensor, *arguments: Any) -> list[Tensor]:
+    *_, dtype, forms = arguments
     results: list[Tensor] = []
     for form in (FORMS[form] for form in forms):
         if form == "packed":

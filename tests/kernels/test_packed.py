@@ -52,12 +52,6 @@ def test_a_stack_is_packed_matrix_by_matrix():
         kernels.pack_nm(stack[0, 0])
 
 
-@pytest.mark.parametrize("rows", [1, 4096, 5000])  # in a part of a chunk, in one, and in several
-def test_unpacking_in_chunks(rows):
-    weight = kernels.nm_prune(torch.randn(rows, 72))
-    assert torch.equal(kernels.unpack_nm(kernels.pack_nm(weight)), weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
 def test_gathering_takes_the_elements_that_the_indices_name(dtype):
     """Bytes 0b1110_0100 and 0b1001_1101: elements 0 and 1 of the first four, 2 and 3, 1 and 3, 1 and 2."""

@@ -53,21 +53,13 @@ class Library:
         self.path = next(iter(self.paths))
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a C function with the path before its arguments, and the thread pool behind them.
-
-        Raises:
-            MemoryError: there is none for what the call needs besides its result.
-        """
+        """Call a C function with the path before its arguments, and the thread pool behind them."""
         if getattr(self.functions, function)(self.paths[self.path], *arguments, self.parallel_for):
             raise MemoryError(f"{function}: no memory")
 
     @contextmanager
     def using(self, path: str) -> Iterator[None]:
-        """Run another path of this CPU, in all threads, until the block ends.
-
-        Raises:
-            ValueError: this CPU does not run it.
-        """
+        """Run another path of this CPU, in all threads, until the block ends."""
         before, self.path = self.path, self._known(path)
         try:
             yield

@@ -83,13 +83,8 @@ def tune(
 ) -> dict[Layer, list[tuple[int, float, float]]]:
     """Measure layers, with values of `dtype` and with int8 ones, and keep their limits for this process and later ones.
 
-    Args:
-        sizes: (out, inputs) of each layer, inputs a multiple of 8.
-        dtype: of x: fp32, bf16 or fp16.
-        on_progress: called with the number of layers that are done.
-
-    Returns:
-        For each layer the measured numbers of tokens, with the kernel's and dense math's microseconds.
+    `sizes` are (out, inputs) of each layer, inputs a multiple of 8; `on_progress` gets the number of layers that are
+    done. Returned are, for each layer, the measured numbers of tokens with the kernel's and dense math's microseconds.
 
     Raises:
         ValueError: no kernels run on this CPU, or not on `dtype`.

@@ -158,12 +158,7 @@ def tune(
 ) -> dict[GemmProblem, Verdict]:
     """Measure the buckets of problems, save after each, and return what `choose` now says of them.
 
-    cuSPARSELt searches in this process. Ctrl-C keeps the buckets that are measured.
-
-    Args:
-        problems: what to measure.
-        device: where.
-        on_progress: called before each bucket with its problem, and how many are done.
+    Ctrl-C keeps the buckets that are measured. `on_progress` gets each bucket's problem, and how many are done.
 
     Raises:
         ValueError: cuSPARSELt cannot run on this device, or the table is damaged.
@@ -190,12 +185,7 @@ def tune(
 
 @torch.no_grad()
 def search(problem: GemmProblem, device: torch.device) -> Entry:
-    """What cuSPARSELt's own search finds, that without split-k, and the default: each checked and timed.
-
-    Raises:
-        Rejected: dense math itself is inaccurate.
-        RuntimeError: the device fails.
-    """
+    """What cuSPARSELt's own search finds, that without split-k, and the default: each checked and timed."""
     with torch.cuda.device(device if device.type == "cuda" else -1):
         cases = prepare(problem, device)
         passed: list[Measured] = []

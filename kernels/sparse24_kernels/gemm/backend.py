@@ -181,11 +181,6 @@ def backend_names() -> list[str]:
 
 
 def find_backend(name: str) -> GemmBackend:
-    """The backend of a name.
-
-    Raises:
-        ValueError: nothing of this name is registered.
-    """
     backend = _backends.get(name) if isinstance(name, str) else None
     if backend is None:
         raise ValueError(f"backend={name!r} is not available; choose 'auto' or one of {backend_names()}")
@@ -198,11 +193,7 @@ def automatic_backends() -> list[GemmBackend]:
 
 
 def encode_one(backend: GemmBackend, matrix: Tensor) -> Tensor:
-    """A pruned matrix as a backend stores it, for callers that keep one tensor.
-
-    Raises:
-        ValueError: the backend stores more than one tensor.
-    """
+    """A pruned matrix as a backend stores it, for callers that keep one tensor."""
     values, indices, scale = backend.encode(matrix)
     if indices is not None or scale is not None:
         name = f"backend={backend.name!r}"

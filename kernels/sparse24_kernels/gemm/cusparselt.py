@@ -184,15 +184,7 @@ def matmul(
 
 
 @matmul.register_fake
-def _(
-    compressed: Tensor,
-    dense: Tensor,
-    bias: Tensor | None,
-    transposed: bool,
-    algorithm: int,
-    split_k: int,
-    split_k_mode: int = -1,
-) -> Tensor:
+def _(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, *algorithm: int) -> Tensor:
     m, n = compressed.shape[0], dense.shape[1]
     return dense.new_empty((n, m) if transposed else (m, n))
 

@@ -108,11 +108,7 @@ def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float
 
 
 def sampler(call: Callable[[], Tensor]) -> Callable[[], tuple[float, Tensor]]:
-    """A function that takes one sample: microseconds on the device with cold caches, and the result.
-
-    Raises:
-        RuntimeError: no CUDA graph takes the call.
-    """
+    """A function that takes one sample: microseconds on the device with cold caches, and the result."""
     replay, result = capture(call)
     cache = torch.cuda.get_device_properties(result.device).L2_cache_size
     flush = torch.empty(max(4 * cache, 1 << 26), dtype=torch.uint8, device=result.device)
