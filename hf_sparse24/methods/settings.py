@@ -42,25 +42,12 @@ def setting(default: Any, check: Check, text: str) -> Any:
         check: says what a wrong value must be, and returns None for a right one: `one_of(...)`, `is_non_negative`,
             `is_length`, `is_positive_length`, or a function of yours.
         text: what the setting means, with the source of the default. `describe_settings` shows it.
-
-    Returns:
-        A field for a dataclass.
     """
     return dataclasses.field(default=default, metadata={"check": check, "text": text})
 
 
 def with_default(group: "type[MethodSettings]", name: str, default: Any, source: str) -> Any:
-    """A field of a group of settings, for a method that has another default.
-
-    Args:
-        group: the class that has the setting, such as `GemmSettings`.
-        name: of the setting.
-        default: of this method.
-        source: of that default, added to the text.
-
-    Returns:
-        A field as `setting` makes it, with the group's check.
-    """
+    """The field `name` of a group such as `GemmSettings`, for a method with another default, whose source is said."""
     (field,) = (field for field in dataclasses.fields(group) if field.name == name)
     return setting(default, field.metadata["check"], f"{field.metadata['text']}; the default is that of {source}")
 

@@ -58,7 +58,6 @@ class Plan(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of all GEMMs that can be sparse, as dense math."""
         return sum(layer.flops for layer in self.layers)
 
     @property
@@ -170,8 +169,7 @@ def _decay_bytes(weight: SparseWeight) -> float:
 
 
 def _gradient_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> float:
-    """Bytes per element that pruning the output's gradient moves: each GEMM that asks for it reads the gradient and
-    writes it with zeros; a sparse one reads that and writes it compressed."""
+    """Bytes per element to prune the output's gradient: read, written with zeros; if sparse, compressed from that."""
     gemms = weight.method.gemms
     pruned = [gemm for gemm in (gemms.grad_input, gemms.grad_weight) if gemm.estimator != "none"]
     return sum(itemsize * (2 + (1 + COMPRESSED if gemm.name in sparse else 0)) for gemm in pruned)

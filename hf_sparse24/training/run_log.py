@@ -25,6 +25,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from ..files import written_whole
+from ..methods.settings import is_number
 from ..progress import get_logger
 from ..version import __version__
 from ..weights.sparse_weight import first_of_each
@@ -78,9 +79,8 @@ class RunLog:
         return found
 
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Add a line with the numbers among `logs`."""
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 1)}
-        line |= {name: value for name, value in logs.items() if _is_number(value) and not name.startswith(_LAYER)}
+        line |= {name: value for name, value in logs.items() if is_number(value) and not name.startswith(_LAYER)}
         if any(name.startswith(_LAYER) for name in logs):
             line["flip_rates"] = [logs.get(f"{_LAYER}{name}") for name in self.layers]
         self._try(self._append, line)
@@ -176,7 +176,3 @@ def _given(args: TrainingArguments) -> dict[str, Any]:
         and not name.endswith("_token")
         and not re.search(r"[/\\]", str(value))
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

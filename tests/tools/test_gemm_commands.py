@@ -11,7 +11,7 @@ import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.cpu import limits
 from sparse24_kernels.cpu.library import load
-from sparse24_kernels.gemm import autotune, linear_problem, mm_problem
+from sparse24_kernels.gemm import autotune
 from sparse24_kernels.gemm.problem import Algorithm
 from transformers import AutoConfig
 
@@ -73,17 +73,6 @@ def test_predicted_gains(stand_in, monkeypatch):  # noqa: F811
     patch_model(model, Sparse24Config(method="t-sr-ste"))
     (row, _) = doctor.gains(model, 32, torch.bfloat16, torch.device("cpu"))
     assert row[2:] == ["sparse 1.60x", "sparse 1.60x", "dense: not tuned: run `hf-sparse24 tune`", "?"]
-
-
-def test_problems_of_a_model():
-    model = zoo.build("gpt2")
-    patch_model(model, Sparse24Config(method="t-sr-ste"))
-    problems = doctor.problems(model, 64, torch.bfloat16)
-    assert set(problems) == {
-        *(linear_problem(64, out, inputs, torch.bfloat16) for out, inputs in ((128, 32), (32, 128))),
-        *(mm_problem(out, inputs, 64, torch.bfloat16) for out, inputs in ((128, 32), (32, 128))),
-    }
-    assert not any(problem.transposed is False for problem in doctor.problems(model, 60, torch.bfloat16))
 
 
 def test_doctor_on_a_model_that_is_not_loaded(directory, capsys):
