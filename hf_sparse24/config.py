@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Self
 
+from packaging.version import Version
 from sparse24_kernels import Pattern
 from sparse24_kernels.gemm.backend import backend_names
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,7 +16,10 @@ from .messages import shown
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import FORMER_DEFAULTS, SHARED, Check, MethodSettings, one_of, plain
 from .module_names import check_module_names
+from .progress import get_logger
 from .version import __version__
+
+logger = get_logger(__name__)
 
 
 class Sparse24Config(QuantizationConfigMixin):
@@ -167,6 +171,8 @@ class Sparse24Config(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any]) -> Self:  # type: ignore[override]  # called with no more than this
         """Read what `to_dict` wrote, or a dict with any of the arguments. The facts of a run are left out.
 
+        A config of a later version is read, with a warning, if this version knows all its keys.
+
         Args:
             config_dict: `quantization_config` of a `config.json`.
 
@@ -180,6 +186,7 @@ class Sparse24Config(QuantizationConfigMixin):
             raise ValueError(f"a Sparse24Config is read from a dict whose keys are strings, got {shown(config_dict)}")
         values = dict(config_dict)
         saved_by = values.pop("hf_sparse24_version", __version__)
+        is_later = _is_later(saved_by)
         quant_method = values.pop("quant_method", cls.quant_method)
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
@@ -194,6 +201,8 @@ class Sparse24Config(QuantizationConfigMixin):
                 f"unknown keys in a Sparse24Config: {unknown}; known are {known}; it was saved by hf_sparse24 "
                 f"{saved_by!s:.20}: pip install hf_sparse24=={saved_by!s:.20}"
             )
+        if is_later:
+            logger.warning(f"hf_sparse24 {saved_by} saved this config, {__version__} is installed; it knows all keys")
         return cls(**values)
 
 
@@ -260,6 +269,13 @@ def _names_of(settings: type[MethodSettings]) -> list[str]:
 
 def _setting_names() -> set[str]:
     return {name for method in METHODS.values() for name in _names_of(method.Settings)}
+
+
+def _is_later(saved_by: Any) -> bool:
+    try:
+        return Version(saved_by) > Version(__version__)
+    except (ValueError, TypeError) as error:  # InvalidVersion is a ValueError
+        raise ValueError(f"hf_sparse24_version={shown(saved_by)}: not a version number") from error
 
 
 def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[str, Any]) -> None:

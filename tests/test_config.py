@@ -192,6 +192,7 @@ def test_a_copy_is_a_config_of_its_own(duplicate):
             r"unknown keys .*: \['sparsity', 'tile'\]; known are .*'backend'",
         ),
         ({"hf_sparse24_version": "99.1", "tile": 4}, r"\['tile'\].* saved by hf_sparse24 99.1: pip install .*==99.1"),
+        ({"hf_sparse24_version": "soon"}, "hf_sparse24_version='soon'"),
         (["ste"], r"a dict whose keys are strings, got \['ste'\]"),
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
         ({"method": "ste", "mask_interval": 40}, "mask_interval=40: method 'ste' has no mask_interval"),
@@ -202,9 +203,10 @@ def test_dicts_that_are_no_config(values, message):
         Sparse24Config.from_dict(values)
 
 
-def test_a_config_of_a_newer_version_whose_keys_are_known_is_read():
+def test_a_config_of_a_later_version_whose_keys_are_known_is_read(caplog):
     config = Sparse24Config(method="t-sr-ste", masked_decay=1e-3)
     assert Sparse24Config.from_dict(config.to_dict() | {"hf_sparse24_version": "99.1"}) == config
+    assert "99.1" in caplog.text and __version__ in caplog.text
 
 
 def test_facts_are_saved_with_the_config_and_belong_to_the_run():

@@ -25,8 +25,8 @@ def choose_patterns(
         target_modules: which layers, as in `Sparse24Config`.
 
     Returns:
-        The pattern by the layer's name, for `Sparse24Config(layer_patterns=...)`, without layers that would keep all M.
-        Give the names as `target_modules` too, so that those stay dense.
+        The pattern by the layer's name, for `Sparse24Config(layer_patterns=...)`. Layers that would keep all M are left
+        out; give the names as `target_modules` too, so that those stay dense.
 
     Raises:
         ValueError: no targeted layer has enough zeros, or an argument out of its range.
