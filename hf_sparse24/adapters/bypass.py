@@ -23,7 +23,6 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def adapters_in(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that PEFT put around a `base_layer`."""
     return [module for module in model.modules() if is_adapter(module)]
 
 

@@ -206,7 +206,6 @@ def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of the modules that have each Parameter, by its id."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():

@@ -1,5 +1,4 @@
-"""Packed weights: 2:4 weights without their zeros, in 9/16 of the bytes in bf16, for inference and under adapters; and
-packed masters, whose values train.
+"""Packed weights, for inference and under adapters, and packed masters, whose values train.
 
 `packed_format.py` has the buffers that replace the Parameter `weight`, which is a property now: every read unpacks a
 dense copy. A packed layer computes, lets gradients through to its input, and does not train. Of a packed master
@@ -53,8 +52,7 @@ class _PackedLinearFunction(torch.autograd.Function):
 
 
 class _PackedMasterFunction(torch.autograd.Function):
-    """The three GEMMs, in `dtype`, of a layer whose packed values train. Only the Parameter is saved: the backward pass
-    makes casts and dense weights again."""
+    """The three GEMMs of a layer whose packed values train. The backward pass makes casts and dense weights again."""
 
     @staticmethod
     def forward(ctx, x, values, indices, bias, input_dim, dtype, method):

@@ -64,11 +64,8 @@ def calibrate(
     The caller may change a block's weights until it asks for the next block, whose inputs then come from the changed
     one. The model is in eval mode until the iterator ends or is closed. Call it under `torch.no_grad`.
 
-    Args:
-        weights: of linear layers by name; a block is a member of the outermost `nn.ModuleList` around them.
-        batches: all with the same names must run the same blocks in the same order.
-        with_examples: whether blocks come with examples, for which every block computes a third time for each batch.
-        finished: names of blocks that the caller restores; they come without statistics and examples.
+    Batches with the same names must run the same blocks in the same order. For examples, every block computes a third
+    time for each batch. `finished` blocks come without statistics and examples: the caller restores them.
     """
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():

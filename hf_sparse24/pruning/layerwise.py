@@ -91,12 +91,10 @@ def least_squares(
     as preconditioner. Every step lowers the objective, so stopping early is safe.
 
     Args:
-        weight: `[out, in]`, the dense weight. mask: bool, same shape, True where the result may be non-zero.
-        gram: `[in, in]`. penalty: `[in]`, >= 0, the pull of each column towards its dense value; with 0 a singular
-            `gram` is allowed, and a column of zeros stays as it is in `start`.
-        start: `[out, in]`, zero off the mask: the first iterate.
-        tolerance: stop after two steps in a row that each lower the objective by at most this share of the rest; with
-            0, when it is exact to rounding.
+        penalty: `[in]`, >= 0, the pull of each column towards its dense value; with 0 a singular `gram` is allowed, and
+            a column of zeros stays as it is in `start`.
+        start: the first iterate, zero off the mask.
+        tolerance: stop after two steps in a row that each lower the objective by at most this share of the rest.
 
     Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviations: the Gram matrix replaces the
     paper's 1000 steps of Adam on stored activations; weights and bias are one problem; the inputs are those of the
@@ -140,9 +138,7 @@ def round_to_int8(
     step that is best for the rounded others, so that no change raises the error. The largest magnitude of each 128
     stays: from it `quantize_packed` finds the same scales and values again.
 
-    Args:
-        weight: `[out, in]`, 2:4 along `in`, a multiple of 8. gram: `[in, in]`. damping: see `ridge`.
-        width: columns to finish before the gradient of those further right is computed; changes the speed only.
+    `width` columns are finished before the gradient of those further right is computed; it changes the speed only.
 
     Reference: coordinate descent as in QuantEase (arXiv 2309.01885).
     """

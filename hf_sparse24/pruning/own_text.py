@@ -10,8 +10,8 @@ from .calibration import evaluating
 
 logger = get_logger(__name__)
 
+# Between the documents that most models learned from; instruction tuning gives many another `bos_token`.
 SEPARATOR = "<|endoftext|>"
-"""Between the documents that most models learned from; instruction tuning gives many another `bos_token`."""
 
 BATCH = 32  # sequences that are written at a time: a bound on memory
 

@@ -73,11 +73,8 @@ class Course:
 class Replay:
     """Runs a model on batches again and again while its blocks are being pruned, within `intercepting()`.
 
-    Attributes:
-        blocks: each block, with the name of the member of an outermost `nn.ModuleList` that it is or is part of; a
-            member without a forward (a list or dict of modules) has several.
-        final: the caller sets it to False when a layer runs that is not pruned yet; effects of the pass from then on
-            are not kept for replay.
+    `blocks` has each block, with the name of the member of an outermost `nn.ModuleList` that it is or is part of. The
+    caller sets `final` to False when a layer runs that is not pruned yet: effects from then on are not kept.
     """
 
     def __init__(self, model: nn.Module):

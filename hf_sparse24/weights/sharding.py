@@ -62,9 +62,7 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 def split_like(tensor: Tensor, like: Tensor, dims: bool = True) -> Tensor:
     """Split a plain tensor, the same on all processes, as the DTensor `like` is, without communication.
-
-    Without the same `dims`, every process keeps all of it, except that matrices of a stack are divided as in `like`.
-    """
+    Without the same `dims`, only matrices of a stack are divided."""
     sharded = cast("DTensor", like)
     is_stack = sharded.dim() > 2
     kept = [

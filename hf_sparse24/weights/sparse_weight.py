@@ -104,10 +104,8 @@ class SparseWeight:
         return self.state.parameters
 
     def views(self, parameter: Tensor | None = None) -> list[WeightView]:
-        """The matrices of the weight with their state, one unless it is a stack; or those of another `parameter` of its
-        layout. Where the weight is sharded, every process gathers it, and all must call this.
-
-        Within the forward pass of a tensor-parallel layer: the part of both that this process computes with.
+        """The matrices of the weight, or of another `parameter` of its layout, with their state. Where the weight is
+        sharded, all processes must call this; a tensor-parallel forward gets the part that this process computes with.
         """
         values = self.parameter if parameter is None else parameter
         part = sharding.whole if sharding.is_sharded(values) else sharding.local

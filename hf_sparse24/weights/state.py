@@ -62,13 +62,11 @@ class WeightState(Mapping[str, Tensor]):
             module.register_parameter(attribute(key), parameter)
 
     def remove(self) -> None:
-        """Undo `add`."""
         for name in (*self.names, *self.parameter_names):
             delattr(self.storage.module, self.storage.attribute(name))
         self.names = self.parameter_names = ()
 
     def set(self, state: Mapping[str, Tensor], method: str) -> None:
-        """Replace buffers."""
         unknown = sorted(set(state) - set(self.names))
         if unknown:
             raise ValueError(f"method {method!r} has no state {unknown}; it has {list(self.names)}")
