@@ -12,8 +12,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..packed_format import buffer_names, format_version, packed_weight_name
-from ..patching.packing import is_packable, packed_form
 from ..patching.refusals import reject_non_finite
+from ..weights.packed_weight import is_packable, packed_form
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed

@@ -14,8 +14,8 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..packed_format import PackedFormat
-from ..patching.masters import list_masters, packed_config, wants_packed_master
-from ..patching.ownership import forget_quantizer, write_config
+from ..patching.masters import packed_config, wants_packed_master
+from ..patching.ownership import forget_quantizer, list_masters, write_config
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model

@@ -5,7 +5,7 @@ between steps; its run, and the model's config, are those of a patched model.
 """
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from sparse24_kernels import Packed
@@ -19,7 +19,8 @@ from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat
 from ..run import SparseRun
 from ..weights.sparse_weight import first_of_each, sparse_weights
-from ..weights.storage import PackedMaster, layer_name
+from ..weights.storage import layer_name
+from .ownership import list_masters
 
 
 def wants_packed_master(config: Sparse24Config) -> bool:
@@ -67,11 +68,3 @@ def pack_masters(model: nn.Module, run: SparseRun) -> None:
         pack_weight(module, weight.name, weight.input_dim, packed, run, trains)
     for owner in run.owners:
         list_masters(owner, run)
-
-
-def list_masters(owner: Any, run: SparseRun) -> None:
-    """Let the config of a model with packed masters list them, as the files of `save_pretrained` need it."""
-    names = tuple(name.replace(".base_layer.", ".") for name in sparse_weights(owner, PackedMaster))
-    if names:
-        run.record(packed=PackedFormat(names, {}))
-        owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

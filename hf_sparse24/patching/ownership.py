@@ -12,10 +12,10 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..packed_format import PackedFormat
 from ..run import SparseRun
 from ..weights.sparse_weight import sparse_weights
-from ..weights.storage import TRAINED, layer_name
-from .masters import list_masters
+from ..weights.storage import TRAINED, PackedMaster, layer_name
 
 MODEL_METHODS: dict[str, Callable] = {}
 """Functions of a model that a patched one has in place of its class's methods; `checkpoints/hub.py` adds them."""
@@ -141,3 +141,11 @@ def check_not_offloaded(model: nn.Module) -> None:
     """Raise ValueError where weights are on a disk, or wait on a CPU, until their layer runs (`device_map`)."""
     if any(hasattr(module, "_hf_hook") for module in model.modules()) and any(p.is_meta for p in model.parameters()):
         raise ValueError("parts of the model are offloaded to a disk or a CPU; load it without device_map for that")
+
+
+def list_masters(owner: Any, run: SparseRun) -> None:
+    """Let the config of a model with packed masters list them, as the files of `save_pretrained` need it."""
+    names = tuple(name.replace(".base_layer.", ".") for name in sparse_weights(owner, PackedMaster))
+    if names:
+        run.record(packed=PackedFormat(names, {}))
+        owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

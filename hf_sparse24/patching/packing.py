@@ -1,8 +1,7 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
-import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Packed, Pattern
+from sparse24_kernels import Pattern
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -13,9 +12,9 @@ from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat, format_version
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import pack_exactly
+from ..weights.packed_weight import is_packable, packed_form
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from ..weights.storage import PACKED, TRAINED, PackedFrozen, PackedMaster
+from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .masters import packed_config
 from .ownership import check_not_offloaded, forget_quantizer, outermost
 from .refusals import reject_non_finite
@@ -128,30 +127,6 @@ def check_within_24(pattern: str) -> None:
     """Raise ValueError where what has a pattern need not be 2:4."""
     if not Pattern.parse(pattern).is_within_24:
         raise ValueError(f"pattern={pattern!r}: packed weights are 2:4; export with format='dense'")
-
-
-def is_packable(weight: SparseWeight) -> bool:
-    """Whether a weight has a packed form by its sizes: a byte has the indices of eight elements."""
-    return weight.sizes[1] % 8 == 0
-
-
-def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
-    """What a sparse weight computes with, packed; None where its input size is no multiple of 8."""
-    if not is_packable(weight):
-        return None
-    method = weight.method
-    if isinstance(weight.storage, PackedFrozen):
-        packed: Packed | None = weight.storage.whole_packed()
-    else:
-        packed = pack_exactly(weight.merged(), weight.input_dim)
-    if packed is None and weight.parameters:
-        raise ValueError(
-            f"{name} is not {method.pattern} with {list(weight.parameters)} of method {method.name!r} merged; export "
-            f"with format='dense', which has all that the layer computes"
-        )
-    if packed is None:
-        raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
-    return kernels.quantize_packed(packed) if values == "int8" else packed
 
 
 def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:

@@ -5,8 +5,8 @@ from sparse24_kernels import apply_mask
 from torch import Tensor, nn
 
 from ..metrics import kept_magnitude
-from ..patching.packing import is_packable
 from ..progress import get_logger
+from ..weights.packed_weight import is_packable
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from . import layerwise

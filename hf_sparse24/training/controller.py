@@ -41,8 +41,8 @@ class Sparse24Controller:
     Pruned weights are kept from one step to the next, for all micro-batches in between. Code that writes weights there
     through `.data` must call `weight.clear_encodings()` on `hf_sparse24.sparse_weights(model).values()`.
 
-    To resume, make everything as at the start, then load the `state_dict` of the model, of the optimizer, and of the
-    controller, in this order. Each process makes its own controller.
+    To resume, load the `state_dict` of the model, the optimizer and the controller, in this order. Each process makes
+    its own controller.
 
     Args:
         model: a patched model, plain or wrapped by DDP, `fully_shard` (FSDP2), DeepSpeed ZeRO-1 or ZeRO-2, or tensor
@@ -51,8 +51,7 @@ class Sparse24Controller:
         total_steps: optimizer steps of the whole run, finished ones included.
         seed: of MVUE's random streams, >= 0, the same on all processes: they draw independently of each other.
         step: optimizer steps already done, when resuming.
-        metrics_interval: the flip rate is measured at steps 1 and every multiple of this; measuring costs two mask
-            computations.
+        metrics_interval: the flip rate is measured at step 1 and at multiples of this, by two computations of masks.
 
     Raises:
         ValueError: the model, its optimizer or its engine cannot train as it is, or a number is out of its range.
@@ -71,10 +70,8 @@ class Sparse24Controller:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         >>> controller = Sparse24Controller(model, optimizer, total_steps=2)
         >>> for step in range(2):
-        ...     for micro_batch in range(2):
-        ...         ids = torch.randint(300, (1, 16))
-        ...         model(input_ids=ids, labels=ids).loss.backward()
-        ...         controller.after_micro_step()
+        ...     ids = torch.randint(300, (1, 16))
+        ...     model(input_ids=ids, labels=ids).loss.backward()
         ...     optimizer.step()  # the controller acts right before and right after
         ...     optimizer.zero_grad()
         >>> controller.step
@@ -91,9 +88,8 @@ class Sparse24Controller:
         step: int = 0,
         metrics_interval: int = 1,
     ):
-        _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
-        _check_ints(0, total_steps, step=step)
-        _check_ints(0, seed=seed)
+        numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
+        _check_numbers(**numbers)
         self.model, self.run = _prepared(model)
         self.weights, self.optimizer = sparse_weights(self.model), followed(optimizer, self.run.method)
         self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
@@ -114,7 +110,6 @@ class Sparse24Controller:
         self.run.controller = self
         self._masks.enter_phase(self.phase)
         self._masks.complete_state()
-        numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
         try:
             check_ranks_agree(masters, self.run.saved.to_dict() | numbers)
         except ValueError:
@@ -135,9 +130,8 @@ class Sparse24Controller:
     def phase(self) -> str:
         """How the model computes in the next step: `"sparse"`, `"dense"`, or another phase of the method. It stays
         where all sparse weights are frozen, or some below adapters, and where an earlier run has ended dense."""
-        if self._keeps_phase:
-            return self.run.phase
-        return self.run.method.phase(self.step, self.total_steps, self.optimizer)
+        run = self.run
+        return run.phase if self._keeps_phase else run.method.phase(self.step, self.total_steps, self.optimizer)
 
     def end(self) -> None:
         """Stop following the optimizer. Call it where training stops before `total_steps`."""
@@ -161,11 +155,10 @@ class Sparse24Controller:
         """Return what to log now.
 
         Returns:
-            Numbers by name. `sparse_phase` is 1.0 while sparse and 0.0 while dense; `kept_magnitude` the share of the
-            sparse weights' L1 norm that the masks keep; `flip_rate` the share of sparse weights that entered or left
-            the mask in the last measured step, or in the last refresh where masks change at refreshes alone. The method
-            may add others. Packed masters have `sparse_phase` alone. With sharded weights, all processes must call
-            this.
+            Numbers by name. `sparse_phase` is 1.0 while sparse, else 0.0; `kept_magnitude` the share of the sparse
+            weights' L1 norm that the masks keep; `flip_rate` the share of sparse weights that entered or left the mask
+            in the last measured step or refresh. The method may add others; packed masters have `sparse_phase` alone.
+            With sharded weights, all processes must call this.
         """
         values = {"sparse_phase": float(not self._context().is_dense)}
         if self.weights:
@@ -206,8 +199,8 @@ class Sparse24Controller:
             state: what `state_dict` returned.
 
         Raises:
-            ValueError: not what `state_dict` gives, or of another method, another model or a longer run, or the state
-                of the method's own optimizer is not loaded. Nothing is changed then.
+            ValueError: not what `state_dict` gives, or of another method, model or longer run, or the method's own
+                optimizer has no state. Nothing is changed then.
         """
         state = {"uses_optimizer_state": True} | state
         _check_state(state, self)
@@ -230,10 +223,8 @@ class Sparse24Controller:
     def _before_step(self) -> None:
         """Right before the optimizer uses the gradients."""
         if self.step >= self.total_steps:
-            raise RuntimeError(
-                f"total_steps={self.total_steps} are done: give the controller the steps of the whole run, or call its "
-                f"end()"
-            )
+            way = "give the controller the steps of the whole run, or call its end()"
+            raise RuntimeError(f"total_steps={self.total_steps} are done: {way}")
         self.run.open_step = None
         self._masks.start_step(measures_flips=(self.step + 1) % self.metrics_interval == 0 or self.step == 0)
 
@@ -248,10 +239,9 @@ class Sparse24Controller:
         """Right after an optimizer step: counts it, switches the phase, refreshes state."""
         self.step += 1
         self.micro_step = 0
-        has_new_state = self._masks.enter_phase(self.phase)
+        keeps_state = self._masks.enter_phase(self.phase) or self.run.is_dense
         if self.step == self.total_steps and not self._keeps_phase:
             self.run.record(finished=self.run.is_dense)
-        keeps_state = has_new_state or self.run.is_dense
         self._masks.finish_step(not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps))
         self._set_streams()
         self.run.open_step = object() if self.step < self.total_steps else None
@@ -306,6 +296,12 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
     unknown = sorted(set(state["flips"]) - set(controller.weights))
     if unknown:
         raise ValueError(f"flips of {unknown[:5]}: the state is of another model, this one has no such weights")
+
+
+def _check_numbers(total_steps: int, step: int, seed: int, metrics_interval: int) -> None:
+    _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
+    _check_ints(0, total_steps, step=step)
+    _check_ints(0, seed=seed)
 
 
 def _check_ints(low: int, high: int | None = None, **values: Any) -> None:

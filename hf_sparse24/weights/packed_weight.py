@@ -7,6 +7,8 @@ from sparse24_kernels.formats import scale_columns
 from torch import Tensor
 
 from ..metrics import all_finite
+from .sparse_weight import SparseWeight
+from .storage import PackedFrozen
 
 
 def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:
@@ -14,6 +16,30 @@ def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:
     weight = weight if input_dim == -1 else weight.transpose(-1, -2)
     packed = kernels.pack_nm(weight)
     return packed if torch.equal(kernels.unpack_nm(packed), weight) else None
+
+
+def is_packable(weight: SparseWeight) -> bool:
+    """Whether a weight has a packed form by its sizes: a byte has the indices of eight elements."""
+    return weight.sizes[1] % 8 == 0
+
+
+def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
+    """What a sparse weight computes with, packed; None where its input size is no multiple of 8."""
+    if not is_packable(weight):
+        return None
+    method = weight.method
+    if isinstance(weight.storage, PackedFrozen):
+        packed: Packed | None = weight.storage.whole_packed()
+    else:
+        packed = pack_exactly(weight.merged(), weight.input_dim)
+    if packed is None and weight.parameters:
+        raise ValueError(
+            f"{name} is not {method.pattern} with {list(weight.parameters)} of method {method.name!r} merged; export "
+            f"with format='dense', which has all that the layer computes"
+        )
+    if packed is None:
+        raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
+    return kernels.quantize_packed(packed) if values == "int8" else packed
 
 
 def wrong_packed(packed: Packed) -> str | None:
