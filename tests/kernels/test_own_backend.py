@@ -7,7 +7,7 @@ import torch
 from sparse24_kernels import dispatch
 from sparse24_kernels.gemm import compress, linear_problem, mm_problem, plan_gemm, plan_packed, register_backend
 from sparse24_kernels.gemm import packed as packed_gemm
-from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, find_backend, unregister_backend
+from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, unregister_backend
 from sparse24_kernels.gemm.operand import Operand
 from sparse24_kernels.operators import Operators
 from torch import nn
@@ -17,12 +17,12 @@ from hf_sparse24 import Sparse24Config, patch_model
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PROBLEM = linear_problem(16, 48, 32, BF16)
+unregister_backend("fp32")  # importing own_backend registered it for all tests of the process
 
 
 @pytest.fixture
 def fp32(monkeypatch):
     """The backend of tests/support/own_backend.py, for this test alone; counts its GEMMs in `ran`."""
-    before = find_backend("fp32") if "fp32" in backend_names() else None
     register_backend(backend := own_backend.Fp32Backend())
     run, backend.ran = own_backend.Fp32Backend.linear, 0
 
@@ -33,8 +33,6 @@ def fp32(monkeypatch):
     monkeypatch.setattr(own_backend.Fp32Backend, "linear", count)
     yield backend
     unregister_backend("fp32")
-    if before is not None:
-        register_backend(before)
 
 
 def test_a_backend_is_chosen_by_name(fp32):

@@ -120,7 +120,7 @@ def test_two_processes_train_as_one(engine):
 def test_tensor_parallelism_is_refused_by_name(tmp_path):
     zoo.build("llama").save_pretrained(tmp_path)
     for error in ranks.run(2, _split, str(tmp_path)):
-        assert "master='packed': tensor parallelism" in error and "use DDP or FSDP2" in error
+        assert "master='packed': tensor parallelism does not split" in error and "use DDP or FSDP2" in error
 
 
 def _split(rank, world, directory):
