@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .. import reference
-from .library import load
+from .library import loaded
 from .prune import run
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -28,4 +28,4 @@ def _has_kernel(grad: Tensor, weight: Tensor, alpha: float) -> bool:
         return False
     if torch.is_grad_enabled() and (grad.requires_grad or weight.requires_grad):
         return False
-    return abs(alpha) <= _LARGEST and getattr(load(), "name", "portable") != "portable"
+    return abs(alpha) <= _LARGEST and loaded().path != "portable"

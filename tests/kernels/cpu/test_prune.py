@@ -160,6 +160,15 @@ def test_estimates_take_the_memory_of_dropped_ones_alone():
     assert len({tensor.data_ptr() for tensor in (*others, smaller)}) == 3 and torch.equal(*others)
 
 
+@pytest.mark.skipif(PATHS == ["portable"], reason="no fused multiply-add")
+def test_decay_runs_in_its_kernel(monkeypatch):
+    ran, run = [], decay.run
+    monkeypatch.setattr(decay, "run", lambda rule, *others, **named: ran.append(rule) or run(rule, *others, **named))
+    weight = torch.randn(8, 8)
+    kernels.masked_decay_(torch.zeros(8, 8), weight, kernels.nm_mask(weight), 0.5)
+    assert ran == ["decay"]
+
+
 def test_decay_is_seen_by_autograd():
     grad, weight, mask = torch.ones(8), torch.ones(8, requires_grad=True), torch.zeros(8, dtype=torch.bool)
     with torch.no_grad():
