@@ -3,6 +3,7 @@
 Imports Python's standard library only, because building a wheel runs it where nothing else is installed.
 """
 
+import errno
 import hashlib
 import os
 import platform
@@ -88,6 +89,14 @@ def compiler() -> list[str]:
     raise BuildError("no C++ compiler is installed: install g++ or clang++, or name one in $CXX")
 
 
+def compiler_id() -> str:
+    """8 hexadecimal digits that change with the compiler. BuildError as `compiler`."""
+    command = compiler()
+    file = Path(shutil.which(command[0]) or command[0]).resolve()
+    about = file.stat()
+    return hashlib.sha256(repr((command, str(file), about.st_size, about.st_mtime_ns)).encode()).hexdigest()[:8]
+
+
 def build(to: Path, extra: tuple[str, ...] = ()) -> None:
     """Compile the library and put it at `to`, whole or not at all.
 
@@ -97,7 +106,7 @@ def build(to: Path, extra: tuple[str, ...] = ()) -> None:
 
     Raises:
         BuildError: no compiler, or one that does not compile this: GCC 11 and Clang 12 are the oldest that do.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or is full.
     """
     command = [*compiler(), *FLAGS, *extra]
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -112,13 +121,17 @@ def build(to: Path, extra: tuple[str, ...] = ()) -> None:
         ]
         list(pool.map(_run, jobs))
         library = Path(folder) / "library"
-        _run([*compiler(), "-shared", *extra, *LINK.get(sys.platform, ()), "-o", str(library), *map(str, objects)])
+        _run([*compiler(), "-shared", *extra, *LINK.get(sys.platform, ()), *map(str, objects), "-o", str(library)])
         os.replace(library, to)
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    folder = os.path.dirname(command[-1])
+    environment = os.environ | {"TMPDIR": folder, "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
     if done.returncode:
+        if (full := os.strerror(errno.ENOSPC)) in done.stderr:
+            raise OSError(errno.ENOSPC, full, folder)
         lines = done.stderr.splitlines() or ["no message"]
         first = next((line for line in lines if "error" in line), lines[0])
         raise BuildError(f"{command[0]} does not compile them, GCC 11 or Clang 12 do: {first[:300]}")

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..cache_folder import cache_folder
+from ..cache_folder import cache_folder, locked
 from . import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -34,12 +35,15 @@ class Library:
     """The loaded kernels.
 
     Attributes:
+        file: where they were loaded from. Its name changes with the sources and, where it was compiled here, with its
+            content.
         paths: what this CPU runs, the fastest first, by the number that the C functions take.
         path: the name of the one that runs.
         parallel_for: the address of torch's function that runs a task on its threads.
     """
 
     def __init__(self, file: Path):
+        self.file = file
         self.functions = ctypes.CDLL(str(file))
         for name, types in _SIGNATURES.items():
             getattr(self.functions, name).argtypes = types
@@ -82,7 +86,7 @@ def load() -> Library | str:
     if switch == "off":
         return f"{SWITCH}=off"
     try:
-        library = Library(_file())
+        library = _find()
         if switch:
             library.path = library._known(switch)
         return library
@@ -110,32 +114,49 @@ def _torch_parallel_for() -> int:
     return address
 
 
-def _file() -> Path:
+def _find() -> Library:
     name = f"native-{build.fingerprint()}"
     shipped = Path(__file__).parent / f"{name}.so"
     if shipped.exists():
-        return shipped
+        return _opened(shipped)
     folder = cache_folder()
     return _kept(folder, name) or _compiled(folder, name)
 
 
-def _kept(folder: Path, name: str) -> Path | None:
-    """The library that was compiled before. One that is cut off would end the process, so its name has its digest."""
-    return next((file for file in folder.glob(f"{name}-*.so") if file.stem == f"{name}-{_digest(file)}"), None)
+def _kept(folder: Path, name: str) -> Library | None:
+    """The library that was compiled before; None where there is none, or only what another compiler made, unloadable.
+
+    A file's name ends with its digest: loading one that is cut off would end the process.
+    """
+    for file in folder.glob(f"{name}-*-*.so"):
+        _, _, compiler, digest = file.stem.split("-")
+        if digest == _digest(file):
+            try:
+                return _opened(file)
+            except build.BuildError:
+                if compiler == build.compiler_id():
+                    raise
+    return None
 
 
-def _compiled(folder: Path, name: str) -> Path:
-    build.compiler()  # before a folder is made for nothing
-    import fcntl  # not on Windows, where nothing is compiled
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f".{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for it
+def _compiled(folder: Path, name: str) -> Library:
+    compiler = build.compiler_id()  # before a folder is made for nothing
+    with locked(folder / "native"):  # one process compiles, the others wait for it
         if (kept := _kept(folder, name)) is not None:
             return kept
+        for left in folder.glob(".build-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         logging.getLogger(__name__).warning("compiling the kernels for this CPU, once: some ten seconds")
         build.build(new := folder / f".{name}.new")
-        return new.replace(folder / f"{name}-{_digest(new)}.so")
+        return _opened(new.replace(folder / f"{name}-{compiler}-{_digest(new)}.so"))
+
+
+def _opened(file: Path) -> Library:
+    try:
+        return Library(file)
+    except (OSError, AttributeError) as error:
+        ways = "$CXX names another compiler, $SPARSE24_CACHE a folder that is not mounted noexec"
+        raise build.BuildError(f"{file} does not load ({error}): {ways}") from error
 
 
 def _digest(file: Path) -> str:

@@ -153,16 +153,29 @@ def test_a_folder_that_cannot_be_written_or_is_not_there(compiler, cache, monkey
     assert load() == f"no kernels for this CPU: Could not determine home directory.; {WAY_OUT}"
 
 
-def test_a_library_that_does_not_load_is_not_compiled_at_every_start(compiler, cache):
-    load()
-    (file,) = cache.glob("*.so")
-    other = cache / f"native-{build.fingerprint()}-{'0' * 16}.so"
-    other.write_text("no library")
-    file.rename(file.with_name(f"native-{build.fingerprint()}-{library._digest(other)}.so"))
-    other.rename(cache / f"native-{build.fingerprint()}-{library._digest(other)}.so")
-    for _ in range(2):  # as from a file system that is mounted noexec
-        assert load().endswith(WAY_OUT)
-    assert links(compiler) == 1
+def test_a_library_that_does_not_load_is_compiled_again_by_another_compiler_alone(compiler, cache, tmp_path):
+    """As from a compiler for another machine, or a file system that is mounted noexec."""
+    good, bad = Path(os.environ["CXX"]), tmp_path / "bad"
+    bad.write_text(good.read_text().replace("linked=", "unused="))
+    bad.chmod(0o755)
+    for _ in range(2):
+        os.environ["CXX"] = str(bad)
+        assert "does not load" in load() and "$CXX" in load()
+        assert links(compiler) == 1
+    for _ in range(2):
+        os.environ["CXX"] = str(good)
+        assert isinstance(load(), library.Library) and links(compiler) == 2
+
+
+def test_what_a_killed_process_left_is_removed(compiler, cache):
+    (cache / ".build-left" / "objects").mkdir(parents=True)
+    assert isinstance(load(), library.Library) and not list(cache.glob(".build*"))
+
+
+def test_a_full_disk_is_no_wrong_compiler(compiler, cache):
+    error = "/tmp/x.s: fatal error: error writing to /tmp/x.s: No space left on device"
+    Path(os.environ["CXX"]).write_text(f"#!/bin/sh\necho '{error}' >&2; exit 1\n")
+    assert "No space left on device" in load() and load().endswith(WAY_OUT) and "compile them" not in load()
 
 
 def test_the_switch(compiler, monkeypatch):
