@@ -82,8 +82,10 @@ def make_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    text = "versions, devices, what runs where and why, a self-test; with MODEL, its predicted gain"
+    text = "versions, devices, what runs where and why, checks of the kernels; with MODEL, its predicted gain"
     doctor = command("doctor", "gemm_commands:doctor", text)
+    text = "check all kernels again, and write sparse24-doctor.json, to paste into an issue"
+    doctor.add_argument("--check", action="store_true", help=text)
     doctor.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
     text = "measure every sparse GEMM that training MODEL asks for, and remember what wins"
     tune = command("tune", "gemm_commands:tune", text)

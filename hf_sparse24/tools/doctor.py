@@ -3,18 +3,16 @@
 import math
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import dispatch, first_use
 from sparse24_kernels.dispatch import choose_kernels
-from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_packed
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.planning import choose_backend
-from sparse24_kernels.masks import count_flips
-from torch import Tensor, nn
+from torch import nn
 
 from ..version import __version__
 from ..weights.sparse_weight import SparseWeight, sparse_weights
@@ -56,41 +54,41 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
     return rows
 
 
-def self_test(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Every operation on `device` against PyTorch in fp64 on the CPU: its name, and "ok" or the error."""
-    for name, function in _SELF_TESTS.items():
-        try:
-            yield name, _compare(function, device)
-        except Exception as error:  # a broken driver raises anything; the point is to say so and go on
-            yield name, f"FAILED: {type(error).__name__}: {error}"
+class Checked(NamedTuple):
+    """What the check on first use says of an operator: `failure` is "", or the first difference."""
+
+    implementation: str
+    operator: str
+    dtype: str
+    failure: str
+
+
+def checks(device: torch.device, again: bool = False) -> list[Checked]:
+    """The checks of all kernels that run on a device; `again` repeats those that were made before."""
+    found = []
+    for dtype in dispatch.KERNEL_DTYPES:
+        subjects = [dispatch.subject(each) for each in dispatch.IMPLEMENTATIONS if not each.unsupported(device, dtype)]
+        if not (cusparselt.unsupported_device(device) or cusparselt.unsupported_matrix(128, 128, dtype)):
+            subjects.append(autotune.subject())
+        for subject in subjects:
+            for operator, failure in first_use.verdicts(subject, device, dtype, again).items():
+                found.append(Checked(subject.name, operator, str(dtype).removeprefix("torch."), failure))
+    return found
+
+
+def check_rows(checked: list[Checked]) -> list[list[str]]:
+    """A row for each operator: its implementation, its name, and "ok" or what failed."""
+    rows = []
+    for name, operator in dict.fromkeys(check[:2] for check in checked):
+        alike = [check for check in checked if check[:2] == (name, operator)]
+        failed = [f"{check.dtype}: {check.failure}" for check in alike if check.failure]
+        result = f"FAILED, PyTorch runs: {'; '.join(failed)}" if failed else "ok"
+        rows.append([name, operator, result])
+    return rows or [["no kernels", "", "PyTorch runs everything"]]
 
 
 _PACKED = ((torch.bfloat16, None), (torch.float16, None), (torch.float32, None), (torch.bfloat16, torch.int8))
-_X = torch.arange(64 * 64, dtype=torch.float32).mul(0.7390851).sin().view(64, 64)
-_KEY = torch.tensor(7)
 _NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
-_SELF_TESTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
-    "nm_mask": lambda x: [kernels.nm_mask(x, packed=True), kernels.nm_mask(x, dim=0)],
-    "transposable_mask": lambda x: [kernels.transposable_mask(x)],
-    "nm_prune": lambda x: [kernels.nm_prune(x, dtype=torch.bfloat16)],
-    "soft_threshold": lambda x: [kernels.soft_threshold(x)],
-    "pack_nm": lambda x: [*kernels.pack_nm(x)[:2], kernels.unpack_nm(kernels.pack_nm(x))],
-    "packed_linear": lambda x: [kernels.packed_linear(x[:8], kernels.pack_nm(x))],
-    "mvue": lambda x: [kernels.mvue(x, dim=dim, key=_KEY.to(x.device)) for dim in (0, 1)],
-    "masked_decay_": lambda x: [kernels.masked_decay_(x.clone(), x, kernels.nm_mask(x), 0.5)],
-    "count_flips": lambda x: [count_flips([kernels.nm_mask(x)], [kernels.nm_mask(x, dim=0)])],
-    "s_ste_scale": lambda x: [kernels.s_ste_scale(x)],
-    "gated_activation": lambda x: [kernels.gated_activation(x, x.t(), "swiglu")],
-    "fp8_simulate": lambda x: [fp8_simulate(x, "e4m3")],
-}
-
-
-def _compare(function: Callable[[Tensor], list[Tensor]], device: torch.device) -> str:
-    for ours, theirs in zip(function(_X.to(device)), function(_X.double())):  # no kernel takes fp64
-        error = (ours.cpu().double() - theirs.double()).abs().max().item()
-        if not error <= 1e-5 * theirs.double().abs().max().item():
-            return f"FAILED: differs from fp64 by {error:.2g}"
-    return "ok"
 
 
 def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, GemmPlan]:

@@ -2,8 +2,11 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
+from sparse24_kernels import first_use
+from sparse24_kernels.cache_folder import write_json
 from sparse24_kernels.cpu import limits
 from sparse24_kernels.gemm import autotune, cusparselt
 from transformers import PreTrainedModel
@@ -20,20 +23,28 @@ from .plan import FLOPS_PER_BYTE, print_plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+REPORT = Path("sparse24-doctor.json")
+"""What `doctor --check` writes, in the working directory."""
+
 
 def doctor(options: argparse.Namespace) -> int:
     """Print what runs here and why, and whether it is right; the exit status is 1 where it is not."""
-    model = _patched(options) if options.model else None  # a wrong argument is told before the self-test runs
-    print_table(checks.versions())
-    failed = False
+    model = _patched(options) if options.model else None  # a wrong argument is told before kernels are checked
+    versions = checks.versions()
+    print_table(versions)
+    devices, failed = [], False
     for device in checks.devices():
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        checked = checks.checks(device, again=options.check)
+        name, runs = first_use.device_name(device), checks.choices(device)
         print(f"\n{device}: {name}")
-        print_table(checks.choices(device))
-        results = list(checks.self_test(device))
-        print()
-        print_table(results)
-        failed |= any(result.startswith("FAILED") for _, result in results)
+        print_table(runs)
+        print("\n  kernels against PyTorch:")
+        print_table(checks.check_rows(checked))
+        devices.append({"device": str(device), "name": name, "runs": runs, "checks": [c._asdict() for c in checked]})
+        failed |= any(check.failure for check in checked)
+    if options.check:
+        write_json(REPORT, {"versions": dict(versions), "devices": devices})
+        print(f"\n{REPORT} has all of this: paste it into an issue")
     if model is not None:
         header = ["layers", "out x in", "output", "grad_input", "grad_weight", "gain"]
         rows = checks.gains(model, options.tokens, _DTYPES[options.dtype], checks.devices()[0])

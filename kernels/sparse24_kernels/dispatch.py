@@ -1,7 +1,7 @@
 """Which implementation of an operator runs, and why: plain PyTorch, or kernels where the device has them.
 
 An implementation is a table of functions (`Operators`); one operator is enough. `reference` has all of them and runs
-everywhere. To add one, append an `Implementation` to `IMPLEMENTATIONS`.
+everywhere. To add one, append an `Implementation` to `IMPLEMENTATIONS`. Every other one is checked on first use.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
+from . import first_use, hard_problems, reference
 from .checks import check_is, check_one_of
 from .cpu import OPERATORS as CPU_OPERATORS
 from .cpu.library import load as load_cpu_kernels
@@ -48,12 +48,14 @@ class Implementation(NamedTuple):
             of its dependencies.
         unsupported: why it does not run on a device, for tensors of a dtype; None where it does.
         where: what it runs on, in words, where it runs.
+        made_of: what its results depend on besides the device, torch and this package. They are checked for each.
     """
 
     name: str
     load: Callable[[], Operators]
     unsupported: Callable[[torch.device, torch.dtype], str | None]
     where: Callable[[torch.device], str]
+    made_of: Callable[[], str] = str
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, operator: str = "prune") -> Choice:
@@ -98,15 +100,42 @@ def implementation(operator: str, tensor: Tensor, has_kernels: bool = True) -> C
 def choose(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Callable[..., Any], Choice]:
     """The function of an operator, with its implementation's name and the reason. Every operator passes here once."""
     refusals = []
-    for name, load, unsupported, where in IMPLEMENTATIONS:
-        reason = unsupported(device, dtype)
+    for each in IMPLEMENTATIONS:
+        reason = each.unsupported(device, dtype)
         if reason is None:
-            function = getattr(load(), operator)
-            if function is not None:
-                return function, Choice(name, where(device))
-            reason = f"{name} has no {operator}"
+            try:
+                function = getattr(each.load(), operator)
+            except Exception as error:  # of what it imports
+                refusals.append(f"{each.name} cannot be imported: {type(error).__name__}: {error}")
+                continue
+            reason = f"{each.name} has no {operator}" if function is None else _wrong(each, operator, device, dtype)
+            if reason is None:
+                return function, Choice(each.name, each.where(device))
         refusals.append(reason)
     return getattr(reference.OPERATORS, operator), Choice("reference", "; ".join(refusals))
+
+
+def _wrong(each: Implementation, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why an operator failed its check on first use; None where it passed, or where nothing can be computed."""
+    if device.type == "meta":
+        return None
+    for of in (dtype,) if dtype.is_floating_point else KERNEL_DTYPES:  # indices tell nothing of their values
+        reason = first_use.verdicts(subject(each), device, of)[operator]
+        if reason:
+            return f"{each.name} failed its check on first use: {reason}"
+    return None
+
+
+def subject(each: Implementation) -> first_use.Subject:
+    """What is checked of an implementation on first use: all its operators."""
+    operators = [name for name, function in vars(each.load()).items() if function is not None]
+    return first_use.Subject(each.name, each.made_of(), operators, first_difference, (each.load.__module__,))
+
+
+def first_difference(name: str, operator: str, device: torch.device, dtype: torch.dtype) -> str:
+    """How an operator of an implementation differs from the reference; "" where it does not."""
+    function = next(getattr(each.load(), operator) for each in IMPLEMENTATIONS if each.name == name)
+    return hard_problems.first_difference(operator, function, device, dtype)
 
 
 def _triton_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -144,10 +173,18 @@ def _load_gpu() -> Operators:
 NAMES = tuple(field.name for field in fields(Operators))
 IMPLEMENTATIONS = [
     Implementation(
-        "triton", _load_gpu, _triton_unsupported, lambda device: f"Triton on {torch.cuda.get_device_name(device)}"
+        "triton",
+        _load_gpu,
+        _triton_unsupported,
+        lambda device: f"Triton on {torch.cuda.get_device_name(device)}",
+        lambda: f"Triton {version('triton')}",
     ),
     Implementation(
-        "cpu", lambda: CPU_OPERATORS, _cpu_unsupported, lambda device: f"C++ kernels, path {loaded().path!r}"
+        "cpu",
+        lambda: CPU_OPERATORS,
+        _cpu_unsupported,
+        lambda device: f"C++ kernels, path {loaded().path!r}",
+        lambda: f"{loaded().file.name}, path {loaded().path}",
     ),
 ]
 """Asked in order, before `reference`."""

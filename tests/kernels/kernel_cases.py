@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from sparse24_kernels import gpu, reference
+from sparse24_kernels.hard_problems import difference
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -72,15 +73,8 @@ def check(case: Case, device: torch.device, package: ModuleType = gpu) -> None:
 
 def assert_same_bits(ours: Tensor, theirs: Tensor, name: str) -> None:
     """Equal bit for bit, except that any NaN equals any other."""
-    same = ours == theirs
-    if ours.is_floating_point():
-        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
-        same = ours.contiguous().view(integer) == theirs.contiguous().view(integer)
-        same |= ours.float().isnan() & theirs.float().isnan()
-    if not same.all():
-        i = tuple((~same).nonzero()[0].tolist())
-        first = f"first at {list(i)}: {ours[i].item()}, the reference has {theirs[i].item()}"
-        raise AssertionError(f"{name}: {int((~same).sum())} of {same.numel()} differ, {first}")
+    different = difference(ours, theirs, theirs)
+    assert not different, f"{name}: {different}"
 
 
 def assert_no_worse(ours: Tensor, theirs: Tensor, truth: Tensor, size: Tensor, name: str) -> None:

@@ -115,6 +115,19 @@ def test_verdicts_and_requests(stand_in, monkeypatch, verdict, auto, requested):
     assert plan.backend is (DENSE if requested is None else CUSPARSELT)
 
 
+@pytest.mark.parametrize("problem", [linear_problem(48, 32, 64, PROBLEM.dtype), mm_problem(32, 48, 64, PROBLEM.dtype)])
+def test_what_is_requested_without_a_measurement_is_checked_first(monkeypatch, tmp_path, problem):
+    monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))
+    for wrong_ids, backend in (((), CUSPARSELT), ((0,), DENSE)):
+        cslt.install(monkeypatch, cslt.StandIn(wrong_ids))
+        verdict = autotune.Verdict("dense", None, None, None, "not tuned", measured=False)
+        monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
+        monkeypatch.setattr(cusparselt, "version", lambda ids=wrong_ids: ids)
+        plan = plan_gemm(problem, CPU, "cusparselt")
+        assert plan.backend is backend
+    assert plan.reason.startswith("requested; cuSPARSELt failed its check on first use: wrong numbers on ")
+
+
 def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811
     """Planned, pruned and multiplied in one graph, and the first plan of its size is made while it is traced."""
 

@@ -5,7 +5,6 @@ Layers that `tune` has not measured on this CPU take the limits that were measur
 
 import json
 import math
-import platform
 import re
 import statistics
 import time
@@ -18,6 +17,7 @@ import torch
 
 from .. import reference
 from ..cache_folder import cache_folder, write_json
+from ..first_use import device_name
 from ..formats import Packed, scale_columns
 from . import build
 from .library import DTYPES, load, loaded
@@ -145,11 +145,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _path() -> Path:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        cpu = names[0] if names else cpu
+    cpu = device_name(torch.device("cpu"))
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"cpu_{cpu}_{loaded().path}_{torch.__version__}").strip("-")
     return cache_folder() / f"{name}-{build.fingerprint()}.json"
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import first_use
 from ..cache_folder import cache_folder, write_json
 from . import cusparselt
-from .measure import Rejected, prepare, try_algorithm
+from .measure import Rejected, first_difference, prepare, try_algorithm
 from .problem import Algorithm, GemmProblem, bucket
 
 FORMAT = 5
@@ -151,6 +152,18 @@ def _judge(problem: GemmProblem, entry: Entry, deterministic: bool) -> Verdict:
 
 def _unmeasured(reason: str) -> Verdict:
     return Verdict("dense", None, None, None, reason, measured=False)
+
+
+@torch.compiler.assume_constant_result
+def wrong_default(problem: GemmProblem, device: torch.device) -> str | None:
+    """Why cuSPARSELt's default algorithm is not trusted where nothing was measured; None where it is right."""
+    reason = first_use.verdicts(subject(), device, problem.dtype)["linear" if problem.transposed else "mm"]
+    return f"cuSPARSELt failed its check on first use: {reason}" if reason else None
+
+
+def subject() -> first_use.Subject:
+    """What is checked of cuSPARSELt on first use."""
+    return first_use.Subject("cusparselt", str(cusparselt.version()), ("linear", "mm"), first_difference)
 
 
 def tune(

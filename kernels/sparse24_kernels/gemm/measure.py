@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import reference
 from . import cusparselt
 from .cusparselt import MULTIPLE
-from .problem import Algorithm, GemmProblem, bucket_start
+from .problem import Algorithm, GemmProblem, bucket_start, linear_problem, mm_problem
 
 MOST_DENSE_ERROR = 8.0
 """In the units of `Case.error`. A dense result that is less accurate cannot be the reference for sparse ones."""
@@ -76,6 +76,33 @@ def prepare(problem: GemmProblem, device: torch.device) -> list[Case]:
     return cases
 
 
+def check(cases: list[Case], algorithm: Algorithm) -> Tensor:
+    """The algorithm's result of the first case; those of all cases are right.
+
+    Raises:
+        Rejected: a result is wrong.
+        RuntimeError: the library refuses the call.
+    """
+    for case in reversed(cases):
+        result = _poisoned(partial(case.by_algorithm, algorithm), case)
+        _check(case, result)
+        _check_again(case, _poisoned(partial(case.by_algorithm, algorithm), case), result, algorithm)
+    if cases[0].problem.transposed:
+        _check_bias(cases[0], algorithm)
+    return result
+
+
+@torch.no_grad()
+def first_difference(name: str, operator: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with cuSPARSELt's default algorithm on a small "linear" or "mm"; "" where nothing is."""
+    problem = linear_problem(48, 128, 64, dtype) if operator == "linear" else mm_problem(128, 48, 64, dtype)
+    try:
+        check(prepare(problem, device), Algorithm())
+    except Rejected as error:
+        return str(error)
+    return ""
+
+
 def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float]:
     """Microseconds that the sparse GEMM takes, and the dense one: medians of samples taken in turns.
 
@@ -83,13 +110,7 @@ def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float
         Rejected: a result is wrong, or a time is impossible.
         RuntimeError: the library refuses the call, or no CUDA graph takes it.
     """
-    timed = cases[0]
-    for case in reversed(cases):  # the timed one last
-        expected = _poisoned(partial(case.by_algorithm, algorithm), case)
-        _check(case, expected)
-        _check_again(case, _poisoned(partial(case.by_algorithm, algorithm), case), expected, algorithm)
-    if timed.problem.transposed:
-        _check_bias(timed, algorithm)
+    timed, expected = cases[0], check(cases, algorithm)
     sample_sparse, sample_dense = sampler(partial(timed.by_algorithm, algorithm)), sampler(timed.by_dense)
     sparse_us: list[float] = []
     dense_us: list[float] = []

@@ -28,9 +28,13 @@ class CusparseltBackend(GemmBackend):
         if reason:
             return reason
         verdict = autotune.choose(problem, device)
-        algorithm = verdict.algorithm if verdict.measured else Algorithm()
-        if algorithm is None or (not requested and verdict.backend == "dense"):
-            return f"requested; {verdict.reason}" if requested else verdict.reason
+        if not requested and verdict.backend == "dense":
+            return verdict.reason
+        algorithm, wrong = verdict.algorithm, None
+        if not verdict.measured:
+            algorithm, wrong = Algorithm(), autotune.wrong_default(problem, device)
+        if algorithm is None or wrong:
+            return f"requested; {wrong or verdict.reason}"
         _columns(problem.m, problem.k, problem.dtype, device)  # asks the library now, not during CUDA graph capture
         return GemmPlan(self, verdict.reason, algorithm)
 

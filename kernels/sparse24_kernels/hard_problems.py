@@ -1,0 +1,157 @@
+"""Small hard problems for each operator, and where an implementation solves them differently from the reference.
+
+They have ties, zeros, subnormals, inf, NaN, empty tensors, and sizes that fill no tile. Results must be equal bit for
+bit, except for sums and approximate functions, whose errors are bounded as `kernels/README.md` says.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils._pytree import tree_map_only
+
+from . import reference
+from .formats import scale_columns
+
+UNIT = torch.finfo(torch.float32).eps
+
+
+def first_difference(operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
+    """The first problem that `function` solves differently, and how; "" where it solves all as the reference does."""
+    solve = getattr(reference.OPERATORS, operator)
+    for arguments in _problems(operator, device, dtype):
+        wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, arguments)
+        bounds, expected = _bounds(operator, wide), _results(solve, arguments)
+        truths = _results(solve, wide) if bounds else expected
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN: what is not written shows
+        try:
+            actual = _results(function, arguments)
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        for i, (ours, theirs, truth) in enumerate(zip(actual, expected, truths, strict=True)):
+            if different := difference(ours, theirs, truth, bounds[i] if bounds else None):
+                shapes = tree_map_only(Tensor, lambda x: f"{x.dtype} {list(x.shape)}", arguments)
+                return f"{operator}({', '.join(map(str, shapes))}): {different}".replace("torch.", "")
+    return ""
+
+
+def difference(ours: Tensor, theirs: Tensor, truth: Tensor, bound: Tensor | None = None) -> str:
+    """How a result differs from the reference's; "" where it does not.
+
+    Without a bound the two are equal bit for bit, and any NaN equals any other. With one, `ours` may be further from
+    the truth (fp64) than `theirs` is, by at most that.
+    """
+    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return f"{ours.dtype} {tuple(ours.shape)}, the reference has {theirs.dtype} {tuple(theirs.shape)}"
+    if bound is None:
+        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+        same = ours.contiguous().view(integer) == theirs.contiguous().view(integer)
+    else:
+        same = (ours == theirs) | ((ours - truth).abs() <= (theirs - truth).abs() + bound)
+    same |= ours.isnan() & theirs.isnan()
+    if same.all():
+        return ""
+    i = tuple((~same).nonzero()[0].tolist())
+    first = f"first {ours[i].item()} at {list(i)}, where the reference has {theirs[i].item()}"
+    return f"{int((~same).sum())} of {same.numel()} elements differ, {first}"
+
+
+def _results(function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
+    """What the function returns, or changes in place."""
+    arguments = tree_map_only(Tensor, lambda x: torch.empty_like(x).copy_(x), arguments)  # keeps strides
+    results = function(*arguments)
+    results = arguments[0] if results is None else results
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
+    """The arguments of each problem."""
+
+    def numbers(*shape: int, of: torch.dtype = dtype, seed: float = 0.0) -> Tensor:
+        """Between -2 and 2, as good as random."""
+        count = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
+        return (count * 0.7390851 + seed).sin().mul(2).view(shape).to(device, of)
+
+    def packed(rows: int, k: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """With values of `dtype`, and with int8 ones and scales."""
+        values, indices = reference.prune.prune(numbers(rows, k), "magnitude", 2, 4, 1, None, None, dtype, ["packed"])
+        yield values, indices, None
+        yield (values * 60).to(torch.int8), indices, numbers(rows, scale_columns(k), seed=2.0).abs()
+
+    values = (0.0, -0.0, 1.0, -torch.finfo(dtype).smallest_normal / 4, -math.inf, math.nan)
+    special = torch.tensor(list(product(values, repeat=4)), dtype=dtype, device=device).view(108, 48)
+    weights = [special, numbers(68, 72).mul(1.5).round(), numbers(68, 72), numbers(0, 8)]
+    key = torch.full((), 2**40 + 5, dtype=torch.int64, device=device)
+    scale, half = torch.full((), 1.483, dtype=torch.float32, device=device), torch.bfloat16
+    match operator:
+        case "nm_mask":
+            yield from ((weight, 2, 4, dim, bool(dim)) for weight in weights for dim in (0, 1))
+            yield numbers(72, 68).t(), 2, 4, 1, False
+        case "transposable_mask":
+            yield from ((weight, 2, 4, "exact", bool(i % 2)) for i, weight in enumerate(weights))
+        case "prune":
+            for weight in weights:
+                some = numbers(*weight.shape, of=torch.float32) > 0.5  # any number of every four
+                bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
+                yield weight, "magnitude", 2, 4, 0, None, None, dtype, ["dense"]
+                yield weight, "magnitude", 2, 4, 1, None, None, half, ["dense", "packed"]
+                yield weight, "soft-threshold", 2, 4, 0, None, scale, dtype, ["dense", "transposed"]
+                yield weight, "soft-threshold", 2, 4, 1, None, None, half, ["packed"]
+                yield weight, "mask", 2, 4, 1, some, None, dtype, ["transposed", "dense"]
+                yield weight, "mask", 2, 4, 1, bits, None, half, ["dense", "transposed", "packed"]
+        case "s_ste_scale":
+            yield from ((numbers(68, 72), 2, 4, dim, rule) for dim, rule in enumerate(("mse", "l1")))
+            yield torch.ones(4, 8, dtype=dtype, device=device), 2, 4, 1, "mse"
+        case "mvue":
+            for n, m, estimator in ((2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")):
+                yield numbers(66, 70), key, n, m, 0, estimator, "dense"
+                yield numbers(66, 70), key, n, m, 1, estimator, "transposed"
+            yield from ((x, key, 2, 4, 1, "exact", "dense") for x in (special, numbers(0, 4)))
+        case "masked_decay_":
+            for weight, as_bits in product(weights, (False, True)):
+                mask = reference.masks.nm_mask(weight, 2, 4, 1, as_bits)
+                yield [numbers(*weight.shape, seed=1.0)], [weight], [mask], [0.3]
+        case "gated_activation" | "gated_activation_backward":
+            for kind, rows in product(("swiglu", "geglu", "geglu-exact"), (65, 0)):
+                grad, gate, up = (numbers(rows, 72, seed=seed) for seed in (1.0, 2.0, 3.0))
+                column = up.t().contiguous().t()
+                for tensors in ((grad, 20 * gate, up), (grad, gate, column)):
+                    yield *tensors[operator == "gated_activation" :], kind
+        case "unpack_nm":
+            for rows, k in ((68, 72), (0, 8)):
+                yield from packed(rows, k)
+            yield special[:68, :36].contiguous(), next(packed(68, 72))[1], None
+        case "packed_linear":
+            for i, (rows, k, tokens) in enumerate(
+                ((66, 136, 1), (33, 1032, 3), (66, 136, 17), (130, 264, 70), (0, 8, 2))
+            ):
+                for stored, indices, scales in packed(rows, k):
+                    if scales is None or device.type == "cpu":  # no kernel for GPUs multiplies by int8 values
+                        bias = numbers(rows, seed=3.0) if i % 2 else None
+                        yield numbers(tokens, k, seed=1.0), stored, indices, bias, scales
+
+
+def _bounds(operator: str, wide: tuple) -> list[Tensor]:
+    """How much further from the truth than the reference's each result may be; none for results that are exact."""
+    match operator:
+        case "s_ste_scale":
+            return [torch.full((), 16 * UNIT, dtype=torch.float64, device=wide[0].device)]
+        case "gated_activation" | "gated_activation_backward":  # differences, of terms of these sizes
+            *grad, gate, up, _ = wide
+            return [4 * UNIT * x.abs() + 1e-37 for x in ([grad[0] * up, grad[0] * gate] if grad else [gate * up])]
+        case "packed_linear":
+            x, values, indices, bias, scales = wide
+            weight = reference.packed.unpack_nm(values, indices, scales).abs()
+            sizes = linear(x.abs(), weight, None if bias is None else bias.abs())
+            bound = (4 if x.is_cuda else 4 + x.shape[1]) * UNIT * sizes + 1e-37
+            if scales is not None:
+                bound += sizes * 2**-8  # half a unit of bf16, to which some paths round the weight
+                if len(x) <= 4:  # and half a step of x in 8 bits
+                    bound += x.abs().amax(1, keepdim=True) / 254 * 1.001 * weight.sum(1)
+            return [bound]
+    return []

@@ -1,0 +1,136 @@
+"""Kernels that are wrong are found on first use, and PyTorch runs in their place; the verdict is kept."""
+
+import json
+import os
+import threading
+import time
+
+import bad_kernels
+import pytest
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels import cpu, dispatch, first_use, gpu, hard_problems, reference
+from sparse24_kernels.cpu.library import load
+from sparse24_kernels.dispatch import choose_kernels
+
+CPU = torch.device("cpu")
+WEIGHT = torch.randn(8, 16)
+LIBRARY = load()  # into the usual cache folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, and a process that has found nothing yet."""
+    monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(first_use, "_known", {})
+    dispatch.choose.cache_clear()
+    yield tmp_path / "cache"
+    dispatch.choose.cache_clear()
+
+
+@pytest.fixture(params=bad_kernels.WAYS, ids=lambda way: way.__name__)
+def bad(request, cache, monkeypatch):
+    """A bad implementation before all others; returns what is said of it."""
+    monkeypatch.setattr(bad_kernels, "bad", request.param)
+    monkeypatch.setenv("BAD_KERNELS", request.param.__name__)
+    monkeypatch.setitem(first_use.SECONDS, "cpu", 1)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [bad_kernels.implementation()])
+    return bad_kernels.WAYS[request.param]
+
+
+def forget():
+    """As a new process starts."""
+    first_use._known.clear()
+    dispatch.choose.cache_clear()
+
+
+@pytest.mark.parametrize("bad", [bad_kernels.crashes], indirect=True)
+def test_a_new_process_where_no_fork_would_do(bad, caplog, monkeypatch):
+    monkeypatch.setattr(first_use, "_fork", first_use._spawn)
+    test_a_bad_kernel_ends_in_the_result_of_pytorch_and_one_warning(bad, caplog)
+
+
+def test_a_bad_kernel_ends_in_the_result_of_pytorch_and_one_warning(bad, caplog):
+    for _ in range(2):
+        assert torch.equal(kernels.nm_mask(WEIGHT), reference.masks.nm_mask(WEIGHT, 2, 4, 1, False))
+    (record,) = caplog.records
+    assert "nm_mask" in record.getMessage() and bad in record.getMessage() and "unpack_nm" not in record.getMessage()
+    choice = choose_kernels(CPU, operator="nm_mask")
+    assert choice.implementation == "reference" and bad in choice.reason
+    assert choose_kernels(CPU, operator="unpack_nm") == ("bad", "cpu"), "the check goes on behind what failed"
+
+
+def test_verdicts_are_kept_for_what_they_depend_on(cache, monkeypatch):
+    checked = []
+
+    def check(name, operator, device, dtype):
+        checked.append(operator)
+        return "wrong" if operator == "b" else ""
+
+    def ask(made_of="1", dtype=torch.float32, again=False):
+        checked.clear()
+        first_use._known.clear()
+        found = first_use.verdicts(first_use.Subject("mine", made_of, ("a", "b"), check), CPU, dtype, again)
+        assert found == {"a": "", "b": "wrong"}
+        return len(checked)
+
+    monkeypatch.delattr(os, "fork")  # so that the calls are seen
+    assert [ask(), ask(), ask(again=True), ask("2"), ask(dtype=torch.bfloat16), ask()] == [2, 0, 2, 2, 2, 0]
+    for path in cache.glob("checked-*.json"):
+        assert json.loads(path.read_text())["environment"]["subject"] == "mine"
+        path.write_text(path.read_text()[:-30])
+    assert [ask(), ask()] == [2, 0], "a damaged file is made again"
+    monkeypatch.setenv("SPARSE24_CACHE", "/proc/nowhere")
+    assert [ask(), ask()] == [2, 2], "each process checks where nothing can be kept"
+
+
+def test_ctrl_c_says_nothing_of_a_kernel(cache, monkeypatch):
+    monkeypatch.setattr(bad_kernels, "bad", lambda *arguments: time.sleep(0.3) or reference.masks.nm_mask(*arguments))
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [bad_kernels.implementation()])
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), 2)).start()
+    with pytest.raises(KeyboardInterrupt):
+        choose_kernels(CPU, operator="nm_mask")
+        time.sleep(5)
+    forget()
+    assert choose_kernels(CPU, operator="nm_mask").implementation == "bad"
+
+
+def test_the_caller_s_modes_are_not_the_check_s(cache):
+    if isinstance(LIBRARY, str):
+        pytest.skip(LIBRARY)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert choose_kernels(CPU, operator="packed_linear").implementation == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, by which Triton's interpreter computes
+@pytest.mark.parametrize("dtype", dispatch.KERNEL_DTYPES)
+@pytest.mark.parametrize("package", [cpu, gpu], ids=["cpu", "gpu"])
+def test_our_kernels_pass(package, dtype):
+    if package is cpu and isinstance(LIBRARY, str):
+        pytest.skip(LIBRARY)
+    for operator, function in vars(package.OPERATORS).items():
+        assert function is None or hard_problems.first_difference(operator, function, CPU, dtype) == ""
+
+
+TAMPERED = {
+    "nm_mask": lambda mask: mask.logical_not_() if mask.dtype == torch.bool else mask.bitwise_xor_(1),
+    "s_ste_scale": lambda scale: scale.mul_(1 + 1e-5),
+}
+
+
+@pytest.mark.parametrize("operator", vars(reference.OPERATORS))
+def test_one_wrong_element_is_found(operator):
+    """Of the last result of the first problem that has elements."""
+    right = getattr(reference.OPERATORS, operator)
+
+    def wrong(*arguments):
+        results = right(*arguments)
+        last = arguments[0][0] if results is None else results if isinstance(results, torch.Tensor) else results[-1]
+        if last.numel() and operator in TAMPERED:
+            TAMPERED[operator](last.view(-1)[-1:])
+        elif last.numel():
+            last.view(-1)[-1:] += 1 if last.dtype != torch.bool else True
+        return results
+
+    assert hard_problems.first_difference(operator, right, CPU, torch.float32) == ""
+    assert "differ" in hard_problems.first_difference(operator, wrong, CPU, torch.float32)
