@@ -49,6 +49,7 @@ def make_model_card(
     log_history: Logs = (),
     results: Mapping[str, float] | None = None,
     dense_control: Control | None = None,
+    control_name: str = "dense control",
     hyperparameters: Mapping[str, Any] | None = None,
     plot: str | None = None,
     existing: ModelCard | None = None,
@@ -66,6 +67,7 @@ def make_model_card(
         log_history: of the run, as `trainer.state.log_history` has it, for the results.
         results: metrics of this model by name; None for the last evaluation in `log_history`.
         dense_control: the same metrics of a dense run, or its `trainer_state.json`, or the directory that holds one.
+        control_name: what that is, as the head of its column: `"dense model"` for the model before it was pruned.
         hyperparameters: of the training, by name.
         plot: file name or URL of a picture of the losses.
         existing: the card that is there.
@@ -96,7 +98,7 @@ def make_model_card(
     parts = [
         _summary(model, run, base_model),
         _loading(model, run, format, values, model_id or name, checkpoint),
-        _results(ours, control_metrics(dense_control)),
+        _results(ours, control_metrics(dense_control), control_name),
         _training(run, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
         f"{torch.__version__}.",
@@ -193,17 +195,14 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
     return "\n\n".join(["## How to load it", *text])
 
 
-def _results(ours: Mapping[str, float], dense: Mapping[str, float]) -> str:
-    if not ours:
-        return ""
-    columns = ["metric", "this model", *(["dense control", "difference"] if dense else [])]
+def _results(ours: Mapping[str, float], dense: Mapping[str, float], control_name: str) -> str:
+    columns = ["metric", "this model", *([control_name, "difference"] if dense else [])]
     rows = []
-    for name, value in ours.items():
-        other = dense.get(name)
-        compared = ["", ""] if other is None else [_number(other), f"{value - other:+.4g}"]
-        label = name.removeprefix("eval_").replace("_", " ")
-        rows.append([label, _number(value), *compared][: len(columns)])
-    return f"## Results\n\n{markdown_table(columns, rows)}"
+    for name in {**ours, **dense}:
+        cells = [_number(run[name]) if name in run else "" for run in (ours, dense)]
+        cells.append(f"{ours[name] - dense[name]:+.4g}" if all(cells) else "")
+        rows.append([name.removeprefix("eval_").replace("_", " "), *cells][: len(columns)])
+    return f"## Results\n\n{markdown_table(columns, rows)}" if rows else ""
 
 
 def _training(run: SparseRun, hyperparameters: Mapping[str, Any] | None, plot: str | None) -> str:

@@ -112,6 +112,16 @@ def test_results_stand_beside_the_dense_control(tmp_path):
     assert "## Results" not in make_model_card(model).text
 
 
+def test_each_metric_of_either_model_is_in_the_table():
+    control = {"eval_loss": 3.0, "eval_accuracy": 0.5}
+    alone = make_model_card(patched(), dense_control=control).text
+    assert "| loss |  | 3 |  |" in alone and "| accuracy |  | 0.5 |  |" in alone
+    both = {"log_history": EVALUATED, "dense_control": control, "control_name": "dense model, before pruning"}
+    text = make_model_card(patched(), **both).text
+    assert "| loss | 3.25 | 3 | +0.25 |" in text and "| accuracy |  | 0.5 |  |" in text
+    assert "| dense model, before pruning |" in text and "dense control" not in text
+
+
 def test_wrong_arguments_are_named(tmp_path):
     model = patched()
     (tmp_path / "other.json").write_text('{"log_history": [{"loss": 3.0}]}')
