@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..methods import ONESHOT_METHOD, method_class
+from ..metrics import is_nm_sparse
 from ..packed_format import format_version
 from ..patching.report import shown_count
 from ..run import SparseRun, sparse_run
@@ -33,6 +34,7 @@ Format = Literal["dense", "packed", "training"]
 CARD, PLOT, CHECKPOINT = "README.md", "loss.png", "checkpoint"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
+DENSE = "**its weights are dense**"
 
 _METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"} - {"ignore_metadata_errors", "kwargs"}
 
@@ -95,9 +97,10 @@ def make_model_card(
     given = {key: value for key, value in metadata.items() if value is not None}
     base_model = given.get("base_model") or _base_model(model, model_id)
     ours = last_evaluation(by_step(log_history)) if results is None else dict(results)
+    why_dense = _why_dense(model, run)
     parts = [
-        _summary(model, run, base_model),
-        _loading(model, run, format, values, model_id or name, checkpoint),
+        _summary(model, run, base_model, why_dense),
+        _loading(model, run, format, values, model_id or name, checkpoint, is_sparse=not why_dense),
         _results(ours, control_metrics(dense_control), control_name),
         _training(run, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
@@ -111,8 +114,9 @@ def make_model_card(
     for key, value in [*((key, value) for key, value in derived.items() if data.get(key) is None), *given.items()]:
         data[key] = value  # the caller's; where not given the author's, and else what the model says
     asked = [tags] if isinstance(tags, str) else tags or []
-    own = ["hf_sparse24", f"{run.config.pattern}-sparsity", "semi-structured-sparsity", *(model.model_tags or [])]
-    data.tags = list(dict.fromkeys([*(data.tags or []), *own, *asked]))
+    of_sparse = [f"{run.config.pattern}-sparsity", "semi-structured-sparsity"]
+    found = [*(data.tags or []), "hf_sparse24", *of_sparse, *(model.model_tags or []), *asked]
+    data.tags = [tag for tag in dict.fromkeys(found) if not (why_dense and tag in of_sparse)]
     if existing is None:
         return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{section}\n")
     card = ModelCard(existing.content)  # it keeps the order of the metadata
@@ -139,14 +143,22 @@ def check_arguments(format: str, details: Iterable[str], values: str = "float") 
         raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
 
 
-def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | None) -> str:
+def _why_dense(model: nn.Module, run: SparseRun) -> str:
+    """Why the weights that a model computes with are dense, as a sentence; empty where they are sparse."""
+    if run.is_dense:
+        return f"{'That training has ended' if run.facts.finished else 'It was saved'} in a dense phase: {DENSE}"
+    weights = sparse_weights(model, TRAINED).values() if run.phase != "sparse" else ()
+    if any(not is_nm_sparse(weight.merged(), *weight.pattern, weight.input_dim) for weight in weights):
+        return f"The adapters of its method are added to them: {DENSE}"
+    return ""
+
+
+def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | None, why_dense: str) -> str:
     config = run.config
     names = ", ".join([base_model] if isinstance(base_model, str) else base_model or [])
     what = f"A Transformers model, made from {names}" if names else "A Transformers model"
-    if run.is_dense:
-        state = "That training has ended in" if run.facts.finished else "It was saved in"
-        trained = f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights"
-        return f"{trained}. {state} a dense phase: **its weights are dense**."
+    if why_dense:
+        return f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. {why_dense}."
     patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
     dropped = sum(weight.master.numel() for weight in sparse_weights(model, PackedMaster).values())
     total = sum(parameter.numel() for parameter in model.parameters()) + dropped
@@ -158,7 +170,9 @@ def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | Non
     )
 
 
-def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str, checkpoint: bool) -> str:
+def _loading(
+    model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str, checkpoint: bool, is_sparse: bool
+) -> str:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
@@ -182,7 +196,7 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
     else:
         text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
         text += [_python(*load)]
-        if not run.is_dense:
+        if is_sparse:
             text.append(
                 f"To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
                 f"{ONESHOT_METHOD!r}, ...)` of hf_sparse24 too, with the settings of the layers below."

@@ -120,14 +120,14 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
                 lazy.compute()  # gathers it together with the process that writes
         else:
-            run = next(iter(weights.values())).run
-            if run.is_dense:
-                logger.warning(
-                    f"the model is in its {run.phase!r} phase, and so is its export: weights in {directory} are not "
-                    f"{run.method.pattern}. A run whose method has no dense tail (dense_tail=0) ends sparse"
-                )
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
-                _write(model, new, files, format, format_version(values))
+                sparse = _write(model, new, files, format, format_version(values))
+            if not sparse:
+                run = next(iter(weights.values())).run
+                logger.warning(
+                    f"no weight in {directory} is {run.method.pattern}: the model is in its {run.phase!r} phase. A run "
+                    f"ends sparse without a dense tail (dense_tail=0) and without its method's own adapters"
+                )
         if _is_sharded(model):
             dist.barrier()  # when any process returns, the export is there
     finally:
@@ -150,8 +150,10 @@ def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str)
     return {file: [tensors[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
 
 
-def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, version: int) -> None:
-    """Write a whole checkpoint into the empty folder `new`."""
+def _write(
+    model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, version: int
+) -> dict[str, int]:
+    """Write a whole checkpoint into the empty folder `new`; return what `write_weights` says of its sparse tensors."""
     saved: SavedConfig = model.config.quantization_config
     saved = saved if saved.facts.packed is None else packed_config(saved, None)
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
@@ -177,6 +179,7 @@ def _write(model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]
     patterns = {name: str(weight.pattern) for name, weight in sparse_weights(model).items()}
     others = {name: pattern for name, pattern in patterns.items() if pattern != saved.config.pattern}
     write_manifest(new, format, sparse, hashes, saved.to_dict(), others)
+    return sparse
 
 
 def write_weights(

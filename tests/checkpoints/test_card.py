@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 from huggingface_hub import EvalResult, ModelCard
-from sparse_models import patched
+from sparse_models import DENSE_METHODS, ended_dense, patched
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_sparse24 import (
@@ -23,7 +23,6 @@ from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
 from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import METHODS
-from hf_sparse24.run import set_phase
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]
 EVALUATED = [{"step": 50, "eval_loss": 4.2, "eval_runtime": 1.0}, {"step": 100, "eval_loss": 3.25, "eval_runtime": 1.0}]
@@ -55,11 +54,13 @@ def test_the_counted_zeros_are_those_of_the_export(tmp_path):
     assert f" {zeros / total:.1%} of all {total:,} parameters are zero" in text
 
 
-def test_weights_of_a_dense_phase_are_called_dense():
-    model = patched(method="t-sr-ste")
-    set_phase(model, "dense")
-    text = make_model_card(model).text
-    assert "**its weights are dense**" in text and "fixed-mask" not in text
+@pytest.mark.parametrize("method", DENSE_METHODS)
+def test_weights_that_a_run_has_ended_with_are_called_dense(method):
+    model = ended_dense(method)
+    sparse = make_model_card(patched(method=method))
+    card = make_model_card(model, existing=sparse)
+    assert "**its weights are dense**" in card.text and "fixed-mask" not in card.text and "are zero" not in card.text
+    assert {*sparse.data.tags} - {*card.data.tags} == {"2:4-sparsity", "semi-structured-sparsity"}
 
 
 def test_a_card_says_how_oneshot_has_pruned(tmp_path):

@@ -13,14 +13,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from checkpoints import patched
 from safetensors.torch import save
-from sparse_models import Mlp, logits
+from sparse_models import DENSE_METHODS, Mlp, ended_dense, logits
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model, unpatch_model
 from hf_sparse24.checkpoints import replacing
 from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
-from hf_sparse24.run import set_phase
 
 OUTDATED = re.compile(r"model.*\.safetensors(\.index\.json)?")
 CHANGES = ("link", "mkdir", "remove", "replace", "rmdir", "symlink", "unlink")
@@ -284,13 +283,13 @@ def test_a_model_that_was_not_patched(tmp_path):
         export_model(plain, tmp_path)
 
 
-def test_an_export_of_a_dense_phase_says_so(tmp_path, caplog):
-    model = patched()
-    export_model(model, tmp_path / "sparse")
+@pytest.mark.parametrize("method", DENSE_METHODS)
+def test_an_export_without_sparse_weights_says_so(method, tmp_path, caplog):
+    export_model(patched(method=method), tmp_path / "sparse")
     assert not caplog.records
-    set_phase(model, "dense")
-    export_model(model, tmp_path / "dense")
-    assert "are not 2:4. A run" in caplog.text and "dense_tail=0" in caplog.text
+    export_model(ended_dense(method), tmp_path / "dense")
+    (record,) = caplog.records
+    assert f"no weight in {tmp_path / 'dense'} is 2:4" in record.message and "dense_tail=0" in record.message
 
 
 def test_wrapped_models_are_looked_through(tmp_path):

@@ -12,13 +12,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, patch_model
-from hf_sparse24.weights.sparse_weight import SparseWeight
+from hf_sparse24.run import set_phase
+from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
 
 
 def patched(name: str = "llama", sizes: Mapping[str, Any] | None = None, **settings: Any) -> PreTrainedModel:
     """A model of the zoo, in train mode, patched by a `Sparse24Config` with the settings."""
     model = zoo.build(name, **(sizes or {}))
     patch_model(model, Sparse24Config(**settings))
+    return model
+
+
+DENSE_METHODS = ("t-sr-ste", "slope")
+"""Methods whose runs may end with dense weights: by a dense tail, by adapters of the method."""
+
+
+def ended_dense(method: str) -> PreTrainedModel:
+    """A model of the zoo whose run has ended with dense weights, by a method of `DENSE_METHODS`."""
+    model = patched(method=method, **({"adapter_rank": 2} if method == "slope" else {}))
+    set_phase(model, "adapters" if method == "slope" else "dense")
+    for weight in sparse_weights(model).values():
+        for tensor in weight.parameters.values():
+            nn.init.normal_(tensor)
     return model
 
 
