@@ -34,8 +34,10 @@ Format = Literal["dense", "packed", "training"]
 CARD, PLOT, CHECKPOINT = "README.md", "loss.png", "checkpoint"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
-DENSE = "**its weights are dense**"
-
+_TRAINING_ON = (
+    "To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
+    f"{ONESHOT_METHOD!r}, ...)` of hf_sparse24 too, with the settings of the layers below."
+)
 _METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"} - {"ignore_metadata_errors", "kwargs"}
 
 
@@ -57,7 +59,7 @@ def make_model_card(
     existing: ModelCard | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """The model card of a patched model. Computes its sparse weights once, one after the other, to count their zeros.
+    """The model card of a patched model. For an export, computes all sparse weights to count their zeros.
 
     Args:
         model: a patched model of Transformers.
@@ -97,10 +99,11 @@ def make_model_card(
     given = {key: value for key, value in metadata.items() if value is not None}
     base_model = given.get("base_model") or _base_model(model, model_id)
     ours = last_evaluation(by_step(log_history)) if results is None else dict(results)
-    why_dense = _why_dense(model, run)
+    is_dense = _is_dense(model, run, format)
     parts = [
-        _summary(model, run, base_model, why_dense),
-        _loading(model, run, format, values, model_id or name, checkpoint, is_sparse=not why_dense),
+        _summary(model, run, base_model, format, is_dense),
+        _loading(model, run, format, values, model_id or name, checkpoint),
+        "" if is_dense or format != "dense" else _TRAINING_ON,
         _results(ours, control_metrics(dense_control), control_name),
         _training(run, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
@@ -110,17 +113,15 @@ def make_model_card(
     derived = {"library_name": "transformers", "model_name": name}
     if base_model:
         derived |= {"base_model": base_model, "base_model_relation": "finetune"}
-    data: Any = ModelCardData() if existing is None else ModelCard(existing.content).data
+    card = ModelCard(f"---\n{{}}\n---\n\n# {name}\n" if existing is None else existing.content)
+    data: Any = card.data
     for key, value in [*((key, value) for key, value in derived.items() if data.get(key) is None), *given.items()]:
         data[key] = value  # the caller's; where not given the author's, and else what the model says
     asked = [tags] if isinstance(tags, str) else tags or []
     of_sparse = [f"{run.config.pattern}-sparsity", "semi-structured-sparsity"]
     found = [*(data.tags or []), "hf_sparse24", *of_sparse, *(model.model_tags or []), *asked]
-    data.tags = [tag for tag in dict.fromkeys(found) if not (why_dense and tag in of_sparse)]
-    if existing is None:
-        return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{section}\n")
-    card = ModelCard(existing.content)  # it keeps the order of the metadata
-    card.data, card.text = data, _replaced(existing.text, section)
+    data.tags = [tag for tag in dict.fromkeys(found) if not (is_dense and tag in of_sparse)]
+    card.text = _replaced(card.text, section)
     return card
 
 
@@ -143,36 +144,35 @@ def check_arguments(format: str, details: Iterable[str], values: str = "float") 
         raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
 
 
-def _why_dense(model: nn.Module, run: SparseRun) -> str:
-    """Why the weights that a model computes with are dense, as a sentence; empty where they are sparse."""
-    if run.is_dense:
-        return f"{'That training has ended' if run.facts.finished else 'It was saved'} in a dense phase: {DENSE}"
-    weights = sparse_weights(model, TRAINED).values() if run.phase != "sparse" else ()
-    if any(not is_nm_sparse(weight.merged(), *weight.pattern, weight.input_dim) for weight in weights):
-        return f"The adapters of its method are added to them: {DENSE}"
-    return ""
+def _is_dense(model: nn.Module, run: SparseRun, format: Format) -> bool:
+    """Whether a model computes with dense weights: in a dense phase, or where an export has its method's adapters."""
+    weights = sparse_weights(model, TRAINED).values() if run.phase != "sparse" and format != "training" else ()
+    return run.is_dense or not all(is_nm_sparse(one.merged(), *one.pattern, one.input_dim) for one in weights)
 
 
-def _summary(model: nn.Module, run: SparseRun, base_model: str | list[str] | None, why_dense: str) -> str:
+def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, format: Format, is_dense: bool) -> str:
     config = run.config
-    names = ", ".join([base_model] if isinstance(base_model, str) else base_model or [])
+    names = ", ".join([base] if isinstance(base, str) else base or [])
     what = f"A Transformers model, made from {names}" if names else "A Transformers model"
-    if why_dense:
-        return f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights. {why_dense}."
+    if is_dense:
+        how = "in a dense phase" if run.is_dense else "with adapters of its method merged"
+        state = f"That training has ended {how}" if run.facts.finished else f"It was saved {how}"
+        trained = f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights"
+        return f"{trained}. {state}: **its weights are dense**."
     patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
+    sparse = (
+        f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
+        f"along the input dimension of a sparse layer, {config.m - config.n} are zero{patterns and f' ({patterns})'}."
+    )
+    if format == "training":  # the master weights are dense
+        return sparse
     dropped = sum(weight.master.numel() for weight in sparse_weights(model, PackedMaster).values())
     total = sum(parameter.numel() for parameter in model.parameters()) + dropped
     zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(sparse_weights(model, TRAINED)).values())
-    return (
-        f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
-        f"along the input dimension of a sparse layer, {config.m - config.n} are zero"
-        f"{patterns and f' ({patterns})'}. {zero / total:.1%} of all {_number(total)} parameters are zero."
-    )
+    return f"{sparse} {zero / total:.1%} of all {_number(total)} parameters are zero."
 
 
-def _loading(
-    model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str, checkpoint: bool, is_sparse: bool
-) -> str:
+def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str, checkpoint: bool) -> str:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
@@ -196,11 +196,6 @@ def _loading(
     else:
         text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
         text += [_python(*load)]
-        if is_sparse:
-            text.append(
-                f"To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
-                f"{ONESHOT_METHOD!r}, ...)` of hf_sparse24 too, with the settings of the layers below."
-            )
     if checkpoint:
         text += [
             "To train on with the same method, load the training checkpoint, which has the dense master weights:",

@@ -15,15 +15,18 @@ from transformers import PreTrainedModel
 
 from ..adapters.bypass import adapters_in
 from ..adapters.merging import without_adapters
-from ..patching.ownership import MODEL_METHODS
+from ..patching.ownership import MODEL_METHODS, unwrap
 from ..patching.refusals import reject_non_finite
-from ..run import patched_config
+from ..progress import get_logger
+from ..run import patched_config, sparse_run
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
-from .card import CARD, CHECKPOINT, Format, check_arguments, write_model_card
+from .card import CARD, CHECKPOINT, Format, check_arguments, make_model_card, write_model_card
 from .export import WEIGHT_FILES, export_model, unwrapped
 from .lazy_tensors import NOT_FINITE
+
+logger = get_logger(__name__)
 
 
 def push_to_hub(
@@ -106,7 +109,28 @@ def push_to_hub(
         return _commit(folder, repo_id, commit)
 
 
-MODEL_METHODS["push_to_hub"] = push_to_hub
+def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None:
+    """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
+    model = unwrap(model)
+    if sparse_run(model) is None or not isinstance(model, PreTrainedModel) or adapters_in(model) or rank() != 0:
+        return
+    path = Path(directory) / CARD
+    card = ModelCard.load(path) if path.exists() else None
+    make_model_card(model, format="training", model_id=repo_id or path.parent.name, existing=card).save(path)
+    if repo_id is not None:
+        logger.warning_once(  # type: ignore[attr-defined]  # Transformers adds it
+            "this pushes a training checkpoint, whose weights are dense where hf_sparse24 is not imported: push the "
+            "export by hf_sparse24.push_to_hub(model, repo_id), or by Sparse24Trainer with hub_strategy='end'"
+        )
+
+
+def _upload_modified_files(model: PreTrainedModel, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    """Transformers' end of every push by `save_pretrained`; its card does not say how to load the model."""
+    describe_checkpoint(model, working_dir, repo_id)
+    return type(model)._upload_modified_files(model, working_dir, repo_id, *args, **kwargs)
+
+
+MODEL_METHODS |= {"push_to_hub": push_to_hub, "_upload_modified_files": _upload_modified_files}
 
 
 def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:

@@ -63,6 +63,7 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
     if isinstance(model, PreTrainedModel):
         for name, function in MODEL_METHODS.items():
             setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
+        model.add_model_tags("hf_sparse24")  # for the cards that Transformers, TRL and PEFT write
         if is_dequantized(model):
             forget_quantizer(model)
     if getattr(shared, "quantization_config", None) is run.saved:
@@ -102,6 +103,8 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
             owner.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on
         for name in MODEL_METHODS:
             owner.__dict__.pop(name, None)
+        if isinstance(owner, PreTrainedModel):
+            owner.model_tags = [tag for tag in owner.model_tags or [] if tag != "hf_sparse24"] or None
     owner_config: Any = owner.config
     if getattr(owner_config, "quantization_config", None) is not run.saved:  # it has got another one since
         return

@@ -7,8 +7,10 @@ from accelerate.utils import reduce
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+from transformers.trainer_utils import HubStrategy
 from transformers.training_args import TrainingArguments
 
+from ..checkpoints.hub import describe_checkpoint
 from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
@@ -46,7 +48,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self.controller: Sparse24Controller | None = None
         self.run_log: RunLog | None = None
         self.checkpoint: str | Path | None = None
-        self._knows_trainer = False
+        self._trainer: Trainer | None = None
         self._distiller: Distiller | None = None
         self._logged_step = 0
 
@@ -87,8 +89,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         callback._put_first(trainer)
         if check_reference and not trainer.state.global_step:
             check_reference_of(trainer)
-        if not callback._knows_trainer:
-            callback._knows_trainer = True
+        if callback._trainer is None:
+            callback._trainer = trainer
             load = trainer._load_optimizer_and_scheduler
 
             def load_and_tell(checkpoint: str | None) -> None:
@@ -100,7 +102,15 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                     callback._put_first(trainer)
                 load(checkpoint)
 
+            make_card = trainer.create_model_card
+
+            def make_true_card(*args: Any, **kwargs: Any) -> None:
+                """`Trainer.push_to_hub` calls it before it uploads, and TRL before it saves."""
+                make_card(*args, **kwargs)
+                describe_checkpoint(trainer.model, trainer.args.output_dir, trainer.hub_model_id)
+
             trainer._load_optimizer_and_scheduler = load_and_tell  # type: ignore[method-assign]
+            trainer.create_model_card = make_true_card  # type: ignore[method-assign]
         return callback
 
     def _put_first(self, trainer: Trainer) -> None:
@@ -118,7 +128,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self._logged_step = state.global_step
         if sparse_run(model) is None and sparse_weights(model, PACKED):
             return  # adapters train around packed weights
-        if not self._knows_trainer:
+        if self._trainer is None:
             raise ValueError(
                 "callbacks=[Sparse24Callback()]: a callback alone reaches neither the checkpoint of a resumed run nor "
                 "TRL's reference model; call Sparse24Callback.add_to(trainer) before trainer.train() instead"
@@ -175,6 +185,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             self.run_log.after_pause()
 
     on_save = on_evaluate
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if self._trainer is not None and args.push_to_hub and args.hub_strategy != HubStrategy.END:
+            describe_checkpoint(kwargs["model"], args.output_dir, self._trainer.hub_model_id)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is None:

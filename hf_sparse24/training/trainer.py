@@ -10,7 +10,7 @@ from torch import nn, optim
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from ..checkpoints.hub import push_to_hub
@@ -35,10 +35,6 @@ logger = get_logger(__name__)
 _CARD_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
 """Arguments of `Trainer.create_model_card` and what `make_model_card` calls them; it has no `_NOT_IN_CARDS`."""
 _NOT_IN_CARDS = ("tasks", "dataset", "dataset_args")
-_PUSHES_CHECKPOINTS = (
-    "push_to_hub=True pushes training checkpoints, whose weights are dense where hf_sparse24 is not imported; "
-    "trainer.push_to_hub() after training pushes the export in their place. hub_strategy='end' leaves out the first"
-)
 
 
 class Sparse24Trainer(Trainer):
@@ -100,8 +96,6 @@ class Sparse24Trainer(Trainer):
             self._patch(model)
         if args is not None and args.ddp_broadcast_buffers is None:
             args.ddp_broadcast_buffers = False  # masks and scales are the same on all processes
-        if args is not None and args.push_to_hub and args.hub_strategy != HubStrategy.END:
-            logger.warning(_PUSHES_CHECKPOINTS)
         super().__init__(model, args, *trainer_args, **kwargs)
         if teacher is not None:
             _check_own_loss(self)
@@ -267,10 +261,7 @@ def _check_own_loss(trainer: Trainer) -> None:
 def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
     """Raise ValueError where an optimizer is asked for that the method's own would silently replace."""
     kind = OptimizerNames(trainer.args.optim)
-    is_default = kind in (
-        OptimizerNames.ADAMW_TORCH,
-        OptimizerNames.ADAMW_TORCH_FUSED,
-    )  # Transformers takes one of them
+    is_default = kind in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)  # what Transformers takes
     values = {
         "optim": None if is_default else kind.value,
         "optim_args": trainer.args.optim_args,

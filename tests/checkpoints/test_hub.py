@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import pickle
 
 import peft
@@ -12,9 +13,17 @@ from datasets import Dataset
 from fake_hub import FakeHub
 from huggingface_hub import ModelCard
 from sparse_models import logits
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model, push_to_hub, unpatch_model
+from hf_sparse24 import (
+    Sparse24Callback,
+    Sparse24Config,
+    Sparse24Trainer,
+    export_model,
+    patch_model,
+    push_to_hub,
+    unpatch_model,
+)
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config
 from hf_sparse24.weights.sparse_weight import sparse_weights
@@ -30,6 +39,7 @@ def hub(monkeypatch, tmp_path) -> FakeHub:
     hub = FakeHub(tmp_path / "hub")
     monkeypatch.setattr("hf_sparse24.checkpoints.hub.HfApi", lambda: hub)
     monkeypatch.setattr("transformers.utils.hub._hf_api", hub)  # the Trainer's
+    logging.Logger.warning_once.cache_clear()  # Transformers warns once in a process
     return hub
 
 
@@ -211,22 +221,58 @@ def test_only_the_first_process_pushes(hub, monkeypatch):
     assert patched().push_to_hub(REPO) is None and not hub.calls
 
 
-def trainer(tmp_path, **overrides) -> Sparse24Trainer:
+def names_the_library(text: str) -> bool:
+    """Whether a card says how to load a training checkpoint, once, and has the tag."""
+    says = text.count("import hf_sparse24  # without this line") == text.count(f'from_pretrained("{REPO}")') == 1
+    return says and "hf_sparse24" in ModelCard(text).data.tags
+
+
+def trainer(tmp_path, kind=Sparse24Trainer, **overrides) -> Trainer:
     rows = Dataset.from_dict({name: tensor.tolist() for name, tensor in zoo.batch(rows=16).items()})
     steps = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 1}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
     hub = {"push_to_hub": True, "hub_strategy": "end"}
     arguments = TrainingArguments(str(tmp_path / "tiny"), **(steps | quiet | hub | overrides))
-    return Sparse24Trainer(zoo.build("llama"), arguments, train_dataset=rows, eval_dataset=rows)
+    return kind(patched(), arguments, train_dataset=rows, eval_dataset=rows)
 
 
-def test_a_trainer_pushes_the_export_when_asked(hub, tmp_path):
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_a_plain_trainer_says_that_it_pushes_a_training_checkpoint(strategy, hub, tmp_path, caplog):
+    run = trainer(tmp_path, Trainer, hub_strategy=strategy)
+    Sparse24Callback.add_to(run)
+    run.train()
+    assert ("README.md" in hub.files(REPO)) == (strategy == "every_save")
+    assert strategy == "end" or names_the_library(card(hub))
+    run.push_to_hub()
+    assert names_the_library(card(hub)) and "generated_from_trainer" in card(hub)
+    assert caplog.text.count("this pushes a training checkpoint") == 1
+    assert patched_config(load(hub)) is not None
+
+
+@pytest.mark.parametrize(
+    "push",
+    [
+        lambda model, folder: model.save_pretrained(folder, push_to_hub=True, repo_id=REPO),
+        lambda model, folder: PreTrainedModel.push_to_hub(model, REPO),
+    ],
+    ids=["save_pretrained", "push_to_hub"],
+)
+def test_what_transformers_pushes_is_called_a_training_checkpoint(push, hub, tmp_path, caplog):
+    model = patched()
+    push(model, tmp_path / "saved")
+    push(model, tmp_path / "saved")
+    assert names_the_library(card(hub)) and caplog.text.count("this pushes a training checkpoint") == 1
+    push(unpatch_model(model), tmp_path / "dense")
+    assert "quantization_config" not in json.loads(hub.files(REPO)["config.json"])
+
+
+def test_a_trainer_pushes_the_export_when_asked(hub, tmp_path, caplog):
     run = trainer(tmp_path)
     run.train()
     assert hub.messages[REPO] == []
     run.evaluate()
     commit = run.push_to_hub(dense_control={"eval_loss": 4.0}, dataset_tags="wikitext", language="en", tasks="x")
-    assert commit.commit_message == "End of training"
+    assert commit.commit_message == "End of training" and "training checkpoint" not in caplog.text
     assert torch.equal(logits(load(hub)), logits(run.model))
     files = hub.files(REPO)
     assert {"config.json", WEIGHTS, "README.md"} <= set(files)
@@ -241,8 +287,8 @@ def test_a_trainer_pushes_the_export_when_asked(hub, tmp_path):
 
 def test_pushes_at_saves_are_the_trainers_and_the_export_replaces_them(hub, tmp_path, caplog):
     run = trainer(tmp_path, hub_strategy="every_save", hub_private_repo=True)
-    assert "hub_strategy='end'" in caplog.text
     run.train()
+    assert caplog.text.count("hub_strategy='end'") == 1 and names_the_library(card(hub))
     assert hub.private[REPO] and "Training in progress, step 1" in hub.messages[REPO]
     assert patched_config(load(hub)) is not None
     run.push_to_hub(format="packed")

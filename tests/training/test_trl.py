@@ -6,6 +6,7 @@ import pytest
 import torch
 import zoo
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from training_runs import weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -165,6 +166,14 @@ def test_a_dense_reference_that_computes_the_same_is_taken(start, tmp_path):
     exported = policy(tmp_path / "export", config=Sparse24Config(method="fixed-mask"))
     for model in (dense_first, exported):
         Sparse24Callback.add_to(dpo(start, tmp_path, model))
+
+
+def test_the_card_of_a_saved_run_says_that_it_is_a_training_checkpoint(start, tmp_path):
+    run = sft(start, tmp_path)
+    Sparse24Callback.add_to(run)
+    run.train()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert {"hf_sparse24", "sft"} <= {*card.data.tags} and "\nimport hf_sparse24 " in card.text
 
 
 def test_at_step_0_grpo_has_no_kl_divergence(start, tmp_path):
