@@ -7,6 +7,7 @@ torch sees them. From the bottom up:
     checks.py     what the public functions check of their arguments
     reference/    the specification in plain PyTorch, on any device
     gpu/, cpu/    the same functions as Triton kernels, and many of them in C++
+    first_use.py  kernels are checked on first use, with the problems of hard_problems.py
     dispatch.py   which of these runs an operator, with a reason
     gemm/         GEMMs with a 2:4 operand: backends, storage, autotuning, plans
     the rest      the public functions: what they compute, arguments checked, one torch operator each

@@ -1,7 +1,7 @@
 """Which implementation of an operator runs, and why: plain PyTorch, or kernels where the device has them.
 
 An implementation is a table of functions (`Operators`); one operator is enough. `reference` has all of them and runs
-everywhere. To add one, append an `Implementation` to `IMPLEMENTATIONS`. Every other one is checked on first use.
+everywhere. The others are checked on first use. To add one, append an `Implementation` to `IMPLEMENTATIONS`.
 """
 
 from collections.abc import Callable
