@@ -166,17 +166,20 @@ def _chosen_blocks(layers: int | list[int] | None, places: dict[str, Place]) -> 
 
 
 def _layer_patterns(config: Any, targets: set[str], places: dict[str, Place]) -> dict[str, Pattern]:
-    """Return the N:M of layers that have their own, by name: the first entry that names a layer counts."""
-    patterns: dict[str, Pattern] = {}
-    for names, pattern in (config.layer_patterns or {}).items():
+    """Return the N:M of layers that have their own, by name. ValueError: two entries, of which JSON keeps no order."""
+    own, chosen_by = config.layer_patterns or {}, dict[str, str]()
+    for names, pattern in own.items():
         chosen = _picked("layer_patterns", names, places)
         if places and not chosen & targets:
             raise ValueError(
                 f"layer_patterns={names!r}: none of its layers is in target_modules={config.target_modules!r}"
             )
-        for name in chosen:
-            patterns.setdefault(name, Pattern.parse(pattern))
-    return patterns
+        for name in sorted(chosen & targets):
+            other = chosen_by.setdefault(name, names)
+            if own[other] != pattern:
+                both = {other: own[other], names: pattern}
+                raise ValueError(f"layer_patterns={both!r}: both pick {name}; give each layer one pattern")
+    return {name: Pattern.parse(own[names]) for name, names in chosen_by.items()}
 
 
 def _towers(model: nn.Module) -> dict[int, str]:

@@ -73,12 +73,21 @@ def test_a_weight_that_is_not_of_its_own_pattern_is_found(tmp_path, capsys):
         ({"": "1:4"}, "layer_patterns=''"),
         (["1:4"], r"layer_patterns=\['1:4'\]: must be a dict"),
         ({"donw_proj": "1:4"}, r"layer_patterns='donw_proj': no linear layer's name ends in"),
+        (
+            {"mlp": "2:4", "down_proj": "1:4"},
+            r"layer_patterns=.*'mlp': '2:4', 'down_proj': '1:4'.*layers.0.mlp.down_proj",
+        ),
         ({"q_proj": "1:4"}, r"layer_patterns='q_proj': none of its layers is in target_modules='mlp'"),
     ],
 )
 def test_wrong_patterns(layer_patterns, message):
     with pytest.raises(ValueError, match=message):
         patch_model(zoo.build("llama"), Sparse24Config(layer_patterns=layer_patterns))
+
+
+def test_two_entries_may_give_a_layer_the_same_pattern():
+    config = Sparse24Config(method="ste", layer_patterns={"mlp": "1:4", "down_proj": "1:4"})
+    assert not patch_model(zoo.build("llama"), config).skipped.keys() & {"model.layers.0.mlp.down_proj"}
 
 
 def test_what_an_own_pattern_does_not_divide_stays_dense():
