@@ -7,12 +7,14 @@ from typing import cast
 import torch
 from sparse24_kernels.checks import INPUTS as PRUNABLE
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
 from ..adapters import bypasses_layer, is_adapter
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
 from ..weights.input_dim import find_input_dim
+from ..weights.sharding import is_sharded
 
 READ_BY = {
     "BambaMixer": ("out_proj",),
@@ -92,8 +94,8 @@ def _unsupported_method(method: SparseMethod) -> str | None:
 def _unsupported_tensor(weight: Tensor) -> str | None:
     if weight.dtype not in PRUNABLE:
         return f"its weight is {weight.dtype}; fp64, fp32, bf16 and fp16 can be pruned"
-    if weight.layout != torch.strided:
-        return f"the layout of its weight is {weight.layout}, not dense"
+    if weight.layout != torch.strided or (is_traceable_wrapper_subclass(weight) and not is_sharded(weight)):
+        return f"its weight is a {type(weight).__name__} with {weight.layout}, not an ordinary dense tensor"
     if not weight.numel():
         return "its weight is empty"
     if 0 in weight.stride():
