@@ -81,6 +81,8 @@ class Options:
 
 def check_config(config: Sparse24Config, values: str) -> None:
     """Raise ValueError unless a config's method keeps the masks that `oneshot` chooses, and can have these values."""
+    if not isinstance(config, Sparse24Config):
+        raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
     if values == "int8":
         for pattern in (config.pattern, *(config.layer_patterns or {}).values()):
             check_within_24(pattern)

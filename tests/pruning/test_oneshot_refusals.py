@@ -36,6 +36,7 @@ X = torch.ones(3, 16)
         (None, batches(1), {"values": "int4"}, r"values='int4': must be one of \['float', 'int8'\]"),
         (None, batches(1), {"values": "int8", "config": fixed_mask(pattern="4:8")}, "pattern='4:8': packed"),
         (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
+        (None, batches(1), {"config": "fixed-mask"}, "config='fixed-mask': must be a Sparse24Config"),
         (None, batches(1), {"config": Sparse24Config()}, "method='s-ste'"),
         (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5"),
         (None, batches(1), {"config": fixed_mask(target_modules=["nope"])}, "no linear layer's name ends in"),
