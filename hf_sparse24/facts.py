@@ -8,6 +8,9 @@ from typing import Any, Self
 
 from .packed_format import PackedFormat
 
+MARKER = "saved_by_hf_sparse24"
+"""The name of a tensor in the files of a training checkpoint, which a dense model does not keep when it loads them."""
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -19,18 +22,20 @@ class RunFacts:
         packed: which weights are packed; None where none is.
         pruning: by what `oneshot` has pruned the model, as a dict of its settings and of the calibration data's size;
             None where it has not.
+        marked: whether the files that are written with `config.json` have a `MARKER`; False at any other time.
     """
 
     phase: str = "sparse"
     finished: bool = False
     packed: PackedFormat | None = None
     pruning: dict[str, Any] | None = None
+    marked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as `config.json` has them: the phase, and what differs from a run that begins."""
         return {
             "phase": self.phase,
-            **({"finished": True} if self.finished else {}),
+            **{name: True for name in ("finished", "marked") if getattr(self, name)},
             **({} if self.packed is None else {"packed": self.packed.to_dict()}),
             **({} if self.pruning is None else {"pruning": copy.deepcopy(self.pruning)}),
         }
@@ -44,7 +49,7 @@ class RunFacts:
         if not isinstance(pruning, dict | None):
             raise ValueError(f"pruning={pruning!r}: must be a dict of what oneshot was called with")
         form = None if packed is None else PackedFormat.from_dict(packed)
-        return cls(phase, values.get("finished") is True, form, pruning)
+        return cls(phase, values.get("finished") is True, form, pruning, values.get("marked") is True)
 
 
 FACTS = tuple(field.name for field in dataclasses.fields(RunFacts))

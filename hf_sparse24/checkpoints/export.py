@@ -162,7 +162,7 @@ def _write(
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
     }
     try:
-        model.save_pretrained(new, state_dict={})  # all but the weights
+        type(model).save_pretrained(model, new, state_dict={})  # all but the weights
         for path in new.glob("*.safetensors"):
             path.unlink()
         index = PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME

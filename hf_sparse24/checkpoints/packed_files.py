@@ -24,8 +24,8 @@ from ..weights.storage import PACKED
 from .safetensors_file import DTYPES, header_hash
 
 
-def check_files(packed: PackedFormat, files: list[str]) -> set[str]:
-    """The tensors' names. ValueError: the files were not written with `config.json`, or lack what it lists."""
+def check_files(packed: PackedFormat, files: list[str]) -> None:
+    """Raise ValueError where files were not written with `config.json`, or lack what it lists."""
     for file in files:
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
@@ -49,7 +49,6 @@ def check_files(packed: PackedFormat, files: list[str]) -> set[str]:
         if not fits or (has_int8 and said[values] != DTYPES[torch.int8]):
             told = f"it has {said}, and config.json says packed.version={packed.version}"
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {told}")
-    return set(dtypes)
 
 
 def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, version: int) -> Packed:

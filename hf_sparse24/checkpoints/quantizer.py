@@ -2,20 +2,23 @@
 
 `config.json` of a patched model has its `Sparse24Config` as `quantization_config`, so with `hf_sparse24` imported,
 `from_pretrained` returns a patched model. Without the import, Transformers warns of an unknown quantization type and
-loads the dense master weights.
+loads the dense master weights. What it saves then has the same `config.json`; the files of weights lack a `MARKER`.
 """
 
 from collections.abc import Set
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
+from ..adapters.bypass import adapters_in
 from ..config import SavedConfig, Sparse24Config, fixed_differences
+from ..facts import MARKER
 from ..packed_format import PackedFormat
 from ..patching.masters import packed_config, wants_packed_master
-from ..patching.ownership import forget_quantizer, list_masters, write_config
+from ..patching.ownership import MODEL_METHODS, forget_quantizer, list_masters, write_config
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
@@ -38,7 +41,7 @@ class Sparse24Quantizer(HfQuantizer):
     """Patches a model while `from_pretrained` loads it, from a sparse or a dense checkpoint."""
 
     requires_calibration = False
-    names_in_files: Set[str] = frozenset()  # of a packed checkpoint
+    names_in_files: Set[str] = frozenset()  # not where the user passes a state_dict
     run: SparseRun | None = None  # of packed masters
 
     def __init__(self, quantization_config: SavedConfig | Sparse24Config, **kwargs):
@@ -63,11 +66,11 @@ class Sparse24Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
         for file in checkpoint_files or ():
             if str(file).endswith(".safetensors"):
-                with open_safetensors(file):  # which compares its length with its header
-                    pass
+                with open_safetensors(file) as opened:  # which compares its length with its header
+                    self.names_in_files |= set(opened.keys())
         if self.packed is not None:
             if checkpoint_files:  # not where the user passes a state_dict
-                self.names_in_files = check_files(self.packed, checkpoint_files)
+                check_files(self.packed, checkpoint_files)
             self.run = SparseRun(self.saved.config) if self.has_packed_master else None
             make_packed(model, self.packed, self.run)
             return
@@ -87,6 +90,7 @@ class Sparse24Quantizer(HfQuantizer):
         # State stays fp32 whatever dtype the weights are loaded in.
         state = {name for name, tensor in _method_tensors(model).items() if not isinstance(tensor, nn.Parameter)}
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), MARKER}
         if not self.pre_quantized:
             # A dense checkpoint has none of them, and the load report need not call them missing.
             patterns = {rf"^{name.replace('.', r'[.]')}$" for name in _method_tensors(model)}
@@ -113,6 +117,8 @@ class Sparse24Quantizer(HfQuantizer):
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
             missing = [name for name, tensor in _method_tensors(model).items() if not was_loaded(tensor)]
+            has_marker = any(name.endswith(MARKER) for name in self.names_in_files)
+            missing += [MARKER] if self.saved.facts.marked and self.names_in_files and not has_marker else []
             if missing:
                 raise ValueError(
                     f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}: saved "
@@ -165,6 +171,27 @@ class Sparse24Quantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions, *args):
         # Packed tensors have the names of the model's own state_dict, however other checkpoints call the weights.
         return weight_conversions if self.packed is None else []
+
+
+def save_pretrained(
+    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
+) -> None:
+    """`save_pretrained` of the model's class, with a `MARKER` in the weights of a training checkpoint."""
+    first, run = next(iter(sparse_weights(model)), None), sparse_run(model)
+    # Transformers writes other tensors than these for adapters, and where it has distributed the model itself.
+    is_distributed = getattr(model.config, "distributed_config", None) or (getattr(model, "_tp_size", None) or 1) > 1
+    if first and run and not (is_distributed or kwargs.get("distributed_checkpoint") or adapters_in(model)):
+        state_dict = dict(model.state_dict() if state_dict is None else state_dict)
+        state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8)
+        run.record(marked=True)
+    try:
+        type(model).save_pretrained(model, save_directory, is_main_process, state_dict=state_dict, **kwargs)
+    finally:
+        if run:
+            run.record(marked=False)
+
+
+MODEL_METHODS["save_pretrained"] = save_pretrained
 
 
 def _with_passed(saved: SavedConfig) -> Sparse24Config:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..facts import MARKER
 from ..weights import sharding
 from ..weights.sparse_weight import SparseWeight, wrong_state
 
@@ -121,6 +122,7 @@ class SparseModule(WeightModule):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        state_dict.pop(prefix + MARKER, None)  # load_state_dict's own copy
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         for weight in self.sparse24.values():
             key = prefix + weight.name

@@ -17,6 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
+from ..facts import MARKER
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..peft_hooks.origin import ADAPTER_CONFIG, recorded_config
@@ -168,6 +169,6 @@ def _has_other_names(model: nn.Module, checkpoint: str | Path) -> bool:
     names = set(model.state_dict())
     for file in Path(checkpoint).glob("model*.safetensors"):
         with safe_open(file, "pt") as saved:
-            if not names.issuperset(saved.keys()):
+            if not names.issuperset(name for name in saved.keys() if not name.endswith(MARKER)):  # noqa: SIM118
                 return True
     return False

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_run, sparse_weights, unpatch_model
@@ -171,6 +171,33 @@ def test_a_checkpoint_that_was_saved_again_without_the_library(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=saved)
     assert patched_config(again) == patched_config(model)
     assert torch.equal(logits(again), logits(model))  # the scale of the same weights
+
+
+@pytest.mark.parametrize("method", ["s-ste", "sr-ste", "ste", "step"])
+def test_weights_that_a_dense_model_has_saved_are_refused(method, tmp_path):
+    """The config alone is that of a sparse model, as where a plain Trainer or a process without the import saves."""
+    patched(method=method).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"'{method}' trained, but lacks .*remove quantization_config"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_has_one_marker_and_neither_model_nor_export_has_it(tmp_path):
+    model = patched(method="ste")
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    (marker,) = saved.keys() - model.state_dict().keys()
+    model.load_state_dict(saved)
+    assert not sparse_run(model).facts.marked
+    export_model(model, tmp_path / "export")
+    assert load_file(tmp_path / "export" / "model.safetensors").keys() == model.state_dict().keys()
+    unpatch_model(model).save_pretrained(tmp_path / "dense")
+    assert load_file(tmp_path / "dense" / "model.safetensors").keys() == model.state_dict().keys()
+
+    del saved[marker]  # as earlier versions saved it
+    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_config(tmp_path, marked=False)
+    assert sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
 def test_nan_in_a_checkpoint(tmp_path):
