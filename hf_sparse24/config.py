@@ -185,6 +185,9 @@ class Sparse24Config(QuantizationConfigMixin):
         if not isinstance(config_dict, dict) or not all(isinstance(key, str) for key in config_dict):
             raise ValueError(f"a Sparse24Config is read from a dict whose keys are strings, got {shown(config_dict)}")
         values = dict(config_dict)
+        if whole := values.pop("part_of", None):
+            way = f"load the whole by {whole}.from_pretrained, and take the part of it"
+            raise ValueError(f"part_of={shown(whole)}: the files are those of a whole model, which is sparse: {way}")
         saved_by = values.pop("hf_sparse24_version", __version__)
         is_later = _is_later(saved_by)
         quant_method = values.pop("quant_method", cls.quant_method)

@@ -14,6 +14,7 @@ from transformers import (
     AutoModel,
     CLIPConfig,
     CLIPModel,
+    CLIPVisionModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -97,6 +98,21 @@ def test_the_report_lists_convolutions_with_their_reason(name):
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     assert str(report).startswith(f"2:4 sparse by s-ste: {len(report.patched)} of {linear} linear layers")
     assert all(re.search(rf"{layer} .*a convolution", str(report)) for layer in found)
+
+
+@pytest.mark.parametrize("format", ["training", "packed"])
+def test_a_part_is_not_loaded_dense_from_the_files_of_the_whole(format, tmp_path):
+    model = model_kinds.build("clip")
+    patch_model(model, Sparse24Config(method="ste"))
+    model.save_pretrained(tmp_path) if format == "training" else export_model(model, tmp_path, format=format)
+    with pytest.raises(ValueError, match="part_of='CLIPModel'"):
+        CLIPVisionModel.from_pretrained(tmp_path)
+    whole = CLIPModel.from_pretrained(tmp_path)
+    assert torch.equal(outputs(whole, "clip"), outputs(model.eval(), "clip"))
+    for loaded in (model, whole):
+        assert not hasattr(loaded.config.vision_config, "quantization_config")
+    export_model(model, tmp_path / "dense")
+    CLIPVisionModel.from_pretrained(tmp_path / "dense")
 
 
 def trainer(name: str, directory, method: str = "s-ste", **overrides) -> Trainer:

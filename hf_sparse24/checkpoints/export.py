@@ -24,7 +24,7 @@ from ..config import SavedConfig
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, format_version
 from ..patching.masters import packed_config
-from ..patching.ownership import adopt, check_not_offloaded, unwrap
+from ..patching.ownership import adopt, check_not_offloaded, name_parts, unwrap
 from ..patching.packing import check_packable
 from ..patching.refusals import reject_non_finite
 from ..progress import Progress, get_logger
@@ -171,11 +171,13 @@ def _write(
             names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
             packed = PackedFormat(names, {file: header_hash(new / file) for file in hashes}, version)
             model.config.quantization_config = packed_config(saved, packed)
+            name_parts(model.config, type(model).__name__)
             model.config.save_pretrained(new)
             values = read_json(new / CONFIG) | {"transformers_weights": NO_FILE}
             (new / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     finally:
         fields.update(hidden)
+        name_parts(model.config, None)
     patterns = {name: str(weight.pattern) for name, weight in sparse_weights(model).items()}
     others = {name: pattern for name, pattern in patterns.items() if pattern != saved.config.pattern}
     write_manifest(new, format, sparse, hashes, saved.to_dict(), others)

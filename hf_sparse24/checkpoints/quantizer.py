@@ -18,7 +18,7 @@ from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..facts import MARKER
 from ..packed_format import PackedFormat
 from ..patching.masters import packed_config, wants_packed_master
-from ..patching.ownership import MODEL_METHODS, forget_quantizer, list_masters, write_config
+from ..patching.ownership import MODEL_METHODS, forget_quantizer, list_masters, name_parts, write_config
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
@@ -57,6 +57,7 @@ class Sparse24Quantizer(HfQuantizer):
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
+        name_parts(config, None)
         if self.packed is not None and hasattr(config, "transformers_weights"):  # older exports have no such field
             config.transformers_weights = self.packed.file
         return config
@@ -185,8 +186,10 @@ def save_pretrained(
         state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8)
         run.record(marked=True)
     try:
+        name_parts(model.config, type(model).__name__)
         type(model).save_pretrained(model, save_directory, is_main_process, state_dict=state_dict, **kwargs)
     finally:
+        name_parts(model.config, None)
         if run:
             run.record(marked=False)
 

@@ -114,6 +114,15 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
         del owner_config.quantization_config
 
 
+def name_parts(config: PreTrainedConfig, whole: str | None) -> None:
+    """Let the configs of a sparse model's parts name the `whole`, while `config.json` is written; None removes that.
+    From the files of the whole, Transformers loads CLIP's vision model by the config of that part alone."""
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        part.__dict__.pop("quantization_config", None)
+        if whole is not None:
+            part.quantization_config = {"quant_method": "sparse24", "part_of": whole}
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, DataParallel, DeepSpeed and torch.compile; ValueError where FSDP1 wraps a part."""
     if any(cls.__name__ == "FullyShardedDataParallel" for module in model.modules() for cls in type(module).__mro__):
