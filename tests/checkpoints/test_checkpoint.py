@@ -26,8 +26,10 @@ from hf_sparse24.run import patched_config, set_phase
 FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
 
 
-@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
-@pytest.mark.parametrize("name", zoo.NAMES)
+ROUND_TRIPS = [(name, method) for method in ("s-ste", "t-sr-ste") for name in zoo.NAMES]
+
+
+@pytest.mark.parametrize(("name", "method"), ROUND_TRIPS + [(name, "s-ste") for name in [*zoo.OTHERS, "mamba"]])
 def test_round_trip_of_every_architecture(name, method, tmp_path):
     model = patched(name, method)
     if method == "t-sr-ste":  # a mask that the weights alone do not give back

@@ -1,7 +1,13 @@
 """Tiny models with random weights, one per architecture that the library is tested on."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+)
 
 VOCAB = 96
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -60,12 +66,24 @@ MOE = {
     "jetmoe": {**_LLAMA, "num_local_experts": 4, "kv_channels": 8},
     "granitemoe": {**_LLAMA, "num_local_experts": 4},
 }  # fmt: skip
+# Other decoders that the same fields build.
+OTHERS = {
+    name: {**_LLAMA, "rotary_dim": 4}  # which GPT-J and CodeGen have
+    for name in (
+        "apertus", "arcee", "biogpt", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma3_text",
+        "glm", "glm4", "gpt_bigcode", "gptj", "granite", "helium", "ministral", "mpt", "nemotron", "olmo", "olmo3",
+        "persimmon", "phi", "seed_oss", "smollm3", "stablelm", "starcoder2", "xglm",
+    )
+}  # fmt: skip
+STATE_SPACES = {"mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 16, "time_step_rank": 8}}
+CONVOLUTIONAL = {"resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}}
+_ALL = CAUSAL | MASKED | MOE | OTHERS | STATE_SPACES | CONVOLUTIONAL
 NAMES = [*CAUSAL, *MASKED]
 
 
 def build(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A model of two blocks, a few thousand weights, no dropout, in train mode."""
-    config = AutoConfig.for_model(name, **{"vocab_size": VOCAB, **(CAUSAL | MASKED | MOE)[name], **overrides})
+    config = AutoConfig.for_model(name, **{"vocab_size": VOCAB, **_ALL[name], **overrides})
     fields = ["dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop"]
     for field in [*fields, "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"]:
         if hasattr(config, field):
@@ -81,6 +99,8 @@ def kept_bytes(weight) -> int:
 
 
 def auto_class(name: str):
+    if name in CONVOLUTIONAL:
+        return AutoModelForImageClassification
     return AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
 
 
