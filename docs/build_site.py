@@ -4,7 +4,8 @@
     python docs/build_site.py --serve   # the same, with a server that shows changes
 
 Generated, and committed so that they can be read without building, are the pages that repeat what stands elsewhere: the
-methods (their cards and settings), the command line, the committed results, and the version on the home page.
+methods (their cards and settings), the command line, the architectures, the committed results, and the version on the
+home page.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import analysis_page
+import architectures_page
 import cpu_page
 import pretrained_page
 
@@ -66,11 +68,7 @@ def method_page(name: str) -> str:
 ![Training and validation loss, flip rate and step time of {name} and of the dense control](../images/method-{name}.svg)
 
 ```python
-from transformers import AutoModelForCausalLM
-from hf_sparse24 import Sparse24Config, patch_model
-
-model = AutoModelForCausalLM.from_pretrained("gpt2")
-print(patch_model(model, Sparse24Config(method="{name}")))
+{_PRETRAINED if name == "fixed-mask" else _FROM_SCRATCH.format(name=name)}
 ```
 
 ## The method
@@ -85,6 +83,20 @@ print(patch_model(model, Sparse24Config(method="{name}")))
 |---|---|
 {settings}
 """
+
+
+_FROM_SCRATCH = """from transformers import AutoConfig, AutoModelForCausalLM
+from hf_sparse24 import Sparse24Config, patch_model
+
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
+print(patch_model(model, Sparse24Config(method="{name}")))"""
+_PRETRAINED = """from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+from hf_sparse24 import Sparse24Config, oneshot
+
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+batches = DataLoader(data.with_format("torch"), batch_size=2)  # data: any tokenized dataset
+print(oneshot(model, batches, Sparse24Config(method="fixed-mask")))"""
 
 
 def command_line_page() -> str:
@@ -160,6 +172,7 @@ def pages() -> dict[str, str]:
     made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
     made["index.md"] = re.sub(r"(?m)^Version [^\s,]+", f"Version {__version__}", (DOCS / "index.md").read_text())
     made["reference/cli.md"] = command_line_page()
+    made["start/architectures.md"] = architectures_page.page()
     made["measured/methods.md"] = methods_page()
     made["measured/plan.md"] = (RESULTS / "plan.md").read_text()
     made["measured/costs.md"] = costs_page()

@@ -16,7 +16,7 @@ and whole models on one machine, with torch's dense layers, an equally written d
 
 - The contenders of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
   in brackets. A ratio is taken within a turn; above 1 is faster than dense.
-- **Bold** ratios reach the goal that was set before measuring, *slanted* ones miss it, the others had no goal.
+- **Bold** ratios reach the goal that was set before measuring, *italic* ones miss it, the others had no goal.
 - Training steps are the other way round: time divided by that of a dense step.
 - llama.cpp is a wheel built for AVX2 alone. Builds with AVX-512 were not measured.
 - These are speeds alone. 2:4 costs [quality](pretrained.md); what llama.cpp's formats cost was not measured."""

@@ -49,7 +49,7 @@ def page(folder: Path) -> str:
         if text:
             parts += [f"## {title}", text]
     versions = ", ".join(f"{name} {value}" for name, value in runs[0]["versions"].items())
-    parts.append(f"{len(runs)} runs; {runs[0]['device']}; {versions}.")
+    parts.append(f"{len(runs)} runs; {runs[0]['device'].replace('1 thread(s)', '1 thread')}; {versions}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -108,10 +108,11 @@ def _result(best: dict[str, dict[int, Run]]) -> str:
 
 def _set_up(runs: list[Run]) -> str:
     first, versions = runs[0], [f"{name} {_stated(runs, 'versions', name)}" for name in runs[0]["versions"]]
+    device = _stated(runs, "device").replace("1 thread(s)", "1 thread")
     return (
         f"Made by `make methods` from {len(runs)} runs in `methods/`: a {first['model']} of {first['parameters']:,} "
         f"parameters on {first['tokens']:,} tokens of Python's standard library in {first['arguments']['max_steps']:,} "
-        f"steps, {first['tokens'] / first['parameters']:.1f} tokens per parameter ({_stated(runs, 'device')}; "
+        f"steps, {first['tokens'] / first['parameters']:.1f} tokens per parameter ({device}; "
         f"{', '.join(versions)}). The learning rate is that of the hidden layers; the embeddings and the head have "
         f"{EMBEDDING_RATE:g} everywhere. Seed 0 decides the learning rate of each variant and is also part of the "
         "comparison, so all losses are slightly low. Masked decays and other settings are the methods' defaults, "

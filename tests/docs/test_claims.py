@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
-CHECKED = r"(README|docs/(index|faq|start/(does_it_help|limits)|(methods|concepts)/index|guides/\w+))\.md"
+CHECKED = r"(README|docs/(index|faq|start/(does_it_help|limits|which_way)|(methods|concepts)/index|guides/\w+))\.md"
 GUIDES = [page for page in pages.PAGES if re.fullmatch(CHECKED, page)]
 
 

@@ -6,7 +6,6 @@ import shlex
 import sys
 
 import build_site
-import model_kinds
 import pages
 import pytest
 import zoo
@@ -113,13 +112,6 @@ def test_method_table():
     shipped = {name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24.")}
     section = README.partition("\n## Methods\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"`([\w-]+)`", section)) - {"oneshot"} == shipped
-
-
-def test_architectures_are_the_tested_ones():
-    page = (ROOT / "docs/start/limits.md").read_text()
-    paragraph = page[page.index("The tests cover") :].split("\n\n")[0]
-    names = re.split(r",\s+|\s+and\s+", paragraph.removeprefix("The tests cover ").strip().rstrip("."))
-    assert names == [*zoo.NAMES, *(kind for kind in model_kinds.KINDS if not kind.startswith("clip-"))]
 
 
 def test_tree():

@@ -128,7 +128,7 @@ def test_tables(page, tmp_path):
     text = page(runs)
     assert (tmp_path / "methods.png").stat().st_size > 0 and "](methods.png)" in text
     assert f"from {len(runs)} runs" in text and "llama of 1,000 parameters on 4,000 tokens" in text
-    assert "(cpu, 1 thread(s); hf_sparse24 0.2, torch 2.13)" in text
+    assert "(cpu, 1 thread; hf_sparse24 0.2, torch 2.13)" in text
     assert "| `dense` | 3.000 |  |  | 3 | 0.0033 |  | the control |" in text
     assert "| `ste` | 3.300 | +0.300 | +0.200 [+0.100, +0.300] | 2 | 0.005 |  | magnitude masks" in text
     assert "| `sr-ste` | 3.600 | +0.600 |  | 1 | 0.0033 | 0.002 | magnitude masks" in text, "one seed has no mean"

@@ -37,6 +37,7 @@ def figures(results: Path) -> dict[str, float]:
         | _step_times(results)
         | _packed_master(results)
         | _served(results)
+        | _averaged(results)
     )
 
 
@@ -61,9 +62,11 @@ WRITING = 520
 def _trained(runs: list[smollm2.Run]) -> dict[str, float]:
     """Perplexities after training, and of moving masks over the kept one that had the same tokens, teacher and seed."""
     found = {}
-    for name, variant in {"labels": "fixed-mask", "teacher": "fixed-mask, teacher"}.items():
+    found["s_ste_from_dense"] = smollm2.perplexity(smollm2.best_rate(runs, "s-ste from dense", 30_000), "validation")
+    for name, variant in {"labels": "fixed-mask", "teacher": "fixed-mask, teacher", "dense": "dense"}.items():
         for tokens in (30_000, 300_000):
             run = smollm2.best_rate(runs, variant, tokens)
+            found[f"{name}_{tokens}_cpu"] = run["cost"]["cpu_s"]
             found |= {f"{name}_{tokens}{end}": smollm2.perplexity(run, corpus) for end, corpus in CORPORA.items()}
     ratios = []
     for run in runs:
@@ -140,6 +143,23 @@ def _served(results: Path) -> dict[str, float]:
     return found
 
 
+def _averaged(results: Path) -> dict[str, float]:
+    rows = json.loads((results / "averaging.json").read_text())["rows"]
+    found = {f"{shared}_{key}": value for shared, row in rows.items() for key, value in row.items()}
+    return {name.replace(" ", "_"): value for name, value in found.items()} | {
+        f"{shared.replace(' ', '_')}_zeros": 100 * row["zeros"] for shared, row in rows.items()
+    }
+
+
+def _average(shared: str) -> str:
+    losses = " | ".join(f"{{{shared}_{key}:.2f}}" for key in ("average", "magnitude", "oneshot"))
+    return f"| {{{shared}_zeros:.1f}} % | {{{shared}_first:.2f}}, {{{shared}_second:.2f}} | {losses} |"
+
+
+FASTER = "decodes {small_packed_x:.1f} to {large_packed_x:.1f} times as fast as the dense one in bf16"
+"""The one answer to "is it faster?", on every page that gives one."""
+
+
 def _flips(method: str, unit: str = "", digits: int = 2) -> str:
     cells = [f"{{{method.replace('-', '_')}_flips_{step}:.{digits}f}}" for step in (200, 400, 1000, 2000, 3000)]
     return f"| `{method}`{unit} | {' | '.join(cells)} |"
@@ -147,8 +167,7 @@ def _flips(method: str, unit: str = "", digits: int = 2) -> str:
 
 STATED: dict[str, list[str]] = {
     "README.md": [
-        "decodes {small_packed_x:.1f} to {large_packed_x:.1f} times as fast as the dense one in bf16, and pruning "
-        "SmolLM2-135M costs {oneshot_x:.2f} times its perplexity",
+        FASTER + ". Pruning SmolLM2-135M costs {oneshot_x:.2f} times its perplexity",
         "| dense, bf16 | 16 | {dense:.1f} | {small_dense:.0f} | {large_dense:.1f} |",
         "| 2:4 packed, bf16 | 9 | {oneshot:.1f} | {small_packed:.0f} | {large_packed:.1f} |",
         "| 2:4 packed, int8 values | 5.1 | not measured | {small_int8:.0f} | {large_int8:.1f} |",
@@ -163,8 +182,11 @@ STATED: dict[str, list[str]] = {
         "training for 30,000 tokens included, ends at {others:.1f} or above",
         "is {moving_low:.2f} to {moving_high:.2f} times that of `fixed-mask`",
     ],
+    "docs/index.md": [FASTER],
+    "docs/faq.md": [FASTER],
     "docs/start/does_it_help.md": [
-        "decodes {small_packed_x:.1f} to {large_packed_x:.1f} times as fast as the dense one in bf16",
+        FASTER,
+        "{served_1_packed_x_median:.2f} times with one request at a time and {served_16_packed_x_median:.2f} with 16",
         "| Llama of 0.46M, from scratch, validation loss | {dense_loss:.2f} | {s_ste_loss:.2f} |",
         "| SmolLM2-135M, perplexity | {dense:.1f} | {oneshot:.1f} |",
         "takes {step_gpt2_low:.2f} to {step_gpt2_high:.2f} times the dense step for GPT-2 124M, and "
@@ -178,6 +200,16 @@ STATED: dict[str, list[str]] = {
         "({labels_300000:.1f} and {teacher_300000:.1f})",
         "{teacher_300000_wikipedia:.1f} against {labels_300000_wikipedia:.1f}",
     ],
+    "docs/start/which_way.md": [
+        "perplexity {dense:.1f} becomes {oneshot:.1f}, in {oneshot_cpu:,.0f} CPU seconds and 520 to write text; "
+        "`reconstruct=None` leaves {sparsegpt:.1f} in {sparsegpt_cpu:.0f}",
+        "bring {oneshot:.1f} down to {teacher_300000:.1f}, in {teacher_300000_cpu:,.0f} CPU seconds (the dense model, "
+        "trained on them too: {dense_300000:.1f})",
+        "{s_ste_over:.2f} nats over dense; on a CPU a step takes up to {step_gpt2_high:.2f} times as long",
+        "{t_sr_ste_over:.2f} nats over dense, and a decay to tune",
+        "by `s-ste` from the dense weights was {s_ste_from_dense:.0f}, and {labels_30000:.1f} by `fixed-mask`",
+    ],
+    "docs/guides/averaging.md": [_average(shared) for shared in ("nothing", "start", "dense_model", "mask")],
     "docs/guides/logs.md": [_flips("s-ste"), _flips("sr-ste"), _flips("t-sr-ste", ", per refresh", 1)],
     "docs/guides/packed_master.md": [
         "| weights and indices, MB | {weights_dense:.0f} | {weights_masked:.0f} | {weights_master:.0f} |",
