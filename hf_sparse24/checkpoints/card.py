@@ -87,7 +87,7 @@ def make_model_card(
     Examples:
         >>> from transformers import AutoModelForCausalLM
         >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> _ = patch_model(model)
+        >>> _ = patch_model(model, Sparse24Config(method="fixed-mask"))
         >>> card = make_model_card(model, model_id="me/gpt2-sparse", license="mit", results={"eval_loss": 3.2})
         >>> card.save("README.md")
     """

@@ -87,7 +87,7 @@ def export_model(
     Examples:
         >>> from transformers import AutoModelForCausalLM
         >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> _ = patch_model(model)
+        >>> _ = patch_model(model, Sparse24Config(method="fixed-mask"))
         >>> export_model(model, "my-export", format="packed")
         >>> packed = AutoModelForCausalLM.from_pretrained("my-export")
     """

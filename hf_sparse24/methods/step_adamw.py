@@ -71,8 +71,8 @@ class StepAdamW(MaskedAdamW):
       1 / (1 - beta2) steps.
 
     Examples:
-        >>> from transformers import AutoModelForCausalLM
-        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
         >>> _ = patch_model(model, Sparse24Config(method="step"))
         >>> optimizer = StepAdamW(step_param_groups(model), lr=1e-4, total_steps=1000)
         >>> optimizer.switched, optimizer.switch_threshold

@@ -43,7 +43,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     Examples:
         >>> from transformers import AutoModelForCausalLM
         >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> _ = patch_model(model)
+        >>> _ = patch_model(model, Sparse24Config(method="fixed-mask"))
         >>> freed = pack_model(model)
         >>> type(model.transformer.h[0].mlp.c_fc).__name__
         'PackedConv1D'

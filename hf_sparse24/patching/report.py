@@ -92,7 +92,7 @@ FINISHED = (
 )
 _PRETRAINED = (
     "its weights are pretrained, and pruning them now loses much of what they learned: for short training, call "
-    "oneshot(model, batches) first and train the result"
+    "oneshot(model, batches) first and train the result, or run hf-sparse24 prune"
 )
 
 

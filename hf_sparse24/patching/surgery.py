@@ -47,8 +47,8 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
             DeepSpeed ZeRO-3), is patched in another way, or has no layer that the config names.
 
     Examples:
-        >>> from transformers import AutoModelForCausalLM
-        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
         >>> report = patch_model(model, Sparse24Config(target_modules="mlp"))
         >>> report.patched[0]
         'transformer.h.0.mlp.c_fc'
@@ -158,7 +158,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     Examples:
         >>> from transformers import AutoModelForCausalLM
         >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> _ = patch_model(model)
+        >>> _ = patch_model(model, Sparse24Config(method="fixed-mask"))
         >>> unpatch_model(model).transformer.h[0].mlp.c_fc.weight.eq(0).float().mean()
         tensor(0.5000)
     """

@@ -73,8 +73,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             ValueError: a reference that is not what the policy is at the start.
 
         Examples:
-            >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-            >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+            >>> from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+            >>> model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
             >>> _ = patch_model(model)
             >>> ids = torch.randint(300, (16,))
             >>> data = [{"input_ids": ids, "labels": ids}] * 16

@@ -64,8 +64,8 @@ class Sparse24Controller:
         step, micro_step: optimizer steps done, and micro-batches since.
 
     Examples:
-        >>> from transformers import AutoModelForCausalLM
-        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
         >>> _ = patch_model(model)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         >>> controller = Sparse24Controller(model, optimizer, total_steps=2)

@@ -229,7 +229,7 @@ def distill(
         >>> from transformers import AutoModelForCausalLM
         >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
         >>> teacher = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> _ = patch_model(model)
+        >>> _ = patch_model(model, Sparse24Config(method="fixed-mask"))
         >>> distiller = distill(model, teacher)
         >>> ids = torch.randint(300, (1, 16))
         >>> model.train()(input_ids=ids, labels=ids).loss.backward()

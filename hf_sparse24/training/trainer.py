@@ -65,8 +65,8 @@ class Sparse24Trainer(Trainer):
             schedule that does not fit the number of steps, or probes that find no feasible decay.
 
     Examples:
-        >>> from transformers import AutoModelForCausalLM, TrainingArguments
-        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+        >>> model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
         >>> ids = torch.randint(300, (16,))
         >>> data = [{"input_ids": ids, "labels": ids}] * 16
         >>> arguments = TrainingArguments("out", max_steps=2, logging_steps=1, report_to="none")
