@@ -4,7 +4,7 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from cslt import stand_in  # noqa: F401 (a fixture)
-from sparse24_kernels import Packed, gpu
+from sparse24_kernels import Packed, gpu, reference
 from sparse24_kernels.gemm import GemmPlan, compress, linear_problem, mm_problem, plan_packed
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE
@@ -50,6 +50,13 @@ def test_a_stack_is_packed_matrix_by_matrix():
     assert kernels.unpack_nm(kernels.pack_nm(stack[:0])).shape == (0, 5, 16)
     with pytest.raises(ValueError, match=r"pack_nm needs a matrix or a stack of matrices, got shape \(16,\)"):
         kernels.pack_nm(stack[0, 0])
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_matrix_without_inputs(rows):
+    values, indices, _ = kernels.pack_nm(torch.empty(rows, 0))
+    assert reference.packed.unpack_nm(values, indices).shape == (rows, 0)
+    assert gather_nm(values, indices).shape == (rows, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])

@@ -48,8 +48,8 @@ def _columns(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
     first = torch.arange(0, 2 * half, 8, device=indices.device).repeat_interleave(4)
     step = max(1, CHUNK // max(half, 1))
     for top in range(0, rows, step):
-        some = slice(top, top + step)
-        yield some, places.index_select(0, indices[some].flatten().int()).view(-1, half).add_(first)
+        some = slice(top, min(top + step, rows))
+        yield some, places.index_select(0, indices[some].flatten().int()).view(some.stop - top, half).add_(first)
 
 
 def packed_linear(
