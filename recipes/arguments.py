@@ -198,7 +198,10 @@ def read_yaml(path: str, classes: tuple[type, ...]) -> dict:
     """Flags of `classes` from a YAML file, numbers as text: argparse then checks them as on the command line."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file")
-    settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    try:
+        settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(settings, dict):
         raise UsageError(f"{path}: must be a mapping of flags to values")
     known = {f.name for cls in classes for f in fields(cls) if f.init}
@@ -219,7 +222,7 @@ def json_object(name: str, value: dict | str | None) -> dict:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{name}={value!r}: not JSON ({error})") from error
     if not isinstance(value, dict | None):
         raise UsageError(f"{name}={value!r}: must be a JSON object, as '{{\"key\": 1}}'")

@@ -4,7 +4,7 @@ import pytest
 import stdlib_text
 import train
 import yaml
-from arguments import parse_arguments, read_yaml
+from arguments import UsageError, parse_arguments, read_yaml
 from recipe_runs import LLAMA, flags, jsonl
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -66,12 +66,20 @@ def test_help_shows_the_flags_of_the_script(capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("max_stepz: 3\n", r"unknown keys \['max_stepz'\]"), ("- a\n- b\n", "must be a mapping")],
+    [
+        ("max_stepz: 3\n", r"unknown keys \['max_stepz'\]"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("max_steps: [3\n", "config.yaml: not YAML"),
+        ("max_steps: 3\n\tmodel: x\n", "config.yaml: not YAML"),
+        ("[" * 9999, "config.yaml: not YAML"),
+        ("max_steps: 2020-99-99\n", "config.yaml: not YAML"),
+        ("max_steps: \xff\n", "config.yaml: not YAML"),
+    ],
 )
 def test_wrong_yaml(tmp_path, content, message):
     path = tmp_path / "config.yaml"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(UsageError, match=message):
         parse_arguments(train.ARGUMENTS, [str(path)])
     with pytest.raises(ValueError, match="no such file"):
         parse_arguments(train.ARGUMENTS, [str(tmp_path / "absent.yaml")])
