@@ -52,7 +52,8 @@ MARK = "hf_sparse24_export"
 """The header key that marks a file of an export; its value differs between two exports."""
 
 _OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
-"""Files of an adapter and of a training run."""
+_OTHERS += ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Files of an adapter, of a training run, and weights that an export would hide."""
 
 
 @torch.no_grad()

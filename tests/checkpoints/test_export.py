@@ -241,7 +241,9 @@ def test_a_training_checkpoint_is_not_written_over(name, tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "sparse24.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model-00001-of-00002.safetensors", "sparse24.json", "pytorch_model.bin"]
+)
 def test_weights_without_a_config_are_not_written_over(name, tmp_path):
     """Or an index; an export that was killed before it wrote its config is."""
     tensors = {"x": torch.ones(2)}
