@@ -28,6 +28,7 @@ from ..patching.ownership import adopt, check_not_offloaded, name_parts, unwrap
 from ..patching.packing import check_packable
 from ..patching.refusals import reject_non_finite
 from ..progress import Progress, get_logger
+from ..weights.rules import AVERAGED
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights, wrong_states
 from ..weights.storage import PACKED, TRAINED, PackedMaster
@@ -106,7 +107,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
     weights = sparse_weights(model, TRAINED)
     wrong = wrong_states(sparse_weights(model))
     if wrong:
-        raise ValueError(f"the model is damaged, load it again: {wrong}")
+        raise ValueError(f"the model is damaged, load it again ({AVERAGED}): {wrong}")
     reject_non_finite(model.named_parameters(), NOT_FINITE)
     if format == "packed":
         check_packable(model)

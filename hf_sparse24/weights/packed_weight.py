@@ -38,7 +38,7 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
             f"with format='dense', which has all that the layer computes"
         )
     if packed is None:
-        raise ValueError(f"{name} has NaN, or its method {method.name!r} has not pruned it to {method.pattern}")
+        raise ValueError(f"{name} has NaN, or is not {method.pattern} as method {method.name!r} prunes it")
     return kernels.quantize_packed(packed) if values == "int8" else packed
 
 

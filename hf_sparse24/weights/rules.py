@@ -81,6 +81,10 @@ def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Ten
     return mask if packed else kernels.unpack_bits(mask, view.matrix.shape[1])
 
 
+# What to do about masks that AveragedModel(use_buffers=True) has averaged.
+AVERAGED = "if its masks were averaged, call init_state() on each of hf_sparse24.sparse_weights(model).values()"
+
+
 def is_exact(rule: Rule) -> bool:
     """Whether a rule keeps at most N of every M whatever it is given."""
     return isinstance(rule, Magnitude | SoftThreshold)
@@ -105,6 +109,6 @@ def check_rule(rule: Rule, view: WeightView, method: Any, operand: str, name: st
         if bad:
             along = "input" if dim == view.dim else "output"
             raise ValueError(
-                f"method {method.name!r} keeps more than {pattern.n} of {pattern.m} weights along the {along} "
-                f"dimension in {bad} groups of {name}, so it is not {pattern}; keep fewer"
+                f"{name} is not {pattern}: {bad} groups keep more than {pattern.n} of {pattern.m} weights along the "
+                f"{along} dimension; {AVERAGED}; otherwise method {method.name!r} must keep fewer"
             )

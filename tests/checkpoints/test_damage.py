@@ -9,6 +9,7 @@ import zoo
 from checkpoints import edit_config, patched
 from safetensors.torch import load_file, save_file
 from sparse_models import logits
+from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
@@ -87,6 +88,24 @@ def test_a_mask_by_rows_alone_is_not_transposable(tmp_path):
     model.save_pretrained(tmp_path)
     damage(tmp_path, f"{LAYER}.mask_bits", bits(tile))  # which is another mask, and a possible one
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_averaged_masks_are_made_again_as_the_error_says(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(method="t-sr-ste"))
+    averaged = AveragedModel(model, use_buffers=True)
+    for seed in (1, 2):
+        model.load_state_dict(zoo.build("llama", seed=seed).state_dict(), strict=False)
+        for weight in sparse_weights(model).values():
+            weight.init_state()
+        averaged.update_parameters(model)
+    for use in (logits, lambda module: export_model(module, tmp_path)):
+        with pytest.raises(ValueError, match=r"call init_state\(\) on each"):
+            use(averaged.module)
+    for weight in sparse_weights(averaged.module).values():
+        weight.init_state()
+    export_model(averaged.module, tmp_path)
+    assert torch.equal(logits(averaged.module), logits(AutoModelForCausalLM.from_pretrained(tmp_path)))
 
 
 @pytest.mark.parametrize("rule", ["mse", "l1", "none"])
