@@ -1,9 +1,12 @@
-"""written_whole writes a file at once: a reader, or a process that is killed, never sees half of it."""
+"""written_whole writes a file at once: a reader, or a process that is killed, never sees half of it. read_json reads a
+JSON object."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -15,3 +18,14 @@ def written_whole(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. ValueError: the file holds none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is cut short or damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is cut short or damaged: it must hold a JSON object")
+    return values

@@ -22,11 +22,12 @@ from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..config import SavedConfig, Sparse24Config
+from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..metrics import all_finite
 from .export import WEIGHT_FILES, in_files, make_fingerprint, refuse_other_models, write_weights
 from .lazy_tensors import LazyTensors
-from .manifest import Tensors, read_json, write_manifest
+from .manifest import Tensors, write_manifest
 from .replacing import CONFIG, replaced_model
 
 BITMASK = "sparse-24-bitmask"

@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from ..adapters.bypass import adapters_in
 from ..adapters.merging import without_adapters
 from ..config import SavedConfig
+from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, format_version
 from ..patching.masters import packed_config
@@ -33,7 +34,7 @@ from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import sparse_weights, wrong_states
 from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
-from .manifest import MANIFEST, read_json, sparse_dim, write_manifest
+from .manifest import MANIFEST, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import header_hash, open_safetensors, write_safetensors
 
@@ -52,8 +53,8 @@ NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its wei
 MARK = "hf_sparse24_export"
 """The header key that marks a file of an export; its value differs between two exports."""
 
-_OTHERS = ("adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
-_OTHERS += ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_OTHERS = ["adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt"]
+_OTHERS += ["pytorch_model.bin", "pytorch_model.bin.index.json"]
 """Files of an adapter, of a training run, and weights that an export would hide."""
 
 

@@ -1,6 +1,5 @@
 """Losses of a run from a Trainer's log: by the step, as rows, as lines of a chart, and the last evaluation."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from .. import charts
 from ..charts import Series
+from ..files import read_json
 
 Logs = Sequence[Mapping[str, Any]]
 """`trainer.state.log_history`, and the same in `trainer_state.json`."""
@@ -64,7 +64,7 @@ def control_history(control: Control | None) -> History:
     path = Path(control)
     path = path / "trainer_state.json" if path.is_dir() else path
     try:
-        return by_step(json.loads(path.read_text(encoding="utf-8"))["log_history"])
+        return by_step(read_json(path)["log_history"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         way = "must be metrics by name, such as {'eval_loss': 3.21}, or the trainer_state.json of a dense run"
         raise ValueError(f"dense_control={str(control)!r}: {way} ({error!r})") from error

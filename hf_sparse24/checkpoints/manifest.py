@@ -16,6 +16,7 @@ from sparse24_kernels import Packed, Pattern, unpack_nm
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..files import read_json
 from ..metrics import all_finite, is_nm_sparse
 from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, packed_weight_name
 from ..weights.packed_weight import wrong_packed
@@ -199,14 +200,3 @@ def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
 
 def _is_sparse(tensor: Tensor, dim: int, pattern: Pattern) -> bool:
     return tensor.dim() > 1 and tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. ValueError: the file holds none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return values

@@ -12,7 +12,6 @@ the masks, PEFT raises it as a KeyError.
 
 import copy
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 
 from ..adapters.bypass import adapters_in
 from ..config import SavedConfig
+from ..files import read_json
 from ..methods import method_class
 from ..methods.context import DENSE_PHASE
 from ..metrics import is_nm_sparse
@@ -98,7 +98,7 @@ def recorded_config(directory: str | Path) -> Any:
     path = Path(directory) / ADAPTER_CONFIG
     if not path.is_file():
         return None
-    mapping = json.loads(path.read_text(encoding="utf-8")).get("auto_mapping") or {}
+    mapping = read_json(path).get("auto_mapping") or {}
     return mapping.get(KEY, {}).get("config")
 
 

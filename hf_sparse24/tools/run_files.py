@@ -1,11 +1,9 @@
 """read_run: what a Trainer leaves of a run in its output directory, for the report."""
 
-import json
 import math
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 from operator import index
@@ -15,6 +13,7 @@ from typing import Any
 
 from ..charts import Point, Span
 from ..checkpoints.losses import History, by_step
+from ..files import read_json
 from ..training.run_log import RUN_LOG, read_lines
 
 STATE = "trainer_state.json"
@@ -86,7 +85,7 @@ def read_run(directory: str | os.PathLike) -> RunFiles:
     entries = [entry for _, _, entry in read_lines(root / RUN_LOG)]
     starts = [entry for entry in entries if isinstance(entry.get("layers"), dict)]
     states = {
-        path: _read_json(path)
+        path: read_json(path)
         for path in (root / STATE, *sorted(root.glob(f"checkpoint-*/{STATE}")))
         if path.is_file() and not (starts and path.stat().st_mtime < starts[0].get("time", 0))  # of an earlier run
     }
@@ -110,7 +109,7 @@ def read_run(directory: str | os.PathLike) -> RunFiles:
         speeds[-1] if speeds else None,
         starts,
         _flip_rates(entries),
-        next((_read_json(file) for file in configs if file.is_file()), {}),
+        next((read_json(file) for file in configs if file.is_file()), {}),
     )
 
 
@@ -123,14 +122,6 @@ def _flip_rates(entries: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
         if isinstance(rates, list):
             found[entry["step"]] = {n: rate for n, rate in zip(names, rates) if isinstance(rate, int | float)}
     return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    raise ValueError(f"{path} is cut short or damaged: it holds no JSON object; delete it, or restore it")
 
 
 def thinned(points: list[Point]) -> list[Point]:

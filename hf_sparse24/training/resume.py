@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
 from ..facts import MARKER
+from ..files import read_json
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..peft_hooks.origin import ADAPTER_CONFIG, recorded_config
@@ -68,14 +69,14 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
     for name in (TRAINER_STATE_NAME, CONFIG, ADAPTER_CONFIG, OWN_CONFIG):
         if (root / name).is_file():
             try:
-                json.loads((root / name).read_text(encoding="utf-8"))
+                read_json(root / name)
             except ValueError:
                 return f"{name} is cut short or damaged"
     weights = [path for path in root.rglob("*") if _WEIGHTS.fullmatch(path.name)]
     for index in root.glob("*model*.index.json"):
         try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError):
+            named = set(read_json(index)["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
             return f"{index.name} is cut short or damaged"
         missing = sorted(named - {path.name for path in weights})
         if missing:
@@ -104,9 +105,9 @@ def saved_config(checkpoint: str | Path) -> SavedConfig | None:
     model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / OWN_CONFIG
     saved = recorded_config(checkpoint)
     if model_config.is_file():
-        saved = json.loads(model_config.read_text(encoding="utf-8")).get("quantization_config")
+        saved = read_json(model_config).get("quantization_config")
     elif own.is_file():
-        saved = json.loads(own.read_text(encoding="utf-8"))
+        saved = read_json(own)
     if not isinstance(saved, dict) or saved.get("quant_method") != Sparse24Config.quant_method:
         return None
     return SavedConfig.from_dict(saved)

@@ -149,7 +149,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         try:
             entry = json.loads(line)
             step = entry["step"]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             continue
         if type(step) is int:
             yield line, step, entry
