@@ -6,7 +6,7 @@ compressed-tensors 0.15 and vLLM have dropped the format. Of each sparse weight 
     NAME.bitmask     [out, ceil(in / 8)]  uint8; bit i % 8 of byte i // 8 says whether column i is kept: two of four are
     NAME.shape       [2, 1]               out and in
 
-Tensors are read, checked and written one file at a time, by their names; no model is built.
+Tensors are read, checked and written one file at a time, by their names, which Transformers compares with the model's.
 """
 
 import json
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from sparse24_kernels import Pattern
 from torch import Tensor
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from ..config import SavedConfig, Sparse24Config
 from ..files import read_json
@@ -35,23 +37,26 @@ _PARTS = ("compressed", "bitmask", "shape")
 _BY_ROWS = (-1, Pattern(2, 4))
 
 
-def convert_checkpoint(source: Path, directory: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
-    """Write the model in `source` to `directory`, as a dense `export_model` does: an export there is replaced.
+def convert_checkpoint(
+    source: Path, empty: PreTrainedModel, directory: str | os.PathLike, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write the model in `source`, which is `empty` on the meta device, to `directory`, as a dense `export_model` does:
+    an export there is replaced.
 
     Values keep every bit. Quantized ones (FP8, int8) stay quantized, in a checkpoint that says so.
 
     Raises:
-        ValueError: the checkpoint has another format, or is damaged; or `directory` has a model that is no export.
+        ValueError: the checkpoint has another format, other tensors than the model, or is damaged; or `directory` has a
+            model that is no export.
         OSError: a file is missing or cut short.
     """
     config, is_bitmask = _read_dense_config(source)
     tensors = Tensors(source)
-    if SAFE_WEIGHTS_NAME not in tensors.files:
-        index = source / SAFE_WEIGHTS_INDEX_NAME
-        wrong = sorted(name for name, _ in read_json(index)["weight_map"].items() ^ tensors.names.items())
-        if wrong:
-            raise ValueError(f"{index}: {wrong[0]} is not in the file that it lists; copy or download it again")
-    files = in_files(_lazy_tensors(source, tensors, is_bitmask), "dense", max_shard_size)
+    made = _lazy_tensors(source, tensors, is_bitmask)
+    like = {name: tensor for lazy in made for name, tensor in lazy.like.items()}
+    options = {"pretrained_model_name_or_path": None, "config": empty.config, "state_dict": like}
+    load_whole(type(empty), source, "quantization_config" in config, device_map={"": "meta"}, **options)
+    files = in_files(made, "dense", max_shard_size)
     fingerprint = make_fingerprint(config, files, ((name, tensors.read(name)) for name in tensors.names))
     refuse_other_models(Path(directory))
     with replaced_model(directory, outdated=WEIGHT_FILES) as new:
@@ -84,9 +89,6 @@ def _read_dense_config(source: Path) -> tuple[dict[str, Any], bool]:
 
 def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool) -> list[LazyTensors]:
     """All tensors of the export, in the order of the files."""
-    masked = next((name for name in tensors.names if name.endswith(".bitmask")), None)
-    if masked and not is_bitmask:
-        raise ValueError(f"{source} has {masked}, and its config.json says that weights are dense; download it again")
     made: dict[str, LazyTensors] = {}
     for name, file in tensors.names.items():
         module, _, part = name.rpartition(".")
@@ -101,6 +103,24 @@ def _lazy_tensors(source: Path, tensors: Tensors, is_bitmask: bool) -> list[Lazy
     if is_bitmask and made.keys() <= tensors.names.keys():
         raise ValueError(f"{source} has no weights in {BITMASK}: no tensor's name ends with .bitmask")
     return list(made.values())
+
+
+def load_whole(cls: type[PreTrainedModel], source: Path, takes_others: bool = True, **options: Any) -> PreTrainedModel:
+    """The model in `source`, or what `options` of `from_pretrained` say. ValueError: a tensor is missing or has another
+    size, or, unless `takes_others`, the model has no such tensor. Transformers knows what is tied, renamed or stacked.
+    """
+    options = {"pretrained_model_name_or_path": source, "ignore_mismatched_sizes": True} | options
+    load: Any = cls.from_pretrained  # its type has no pair
+    try:
+        model, report = load(output_loading_info=True, **options)
+    except (RuntimeError, SafetensorError) as error:  # such as experts of different sizes, which it cannot stack
+        raise ValueError(f"{source}: {error}") from error
+    wrong = {f"it lacks {name}" for name in report["missing_keys"]}
+    wrong |= {f"{name} has other sizes than its config.json says" for name, *_ in report["mismatched_keys"]}
+    wrong |= set() if takes_others else {f"{name} is no tensor of its model" for name in report["unexpected_keys"]}
+    if wrong:
+        raise ValueError(f"{source}: {min(wrong)}; copy or download it again")
+    return model
 
 
 def _read_finite(where: str, tensors: Tensors, name: str) -> dict[str, Tensor]:

@@ -189,7 +189,7 @@ def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Fi
         return Finding(name, 0, 0, "not in the files")
     tensor = tensors.read(name)
     zeros = int((tensor == 0).sum())  # of FP8 values too, which count_nonzero does not take
-    problem = None if _is_sparse(tensor, dim, pattern) else f"is not {pattern} along dimension {dim}"
+    problem = None if _is_sparse(tensor, dim, pattern) else f"is not {pattern} along its input dimension"
     return Finding(name, tensor.numel(), zeros, problem if all_finite(tensor) else "has NaN or inf")
 
 

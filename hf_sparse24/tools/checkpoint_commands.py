@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from ..checkpoints.bitmask import convert_checkpoint
+from ..checkpoints.bitmask import convert_checkpoint, load_whole
 from ..checkpoints.export import export_model, refuse_other_models
 from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
 from ..config import Sparse24Config
@@ -23,7 +23,7 @@ from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
 from ..weights.sparse_weight import sparse_weights
 from . import print_table
-from .models import check_name, model_class, read_config
+from .models import check_name, read_model
 
 _WEIGHTS = ("*.safetensors", "*.json")
 _OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
@@ -35,16 +35,16 @@ def export(options: argparse.Namespace) -> int:
     """Export a training checkpoint, or a dense export again, with its tokenizer."""
     _check_destination(options.directory)  # before anything is downloaded or loaded
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
-    config = read_config(source)
-    own = getattr(config, "quantization_config", None) or {}
+    empty, own = read_model(source)  # a wrong value of the config is told before weights are read
     is_dense = not own and (source / MANIFEST).exists()
     is_packed = "packed" in own and own.get("master") != "packed"
     if not is_dense and (own.get("quant_method") != "sparse24" or is_packed):
         way = "unpack_model(model).save_pretrained makes dense weights of a packed one, hf-sparse24 convert of bitmasks"
         raise ValueError(f"{options.checkpoint} is no training checkpoint of hf_sparse24 and no dense export; {way}")
-    model = model_class(config).from_pretrained(source)
-    if is_dense:
-        _patch_export(model, read_listing(source, Tensors(source)))
+    listing = read_listing(source, Tensors(source)) if is_dense else None
+    model = load_whole(type(empty), source)
+    if listing is not None:
+        _patch_export(model, listing)
     write = partial(export_model, model, format=options.format, values=options.values)
     return _finish(source, options, write)
 
@@ -66,7 +66,7 @@ def convert(options: argparse.Namespace) -> int:
     """Make a dense export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
     _check_destination(options.directory)
     source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
-    return _finish(source, options, partial(convert_checkpoint, source))
+    return _finish(source, options, partial(convert_checkpoint, source, read_model(source)[0]))
 
 
 def _check_destination(directory: str) -> None:

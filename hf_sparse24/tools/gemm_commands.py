@@ -18,7 +18,7 @@ from ..progress import Progress, count
 from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
 from . import print_table
-from .models import model_class, read_config
+from .models import read_model
 from .plan import FLOPS_PER_BYTE, print_plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -103,15 +103,11 @@ def plan(options: argparse.Namespace) -> int:
 
 def _patched(options: argparse.Namespace) -> PreTrainedModel:
     """The model's architecture without weights, patched as it would be trained."""
-    config = read_config(options.model)
-    own = getattr(config, "quantization_config", None) or Sparse24Config()
-    own = own if isinstance(own, dict) else own.to_dict()
+    model, own = read_model(options.model)
     if own.get("quant_method", "sparse24") != "sparse24":
         raise ValueError(
             f"{options.model} is quantized with {own['quant_method']}: 2:4 training starts from plain weights"
         )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
     sparse = Sparse24Config.from_dict(own)
     if wants_packed_master(sparse):
         raise ValueError(
@@ -122,7 +118,5 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
         sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
     if options.target_modules:
         sparse = sparse.replace(target_modules=options.target_modules)
-    with torch.device("meta"):
-        model = model_class(config)._from_config(config)
     patch_model(model, sparse)
     return model

@@ -1,15 +1,38 @@
-"""The config of a checkpoint, and the class of its model."""
+"""read_model makes the model of a checkpoint without its weights."""
 
 import os
+from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ..config import SavedConfig
+from ..messages import shown
 
-def read_config(checkpoint: str | os.PathLike) -> PretrainedConfig:
-    """The config of a model in a directory or on the Hub. OSError: there is none."""
+_TYPES = {"model_type": str, "architectures": list, "quantization_config": dict, "transformers_weights": str}
+
+
+def read_model(checkpoint: str | os.PathLike) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of a checkpoint on the meta device, and the `quantization_config` of its config.json, which it has not.
+    OSError: there is no config. ValueError: it is damaged."""
     check_name(checkpoint)
-    return AutoConfig.from_pretrained(checkpoint)
+    try:
+        values, _ = PretrainedConfig.get_config_dict(checkpoint)
+        for name, kind in _TYPES.items():
+            if not isinstance(values.get(name), kind | None):
+                raise ValueError(f"{name}={shown(values[name])}: must be a {kind.__name__}")
+        config = AutoConfig.from_pretrained(checkpoint)
+        own = config.__dict__.pop("quantization_config", None) or {}
+        if own.get("quant_method") == SavedConfig.quant_method:
+            SavedConfig.from_dict(own)
+        with torch.device("meta"):
+            return model_class(config)._from_config(config), own
+    except (OSError, ImportError):  # of the Hub, or of a package that is missing
+        raise
+    except Exception as error:  # Transformers raises anything where a value is wrong
+        text = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise ValueError(f"{checkpoint}: its config.json is damaged, or of another version: {text}") from error
 
 
 def check_name(checkpoint: str | os.PathLike) -> None:

@@ -161,13 +161,32 @@ def test_damaged_files(tmp_path, capsys):
     first.unlink()
     refused(str(first))
     first.write_bytes(data)
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.layers.2.x.weight"] = first.name
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused("model.safetensors.index.json: model.layers.2.x.weight is not in the file that it lists")
     with_nan(tensors["model.norm.weight"])
     write_files(source, tensors)
     refused("model.safetensors: model.norm.weight has NaN or inf")
+
+
+def as_weight(tensors):
+    for part in ("compressed", "bitmask", "shape"):
+        tensors[f"{UP}.weight.{part}"] = tensors.pop(f"{UP}.{part}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", lambda tensors: tensors.pop("model.norm.weight"), "it lacks model.norm.weight"),
+        ("llama", as_weight, f"it lacks {UP}.weight"),
+        ("llama", lambda tensors: tensors.update(x=torch.ones(1)), "x is no tensor of its model"),
+        ("llama", lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight has other"),
+        ("mixtral", lambda tensors: tensors.pop(max(key for key in tensors if "experts" in key)), "the above report"),
+    ],
+)
+def test_tensors_that_are_not_the_models(name, change, message, tmp_path, capsys):
+    tensors = write_bitmask(prune(zoo.build(name)), tmp_path / "source", ignore="experts")
+    change(tensors)
+    write_files(tmp_path / "source", tensors)
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +231,7 @@ def test_a_config_that_does_not_fit_and_an_empty_destination(tmp_path, capsys, m
     refused("the directory to write to is empty", to="")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     set_quantization(source, sparsity_config=SPARSITY | {"format": "dense"})
-    refused(".bitmask, and its config.json says that weights are dense")
+    refused(f"it lacks {UP.replace('1', '0').replace('up', 'down')}.weight")
     (source / "config.json").write_text("null")
     refused("config.json")
 

@@ -67,7 +67,7 @@ def test_a_weight_that_is_not_sparse_is_found(tmp_path, capsys):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert main(["verify", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "FAILED model.layers.1.mlp.up_proj.weight: is not 2:4 along dimension -1" in printed
+    assert "FAILED model.layers.1.mlp.up_proj.weight: is not 2:4 along its input dimension" in printed
     assert "1 of 2" in printed and "verified" not in printed
 
 
@@ -97,6 +97,17 @@ def test_what_is_saved_over_an_export_is_verified_and_not_lost(format, size, tmp
     assert main(["verify", str(tmp_path)]) != 0
     with pytest.raises(ValueError, match="another model that is no export"):
         export_model(patched(), tmp_path)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_checkpoint_that_lacks_a_tensor_is_not_exported(is_training, tmp_path, capsys):
+    """Transformers would fill it with random numbers."""
+    patched().save_pretrained(tmp_path) if is_training else export_model(patched(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "it lacks model.norm.weight" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_other_patterns(tmp_path, capsys):
