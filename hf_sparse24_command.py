@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
             commands = importlib.import_module(f"hf_sparse24.tools.{module}")
         return getattr(commands, function)(options)
     except (ImportError, OSError, ValueError) as error:
-        print(f"hf-sparse24: {error}", file=sys.stderr)
+        print("hf-sparse24:", *str(error).split(), file=sys.stderr)  # on one line
         return 2
     except KeyboardInterrupt:
         print(_STOPPED, file=sys.stderr)

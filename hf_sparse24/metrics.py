@@ -46,5 +46,5 @@ def is_nm_sparse(tensor: Tensor, n: int = 2, m: int = 4, dim: int = -1) -> bool:
 def all_finite(tensor: Tensor) -> Tensor:
     """Return whether no element is NaN or inf, as a 0-d bool tensor; no copy of the tensor is made."""
     tensor = tensor.float() if tensor.itemsize == 1 else tensor  # FP8 has neither operator
-    ends = torch.stack(torch.aminmax(tensor)) if tensor.numel() else tensor
+    ends = torch.stack(torch.aminmax(tensor)) if tensor.numel() and tensor.is_floating_point() else tensor
     return ends.isfinite().all()

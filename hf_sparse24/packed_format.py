@@ -47,8 +47,8 @@ class PackedFormat:
         version, weights, files = (values.get(key) for key in ("version", "weights", "files"))
         if type(version) is not int or not 1 <= version <= cls.LATEST:
             raise ValueError(f"packed.version={version!r}: this version of hf_sparse24 reads 1 to {cls.LATEST}")
-        if not isinstance(weights, list) or not weights or not all(isinstance(name, str) for name in weights):
-            raise ValueError("packed.weights must be a non-empty list of names")
+        if not isinstance(weights, list) or {*map(type, weights)} != {str} or len({*weights}) < len(weights):
+            raise ValueError("packed.weights must be a non-empty list of names, each of them once")
         if not isinstance(files, dict) or not all(isinstance(text, str) for text in (*files, *files.values())):
             raise ValueError("packed.files must be a dict from the names of files to the sha256 of their headers")
         return cls(tuple(weights), files, version)

@@ -6,7 +6,9 @@ model that was loaded and saved again has its packed weights listed in `config.j
 
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import read_json
+from ..messages import shown
 from ..metrics import all_finite, is_nm_sparse
 from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, packed_weight_name
 from ..weights.packed_weight import wrong_packed
@@ -62,6 +65,7 @@ class Tensors:
     """The tensors in a directory's safetensors files, read on request. OSError: a file is damaged or missing."""
 
     def __init__(self, directory: Path):
+        self.directory = directory
         self.files: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         for path in weight_files(directory):
@@ -73,12 +77,24 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def like(self, name: str) -> Tensor:
-        """A meta tensor of the same dtype and shape."""
+    def size(self, name: str) -> tuple[int, int]:
+        """Elements and bytes of a tensor, of any dtype. ValueError: no file has it."""
+        if name not in self.names:
+            raise ValueError(f"{self.directory}: its safetensors files lack {name}; copy or download the whole again")
         part = self.files[self.names[name]].get_slice(name)
-        return torch.empty(part.get_shape(), dtype=_TORCH_DTYPES[part.get_dtype()], device="meta")
+        elements, bits = math.prod(part.get_shape()), re.search(r"\d+", part.get_dtype())
+        return elements, elements * (8 if bits is None else int(bits[0])) // 8  # BOOL is one byte
+
+    def like(self, name: str) -> Tensor:
+        """A meta tensor of the same dtype and shape. ValueError: a dtype of less than a byte, such as F4."""
+        part = self.files[self.names[name]].get_slice(name)
+        dtype = _TORCH_DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise ValueError(f"{self.directory / self.names[name]}: {name} is {part.get_dtype()}, which is not read")
+        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str) -> Tensor:
+        self.like(name)  # or its error
         return self.files[self.names[name]].get_tensor(name)
 
 
@@ -105,10 +121,16 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         OSError: no config.json.
     """
     config = read_json(directory / CONFIG).get("quantization_config") or {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{directory / CONFIG}: quantization_config={shown(config)}: must be a dict")
     is_ours = config.get("quant_method") == "sparse24"
     if is_ours and "packed" not in config:
         raise ValueError(f"{directory} is a training checkpoint, with dense weights; export it with hf-sparse24 export")
-    packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else ()
+    try:
+        packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else ()
+        pattern = Pattern.parse(config.get("pattern", "2:4") if is_ours else "2:4")
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG}: {error}") from error
     listing = None
     if (directory / MANIFEST).exists():
         listing = _read_manifest(directory / MANIFEST)
@@ -118,15 +140,14 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
                 raise ValueError(f"{directory / MANIFEST} {said}: another model replaced the export; remove {MANIFEST}")
             listing = None  # a packed model was saved over it
     if listing is None and packed:
-        pattern = Pattern.parse(config.get("pattern", "2:4"))
         listing = Listing("packed", CONFIG, dict.fromkeys(packed, -1), {}, pattern, {}, config.get("method"))
     if listing is not None:
         stored = {weight for name in tensors.names if (weight := packed_weight_name(name))}
         expected = stored | {name for name in listing.weights if name not in tensors}
-        if listing.format == "packed" and sorted(packed) != sorted(expected):
-            wrong = sorted(expected ^ {*packed}) or [name for name in packed if packed.count(name) > 1]
-            way = "must list each packed weight once, and no other; copy or download the whole export again"
-            raise ValueError(f"{directory / CONFIG}: packed.weights has {wrong[0]!r} wrong: it {way}")
+        wrong = min(expected ^ {*packed}, default=None)
+        if (listing.format == "packed" or packed) and wrong is not None:
+            way = "must list each packed weight, and no other; copy or download the whole export again"
+            raise ValueError(f"{directory / CONFIG}: packed.weights has {wrong!r} wrong: it {way}")
         return listing
     way = "; hf-sparse24 convert makes an export of it" if "sparsity_config" in config else ""
     raise ValueError(f"{directory} has no {MANIFEST}, in which export_model lists the sparse weights{way}")
@@ -148,8 +169,10 @@ def _read_manifest(path: Path) -> Listing:
         patterns = {name: Pattern.parse(text) for name, text in values.get("patterns", {}).items()}
         pattern = Pattern.parse(config["pattern"])
         texts = (*files.values(), config["method"])
-        if format not in ("dense", "packed") or set(weights.values()) - {-1, -2} or {*map(type, texts)} != {str}:
-            raise ValueError("an unknown format, dimension or hash")
+        if {*map(type, weights.values())} - {int} or {*weights.values()} - {-1, -2}:
+            raise ValueError("weights has a dimension other than -1 and -2")
+        if format not in ("dense", "packed") or {*map(type, texts)} != {str}:
+            raise ValueError("format, method or a hash of files has a value that it cannot have")
         return Listing(format, MANIFEST, weights, files, pattern, patterns, config["method"])
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not what export_model writes ({error})") from error
@@ -159,12 +182,9 @@ def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> 
     """Yield a `Finding` for each listed file and weight, and read all of them."""
     directory = Path(directory)
     for name, digest in listing.files.items():
-        try:
-            with open(directory / name, "rb") as file:
-                is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
-            yield Finding(name, 0, 0, None if is_same else "is not the file that was exported")
-        except FileNotFoundError:
-            yield Finding(name, 0, 0, "is missing")
+        with open(directory / name, "rb") as file:
+            is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
+        yield Finding(name, 0, 0, None if is_same else "is not the file that was exported")
     for name, dim in listing.weights.items():
         is_packed = listing.format == "packed" and name not in tensors
         pattern = listing.patterns.get(name, listing.pattern)
@@ -177,7 +197,7 @@ def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
         return Finding(name, 0, 0, f"{missing} not in the files")
     packed = Packed(*(tensors.read(key) for key in buffer_names(name) if key in tensors))
     elements = 2 * packed.values.numel()
-    zeros = elements - int(packed.values.count_nonzero())
+    zeros = elements // 2 + int((packed.values == 0).sum())
     problem = wrong_packed(packed)
     if problem is None and pattern != (2, 4) and not is_nm_sparse(unpack_nm(packed), *pattern):
         problem = f"is not {pattern}"

@@ -98,15 +98,16 @@ def inspect(options: argparse.Namespace) -> int:
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
         values, indices, scales = buffer_names(name)
-        names = [name] if name in tensors else [values, indices, *({scales} & tensors.names.keys())]
-        parts = [tensors.like(part) for part in names]
-        elements = parts[0].numel() * (1 if name in tensors else 2)  # half of a packed weight's are values
-        dense = max(part.itemsize for part in parts)  # of int8 values, the size of the scales
-        _add(groups, group_name(name), 1, elements, sum(part.nbytes for part in parts), elements * dense)
+        is_dense = name in tensors or listing.format == "dense"
+        names = [name] if is_dense else [values, indices, *({scales} & tensors.names.keys())]
+        parts = [tensors.size(part) for part in names]
+        elements = parts[0][0] * (1 if is_dense else 2)  # half of a packed weight's are values
+        dense = max(nbytes / max(number, 1) for number, nbytes in parts)  # of int8 values, the size of the scales
+        _add(groups, group_name(name), 1, elements, sum(nbytes for _, nbytes in parts), int(elements * dense))
     sparse = {part for name in listing.weights for part in (name, *buffer_names(name))}
     for name in tensors.names.keys() - sparse:
-        like = tensors.like(name)
-        _add(groups, "everything else", 1, like.numel(), like.nbytes, like.nbytes)
+        elements, nbytes = tensors.size(name)
+        _add(groups, "everything else", 1, elements, nbytes, nbytes)
     groups["together"] = [sum(column) for column in zip(*groups.values())]
     print(_heading(listing, tensors))
     rows = [["tensors", "number", "weights", "stored", "dense"]]
@@ -137,8 +138,10 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     problems = [finding for finding in found if finding.problem is not None]
     for finding in problems[:20]:
         print(f"FAILED {finding.name}: {finding.problem}")
+    if problems:
+        print(f"{len(problems)} failed: copy or download the checkpoint again, or export the model again")
     if not listing.weights:
-        print("this export lists no sparse weights: the model was in a dense phase, or has its method's adapters")
+        print("no weight of this export is sparse: it was made in a dense phase of training, or with adapters merged")
     elif not problems:
         files = f", and {count(len(listing.files), 'file')} as exported" if listing.files else ""
         took = f"; read in {duration(progress.seconds)}"

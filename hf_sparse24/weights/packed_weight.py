@@ -3,7 +3,7 @@
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed
-from sparse24_kernels.formats import scale_columns
+from sparse24_kernels.checks import check_packed
 from torch import Tensor
 
 from ..metrics import all_finite
@@ -44,15 +44,12 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
 
 def wrong_packed(packed: Packed) -> str | None:
     """What is wrong with values `[..., out, in / 2]`, indices `[..., out, in / 8]` and scales that a file had."""
-    values, indices, scales = packed
-    fits = (*values.shape[:-1], values.shape[-1] // 4) == tuple(indices.shape) and not values.shape[-1] % 4
-    is_known = values.is_floating_point() if scales is None else values.dtype == torch.int8
-    if scales is not None:
-        columns = scale_columns(2 * values.shape[-1])
-        fits &= scales.is_floating_point() and (*values.shape[:-1], columns) == tuple(scales.shape)
-    if not (fits and is_known and indices.dtype == torch.uint8):
+    try:
+        check_packed("", packed)
+    except ValueError:
         parts = [f"{what} {x.dtype} {tuple(x.shape)}" for what, x in packed._asdict().items() if x is not None]
         return f"these do not fit each other: {', '.join(parts)}"
+    values, indices, scales = packed
     # Within four, the lower element comes first: two of them at one place would overwrite each other.
     if not all(bool(((group & 3) < (group >> 2)).all()) for group in (indices & 15, indices >> 4)):
         return "its indices are not in ascending order"
