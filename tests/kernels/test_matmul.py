@@ -120,8 +120,9 @@ def test_what_is_requested_without_a_measurement_is_checked_first(monkeypatch, t
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))
     for wrong_ids, backend in (((), CUSPARSELT), ((0,), DENSE)):
         cslt.install(monkeypatch, cslt.StandIn(wrong_ids))
-        verdict = autotune.Verdict("dense", None, None, None, "not tuned", measured=False)
-        monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
+        monkeypatch.setattr(
+            autotune, "choose", lambda *_: autotune.Verdict("dense", None, None, None, "untuned", False)
+        )
         monkeypatch.setattr(cusparselt, "version", lambda ids=wrong_ids: ids)
         plan = plan_gemm(problem, CPU, "cusparselt")
         assert plan.backend is backend
