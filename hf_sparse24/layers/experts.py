@@ -88,10 +88,10 @@ class SparseExperts(StackedExperts, SparseModule):
 
     @classmethod
     def from_dense(
-        cls, module: nn.Module, name: str, input_dim: int, run: SparseRun, pattern: Pattern | None = None
+        cls, module: nn.Module, name: str, input_dim: int, run: SparseRun, pattern: Pattern | None, layer: str
     ) -> nn.Module:
         """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow."""
-        SparseWeight.attach(module, name, input_dim, run, pattern)
+        SparseWeight.attach(module, name, input_dim, run, pattern, layer)
         if not isinstance(module, SparseExperts):
             module.__dict__.update(dense_class=type(module), running=[])
         names = tuple(module.__dict__["sparse24"])

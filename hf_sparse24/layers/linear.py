@@ -121,9 +121,9 @@ class Sparse24Layer(SparseModule):
         raise TypeError(f"{type(self).__name__} is made from a dense layer: use patch_model or from_dense")
 
     @classmethod
-    def from_dense(cls, module: nn.Module, run: SparseRun, pattern: Pattern | None = None) -> nn.Module:
+    def from_dense(cls, module: nn.Module, run: SparseRun, pattern: Pattern | None = None, name: str = "") -> nn.Module:
         """Turn `module` into a sparse layer in place, with `pattern` or that of the `run`."""
-        SparseWeight.attach(module, "weight", cls.input_dim, run, pattern)
+        SparseWeight.attach(module, "weight", cls.input_dim, run, pattern, name)
         module.__dict__["dense_class"] = type(module)
         module.__class__ = cls
         return module

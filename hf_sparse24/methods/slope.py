@@ -33,6 +33,7 @@ Method card
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +54,14 @@ def is_rank(value: Any) -> str | None:
     return None if type(value) is int and value >= 0 else "must be an int >= 0"
 
 
-def _generator(matrix: Tensor, use: bytes) -> torch.Generator:
-    """A source of random numbers on the CPU that follows from some 4096 values of a weight, another for each `use`."""
+def _random(view: WeightView, draw: Callable[..., Tensor], *shape: int) -> Tensor:
+    """Random numbers of `draw`, `torch.rand` or `randn`, from the layer's name and some 4096 values of its weight."""
     # An odd stride, so that the values are not all of one column.
-    values = matrix.flatten()[:: matrix.numel() // 4096 | 1].float().cpu()
-    return torch.Generator().manual_seed(zlib.crc32(use + values.numpy().tobytes()))
+    values = view.matrix.flatten()[:: view.matrix.numel() // 4096 | 1].float().cpu()
+    generator = torch.Generator().manual_seed(
+        zlib.crc32(f"{draw.__name__} {view.name}".encode() + values.numpy().tobytes())
+    )
+    return draw(shape, generator=generator, dtype=torch.float32, device="cpu").to(view.matrix.device)
 
 
 @register_method("slope")
@@ -72,7 +76,7 @@ class SLoPe(FixedMask):
             "magnitude",
             one_of("magnitude", "random"),
             "what the row-wise mask keeps for life: 'magnitude' the N largest of every M (the authors' code), 'random' "
-            "any N of them (the paper), drawn by a generator that the weight's values seed",
+            "any N of them (the paper), drawn by a generator that the layer's name and weight seed",
         )
         adapter_rank: int = setting(
             0, is_rank, "rank of the low-rank adapters that train at the end; 0: none, the model stays exactly N:M"
@@ -90,8 +94,7 @@ class SLoPe(FixedMask):
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         scores = view.matrix
         if self.settings.initial_mask == "random" and not scores.is_meta:
-            draws = torch.empty(scores.shape, dtype=torch.float32, device="cpu")
-            scores = draws.uniform_(generator=_generator(scores, b"mask")).to(scores.device)
+            scores = _random(view, torch.rand, *scores.shape)
         return {"mask_bits": kernels.nm_mask(scores, *self.pattern, view.dim, packed=True)}
 
     def prune_grad_input(self, view: WeightView) -> Values:
@@ -111,8 +114,7 @@ class SLoPe(FixedMask):
             return {}
         left = matrix.new_empty(matrix.shape[view.dim], rank)
         if not matrix.is_meta:
-            draws = torch.empty(left.shape, dtype=torch.float32, device="cpu")
-            left.copy_(draws.normal_(generator=_generator(matrix, b"adapter")))
+            left.copy_(_random(view, torch.randn, *left.shape))
         return {"adapter_left": left, "adapter_right": matrix.new_zeros(rank, matrix.shape[1 - view.dim])}
 
     def adapt_output(self, x: Tensor, output: Tensor, parameters: dict[str, Tensor], phase: str) -> Tensor:

@@ -117,14 +117,16 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
             + "). A list of whole names, as model.named_modules() has them, reaches every layer that can be pruned"
         )
     reject_non_finite((target.name, target.weight) for target in targets)
+    names = {target.weight: target.name for target in reversed(targets)}  # those that share a weight share its masks
     try:
         for target in targets:
             check_whole(target.name, target.weight)
+            name = names[target.weight]
             if target.is_stack:
-                SparseExperts.from_dense(target.module, target.parameter, target.input_dim, run, target.pattern)
+                SparseExperts.from_dense(target.module, target.parameter, target.input_dim, run, target.pattern, name)
             else:
                 layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
-                layer_class.from_dense(target.module, run, target.pattern)
+                layer_class.from_dense(target.module, run, target.pattern, name)
         _reject_doubled_parameters(sparse_weights(model))
         if wants_packed_master(run.config):
             check_masters(model, run)

@@ -61,10 +61,12 @@ class SparseWeight:
         self._checked: frozenset[str] = frozenset()  # the operands that were found to be N:M with this state
 
     @classmethod
-    def attach(cls, module: nn.Module, name: str, input_dim: int, run: Any, pattern: Pattern | None = None) -> Self:
+    def attach(
+        cls, module: nn.Module, name: str, input_dim: int, run: Any, pattern: Pattern | None = None, layer: str = ""
+    ) -> Self:
         """Put the Parameter `name` of `module` under a method, with `pattern` or that of the run. On the meta device,
         its state waits for `init_state` or a checkpoint."""
-        weight = cls(DenseMaster(module, name, input_dim), run, pattern)
+        weight = cls(DenseMaster(module, name, input_dim, layer), run, pattern)
         with torch.no_grad():
             state = _fresh_state(weight)
             fresh, trains = _fresh_parameters(weight, state), weight.parameter.requires_grad  # not below adapters

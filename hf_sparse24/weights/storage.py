@@ -26,14 +26,15 @@ class Storage:
     Attributes:
         module, name: the dense weight is, or was, the Parameter `name` of `module`.
         input_dim: which of its dimensions is the input dimension, -1 or -2. Groups of M run along it.
+        layer: see `WeightView`.
         gathered_from: with FSDP2, the DTensor that optimizers update, once a pass has gathered it. None otherwise.
         is_split: whether tensor parallelism lets this process compute with its part of the weight alone.
     """
 
     is_packed: ClassVar[bool] = True
 
-    def __init__(self, module: nn.Module, name: str, input_dim: int):
-        self.module, self.name, self.input_dim = module, name, input_dim
+    def __init__(self, module: nn.Module, name: str, input_dim: int, layer: str = ""):
+        self.module, self.name, self.input_dim, self.layer = module, name, input_dim, layer
         self.gathered_from: Tensor | None = None
         self.is_split = False
 
@@ -69,8 +70,8 @@ class Storage:
         """`values` in the layout of the Parameter, with `state`, as a method sees them: one, or one for each matrix."""
         dim = 1 if self.input_dim == -1 else 0
         if not self.is_stack:
-            return [WeightView(values, dim, state)]
-        return [WeightView(matrix, dim, {k: x[i] for k, x in state.items()}) for i, matrix in enumerate(values)]
+            return [WeightView(values, dim, state, self.layer)]
+        return [WeightView(x, dim, {k: s[i] for k, s in state.items()}, self.layer, i) for i, x in enumerate(values)]
 
     def stacked(self, tensors: list[Tensor]) -> Tensor:
         """What belongs to each matrix as what belongs to the weight."""

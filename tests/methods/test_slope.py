@@ -108,6 +108,20 @@ def test_a_random_mask_follows_from_the_weight_alone():
     assert not torch.equal(first, mask(torch.randn(64, 64))) and not torch.equal(first, mask(weight, "magnitude"))
 
 
+def test_equal_layers_draw_different_masks_and_a_shared_weight_has_one():
+    def masks() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(64, 32) for _ in range(3))
+        layers[1].weight.data = layers[0].weight.detach().clone()
+        layers[2].weight = layers[0].weight
+        patch_model(layers, Sparse24Config(method="slope", target_modules="all-linear", initial_mask="random"))
+        return [layer.sparse24["weight"].mask() for layer in layers]
+
+    first, equal, shared = masks()
+    assert not torch.equal(first, equal) and torch.equal(first, shared)
+    assert all(map(torch.equal, masks(), [first, equal, shared]))
+
+
 def test_state_is_checked_along_the_input_alone():
     weight = make_layer(torch.randn(8, 8)).sparse24["weight"]
     (view,) = weight.views()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import zoo
 from method_runs import STEPS, every_method, loop, method_config
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -121,6 +122,27 @@ def test_attached_and_detached(method):
     make_dense(stack)
     assert not sparse_weights(model) and list(model.state_dict()) == ["up"] and "sparse24" not in vars(model)
     assert torch.equal(model.up, make_stack(-1))
+
+
+def test_views_have_the_names_of_layers():
+    model = zoo.build("gpt_oss")
+    patch_model(model, Sparse24Config(method="ste", target_modules=["gate_up_proj", "o_proj"], layers_to_transform=1))
+    layer = "model.layers.1"
+    names = [view.name for weight in sparse_weights(copy.deepcopy(model)).values() for view in weight.views()]
+    assert names == [f"{layer}.self_attn.o_proj", *(f"{layer}.mlp.experts.gate_up_proj[{i}]" for i in range(4))]
+
+
+@pytest.mark.parametrize(("name", "parts"), [("llama", "mlp"), ("gpt_oss", "mlp.experts")])
+def test_layers_of_other_names_share_a_compiled_graph(name, parts):
+    model = zoo.build(name)
+    layers = [layer.get_submodule(parts) for layer in model.model.layers]
+    stacks = [key for key, parameter in model.named_parameters() if parameter.dim() == 3]
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules=stacks or "mlp"))
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for layer in layers:
+            layer.compile(backend="eager", fullgraph=True)
+        model(**zoo.batch())
 
 
 def test_two_weights_of_one_module_keep_their_state_apart():
