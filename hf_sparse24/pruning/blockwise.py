@@ -9,14 +9,14 @@ error, because a few tokens of most language models hold nearly all of the varia
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..progress import get_logger
+from ..progress import Progress, get_logger
 from .replay import Call, tensors
 
 logger = get_logger(__name__)
@@ -43,21 +43,25 @@ class BlockExample(NamedTuple):
 
 
 def reconstruct_block(
+    name: str,
     block: nn.Module,
     masks: dict[Tensor, Tensor],
     examples: list[BlockExample],
     passes: int,
     rate: float,
-    on_step: Callable[[], object],
+    progress: Progress,
 ) -> tuple[float, float]:
     """Train a block's kept weights, biases and norms in place, and return its `BlockReport.error` before and after.
 
     A block whose training gains nothing stays as it was. Each example is one step of Adam in every pass. The learning
-    rate is `rate` times the root mean square of each parameter; it warms up, then falls like a cosine.
+    rate is `rate` times the root mean square of each parameter; it warms up, then falls like a cosine. ValueError where
+    the block's outputs have NaN or inf.
     """
     trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
     start = [parameter.detach().clone() for parameter in trained]
     before = _mean_error(examples)
+    if not math.isfinite(before):
+        raise ValueError(f"{name} gives NaN or inf, so block reconstruction cannot train it: take bf16, not fp16")
     if not trained:  # it shares all that it has with blocks before it
         return before, before
     with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
@@ -79,12 +83,14 @@ def reconstruct_block(
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                on_step()
+                progress.update(0)
     after = _mean_error(examples)
     if not after < before:
         for parameter, values in zip(trained, start):
             parameter.copy_(values)
-        logger.warning(f"block reconstruction gained nothing (error {before:.3f}, then {after:.3f}), and was undone")
+        logger.warning(
+            f"{name}: reconstruction undone (error {before:.3f}, then {after:.3f}); lower learning_rate, or take bf16"
+        )
         after = before
     return before, after
 

@@ -27,6 +27,9 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Modu
         reads_labels = has_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}
         left_out = {"return_loss"} if reads_labels else {"return_loss", "labels"}
         inputs = {name: value for name, value in inputs.items() if name not in left_out}
+        ids = inputs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() < 2:  # such as the rows of a tensor
+            raise ValueError(f"batch {index} of data: input_ids are {list(ids.shape)}, must be [sequences, tokens]")
         if all(isinstance(value, Tensor) for value in inputs.values()):
             _check_takes(model, inputs)
             return inputs
@@ -141,8 +144,8 @@ def _examples(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode within the block."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module, mode in modes.items():

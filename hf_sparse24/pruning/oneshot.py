@@ -5,8 +5,8 @@ for what earlier ones lost. As in the block loops of SparseGPT and Wanda, the wo
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from os import PathLike
 from typing import Any
@@ -122,7 +122,11 @@ def oneshot(
             f"pruning by {criterion}", len({weight.parameter for weight in weights.values()}), "layer", logger.info
         )
         calibrated = calibrate(model, weights, batches, options.statistics, reconstruct == "block", finished)
-        with progress, _without_autocast_cache(), closing(calibrated):
+        device = next(iter(weights.values())).parameter.device.type
+        torch.clear_autocast_cache()  # of the weights from before the pruning
+        dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        uncached = torch.autocast(device, dtype, is_on, cache_enabled=False)
+        with progress, uncached, closing(calibrated):
             for block in calibrated:
                 module = model.get_submodule(block.name)
                 own = {name: weight for name, weight in weights.items() if name.startswith(f"{block.name}.")}
@@ -144,6 +148,7 @@ def oneshot(
                     weight.set_state(weight.method.adopt_mask(view, masks[weight.parameter]))
         set_phase(model, "sparse")
     except BaseException:
+        torch.set_grad_enabled(False)  # an interrupt may come where training has it on
         for parameter, original in originals.items():
             parameter.copy_(original)
         unpatch_model(model, sparse=False)
@@ -157,18 +162,6 @@ def oneshot(
     if few:
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
     return OneshotReport(criterion, reconstruct, tuple(reports.values()), patch, values, tuple(blocks))
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Turn off autocast's cache, which would keep the weights from before the pruning."""
-    caching = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(caching)
 
 
 def _check_weights(weights: dict[str, SparseWeight]) -> None:
@@ -201,7 +194,7 @@ def _prune_block(
         progress.update(note=f"error {report.error:.1%}")
     if options.reconstruct == "block":
         errors = reconstruct_block(
-            module, masks, block.examples, options.passes, options.learning_rate, lambda: progress.update(0)
+            block.name, module, masks, block.examples, options.passes, options.learning_rate, progress
         )
         progress.update(0, f"error of the block {errors[1]:.1%}")
         if options.values == "int8":

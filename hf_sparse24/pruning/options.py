@@ -65,11 +65,11 @@ class Options:
         for name, allowed in (("criterion", tuple(CRITERIA)), ("reconstruct", RECONSTRUCTIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {list(allowed)}")
-        if self.passes < 1:
-            raise ValueError(f"passes={self.passes!r}: must be at least 1; reconstruct=None trains nothing")
-        if not 0 < self.learning_rate < 1:
+        if not (isinstance(self.passes, int) and self.passes >= 1):
+            raise ValueError(f"passes={self.passes!r}: must be an int of at least 1; reconstruct=None trains nothing")
+        if not (isinstance(self.learning_rate, int | float) and 0 < self.learning_rate < 1):
             raise ValueError(f"learning_rate={self.learning_rate!r}: must be between 0 and 1")
-        if not 0 <= self.damping < math.inf:
+        if not (isinstance(self.damping, int | float) and 0 <= self.damping < math.inf):
             raise ValueError(f"damping={self.damping!r}: must be a finite number >= 0")
 
     @property

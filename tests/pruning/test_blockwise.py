@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from oneshot_models import OneLayer, assert_untouched, batches, correlated, fixed_mask
-from sparse_models import snapshot
+from sparse_models import assert_same_state, snapshot
 from torch import nn
 
 from hf_sparse24 import oneshot, sparse_run, sparse_weights, unpatch_model
@@ -119,9 +119,34 @@ def test_what_gains_nothing_is_undone(caplog):
     config = fixed_mask(layers_to_transform=0)
     oneshot(pruned, batches(), config, reconstruct=None)
     (block,) = oneshot(model, batches(), config, learning_rate=0.9, passes=2).blocks
-    assert "block reconstruction gained nothing" in caplog.text and block.error == block.pruned_error
+    assert block.name in caplog.text and "learning_rate" in caplog.text and block.error == block.pruned_error
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, pruned.get_parameter(name)), name
+
+
+def test_a_training_that_ends_in_nan_is_undone(caplog):
+    pruned, model = build(), build()
+    config = fixed_mask(layers_to_transform=0)
+    oneshot(pruned, batches(), config, reconstruct=None)
+    hook = model.model.layers[0].mlp.register_forward_hook(
+        lambda _, args, output: output * torch.nan if torch.is_grad_enabled() else None
+    )
+    (block,) = oneshot(model, batches(), config, passes=1).blocks
+    hook.remove()
+    assert "then nan" in caplog.text and block.name in caplog.text and block.error == block.pruned_error
+    assert_same_state(model, pruned)
+
+
+def test_a_block_that_overflows_is_refused():
+    model = build()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight *= 3e5  # beyond fp16 in the last block's output
+    before = snapshot(model)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"model\.layers\.1.*bf16"):
+        oneshot(model, batches(), fixed_mask(), passes=1)
+    assert_untouched(model, before, mode=False)
+    with torch.autocast("cpu", torch.bfloat16):  # as the message says
+        assert all(block.error < block.pruned_error for block in oneshot(model, batches(), fixed_mask()).blocks)
 
 
 # --- what it leaves as it is ---
@@ -152,7 +177,7 @@ def test_only_kept_values_change(dtype):
         assert torch.equal(weight.parameter != 0, weight.mask())
 
 
-@pytest.mark.parametrize("reconstruct", ["block", "layer"])
+@pytest.mark.parametrize("reconstruct", ["block", "layer", None])
 def test_batches_of_any_length_with_and_without_masks(reconstruct):
     """They give what the same tokens give in batches that are padded to one length."""
     short, whole, masked = (padded(7)[i] for i in range(3))
@@ -228,6 +253,19 @@ def test_an_interrupt_in_training_restores_the_model(block, dtype):
     assert_untouched(model, before, mode=False)
     assert [parameter.requires_grad for parameter in model.parameters()] == needed
     assert all(parameter.grad is None and parameter.dtype == dtype for parameter in model.parameters())
+
+
+def test_an_interrupt_while_gradients_are_on_restores_the_model(monkeypatch):
+    def interrupted(step, steps):
+        torch.set_grad_enabled(True)  # as where the interrupt comes when `enable_grad` ends
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_sparse24.pruning.blockwise._share_of_rate", interrupted)
+    model = build()
+    before = snapshot(model)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        oneshot(model, batches(), fixed_mask())
+    assert_untouched(model, before, mode=False)
 
 
 # --- precision ---
