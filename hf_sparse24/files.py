@@ -1,5 +1,4 @@
-"""written_whole writes a file at once: a reader, or a process that is killed, never sees half of it. read_json reads a
-JSON object."""
+"""Files that are written whole or not at all, JSON that is an object, directories that one process writes to."""
 
 import json
 import os
@@ -7,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes that write to one directory are not told apart
+    fcntl = None  # type: ignore[assignment]  # it stands for a module
 
 
 @contextmanager
@@ -29,3 +33,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} is cut short or damaged: it must hold a JSON object")
     return values
+
+
+@contextmanager
+def locked(directory: Path, message: str) -> Iterator[None]:
+    """Lock a directory, until the process ends at most. RuntimeError with `message` where another has locked it."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(message) from None
+        except OSError:
+            pass  # some network file systems cannot lock a directory
+        yield
+    finally:
+        os.close(handle)

@@ -22,10 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from re import Pattern
 
-try:
-    import fcntl
-except ImportError:  # Windows: two exports into one directory at once are not told apart
-    fcntl = None  # type: ignore[assignment]  # it stands for a module
+from ..files import locked
 
 STAGING = ".hf_sparse24-export"
 CONFIG = "config.json"
@@ -48,7 +45,7 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
     root = Path(os.path.realpath(directory))
     is_made = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root):
+    with locked(root, f"another process is exporting into {root}; let one process export"):
         _settle(root)  # what a process that was killed has left
         new = root / STAGING / "new"
         new.mkdir(parents=True)
@@ -124,22 +121,3 @@ def _keep(path: Path, second: Path) -> None:
         os.link(path, second)
     except OSError:  # a file system without hard links
         shutil.copy2(path, second)
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Lock the directory against other exports; the lock ends with the process that holds it."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"another process is exporting into {root}; let one process export") from None
-        except OSError:
-            pass  # some network file systems cannot lock a directory
-        yield
-    finally:
-        os.close(handle)

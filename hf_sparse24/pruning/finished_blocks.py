@@ -2,49 +2,51 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ..files import written_whole
+from ..files import locked, written_whole
 from .replay import ModelInputs
 
-_MASK = "mask of "
+_MASK, _FILE = "mask of ", "block-{:04}.safetensors"
 
 
 class FinishedBlocks:
     """One safetensors file for each finished block: its parameters, the masks, and what the report says of it.
 
-    `directory` None keeps nothing. `settings` are all other arguments of `oneshot`, as plain values.
+    `directory` None keeps nothing. `settings` are all other arguments of `oneshot`, as plain values. The directory is
+    locked until `close()`.
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike | None,
-        model: nn.Module,
-        batches: Iterable[ModelInputs],
-        settings: dict[str, Any],
+        self, directory: str | PathLike | None, model: nn.Module, batches: list[ModelInputs], settings: dict[str, Any]
     ):
         self.directory = None if directory is None else Path(directory)
         self._paths: dict[str, Path] = {}
+        lock = ExitStack()
+        self.close = lock.close
         if self.directory is None:
             return
         self._run = _fingerprint(model, batches, settings)
+        given = f"resume_dir={str(directory)!r}"
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.directory.glob("block-*.safetensors")):
             facts = _facts(path)
             if facts["run"] != self._run:
-                raise ValueError(
-                    f"resume_dir={str(directory)!r} has blocks of another model, or of other data or arguments: name "
-                    f"another directory, or delete it"
-                )
-            self._paths[facts["block"]] = path
+                other = "has blocks of another model, or of other data, arguments, autocast or versions"
+                raise ValueError(f"{given} {other}: name another directory, or delete it")
+            if path.name == _FILE.format(len(self._paths)):  # what is behind a missing file is pruned again
+                self._paths[facts["block"]] = path
+        lock.enter_context(locked(self.directory, f"another process uses {given}: name another directory"))
 
     def __contains__(self, block: object) -> bool:
         return block in self._paths
@@ -55,32 +57,51 @@ class FinishedBlocks:
             return
         tensors = {key: value.detach().cpu().contiguous() for key, value in block.named_parameters()}
         tensors |= {_MASK + key: mask.cpu().contiguous() for key, mask in masks.items()}
-        path = self.directory / f"block-{len(self._paths):04}.safetensors"
+        facts = {"run": self._run, "block": name, "report": json.dumps(report), "content": _hash(tensors)}
+        path = self.directory / _FILE.format(len(self._paths))
         with written_whole(path) as part:
-            save_file(tensors, part, {"run": self._run, "block": name, "report": json.dumps(report)})
+            save_file(tensors, part, facts)
         self._paths[name] = path
 
     def load(self, name: str, block: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Write a finished block's parameters into the model; returns the masks and the report."""
-        tensors, device = load_file(self._paths[name]), next(block.parameters()).device
+        path, device = self._paths[name], next(block.parameters()).device
+        tensors, facts = load_file(path), _facts(path)
+        if facts["content"] != _hash(tensors):
+            raise _damaged(path)
         for key, parameter in block.named_parameters():
             parameter.copy_(tensors[key])
         masks = {k.removeprefix(_MASK): mask.to(device) for k, mask in tensors.items() if k.startswith(_MASK)}
-        return masks, json.loads(_facts(self._paths[name])["report"])
+        return masks, json.loads(facts["report"])
 
 
 def _facts(path: Path) -> dict[str, str]:
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata())
+    facts: dict[str, str] = {}
+    with suppress(SafetensorError), safe_open(path, "pt") as file:
+        facts |= file.metadata() or {}
+    if not {"run", "block", "report", "content"} <= facts.keys():
+        raise _damaged(path)
+    return facts
 
 
-def _fingerprint(model: nn.Module, batches: Iterable[ModelInputs], settings: dict[str, Any]) -> str:
-    found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            total = parameter.double().sum().item()  # its last digits depend on the number of threads
-            found.update(f"{name} {list(parameter.shape)} {parameter.dtype} {total:.8e}".encode())
-    for batch in batches:
-        for name, value in sorted(batch.items()):
-            found.update(name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"{path} is damaged, or no block of oneshot: delete it; it is pruned again with all after it")
+
+
+def _fingerprint(model: nn.Module, batches: list[ModelInputs], settings: dict[str, Any]) -> str:
+    """A hash of all that the pruned blocks follow from."""
+    device = next(model.parameters()).device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    config = model.config.to_diff_dict() if isinstance(model, PreTrainedModel) else None
+    facts = json.dumps([settings, str(autocast), type(model).__qualname__, config], sort_keys=True, default=str)
+    return _hash(model.state_dict(), *batches, facts=facts)
+
+
+def _hash(*groups: Mapping[str, Tensor], facts: str = "") -> str:
+    """A hash of `facts`, and of names, shapes, dtypes and bytes of tensors."""
+    found = hashlib.sha256(facts.encode())
+    for index, tensors in enumerate(groups):
+        for name, value in sorted(tensors.items()):
+            found.update(f"\n{index} {name} {value.dtype} {list(value.shape)}\n".encode())
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

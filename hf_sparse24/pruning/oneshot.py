@@ -84,7 +84,9 @@ def oneshot(
     Raises:
         ValueError: an argument out of its range; what `patch_model` raises; a model that is patched already, sharded or
             on the meta device, or that does not run its blocks one by one; stacked experts among its targets; no
-            batches, or others; a targeted layer that no token reaches, or that gets NaN or inf.
+            batches, or others; a targeted layer that no token reaches, or that gets NaN or inf; a `resume_dir` with
+            blocks of another call, or damaged ones.
+        RuntimeError: another process uses the `resume_dir`.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -126,7 +128,7 @@ def oneshot(
         torch.clear_autocast_cache()  # of the weights from before the pruning
         dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         uncached = torch.autocast(device, dtype, is_on, cache_enabled=False)
-        with progress, uncached, closing(calibrated):
+        with closing(finished), progress, uncached, closing(calibrated):
             for block in calibrated:
                 module = model.get_submodule(block.name)
                 own = {name: weight for name, weight in weights.items() if name.startswith(f"{block.name}.")}

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, unpack_model, unpatch_model
-from hf_sparse24.checkpoints import replacing
 from hf_sparse24.checkpoints.replacing import STAGING, replaced_model
 
 OUTDATED = re.compile(r"model.*\.safetensors(\.index\.json)?")
@@ -175,7 +174,7 @@ def test_two_at_once_and_file_systems_without_links(tmp_path, monkeypatch):
     assert read(tmp_path) == {"config.json": "A"}
     write(tmp_path / "new", SINGLE)
     assert read(tmp_path / "new") == SINGLE
-    monkeypatch.setattr(replacing, "fcntl", None)
+    monkeypatch.setattr("hf_sparse24.files.fcntl", None)
     write(tmp_path / "newer", SINGLE)
     assert read(tmp_path / "newer") == SINGLE
 

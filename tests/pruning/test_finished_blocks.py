@@ -1,12 +1,16 @@
 """An interrupted one-shot pruning goes on behind its last finished block, and ends as without an interruption."""
 
+import re
+
 import pytest
 import torch
 import zoo
-from oneshot_models import fixed_mask
+from oneshot_models import assert_untouched, fixed_mask
+from safetensors.torch import save
 from sparse_models import assert_same_state
 
 from hf_sparse24 import oneshot
+from hf_sparse24.files import locked
 from hf_sparse24.pruning.finished_blocks import FinishedBlocks
 
 
@@ -42,12 +46,77 @@ def test_a_resumed_run_is_bit_equal_to_one_without_interruption(options, tmp_pat
     assert_same_state(resumed, expected)
 
 
-def test_files_of_another_run_are_refused(tmp_path):
-    prune(zoo.build("llama"), resume_dir=tmp_path)
-    other = zoo.build("llama")
+def changed(model, change):
     with torch.no_grad():
-        other.lm_head.weight += 1
-    same = zoo.build("llama")
-    for model, options in ((other, {}), (same, {"passes": 3}), (same, {"data": batches()[:3]})):
-        with pytest.raises(ValueError, match="resume_dir="):
-            prune(model, resume_dir=tmp_path, **options)
+        change(model)
+    return model
+
+
+OTHERS = {
+    "weights": lambda: (changed(zoo.build("llama"), lambda model: model.lm_head.weight.add_(1)), {}),
+    "order of rows": lambda: (
+        changed(zoo.build("llama"), lambda model: model.lm_head.weight.set_(model.lm_head.weight.flip(0))),
+        {},
+    ),
+    "config": lambda: (zoo.build("llama", hidden_act="relu"), {}),
+    "passes": lambda: (zoo.build("llama"), {"passes": 3}),
+    "fewer batches": lambda: (zoo.build("llama"), {"data": batches()[:3]}),
+    "order of batches": lambda: (zoo.build("llama"), {"data": batches()[::-1]}),
+    "shapes": lambda: (
+        zoo.build("llama"),
+        {"data": [{k: v.reshape(-1, v.shape[1] // 2) for k, v in batch.items()} for batch in batches()]},
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_files_of_another_call_are_refused(other, tmp_path):
+    prune(zoo.build("llama"), resume_dir=tmp_path)
+    model, options = OTHERS[other]()
+    with pytest.raises(ValueError, match="resume_dir="):
+        prune(model, resume_dir=tmp_path, **options)
+    assert_untouched(model, model.state_dict())
+
+
+def test_files_made_under_another_autocast_are_refused(tmp_path):
+    prune(zoo.build("llama"), resume_dir=tmp_path)
+    with pytest.raises(ValueError, match="resume_dir="), torch.autocast("cpu", torch.bfloat16):
+        prune(zoo.build("llama"), resume_dir=tmp_path)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_blocks_behind_a_missing_file_are_pruned_again(missing, tmp_path):
+    first, second, third = (zoo.build("llama", num_hidden_layers=3) for _ in range(3))
+    report = prune(first, resume_dir=tmp_path)
+    before = set(tmp_path.iterdir())
+    (tmp_path / f"block-000{missing}.safetensors").unlink()
+    for model in (second, third):  # the second call, from its files alone
+        again = prune(model, resume_dir=tmp_path)
+        assert (again.layers, again.blocks) == (report.layers, report.blocks)
+        assert_same_state(model, first)
+        assert set(tmp_path.iterdir()) == before
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-1], lambda data: save({"x": torch.ones(2)}), flipped],
+)  # fmt: skip
+def test_a_damaged_file_is_named(damage, tmp_path):
+    model, path = zoo.build("llama"), tmp_path / "block-0001.safetensors"
+    prune(zoo.build("llama"), resume_dir=tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        prune(model, resume_dir=tmp_path)
+    assert_untouched(model, zoo.build("llama").state_dict())
+    path.unlink()  # as the message says
+    prune(model, resume_dir=tmp_path)
+
+
+def test_one_process_at_a_time_uses_a_directory(tmp_path):
+    with locked(tmp_path, ""), pytest.raises(RuntimeError, match="resume_dir="):
+        prune(zoo.build("llama"), resume_dir=tmp_path)
+    for _ in range(2):
+        prune(zoo.build("llama"), resume_dir=tmp_path)
