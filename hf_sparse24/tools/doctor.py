@@ -67,11 +67,12 @@ def checks(device: torch.device, again: bool = False) -> list[Checked]:
     """The checks of all kernels that run on a device; `again` repeats those that were made before."""
     found = []
     for dtype in dispatch.KERNEL_DTYPES:
-        subjects = [dispatch.subject(each) for each in dispatch.IMPLEMENTATIONS if not each.unsupported(device, dtype)]
+        running = [each for each in dispatch.IMPLEMENTATIONS if not each.unsupported(device, dtype)]
+        subjects = [dispatch.subject(each, device, dtype) for each in running]
         if not (cusparselt.unsupported_device(device) or cusparselt.unsupported_matrix(128, 128, dtype)):
-            subjects.append(autotune.subject())
+            subjects.append(autotune.subject(device, dtype))
         for subject in subjects:
-            for operator, failure in first_use.verdicts(subject, device, dtype, again).items():
+            for operator, failure in first_use.verdicts(subject, again).items():
                 found.append(Checked(subject.name, operator, str(dtype).removeprefix("torch."), failure))
     return found
 

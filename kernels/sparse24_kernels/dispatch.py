@@ -120,16 +120,17 @@ def _wrong(each: Implementation, operator: str, device: torch.device, dtype: tor
     if device.type == "meta":
         return None
     for of in (dtype,) if dtype.is_floating_point else KERNEL_DTYPES:  # indices tell nothing of their values
-        reason = first_use.verdicts(subject(each), device, of)[operator]
+        reason = first_use.verdicts(subject(each, device, of))[operator]
         if reason:
             return f"{each.name} failed its check on first use: {reason}"
     return None
 
 
-def subject(each: Implementation) -> first_use.Subject:
+def subject(each: Implementation, device: torch.device, dtype: torch.dtype) -> first_use.Subject:
     """What is checked of an implementation on first use: all its operators."""
     operators = [name for name, function in vars(each.load()).items() if function is not None]
-    return first_use.Subject(each.name, each.made_of(), operators, first_difference, (each.load.__module__,))
+    modules = (each.load.__module__,)
+    return first_use.Subject(each.name, operators, device, dtype, first_difference, each.made_of(), modules)
 
 
 def first_difference(name: str, operator: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -47,50 +48,49 @@ _thread = threading.local()
 
 
 class Subject(NamedTuple):
-    """What is checked.
+    """What is checked on first use.
 
     Attributes:
         name: such as "triton".
+        operators: those that it has, all checked together.
+        device, dtype: what they run on and take.
+        check: from the name, an operator, the device and the dtype to the first difference in words, or "". A function
+            of a module, because a new process imports it.
         made_of: what results depend on besides the device, torch and this package, such as a compiler's version.
-        operators: those that it has.
-        check: from the name, an operator, a device and a dtype to the first difference in words, or "". A function of
-            a module, because a new process imports it.
-        modules: what that process imports before, which registers what is checked.
+        modules: what a new process imports before, which registers what is checked.
     """
 
     name: str
-    made_of: str
     operators: Sequence[str]
+    device: torch.device
+    dtype: torch.dtype
     check: Callable[[str, str, torch.device, torch.dtype], str]
+    made_of: str = ""
     modules: Sequence[str] = ()
 
 
-def verdicts(subject: Subject, device: torch.device, dtype: torch.dtype, again: bool = False) -> dict[str, str]:
-    """For each operator "" where it may be used on a device, or why not. `again` forgets what was found before.
+def verdicts(subject: Subject, again: bool = False) -> dict[str, str]:
+    """For each operator "" where it may be used, or why not. `again` forgets what was found before.
 
-    The first call on a machine checks all operators of a subject for a dtype. Failures are warned of once.
+    The first call on a machine checks all operators of the subject. Failures are warned of once.
     """
     if getattr(_thread, "checks", False):  # a kernel that is being checked may use others
         return dict.fromkeys(subject.operators, "")
-    facts = {"subject": subject.name, "made of": subject.made_of, "torch": torch.__version__, "sources": _sources()}
-    facts |= {"device": device_name(device), "dtype": str(dtype).removeprefix("torch.")}
+    device, dtype = subject.device, str(subject.dtype).removeprefix("torch.")
+    facts = {"subject": subject.name, "made of": subject.made_of, "device": device_name(device), "dtype": dtype}
+    facts |= {"torch": torch.__version__, "sources": _sources()}
     if device.type == "cuda":
         driver = Path("/proc/driver/nvidia/version")
         facts["driver"] = driver.read_text().splitlines()[0] if driver.exists() else ""
         facts["cuda"] = f"{torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}"
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     if again or digest not in _known:
-        found: dict[str, str] = {}
-        # A new thread has no autocast, no mode of torch's dispatcher, and no default device.
-        look_up = threading.Thread(target=lambda: found.update(_look_up(digest, facts, subject, device, dtype, again)))
-        look_up.start()
-        look_up.join()
-        if wrong := [f"{operator}: {reason}" for operator, reason in found.items() if reason]:
+        _known[digest] = _look_up(digest, facts, subject, again)
+        if wrong := [f"{operator}: {reason}" for operator, reason in _known[digest].items() if reason]:
             _log.warning(
-                f"{subject.name} on {facts['device']} ({facts['dtype']}) failed its check on first use, and PyTorch "
-                f"runs in its place: {'; '.join(wrong)}. `hf-sparse24 doctor --check` checks it again"
+                f"{subject.name} on {facts['device']} ({dtype}) failed its check on first use, and PyTorch runs in its "
+                f"place: {'; '.join(wrong)}. `hf-sparse24 doctor --check` checks it again"
             )
-        _known[digest] = found
     return _known[digest]
 
 
@@ -109,9 +109,7 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def _look_up(
-    digest: str, facts: dict[str, str], subject: Subject, device: torch.device, dtype: torch.dtype, again: bool
-) -> dict[str, str]:
+def _look_up(digest: str, facts: dict[str, str], subject: Subject, again: bool) -> dict[str, str]:
     """The verdicts of the cache folder; where it has none they are made, by one process while others wait."""
     try:
         path = cache_folder() / f"checked-{digest}.json"
@@ -119,13 +117,13 @@ def _look_up(
             return kept
         with locked(path):
             if again or not (kept := _read(path, subject)):
-                if device.type != "cpu":
+                if subject.device.type != "cpu":
                     _log.warning(f"checking {subject.name} on {facts['device']} ({facts['dtype']}), once: some seconds")
-                kept = _checked(subject, device, dtype)
+                kept = _checked(subject)
                 write_json(path, {"environment": facts, "verdicts": kept})
             return kept
     except (OSError, RuntimeError, ImportError):  # no folder to write to, no locks: each process checks
-        return _checked(subject, device, dtype)
+        return _checked(subject)
 
 
 def _read(path: Path, subject: Subject) -> dict[str, str]:
@@ -137,14 +135,13 @@ def _read(path: Path, subject: Subject) -> dict[str, str]:
         return {}
 
 
-def _checked(subject: Subject, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+def _checked(subject: Subject) -> dict[str, str]:
     """The verdict on each operator. A child stops at the first failure, and another one checks the rest."""
     found: dict[str, str] = {}
     while todo := [operator for operator in subject.operators if operator not in found]:
-        lines, ended = _in_child(subject, todo, device, dtype)
+        lines, ended = _in_child(subject, todo)
         if not lines:  # no child runs here, or none can use the device: its memory is full, or one process owns it
-            _thread.checks = True
-            return found | {operator: _verdict(subject, operator, device, dtype) for operator in todo}
+            return found | {operator: _verdict(subject, operator) for operator in todo}
         begun = todo[0]
         for operator, verdict in lines[1:]:
             begun = operator
@@ -154,25 +151,23 @@ def _checked(subject: Subject, device: torch.device, dtype: torch.dtype) -> dict
     return found
 
 
-def _in_child(
-    subject: Subject, operators: list[str], device: torch.device, dtype: torch.dtype
-) -> tuple[list[list], str]:
+def _in_child(subject: Subject, operators: list[str]) -> tuple[list[list], str]:
     """The lines that a child wrote, see `_answer`, and how it ended, in words."""
-    start = _fork if device.type == "cpu" else _spawn
+    start = _fork if subject.device.type == "cpu" else _spawn
     if not hasattr(os, "fork") or (start is _spawn and "__main__" in subject.modules):  # Windows; nothing to import
         return [], ""
     read, write = os.pipe()
-    child = start(write, subject, operators, device, dtype)
+    child = start(write, subject, operators)
     os.close(write)
     with open(read) as pipe:
         lines = [json.loads(line) for line in pipe]
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == -signal.SIGALRM:
-        return lines, f"it did not end within {SECONDS[device.type]} seconds"
+        return lines, f"it did not end within {SECONDS[subject.device.type]} seconds"
     return lines, f"it ended its process: {signal.strsignal(-code) if code < 0 else f'status {code}'}"
 
 
-def _fork(write: int, subject: Subject, operators: list[str], device: torch.device, dtype: torch.dtype) -> int:
+def _fork(write: int, subject: Subject, operators: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: the child takes no lock of other threads
         child = os.fork()
@@ -183,53 +178,57 @@ def _fork(write: int, subject: Subject, operators: list[str], device: torch.devi
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         torch.set_num_threads(1)  # the parent's threads are not in the child
-        _answer(write, subject, operators, device, dtype)
+        _answer(write, subject._replace(operators=operators))
     finally:
         os._exit(0)
 
 
-def _spawn(write: int, subject: Subject, operators: list[str], device: torch.device, dtype: torch.dtype) -> int:
+def _spawn(write: int, subject: Subject, operators: list[str]) -> int:
     names = [*subject.modules, subject.check.__module__, subject.check.__name__]
-    arguments = [write, subject.name, operators, names, str(device), str(dtype).removeprefix("torch.")]
-    file = sys.modules[__package__].__file__
-    command = [sys.executable, "-c", _SPAWNED, json.dumps([__package__, file, sys.path, arguments])]
+    dtype = str(subject.dtype).removeprefix("torch.")
+    arguments = [write, subject.name, operators, str(subject.device), dtype, names]
+    told = json.dumps([__package__, sys.modules[__package__].__file__, sys.path, arguments])
     os.set_inheritable(write, True)
+    command = [sys.executable, "-c", _SPAWNED, told]
     quiet = [(os.POSIX_SPAWN_OPEN, output, os.devnull, os.O_WRONLY, 0) for output in (1, 2)]
     return os.posix_spawn(sys.executable, command, os.environ, file_actions=quiet, setpgroup=0)  # without Ctrl-C
 
 
-def answer(write: int, name: str, operators: list[str], names: list[str], device: str, dtype: str) -> None:
+def answer(write: int, name: str, operators: list[str], device: str, dtype: str, names: list[str]) -> None:
     """What the new process does."""
     signal.alarm(SECONDS["cuda"])
-    *modules, check = names
-    subject = Subject(name, "", operators, getattr([importlib.import_module(module) for module in modules][-1], check))
-    _answer(write, subject, operators, torch.device(device), getattr(torch, dtype))
+    check = getattr([importlib.import_module(module) for module in names[:-1]][-1], names[-1])
+    _answer(write, Subject(name, operators, torch.device(device), getattr(torch, dtype), check))
 
 
-def _answer(write: int, subject: Subject, operators: list[str], device: torch.device, dtype: torch.dtype) -> None:
+def _answer(write: int, subject: Subject) -> None:
     """Write JSON lines: one when the device is ready, then each operator with None, and again with its verdict."""
 
     def tell(operator: str, verdict: str | None) -> None:
         os.write(write, json.dumps([operator, verdict]).encode() + b"\n")
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _thread.checks = True
-    torch.zeros(1, device=device)
+    torch.zeros(1, device=subject.device)
     tell("", None)
-    for operator in operators:
-        signal.alarm(SECONDS[device.type])
+    for operator in subject.operators:
+        signal.alarm(SECONDS[subject.device.type])
         tell(operator, None)
-        verdict = _verdict(subject, operator, device, dtype)
+        verdict = _verdict(subject, operator)
         tell(operator, verdict)
         if verdict:  # and perhaps a device that fails from now on
             return
 
 
-def _verdict(subject: Subject, operator: str, device: torch.device, dtype: torch.dtype) -> str:
-    try:
-        different = subject.check(subject.name, operator, device, dtype)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+def _verdict(subject: Subject, operator: str) -> str:
+    def check() -> str:
+        _thread.checks = True
+        different = subject.check(subject.name, operator, subject.device, subject.dtype)
+        if subject.device.type == "cuda":
+            torch.cuda.synchronize(subject.device)
         return different[:500]
+
+    try:
+        with ThreadPoolExecutor(1) as pool:  # a new thread has no autocast, no dispatch mode, no default device
+            return pool.submit(check).result()
     except Exception as error:  # a kernel, and what compiles it, can raise anything
         return f"{type(error).__name__}: {str(error).strip()[:500]}"

@@ -70,7 +70,7 @@ def test_verdicts_are_kept_for_what_they_depend_on(cache, monkeypatch):
     def ask(made_of="1", dtype=torch.float32, again=False):
         checked.clear()
         first_use._known.clear()
-        found = first_use.verdicts(first_use.Subject("mine", made_of, ("a", "b"), check), CPU, dtype, again)
+        found = first_use.verdicts(first_use.Subject("mine", ("a", "b"), CPU, dtype, check, made_of), again)
         assert found == {"a": "", "b": "wrong"}
         return len(checked)
 

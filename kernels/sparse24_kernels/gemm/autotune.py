@@ -157,13 +157,14 @@ def _unmeasured(reason: str) -> Verdict:
 @torch.compiler.assume_constant_result
 def wrong_default(problem: GemmProblem, device: torch.device) -> str | None:
     """Why cuSPARSELt's default algorithm is not trusted where nothing was measured; None where it is right."""
-    reason = first_use.verdicts(subject(), device, problem.dtype)["linear" if problem.transposed else "mm"]
+    reason = first_use.verdicts(subject(device, problem.dtype))["linear" if problem.transposed else "mm"]
     return f"cuSPARSELt failed its check on first use: {reason}" if reason else None
 
 
-def subject() -> first_use.Subject:
+def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
     """What is checked of cuSPARSELt on first use."""
-    return first_use.Subject("cusparselt", str(cusparselt.version()), ("linear", "mm"), first_difference)
+    operators = ("linear", "mm")
+    return first_use.Subject("cusparselt", operators, device, dtype, first_difference, str(cusparselt.version()))
 
 
 def tune(
