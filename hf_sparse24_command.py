@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 _MODEL = "a name on the Hub or a directory with a config.json; no weights are loaded"
-_STOPPED = "hf-sparse24: stopped; measurements so far are kept, and an export has replaced nothing"
+_STOPPED = "hf-sparse24: stopped; what is finished is kept for the same command, and an export has replaced nothing"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,6 +82,22 @@ def make_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
+    text = "make a pretrained model sparse with some text: prune it, train it by the dense one, export and verify it"
+    prune = command("prune", "prune:prune", text)
+    prune.add_argument("model", metavar="MODEL", help="a pretrained text model: a directory, or a name on the Hub")
+    text = 'a text file, a .jsonl file of {"text": ...}, or a directory of .txt and .jsonl files; one or several'
+    prune.add_argument("--text", metavar="PATH", nargs="+", action="extend", required=True, help=text)
+    text = "directory of the export; OUT-work keeps what is finished until then, and the same command goes on from it"
+    prune.add_argument("-o", "--output", metavar="OUT", required=True, help=text)
+    text = "to train on after pruning; 0: no training (default: by the text, the model's size and the device)"
+    prune.add_argument("--tokens", type=whole_number, metavar="N", help=text)
+    text = "of the text, to prune by (default 24576, or half of a short text)"
+    prune.add_argument("--calibration-tokens", type=positive_number, metavar="N", help=text)
+    text = "that the model writes from nothing, to prune by as well (default: three times --calibration-tokens)"
+    prune.add_argument("--own-tokens", type=whole_number, metavar="N", help=text)
+    text = "of the order of documents, of what the model writes, and of the training (default 0)"
+    prune.add_argument("--seed", type=whole_number, default=0, metavar="N", help=text)
+
     text = "versions, devices, what runs where and why, checks of the kernels; with MODEL, its predicted gain"
     doctor = command("doctor", "gemm_commands:doctor", text)
     text = "check all kernels again, and write sparse24-doctor.json, to paste into an issue"
@@ -124,9 +140,11 @@ def make_parser() -> argparse.ArgumentParser:
         each.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
         each.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=size)
     text = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
-    export.add_argument("--format", choices=("dense", "packed"), default="dense", help=text)
+    for each in (export, prune):
+        each.add_argument("--format", choices=("dense", "packed"), default="dense", help=text)
     text = "of a packed export: float (default), as they are; int8: rounded, with scales, 5/16 of the bytes"
-    export.add_argument("--values", choices=("float", "int8"), default="float", help=text)
+    for each in (export, prune):
+        each.add_argument("--values", choices=("float", "int8"), default="float", help=text)
     return parser
 
 
@@ -139,6 +157,11 @@ def positive_number(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
+
+
+def whole_number(text: str) -> int:
+    """The whole number from 0 that `text` says."""
+    return 0 if text == "0" else positive_number(text)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def test_every_command_is_there():
     """The parser names functions by text."""
     parser = hf_sparse24_command.make_parser()
     for arguments in (
+        ["prune", "x", "--text", "y", "-o", "z"],
         ["doctor"],
         ["tune", "x"],
         ["plan", "x"],

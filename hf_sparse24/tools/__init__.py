@@ -1,4 +1,4 @@
-"""The command line: `hf-sparse24 doctor`, `tune`, `plan`, `report`, `export`, `inspect` and `verify`."""
+"""The command line, `hf-sparse24`: a function for each command."""
 
 from collections.abc import Iterable
 

@@ -33,8 +33,8 @@ _OF_A_MODEL += ["trainer_state.json", "*_results.json"]
 
 def export(options: argparse.Namespace) -> int:
     """Export a training checkpoint, or a dense export again, with its tokenizer."""
-    _check_destination(options.directory)  # before anything is downloaded or loaded
-    source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
+    check_destination(options.directory)  # before anything is downloaded or loaded
+    source = local_files(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
     empty, own = read_model(source)  # a wrong value of the config is told before weights are read
     is_dense = not own and (source / MANIFEST).exists()
     is_packed = "packed" in own and own.get("master") != "packed"
@@ -64,12 +64,12 @@ def _patch_export(model: PreTrainedModel, listing: Listing) -> None:
 
 def convert(options: argparse.Namespace) -> int:
     """Make a dense export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
-    _check_destination(options.directory)
-    source = _local(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
+    check_destination(options.directory)
+    source = local_files(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
     return _finish(source, options, partial(convert_checkpoint, source, read_model(source)[0]))
 
 
-def _check_destination(directory: str) -> None:
+def check_destination(directory: str) -> None:
     if not directory:
         raise ValueError("the directory to write to is empty: name one")
     refuse_other_models(Path(directory))
@@ -92,7 +92,7 @@ def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None
 
 def inspect(options: argparse.Namespace) -> int:
     """Print which weights of a checkpoint are sparse, and how large it is."""
-    directory = _local(options.checkpoint)
+    directory = local_files(options.checkpoint)
     tensors = Tensors(directory)
     listing = read_listing(directory, tensors)
     groups: dict[str, list[int]] = {}
@@ -119,7 +119,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def verify_checkpoint(options: argparse.Namespace) -> int:
     """Read a checkpoint, and print whether what is said to be sparse is; the exit status is 1 where it is not."""
-    directory = _local(options.checkpoint)
+    directory = local_files(options.checkpoint)
     tensors = Tensors(directory)
     listing = read_listing(directory, tensors)
     found = []
@@ -149,7 +149,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     return int(bool(problems) or not listing.weights)
 
 
-def _local(checkpoint: str, patterns: Sequence[str] = _WEIGHTS) -> Path:
+def local_files(checkpoint: str, patterns: Sequence[str] = _WEIGHTS) -> Path:
     """The directory of a checkpoint; downloaded, where it is a name on the Hub."""
     check_name(checkpoint)
     if os.path.isdir(checkpoint):

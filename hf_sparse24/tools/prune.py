@@ -1,0 +1,233 @@
+"""`hf-sparse24 prune`: make a pretrained model sparse with nothing but text, and export it.
+
+`oneshot` prunes all linear layers by a part of the text, and by text that the dense model writes from nothing, which
+keeps what it knows beyond the text given. Then the kept weights train on the rest, with the dense model as teacher. The
+dense model, the pruned one and the export are measured on held-out text. A folder keeps what is finished until the
+export is verified. The defaults were measured on SmolLM2-135M (docs/measured/pretrained.md).
+"""
+
+import argparse
+import logging
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from sparse24_kernels.cache_folder import write_json
+from torch import Tensor
+from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from ..checkpoints.card import write_model_card
+from ..checkpoints.export import export_model, make_fingerprint
+from ..files import read_json, written_whole
+from ..progress import Progress, duration, get_logger, is_watched
+from ..pruning.calibration import evaluating
+from ..pruning.oneshot import PASSES, STEPS, oneshot
+from ..pruning.own_text import BATCH, own_text
+from ..tables import text_table
+from ..training.callback import Sparse24Callback
+from ..training.distillation import distill
+from ..training.resume import last_whole_checkpoint
+from .checkpoint_commands import verify_checkpoint
+from .prune_plan import MEASURED, SPARSE, Plan
+
+logger = get_logger(__name__)
+
+HIDDEN, IGNORED = 0.15, -100
+"""Share of the tokens that a masked model has to predict, and the label of the others."""
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Prune, train, export and verify; the exit status is 1 where the export is not what it should be."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_sparse24").setLevel(logging.INFO)  # lines about long work, where no bar can be seen
+    if not is_watched():
+        disable_progress_bar()
+    set_seed(options.seed)
+    plan = Plan(options)
+    print(plan, flush=True)
+    dense = _load(plan, options.model, torch.bfloat16)  # of fp32, a teacher would be cast at every step
+    _claim(plan, dense)
+    numbers: dict[str, float] = {}
+    if plan.kind != "encoder":
+        start = time.monotonic()
+        numbers["dense"] = measure(plan, dense, dense)
+        print(f"dense: held-out loss {numbers['dense']:.4f}; {_expected(plan, time.monotonic() - start)}", flush=True)
+    _prune(plan, dense, plan.work / "pruned")
+    model = _load(plan, plan.work / "pruned", torch.float32)  # as after an interruption
+    if plan.steps:
+        numbers["pruned"] = measure(plan, model, dense)
+        print(f"pruned: held-out loss {numbers['pruned']:.4f}", flush=True)
+        _train(plan, model, dense)
+    export_model(model.to(plan.dtype), options.output, options.format, values=options.values)
+    AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)  # plan's cuts texts off by now
+    numbers["trained" if plan.steps else "pruned"] = measure(plan, _load(plan, options.output, "auto"), dense)
+    _write_card(plan, model, numbers)
+    status = verify_checkpoint(argparse.Namespace(checkpoint=options.output))
+    if status == 0:
+        shutil.rmtree(plan.work)
+    is_loss, name = plan.kind != "encoder", plan.cls.__name__
+    head = ["model", "held-out loss", "perplexity"] if is_loss else ["model", "cosine with the dense model"]
+    rows = [[of, f"{number:.4f}", f"{math.exp(number):.2f}"][: len(head)] for of, number in numbers.items()]
+    print(f"\n{text_table([head, *rows])}\n")
+    print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {name}")
+    print(f"model = {name}.from_pretrained({options.output!r})")
+    return status
+
+
+def _load(plan: Plan, source: Any, dtype: Any) -> Any:
+    return plan.cls.from_pretrained(source, dtype=dtype).to(plan.device)
+
+
+def _claim(plan: Plan, dense: Any) -> None:
+    """Make the folder of what is finished. ValueError: it is of another run."""
+    settings = {"model": make_fingerprint({}, {}, dense.state_dict().items()), "text": plan.text, "device": plan.device}
+    settings |= {"seed": plan.options.seed} | plan.tokens
+    file = plan.work / "run.json"
+    if file.exists():
+        theirs = read_json(file)
+        others = [name for name in settings | theirs if settings.get(name) != theirs.get(name)]
+        if others:
+            way = "give the same arguments, or delete it"
+            raise ValueError(f"{plan.work} is of a run with another {', '.join(others)}: {way}")
+        print(f"going on from {plan.work}", flush=True)
+    elif plan.work.exists() and any(plan.work.iterdir()):
+        raise ValueError(f"{plan.work} is in the way, and is of no run of this command: name another output")
+    write_json(file, settings)
+
+
+@torch.no_grad()
+def measure(plan: Plan, model: Any, dense: Any) -> float:
+    """Nats per predicted token of held-out text; of an encoder, the mean cosine of its and `dense`'s hidden states."""
+    total, count, generator = 0.0, 0, torch.Generator().manual_seed(0)
+    held_out = plan.held_out[:MEASURED]
+    progress = Progress("measuring", len(held_out), "block", logger.info)
+    with torch.autocast(plan.device, torch.bfloat16), evaluating(model), progress:
+        for rows in held_out.split(plan.batch_size):
+            batch = {name: ids.to(plan.device) for name, ids in _batch(plan, rows, generator).items()}
+            number = int((batch["labels"] != IGNORED).sum())
+            if plan.kind == "encoder":
+                states = [one.base_model(batch["input_ids"]).last_hidden_state.float() for one in (model, dense)]
+                value = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
+            else:
+                value = model(**batch).loss
+            total, count = total + value.item() * number, count + number
+            progress.update(len(rows))
+    return total / max(count, 1)
+
+
+def _batch(plan: Plan, rows: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    """Inputs and labels: all tokens, or those that are hidden from a masked model."""
+    if plan.kind != "masked":
+        return {"input_ids": rows, "labels": rows.clone()}
+    hidden, mask = torch.rand(rows.shape, generator=generator) < HIDDEN, plan.tokenizer.mask_token_id
+    return {"input_ids": rows.masked_fill(hidden, mask), "labels": rows.masked_fill(~hidden, IGNORED)}
+
+
+def _expected(plan: Plan, seconds: float) -> str:
+    """How long the work takes, if measuring the dense model took so many seconds."""
+    pace, batches = seconds / min(len(plan.held_out), MEASURED), len(plan.calibration) + plan.own
+    pruning = pace * batches * (4 + 3 * min(PASSES, math.ceil(STEPS / batches)))
+    return f"about {duration(pruning)} to prune, {duration(pace * 4 * plan.steps * plan.batch_size)} to train"
+
+
+def _prune(plan: Plan, dense: Any, folder: Path) -> None:
+    """Save the pruned model to a folder, unless it is there."""
+    if folder.exists():
+        return
+    data = torch.cat([plan.calibration, *_own_text(plan, dense)])
+    model = _load(plan, plan.options.model, torch.float32)
+    blocks, part = plan.work / "blocks", plan.work / "pruned.part"
+    with torch.autocast(plan.device, torch.bfloat16):
+        print(oneshot(model, data.split(1), SPARSE, resume_dir=blocks), flush=True)
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    os.replace(part, folder)
+    shutil.rmtree(blocks)
+
+
+def _own_text(plan: Plan, dense: Any) -> Iterator[Tensor]:
+    """What the dense model writes, in batches that have a file each."""
+    special = plan.calibration[:1, : plan.tokenizer.num_special_tokens_to_add()]  # such as a bos_token
+    for i, start in enumerate(range(0, plan.own, BATCH)):
+        path, number = plan.work / f"own-{i:04}.safetensors", min(BATCH, plan.own - start)
+        if not path.exists():
+            length = plan.calibration.shape[1] - special.shape[1]
+            text = own_text(dense, plan.tokenizer, number, length, 10_000 * plan.options.seed + i)
+            with written_whole(path) as unfinished:
+                save_file({"tokens": text}, unfinished)
+        yield torch.cat([special.expand(number, -1), load_file(path)["tokens"]], 1)
+
+
+def _train(plan: Plan, model: Any, dense: Any) -> None:
+    """Train the kept weights, or go on with that. KeyboardInterrupt: Ctrl-C was pressed, and a checkpoint is saved."""
+    folder, on_cpu = plan.work / "training", plan.device == "cpu"
+    settings: dict[str, Any] = {"max_steps": plan.steps, "per_device_train_batch_size": plan.batch_size}
+    settings |= {"learning_rate": plan.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
+    settings |= {"bf16": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu, "seed": plan.options.seed}
+    settings |= {"save_steps": math.ceil(plan.steps / 10), "save_total_limit": 1, "logging_steps": 10}
+    arguments = TrainingArguments(str(folder), disable_tqdm=True, report_to="none", **settings)
+    data: Any = list(plan.training)
+    trainer = Trainer(model, arguments, lambda rows: _batch(plan, torch.stack(rows)), data)
+    distill(model, dense)
+    Sparse24Callback.add_to(trainer)
+    trainer.remove_callback(PrinterCallback)
+    watch = _Watch(plan.steps)
+    trainer.add_callback(watch)
+    try:
+        checkpoint = last_whole_checkpoint(folder)
+    except ValueError:  # there is none
+        checkpoint = None
+    before = signal.signal(signal.SIGINT, watch.stop)
+    try:
+        with watch.progress:
+            trainer.train(checkpoint)
+            if watch.stopped:
+                raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Watch(TrainerCallback):
+    """Shows progress, and ends training with a checkpoint where Ctrl-C is pressed; pressed again, it ends at once."""
+
+    def __init__(self, steps: int):
+        self.progress, self.stopped = Progress("training", steps, "optimizer step", logger.info), False
+
+    def stop(self, *_: object) -> None:
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.stopped = True
+        os.write(
+            2, b"saving a checkpoint after this step; Ctrl-C again ends at once\n"
+        )  # a handler must not use a logger
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        losses = [entry["cross_entropy"] for entry in state.log_history if "cross_entropy" in entry]
+        self.progress.update(state.global_step - self.progress.done, f"loss {losses[-1]:.3f}" if losses else None)
+        if self.stopped:
+            control.should_save = control.should_training_stop = True
+
+
+def _write_card(plan: Plan, model: Any, numbers: dict[str, float]) -> None:
+    options, folder = plan.options, Path(plan.options.output)
+    *_, last = numbers.values()
+    details: dict[str, Any] = {"results": {"cosine": last}, "dense_control": {"cosine": 1.0}}
+    if plan.kind != "encoder":
+        for name, loss in (("results", last), ("dense_control", numbers["dense"])):
+            details[name] = {"eval_loss": loss, "perplexity": math.exp(loss)}
+    settings = plan.tokens | {"seed": options.seed}
+    if plan.steps:
+        details["results"]["eval_loss_before_training"] = numbers["pruned"]
+        settings["learning rate"] = plan.learning_rate
+    details |= {"control_name": "dense model, before pruning", "hyperparameters": settings, "existing": plan.card}
+    details |= {"format": options.format, "values": options.values, "model_id": folder.resolve().name}
+    base = None if os.path.isdir(options.model) else options.model
+    write_model_card(model, folder, base_model=base, **details)
