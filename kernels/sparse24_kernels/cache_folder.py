@@ -10,11 +10,8 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """`$SPARSE24_CACHE`, `$XDG_CACHE_HOME/sparse24` or `~/.cache/sparse24`, which may not exist.
-
-    Raises:
-        RuntimeError: it is in the home directory, and there is none.
-    """
+    """`$SPARSE24_CACHE`, `$XDG_CACHE_HOME/sparse24` or `~/.cache/sparse24`, which may not exist. RuntimeError: it is in
+    the home directory, and there is none."""
     own, shared = os.environ.get("SPARSE24_CACHE"), os.environ.get("XDG_CACHE_HOME")
     folder = Path(own) if own else Path(shared or "~/.cache") / "sparse24"
     return folder.expanduser()
@@ -22,12 +19,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes out of a block of the same path, whose folder is made if absent.
-
-    Raises:
-        OSError: the folder cannot be written.
-        ImportError: on Windows.
-    """
+    """Keep other processes out of a block of the same path, whose folder is made if absent. ImportError: on Windows."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,11 +29,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a file completely or not at all, so that no reader sees half of it; its folder is made if absent.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Replace a file completely or not at all, so that no reader sees half of it; its folder is made if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
         json.dump(content, file, indent=1)

@@ -43,12 +43,11 @@ class Implementation(NamedTuple):
     """Some of the operators, and where they run.
 
     Attributes:
-        name: what `choose_kernels` calls it.
         load: returns its functions. Called once `unsupported` returned None, so that importing this library needs none
             of its dependencies.
         unsupported: why it does not run on a device, for tensors of a dtype; None where it does.
         where: what it runs on, in words, where it runs.
-        made_of: what its results depend on besides the device, torch and this package. They are checked for each.
+        made_of: see `first_use.Subject`.
     """
 
     name: str
@@ -101,23 +100,21 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Cal
     """The function of an operator, with its implementation's name and the reason. Every operator passes here once."""
     refusals = []
     for each in IMPLEMENTATIONS:
-        reason = each.unsupported(device, dtype)
+        reason = each.unsupported(device, dtype) or _wrong(each, operator, device, dtype)
         if reason is None:
-            try:
-                function = getattr(each.load(), operator)
-            except Exception as error:  # of what it imports
-                refusals.append(f"{each.name} cannot be imported: {type(error).__name__}: {error}")
-                continue
-            reason = f"{each.name} has no {operator}" if function is None else _wrong(each, operator, device, dtype)
-            if reason is None:
-                return function, Choice(each.name, each.where(device))
+            return getattr(each.load(), operator), Choice(each.name, each.where(device))
         refusals.append(reason)
     return getattr(reference.OPERATORS, operator), Choice("reference", "; ".join(refusals))
 
 
 def _wrong(each: Implementation, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why an operator failed its check on first use; None where it passed, or where nothing can be computed."""
-    if device.type == "meta":
+    """Why an operator is not used: it is not there, or failed its check on first use. None where it is right."""
+    try:
+        if getattr(each.load(), operator) is None:
+            return f"{each.name} has no {operator}"
+    except Exception as error:  # of what it imports
+        return f"{each.name} cannot be imported: {type(error).__name__}: {error}"
+    if device.type == "meta":  # nothing can be computed
         return None
     for of in (dtype,) if dtype.is_floating_point else KERNEL_DTYPES:  # indices tell nothing of their values
         reason = first_use.verdicts(subject(each, device, of))[operator]

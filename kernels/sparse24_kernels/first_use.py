@@ -48,12 +48,9 @@ _thread = threading.local()
 
 
 class Subject(NamedTuple):
-    """What is checked on first use.
+    """What is checked on first use: all operators of what is called `name`, for a dtype on a device.
 
     Attributes:
-        name: such as "triton".
-        operators: those that it has, all checked together.
-        device, dtype: what they run on and take.
         check: from the name, an operator, the device and the dtype to the first difference in words, or "". A function
             of a module, because a new process imports it.
         made_of: what results depend on besides the device, torch and this package, such as a compiler's version.
@@ -142,16 +139,13 @@ def _checked(subject: Subject) -> dict[str, str]:
         lines, ended = _in_child(subject, todo)
         if not lines:  # no child runs here, or none can use the device: its memory is full, or one process owns it
             return found | {operator: _verdict(subject, operator) for operator in todo}
-        begun = todo[0]
-        for operator, verdict in lines[1:]:
-            begun = operator
-            if verdict is not None:
-                found[operator] = verdict
-        found.setdefault(begun, ended)
+        found |= zip(todo, lines[1:])
+        if not lines[-1]:  # it has not stopped at a failure: the next operator ended it
+            found |= dict.fromkeys(todo[len(lines) - 1 : len(lines)], ended)
     return found
 
 
-def _in_child(subject: Subject, operators: list[str]) -> tuple[list[list], str]:
+def _in_child(subject: Subject, operators: list[str]) -> tuple[list[str], str]:
     """The lines that a child wrote, see `_answer`, and how it ended, in words."""
     start = _fork if subject.device.type == "cpu" else _spawn
     if not hasattr(os, "fork") or (start is _spawn and "__main__" in subject.modules):  # Windows; nothing to import
@@ -202,19 +196,14 @@ def answer(write: int, name: str, operators: list[str], device: str, dtype: str,
 
 
 def _answer(write: int, subject: Subject) -> None:
-    """Write JSON lines: one when the device is ready, then each operator with None, and again with its verdict."""
-
-    def tell(operator: str, verdict: str | None) -> None:
-        os.write(write, json.dumps([operator, verdict]).encode() + b"\n")
-
+    """Write JSON lines: "" when the device is ready, then the verdict on each operator, up to the first failure."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     torch.zeros(1, device=subject.device)
-    tell("", None)
+    os.write(write, b'""\n')
     for operator in subject.operators:
         signal.alarm(SECONDS[subject.device.type])
-        tell(operator, None)
         verdict = _verdict(subject, operator)
-        tell(operator, verdict)
+        os.write(write, json.dumps(verdict).encode() + b"\n")
         if verdict:  # and perhaps a device that fails from now on
             return
 

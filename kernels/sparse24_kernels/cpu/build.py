@@ -73,11 +73,7 @@ def fingerprint() -> str:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler: `$CXX`, which may have arguments, or the first of c++, g++ and clang++.
-
-    Raises:
-        BuildError: there is none, or this is neither Linux nor macOS.
-    """
+    """The C++ compiler: `$CXX`, which may have arguments, or the first of c++, g++ and clang++. BuildError: none."""
     if sys.platform not in ("linux", "darwin"):
         raise BuildError(f"they compile on Linux and macOS, not on {sys.platform}")
     own = shlex.split(os.environ.get("CXX", ""))

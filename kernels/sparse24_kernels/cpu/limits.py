@@ -85,10 +85,7 @@ def tune(
 
     `sizes` are (out, inputs) of each layer, inputs a multiple of 8; `on_progress` gets the number of layers that are
     done. Returned are, for each layer, the measured numbers of tokens with the kernel's and dense math's microseconds.
-
-    Raises:
-        ValueError: no kernels run on this CPU, or not on `dtype`.
-        OSError: the limits cannot be saved.
+    ValueError: no kernels run on this CPU, or not on `dtype`.
     """
     global _measured
     if isinstance(reason := load(), str):

@@ -99,10 +99,7 @@ def table_path() -> Path:
 def choose(problem: GemmProblem, device: torch.device) -> Verdict:
     """The verdict for `problem` on `device`; n may be symbolic while torch.compile traces.
 
-    Under `torch.use_deterministic_algorithms(True)`, algorithms that split k are left out.
-
-    Raises:
-        ValueError: the table is damaged, or another version's.
+    Under `torch.use_deterministic_algorithms(True)`, algorithms that split k are left out. ValueError as `read`.
     """
     # While tracing, comparisons in `bucket` guard n, `index` specialises m and k, and `_verdict` gets constants.
     m, n, k = operator.index(problem.m), bucket(problem.n), operator.index(problem.k)
@@ -173,11 +170,7 @@ def tune(
     """Measure the buckets of problems, save after each, and return what `choose` now says of them.
 
     Ctrl-C keeps the buckets that are measured. `on_progress` gets each bucket's problem, and how many are done.
-
-    Raises:
-        ValueError: cuSPARSELt cannot run on this device, or the table is damaged.
-        OSError: the measurements cannot be saved.
-        RuntimeError: the device fails, and stays so until the process ends.
+    ValueError: cuSPARSELt cannot run here, or the table is damaged. RuntimeError: the device fails.
     """
     if reason := cusparselt.unsupported_device(device):
         raise ValueError(f"nothing to tune: {reason}")

@@ -96,11 +96,8 @@ def unpadded_columns(k: int) -> int:
 
 @torch.compiler.assume_constant_result
 def library_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many columns the library's compressed `[m, k]` has. Compresses zeros to see, once per size.
-
-    The dictionary behind this is a memo of a pure function: the library gives one answer for a size, whenever it is
-    asked. Never called inside CUDA graph capture for a size that was not asked before.
-    """
+    """How many columns the library's compressed `[m, k]` has. Compresses zeros to see, once per size, and never inside
+    CUDA graph capture."""
     if device.type == "meta" or (m % UNPADDED == 0 and k % UNPADDED == 0):
         return unpadded_columns(k)
     if device.type == "cuda" and device.index is None:
@@ -146,12 +143,7 @@ def matmul(
 ) -> Tensor:
     """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
 
-    Args:
-        compressed: of `compress`.
-        dense: `[k, n]`, row-major or the transpose of that (other strides are copied).
-        bias: `[m]` in the operands' dtype, or None.
-        transposed: the layout of the result.
-        algorithm, split_k, split_k_mode: see `Algorithm`.
+    `dense` is `[k, n]`, row-major or the transpose of that (other strides are copied); `bias` is `[m]`.
     """
     (m, columns), (k, n) = compressed.shape, dense.shape
     if columns != unpadded_columns(k) and columns != library_columns(m, k, compressed.dtype, compressed.device):
@@ -190,11 +182,7 @@ def _(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, 
 
 
 def search(compressed: Tensor, dense: Tensor, transposed: bool) -> Algorithm:
-    """The algorithm that the library's own search prefers for operands as `matmul` hands them on.
-
-    Raises:
-        RuntimeError: the search fails.
-    """
+    """The algorithm that the library's own search prefers for operands as `matmul` hands them on."""
     library = torch._C._cusparselt  # only in builds with the library
     number, split_k, split_k_mode, _ = library.mm_search(  # type: ignore[attr-defined]
         compressed, dense, None, None, None, transposed

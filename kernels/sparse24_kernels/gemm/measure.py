@@ -61,11 +61,7 @@ class Case(NamedTuple):
 
 
 def prepare(problem: GemmProblem, device: torch.device) -> list[Case]:
-    """The inputs that a problem's algorithms are checked on. The first one is also timed.
-
-    Raises:
-        Rejected: dense math itself is inaccurate.
-    """
+    """The inputs that a problem's algorithms are checked on; the first is also timed. Rejected: dense math is wrong."""
     cases = []
     with _exact_sums():
         for kind, zeros in (("random numbers", False), ("zeros", True)):
@@ -77,12 +73,7 @@ def prepare(problem: GemmProblem, device: torch.device) -> list[Case]:
 
 
 def check(cases: list[Case], algorithm: Algorithm) -> Tensor:
-    """The algorithm's result of the first case; those of all cases are right.
-
-    Raises:
-        Rejected: a result is wrong.
-        RuntimeError: the library refuses the call.
-    """
+    """The algorithm's result of the first case. Rejected: one of all cases is wrong. RuntimeError: the library's."""
     for case in reversed(cases):
         result = _poisoned(partial(case.by_algorithm, algorithm), case)
         _check(case, result)
@@ -104,12 +95,8 @@ def first_difference(name: str, operator: str, device: torch.device, dtype: torc
 
 
 def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float]:
-    """Microseconds that the sparse GEMM takes, and the dense one: medians of samples taken in turns.
-
-    Raises:
-        Rejected: a result is wrong, or a time is impossible.
-        RuntimeError: the library refuses the call, or no CUDA graph takes it.
-    """
+    """Microseconds that the sparse GEMM takes, and the dense one: medians of samples taken in turns. Raises as `check`,
+    and Rejected where a time is impossible."""
     timed, expected = cases[0], check(cases, algorithm)
     sample_sparse, sample_dense = sampler(partial(timed.by_algorithm, algorithm)), sampler(timed.by_dense)
     sparse_us: list[float] = []

@@ -24,19 +24,9 @@ class BackendChoice(NamedTuple):
 
 
 def choose_backend(requested: str, device: torch.device) -> BackendChoice:
-    """The name of the backend that runs GEMMs on `device`, with the reason in words.
+    """The backend that runs GEMMs on `device`, with the reason; of `"auto"`, the first that supports the device.
 
-    It still plans every GEMM by itself, and leaves to dense math what it refuses.
-
-    Args:
-        requested: `"auto"`, or a backend's name.
-        device: where the GEMMs run.
-
-    Returns:
-        Of `"auto"`, the first backend that supports the device.
-
-    Raises:
-        ValueError: no backend has this name, or the one that has it does not run on this device.
+    It still plans every GEMM by itself, and leaves to dense math what it refuses. ValueError: no such backend here.
     """
     check_is(torch.device, "choose_backend", device=device)
     if requested != "auto":
