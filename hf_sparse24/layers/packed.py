@@ -34,53 +34,37 @@ ROWS = 32  # it has a multiple of these
 
 
 class _PackedLinearFunction(torch.autograd.Function):
-    """`x W^T + b` with gradients for x and b. The weight is unpacked again for the backward pass, not kept."""
+    """`x W^T + b` with gradients for x, b and, of a packed master, its values. The backward pass makes casts and dense
+    weights again. `method` is None of a frozen weight."""
 
     @staticmethod
-    def forward(ctx, x, bias, input_dim, *packed):
-        ctx.save_for_backward(*packed)
-        output = _packed_linear(x, Packed(*packed), bias, input_dim)
+    def forward(ctx, x, values, indices, scales, bias, input_dim, dtype, method):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, indices, scales)
+        ctx.dtype, ctx.method = dtype, method
+        output = _packed_linear(x, Packed(values, indices, scales).to(dtype), bias, input_dim)
         # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
         return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad_x = grad @ kernels.unpack_nm(Packed(*ctx.saved_tensors)) if ctx.needs_input_grad[0] else None
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_bias, *[None] * 4
-
-
-class _PackedMasterFunction(torch.autograd.Function):
-    """The three GEMMs of a layer whose packed values train. The backward pass makes casts and dense weights again."""
-
-    @staticmethod
-    def forward(ctx, x, values, indices, bias, input_dim, dtype, method):
-        ctx.save_for_backward(x, values, indices)
-        ctx.dtype, ctx.method = dtype, method
-        output = _packed_linear(x, Packed(values.to(dtype), indices), bias, input_dim)
-        return torch.ops.aten._unsafe_view(output, output.shape)  # as above
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, values, indices = ctx.saved_tensors
+        x, values, indices, scales = ctx.saved_tensors
         grad_x = grad_values = grad_bias = None
         rows = grad.reshape(-1, grad.shape[-1])  # [T, out]
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ _grad_input_weight(values, indices, ctx.dtype, ctx.method)
+            grad_x = grad @ _grad_input_weight(Packed(values, indices, scales), ctx.dtype, ctx.method)
         if ctx.needs_input_grad[1]:
             grad_values = _grad_values(rows, x.reshape(-1, x.shape[-1]), indices, values.dtype)
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             grad_bias = rows.sum(0)
-        return grad_x, grad_values, None, grad_bias, None, None, None
+        return grad_x, grad_values, None, None, grad_bias, None, None, None
 
 
-def _grad_input_weight(values: Tensor, indices: Tensor, dtype: torch.dtype, method: Any) -> Tensor:
+def _grad_input_weight(packed: Packed, dtype: torch.dtype, method: Any) -> Tensor:
     """The weight `[out, in]` of dX = dZ W: the packed one, or what the method makes of it in the master's precision."""
-    if method.gemms.grad_input.weight == PRUNED:
-        return kernels.unpack_nm(Packed(values.to(dtype), indices))
-    view = WeightView(kernels.unpack_nm(Packed(values, indices)), 1, {})
+    if method is None or method.gemms.grad_input.weight == PRUNED:
+        return kernels.unpack_nm(packed.to(dtype))
+    view = WeightView(kernels.unpack_nm(packed), 1, {})
     return encode(method.prune_grad_input(view), view, method.pattern, {"dense": None}, dtype)[0]
 
 
@@ -161,14 +145,10 @@ class PackedLayer(PackedModule):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        if weight.run is not None and torch.is_grad_enabled():
-            return _PackedMasterFunction.apply(
-                x, packed.values, packed.indices, bias, weight.input_dim, dtype, weight.method
-            )
-        packed = packed.to(dtype)
         if torch.is_grad_enabled():
-            return _PackedLinearFunction.apply(x, bias, weight.input_dim, *packed)
-        return _packed_linear(x, packed, bias, weight.input_dim)
+            method = None if weight.run is None else weight.method
+            return _PackedLinearFunction.apply(x, *packed, bias, weight.input_dim, dtype, method)
+        return _packed_linear(x, packed.to(dtype), bias, weight.input_dim)
 
     def extra_repr(self) -> str:
         weight = self.sparse24["weight"]
