@@ -108,10 +108,8 @@ def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
     check_is(Tensor, name, mask=mask)
     bits = (*weight.shape[:-1], mask_bytes(weight.shape[-1])) if weight.dim() else None
     if (mask.dtype, tuple(mask.shape)) not in ((torch.bool, tuple(weight.shape)), (torch.uint8, bits)):
-        raise ValueError(
-            f"{name}: a mask for a weight of shape {tuple(weight.shape)} is bool of that shape or uint8 bits of shape "
-            f"{bits}, got {mask.dtype} {tuple(mask.shape)}"
-        )
+        takes = f"the mask of {tuple(weight.shape)} is bool of that shape or uint8 bits of shape {bits}"
+        raise ValueError(f"{name}: {takes}, got {described(mask)}")
 
 
 def check_packed(name: str, packed: Packed) -> None:

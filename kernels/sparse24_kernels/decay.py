@@ -56,20 +56,16 @@ def foreach_masked_decay_(
     check_tensors("foreach_masked_decay_", grads=grads, weights=weights, masks=masks)
     if not isinstance(alphas, (list, tuple)):
         raise ValueError(f"foreach_masked_decay_: alphas={described(alphas)}: must be a list of numbers")
-    if not len(grads) == len(weights) == len(masks) == len(alphas):
-        raise ValueError(
-            f"foreach_masked_decay_ needs as many gradients as weights, masks and alphas, got "
-            f"{len(grads)}, {len(weights)}, {len(masks)} and {len(alphas)}"
-        )
+    lengths = [len(each) for each in (grads, weights, masks, alphas)]
+    if len({*lengths}) > 1:
+        raise ValueError(f"foreach_masked_decay_ needs as many gradients as weights, masks and alphas, got {lengths}")
     for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
         check_floating("masked_decay_", grad=grad, weight=weight)
         if not isinstance(alpha, (int, float)) or not abs(alpha) <= sys.float_info.max:
             raise ValueError(f"masked_decay_: alpha={described(alpha)}: must be a finite number")
         if grad.shape != weight.shape:
-            raise ValueError(
-                f"masked_decay_ needs gradient and weight of one shape, got {tuple(grad.shape)} and "
-                f"{tuple(weight.shape)}"
-            )
+            got = f"{tuple(grad.shape)} and {tuple(weight.shape)}"
+            raise ValueError(f"masked_decay_ needs gradient and weight of one shape, got {got}")
         check_mask("masked_decay_", mask, weight)
         check_device("masked_decay_", grad, weight, mask)
     for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):

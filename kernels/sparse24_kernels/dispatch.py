@@ -28,12 +28,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
-    """Which implementation was chosen, and the reason in words.
-
-    Attributes:
-        implementation: its name: `"triton"`, `"cpu"` or `"reference"`.
-        reason: for people, such as `"the kernels need a CUDA device, not cpu"`.
-    """
+    """The implementation that was chosen, such as `"triton"`, `"cpu"` or `"reference"`, and the reason in words."""
 
     implementation: str
     reason: str

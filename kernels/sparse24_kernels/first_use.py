@@ -140,8 +140,9 @@ def _checked(subject: Subject) -> dict[str, str]:
         if not lines:  # no child runs here, or none can use the device: its memory is full, or one process owns it
             return found | {operator: _verdict(subject, operator) for operator in todo}
         found |= zip(todo, lines[1:])
-        if not lines[-1]:  # it has not stopped at a failure: the next operator ended it
-            found |= dict.fromkeys(todo[len(lines) - 1 : len(lines)], ended)
+        missing = todo[len(lines) - 1 :]
+        if missing and not lines[-1]:  # it has not stopped at a failure: the next operator ended it
+            found[missing[0]] = ended
     return found
 
 
@@ -179,10 +180,9 @@ def _fork(write: int, subject: Subject, operators: list[str]) -> int:
 
 def _spawn(write: int, subject: Subject, operators: list[str]) -> int:
     names = [*subject.modules, subject.check.__module__, subject.check.__name__]
-    dtype = str(subject.dtype).removeprefix("torch.")
-    arguments = [write, subject.name, operators, str(subject.device), dtype, names]
-    told = json.dumps([__package__, sys.modules[__package__].__file__, sys.path, arguments])
+    arguments = [write, subject.name, operators, str(subject.device), str(subject.dtype).removeprefix("torch."), names]
     os.set_inheritable(write, True)
+    told = json.dumps([__package__, sys.modules[__package__].__file__, sys.path, arguments])
     command = [sys.executable, "-c", _SPAWNED, told]
     quiet = [(os.POSIX_SPAWN_OPEN, output, os.devnull, os.O_WRONLY, 0) for output in (1, 2)]
     return os.posix_spawn(sys.executable, command, os.environ, file_actions=quiet, setpgroup=0)  # without Ctrl-C

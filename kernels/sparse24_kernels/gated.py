@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_floating, check_one_of
+from .checks import check_device, check_floating, check_one_of, described
 from .dispatch import implementation
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-exact")
@@ -38,10 +38,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     check_one_of(GATED_ACTIVATIONS, kind=kind)
     check_floating("gated_activation", gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"gated_activation needs gate and up of one shape and dtype, got {tuple(gate.shape)} {gate.dtype} and "
-            f"{tuple(up.shape)} {up.dtype}"
-        )
+        raise ValueError(f"gated_activation: gate and up must be alike, got {described(gate)} and {described(up)}")
     check_device("gated_activation", gate, up)
     return _gated_activation(gate, up, kind)
 

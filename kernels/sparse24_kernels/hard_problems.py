@@ -49,7 +49,7 @@ def difference(ours: Tensor, theirs: Tensor, truth: Tensor, bound: Tensor | None
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return f"{ours.dtype} {tuple(ours.shape)}, the reference has {theirs.dtype} {tuple(theirs.shape)}"
     if bound is None:
-        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+        integer = reference.masks.integer_of(ours)
         same = ours.contiguous().view(integer) == theirs.contiguous().view(integer)
     else:
         same = (ours == theirs) | ((ours - truth).abs() <= (theirs - truth).abs() + bound)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .checks import check_device, check_groups, check_is, check_pattern, check_size, check_tensors
+from .checks import check_device, check_groups, check_is, check_pattern, check_size, check_tensors, described
 from .dispatch import implementation
 from .formats import empty_mask, mask_bytes
 
@@ -81,9 +81,7 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
     check_is(Tensor, "unpack_bits", packed=packed)
     check_size("unpack_bits", size=size)
     if packed.dtype != torch.uint8 or not packed.dim() or packed.shape[-1] != mask_bytes(size):
-        raise ValueError(
-            f"unpack_bits takes uint8 `[..., ceil(size / 8)]`, got {packed.dtype} {tuple(packed.shape)} and size={size}"
-        )
+        raise ValueError(f"unpack_bits takes uint8 [..., ceil(size / 8)], got {described(packed)} and size={size}")
     return reference.masks.unpack_bits(packed, size)
 
 
@@ -112,10 +110,8 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     for old, new in zip(before, after):
         fits = (old.shape, old.dtype) == (new.shape, new.dtype) and old.dtype in (torch.bool, torch.uint8)
         if not fits or not old.dim():
-            raise ValueError(
-                f"count_flips needs two masks of one shape, bool or packed bits, got {old.dtype} {tuple(old.shape)} "
-                f"and {new.dtype} {tuple(new.shape)}"
-            )
+            got = f"{described(old)} and {described(new)}"
+            raise ValueError(f"count_flips needs two masks of one shape, bool or packed bits, got {got}")
         check_device("count_flips", old, new)
     before, after = ([reference.masks.as_bits(mask) for mask in masks] for masks in (before, after))
     return reference.masks.count_flips(before, after) if before else torch.zeros(0, dtype=torch.int64)

@@ -10,7 +10,7 @@ from .cpu import limits
 from .formats import Packed
 from .gemm.backend import DENSE, GemmPlan
 from .gemm.operand import Operand
-from .gemm.planning import compress, plan_packed
+from .gemm.planning import plan_packed
 from .gemm.problem import linear_problem
 
 _DENSE = GemmPlan(DENSE, "no plan was given")
@@ -83,22 +83,18 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
         raise ValueError("packed_linear: x must have a last dimension, got shape ()")
     check_device("packed_linear", x, values)
     if (x.shape[-1], x.dtype) != (inputs, dtype):
-        raise ValueError(
-            f"packed_linear: a packed weight of {dtype} {out} x {inputs} does not contract with x of {x.dtype} "
-            f"{tuple(x.shape)}"
-        )
+        weight = f"a packed weight of {dtype} {out} x {inputs}"
+        raise ValueError(f"packed_linear: {weight} does not contract with x of {x.dtype} {tuple(x.shape)}")
     _check_bias("packed_linear", bias, x, out)
     if plan is None:
         plan = _plan_packed(x.shape[:-1].numel(), out, inputs, x.dtype, values.dtype, x.device)
     check_is(GemmPlan, "packed_linear", plan=plan)
-    return plan.backend.linear(x, compress(packed, plan), bias, plan)
+    return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
 
 
 def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """What `packed_linear` returns, for layers, which have checked their weight.
-
-    Python's checks would take as long as a small layer. The plan for a number of tokens is kept, for the same reason.
-    """
+    """What `packed_linear` returns, for layers, which have checked their weight: Python's checks, and a new plan, would
+    take as long as a small layer."""
     values = packed.values
     if torch.compiler.is_compiling() or x.shape[-1:] != (2 * values.shape[-1],) or x.dtype != packed.dtype:
         return packed_linear(x, packed, bias)

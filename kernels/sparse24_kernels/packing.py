@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .checks import INPUTS, check_device, check_floating, check_groups, check_is, check_packed, described
+from .checks import check_device, check_floating, check_groups, check_is, check_packed, described
 from .formats import SCALED, Packed, scale_columns
 from .gemm.operand import unpack
 from .prune import prune_forms
@@ -69,8 +69,8 @@ def quantize_packed(packed: Packed) -> Packed:
     if packed.scales is not None:
         return packed
     values, half = packed.values, SCALED // 2
-    if values.dtype not in INPUTS or not bool(values.isfinite().all()):
-        raise ValueError(f"quantize_packed takes finite values of one of {[str(x) for x in INPUTS]}: {values.dtype}")
+    if not bool(values.isfinite().all()):
+        raise ValueError("quantize_packed takes finite values, not NaN or inf")
     groups = scale_columns(2 * values.shape[-1])
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     padded = torch.nn.functional.pad(wide, (0, groups * half - values.shape[-1])).unflatten(-1, (groups, half))
@@ -133,9 +133,7 @@ def gather_nm(matrix: Tensor, indices: Tensor) -> Tensor:
     check_is(Tensor, "gather_nm", indices=indices)
     shape = (matrix.shape[0], matrix.shape[1] // 8) if matrix.dim() == 2 and not matrix.shape[1] % 8 else None
     if tuple(indices.shape) != shape or indices.dtype != torch.uint8:
-        raise ValueError(
-            f"gather_nm takes a matrix [R, K] and uint8 indices [R, K/8], got {described(matrix)} and "
-            f"{described(indices)}"
-        )
+        got = f"{described(matrix)} and {described(indices)}"
+        raise ValueError(f"gather_nm takes a matrix [R, K] and uint8 indices [R, K/8], got {got}")
     check_device("gather_nm", matrix, indices)
     return reference.packed.gather_nm(matrix, indices)

@@ -48,9 +48,7 @@ def transposable_mask(weight: Tensor, n: int = 2, m: int = 4, solver: str = "exa
     check_is(bool, "transposable_mask", packed=packed)
     check_one_of(SOLVERS, solver=solver)
     if weight.dim() != 2 or weight.shape[0] % m or weight.shape[1] % m:
-        raise ValueError(
-            f"transposable_mask needs a matrix with both sizes multiples of {m}, got shape {tuple(weight.shape)}"
-        )
+        raise ValueError(f"transposable_mask needs a matrix, both sizes multiples of {m}, got {tuple(weight.shape)}")
     return _transposable_mask(weight, n, m, solver, packed)
 
 

@@ -94,15 +94,9 @@ def compiler_id() -> str:
 
 
 def build(to: Path, extra: tuple[str, ...] = ()) -> None:
-    """Compile the library and put it at `to`, whole or not at all.
+    """Compile the library and put it at `to`, whole or not at all; `extra` are flags for every unit.
 
-    Args:
-        to: the file; its folder is made if absent.
-        extra: flags for every unit, such as a sanitizer's.
-
-    Raises:
-        BuildError: no compiler, or one that does not compile this: GCC 11 and Clang 12 are the oldest that do.
-        OSError: the folder cannot be written, or is full.
+    BuildError: no compiler, or one older than GCC 11 or Clang 12. OSError: the folder cannot be written, or is full.
     """
     command = [*compiler(), *FLAGS, *extra]
     to.parent.mkdir(parents=True, exist_ok=True)

@@ -78,10 +78,7 @@ class Library:
 
 @cache
 def load() -> Library | str:
-    """The kernels, or in words why there are none.
-
-    They come with the wheel, or are compiled once into the cache folder, which takes some ten seconds.
-    """
+    """The kernels, or in words why there are none. They come with the wheel, or are compiled once."""
     switch = os.environ.get(SWITCH)
     if switch == "off":
         return f"{SWITCH}=off"

@@ -48,12 +48,8 @@ def run(
 ) -> None:
     """Write into a contiguous tensor what a rule of native/prune.cpp makes of x.
 
-    Args:
-        dim: what groups run along; None for a rule that takes x as rows of its last dimension.
-        mask: of the shape of x, or its packed bits.
-
-    Raises:
-        ValueError: tensors with which the kernels would read what is not theirs; public functions refuse them first.
+    `dim` is what groups run along; None for a rule that takes x as rows of its last dimension. ValueError: tensors with
+    which the kernels would read what is not theirs; public functions refuse them first.
     """
     masks = [(torch.bool, x.shape), (torch.uint8, (*x.shape[:-1], mask_bytes(x.shape[-1] if x.dim() else 1)))]
     fits = mask is None or (mask.is_cpu and (mask.dtype, mask.shape) in masks)

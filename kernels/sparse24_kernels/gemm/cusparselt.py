@@ -79,10 +79,7 @@ def is_slow_on(device: torch.device) -> bool:
 
 
 def compress_by_library(matrix: Tensor) -> Tensor:
-    """A row-major 2:4 matrix `[m, k]` as the library stores it: `[m, columns]`, however many columns that takes.
-
-    Not an operator, because no fake could know `columns`: for tracing there is `compress`.
-    """
+    """A row-major 2:4 matrix `[m, k]` as the library stores it: `[m, columns]`, which no fake could know."""
     return torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
 
 
@@ -113,16 +110,11 @@ def compress(matrix: Tensor, columns: int) -> Tensor:
     """A row-major matrix `[m, k]` that is 2:4 along k, in the library's own layout `[m, columns]`.
 
     Rows are not rows of the matrix. The layout belongs to this device and library version: never save it.
-
-    Raises:
-        RuntimeError: the library stores a matrix of this size in another number of columns.
     """
     compressed = compress_by_library(matrix)
-    if compressed.shape[1] != columns:
-        m, k = matrix.shape
-        raise RuntimeError(
-            f"cuSPARSELt stores a {m} x {k} matrix of {matrix.dtype} in {compressed.shape[1]} columns, not {columns}"
-        )
+    (m, k), found = matrix.shape, compressed.shape[1]
+    if found != columns:
+        raise RuntimeError(f"cuSPARSELt stores {m} x {k} of {matrix.dtype} in {found} columns, not {columns}")
     return compressed
 
 

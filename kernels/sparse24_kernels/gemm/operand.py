@@ -9,13 +9,8 @@ from ..dispatch import implementation
 
 
 class Operand(NamedTuple):
-    """A 2:4 matrix `[m, k]` in the form that one backend multiplies by.
-
-    Attributes:
-        values: `[m, ...]`. Dense math: the matrix with its zeros. cuSPARSELt: all of the compressed matrix.
-        indices: places of the values, where the backend stores them apart, as `Packed` does.
-        scale: the scales of `Packed`, for int8 values; None for other dtypes.
-    """
+    """A 2:4 matrix `[m, k]` in the form that one backend multiplies by: dense math by its values, cuSPARSELt by the
+    compressed matrix as values, `"packed"` by the three tensors of a `Packed`."""
 
     values: Tensor
     indices: Tensor | None = None

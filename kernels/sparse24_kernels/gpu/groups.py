@@ -26,7 +26,7 @@ def on_its_device(function: Callable) -> Callable:
 
     @wraps(function)
     def run(first, *rest):
-        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+        with torch.cuda.device_of(first):
             return function(first, *rest)
 
     return run

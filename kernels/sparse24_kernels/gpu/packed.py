@@ -39,7 +39,7 @@ def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> 
         values = reference.packed.scaled(values, scales)
     rows, columns = values.shape[0], values.shape[1] * 2
     # As integers: values are only moved.
-    integer = reference.prune.integer_of(values)
+    integer = reference.masks.integer_of(values)
     dense = values.new_empty(rows, columns, dtype=integer)
     if dense.numel():
         _unpack_kernel[grid(rows, columns)](
@@ -113,6 +113,7 @@ def packed_linear(
     if scales is not None:  # no plan chooses this, no kernel here reads int8 values
         return torch.nn.functional.linear(x, unpack_nm(values, indices, scales), bias)
     (tokens, columns), rows = x.shape, len(values)
+    bias = None if bias is None else bias.contiguous()
     result = x.new_empty(tokens, rows)
     if not result.numel():
         return result
@@ -127,7 +128,7 @@ def packed_linear(
         x.contiguous(),
         values.contiguous() if x.dtype == torch.float32 else _as_int32(values),
         words,
-        None if parts > 1 or bias is None else bias.contiguous(),
+        bias if parts == 1 else None,
         sums,
         tokens,
         rows,
@@ -143,7 +144,6 @@ def packed_linear(
         enable_fp_fusion=True,
     )
     if parts > 1:
-        bias = None if bias is None else bias.contiguous()
         size = (triton.cdiv(result.numel(), SUM),)
         _sum_kernel[size](sums, bias, result, parts, rows, result.numel(), SIZE=SUM, enable_fp_fusion=False)
     return result

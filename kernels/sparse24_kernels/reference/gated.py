@@ -5,6 +5,7 @@ sparse GEMMs have column-major outputs, and reading those row by row costs sever
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +16,7 @@ _ops = torch.ops.aten
 # kind -> the activation, and its gradient from (gradient of its output, its input).
 ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "swiglu": (_ops.silu, _ops.silu_backward),
-    "geglu": (
-        lambda x: _ops.gelu(x, approximate="tanh"),
-        lambda grad, x: _ops.gelu_backward(grad, x, approximate="tanh"),
-    ),
+    "geglu": (partial(_ops.gelu, approximate="tanh"), partial(_ops.gelu_backward, approximate="tanh")),
     "geglu-exact": (_ops.gelu, _ops.gelu_backward),
 }
 

@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def integer_of(x: Tensor) -> torch.dtype:
+    """The integer dtype of the same size, for values that are only moved or compared."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+
+
 def groups(x: Tensor, m: int, dim: int) -> Tensor:
     """View `dim` (size K) as two dimensions `[K/m, m]`, in place of `dim`."""
     return x.unflatten(dim, (-1, m))
@@ -19,11 +24,8 @@ def _majority(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _two_largest_of_four(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> list[Tensor]:
-    """Booleans that mark the two largest of four, ties to the lower index, without sorting.
-
-    An element is among the two largest when it wins at least two of its three comparisons. `>=` in favour of the
-    lower index makes the order strict, so exactly two elements win.
-    """
+    """Booleans that mark those of four that win two of their three comparisons: the two largest, ties to the lower
+    index."""
     w01, w02, w03, w12, w13, w23 = a0 >= a1, a0 >= a2, a0 >= a3, a1 >= a2, a1 >= a3, a2 >= a3
     return [
         _majority(w01, w02, w03),
@@ -36,7 +38,7 @@ def _two_largest_of_four(a0: Tensor, a1: Tensor, a2: Tensor, a3: Tensor) -> list
 def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     """Keep the n largest magnitudes of each group of m: bool, same shape as `weight`, or its packed bits."""
     # Without their sign, the bits of floats compare as integers, NaN above inf; that is faster on a CPU.
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    integer = integer_of(weight)
     magnitude = weight.view(integer) & torch.iinfo(integer).max
     magnitude, member = groups(magnitude, m, dim), member_dim(dim)
     if (n, m) == (2, 4):

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ..formats import SCALED
-from .prune import integer_of
+from .masks import integer_of
 
 CHUNK = 1 << 17
 """Values that are unpacked at a time: their places, int64, are 1 MB and stay in the cache."""
 
 
-def scaled(values: Tensor, scales: Tensor, group: int = SCALED // 2) -> Tensor:
-    """int8 `[R, C]` times scales `[R, ceil(C/group)]` -> the products `[R, C]`, rounded once to the scales' dtype."""
+def scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """int8 `[R, K/2]` times scales `[R, ceil(K/128)]` -> the products, rounded once to the scales' dtype."""
     wide = torch.promote_types(scales.dtype, torch.float32)
-    each = scales.to(wide).repeat_interleave(group, 1)[:, : values.shape[1]]
+    each = scales.to(wide).repeat_interleave(SCALED // 2, 1)[:, : values.shape[1]]
     return (values.to(wide) * each).to(scales.dtype)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .masks import as_bool, groups, member_dim, nm_mask
+from .masks import as_bool, groups, integer_of, member_dim, nm_mask
 
 
 def prune(
@@ -70,8 +70,7 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     """`[R, K]` of which `keep` marks at most two in every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
 
     Stores the two marked elements. Pads with the first unmarked elements where fewer are marked; of more, the last two
-    are stored. A group's two indices take four bits, the lower element first; the lower group is in the lower half of a
-    byte.
+    are stored. See `Packed` for the indices.
     """
     rows, size = pruned.shape
     _, k1, k2, k3 = keep.reshape(rows, size // 4, 4).unbind(-1)
@@ -81,11 +80,6 @@ def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
     values = pruned.reshape(rows, size // 4, 4).view(integer_of(pruned)).gather(-1, position).view(pruned.dtype)
     nibbles = (position[..., 0] | position[..., 1] << 2).to(torch.uint8).view(rows, size // 8, 2)
     return [values.reshape(rows, size // 2), (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous()]
-
-
-def integer_of(x: Tensor) -> torch.dtype:
-    """The integer dtype of the same size, for values that are only moved."""
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
 
 
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:

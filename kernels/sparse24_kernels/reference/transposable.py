@@ -37,17 +37,8 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
 
 
 def _by_patterns(tiles: Tensor, n: int) -> Tensor:
-    """2:4 only: the best of the 90 patterns (Hu et al. 2024, Algorithm 1), found without scoring 90 sums.
-
-    A column is kept in both upper rows, in both lower rows, or in one of each ("mixed"). The first two kinds have
-    equally many columns, so 0, 2 or 4 columns are mixed. Each case consists of *pairs* of columns kept apart, that is,
-    one in one place and the other in the other:
-
-        none mixed    two pairs apart between the upper and the lower half
-        two mixed     these two apart between the upper rows, and apart between the lower rows; the other two apart
-                      between the halves
-        four mixed    two pairs apart between the upper rows, and two pairs apart between the lower rows
-    """
+    """2:4 only: the best of the 90 patterns (Hu et al. 2024, Algorithm 1), found without scoring 90 sums: of the cases
+    that 0, 2 or 4 columns are "mixed", kept in one upper and one lower row. "The maths" in the README derives it."""
     return torch.cat([_best_patterns(part) for part in tiles.split(1 << 16)])
 
 
@@ -127,11 +118,7 @@ def _by_greedy(tiles: Tensor, n: int) -> Tensor:
 
 
 def _by_two_approx(tiles: Tensor, n: int) -> Tensor:
-    """From the smallest up, prune while the row *or* the column still has more than n (Hubara et al. 2021, Alg. 1).
-
-    The pruned magnitude is at most twice the least possible. A row keeps fewer than n where columns prune from it, and
-    a column where rows do.
-    """
+    """From the smallest up, prune while the row *or* the column still has more than n (Hubara et al. 2021, Alg. 1)."""
     must_lose = tiles.shape[-1] - n
     return ~_sweep(tiles, descending=False, fits=lambda row, column: (row < must_lose) | (column < must_lose))
 
