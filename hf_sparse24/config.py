@@ -105,10 +105,9 @@ class Sparse24Config(QuantizationConfigMixin):
         return getattr(settings, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"{name}={shown(value)}: a Sparse24Config is frozen; config.replace({name}=...) makes another, and "
-            f"sparse_run(model).change_settings({name}=...) changes a setting of a patched model"
-        )
+        other = f"config.replace({name}=...) makes another"
+        way = f"sparse_run(model).change_settings({name}=...) changes a setting of a patched model"
+        raise AttributeError(f"{name}={shown(value)}: a Sparse24Config is frozen; {other}, and {way}")
 
     def get_loading_attributes(self) -> dict[str, Any]:
         # Transformers sets it on a checkpoint's SavedConfig where `from_pretrained` gets this config as well.
@@ -200,10 +199,8 @@ class Sparse24Config(QuantizationConfigMixin):
         unknown = sorted(set(values) - {*SHARED, *_setting_names()})
         if unknown:
             known = sorted({*SHARED, *_names_of(method.Settings)})
-            raise ValueError(
-                f"unknown keys in a Sparse24Config: {unknown}; known are {known}; it was saved by hf_sparse24 "
-                f"{saved_by!s:.20}: pip install hf_sparse24=={saved_by!s:.20}"
-            )
+            by = f"it was saved by hf_sparse24 {saved_by!s:.20}: pip install hf_sparse24=={saved_by!s:.20}"
+            raise ValueError(f"unknown keys in a Sparse24Config: {unknown}; known are {known}; {by}")
         if is_later:
             logger.warning(f"hf_sparse24 {saved_by} saved this config, {__version__} is installed; it knows all keys")
         return cls(**values)
@@ -212,12 +209,8 @@ class Sparse24Config(QuantizationConfigMixin):
 class SavedConfig(QuantizationConfigMixin):
     """The `quantization_config` of a sparse model: its config and the facts of its run. `config.json` has both, flat.
 
-    Fields of both are attributes, such as `method` and `phase`. The model's run replaces config and facts.
-
-    Attributes:
-        config: how the model is made sparse.
-        facts: what its run has learned; those of a run that begins by default.
-        passed: the config that `from_pretrained` got in addition to a sparse checkpoint, else None.
+    Fields of both are attributes, such as `method` and `phase`. The model's run replaces config and facts. `passed` is
+    the config that `from_pretrained` got in addition to a sparse checkpoint, else None.
     """
 
     quant_method: str = Sparse24Config.quant_method  # type: ignore[assignment]  # Transformers' enum has only its own

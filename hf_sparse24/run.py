@@ -101,18 +101,11 @@ class SparseRun:
         Raises:
             ValueError: a value that is not allowed, or a field that is no setting of the method.
         """
-        fields = [name for name in settings if name in SHARED]
-        if fields:
-            raise ValueError(
-                f"{fields[0]}={shown(settings[fields[0]])}: not a setting of the method; call unpatch_model(model), "
-                f"then patch_model with another config"
-            )
-        changed = self.config.replace(**settings)
-        if others := fixed_differences(self.config, changed):
-            raise ValueError(
-                f"{others}: the state of the weights depends on it; call unpatch_model(model, sparse=False), then "
-                f"patch_model with another config"
-            )
+        fixed = ", ".join(f"{name}={shown(value)}" for name, value in settings.items() if name in SHARED)
+        changed = self.config if fixed else self.config.replace(**settings)
+        if wrong := fixed or fixed_differences(self.config, changed):
+            way = "call unpatch_model(model, sparse=False), then patch_model with another config"
+            raise ValueError(f"{wrong}: fixed while the model is patched; {way}")
         self.saved.config, self.method, self._others = changed, _make_method(changed), {}
 
     def method_of(self, pattern: Pattern) -> SparseMethod:

@@ -50,10 +50,9 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         is_masked = _attach(adapter, adapter_name)
         has_changed = not torch.equal(layer.weight, shown)
         if has_changed and not is_masked:
-            raise ValueError(
-                f"{child}: adding {type(adapter).__module__}.{type(adapter).__name__} leaves a weight that is not 2:4; "
-                f"call unpatch_model(model) before you add it, or use PiSSA, OLoRA or CorDA with plain LoRA or DoRA"
-            )
+            kind = f"{type(adapter).__module__}.{type(adapter).__name__}"
+            way = "call unpatch_model(model) before you add it, or use PiSSA, OLoRA or CorDA with plain LoRA or DoRA"
+            raise ValueError(f"{child}: adding {kind} leaves a weight that is not 2:4; {way}")
     except BaseException:
         before.restore()
         raise

@@ -42,10 +42,9 @@ def check_adapters(model: nn.Module) -> None:
             continue
         kind = type(module), *getattr(module, "active_adapters", ())  # one of each: all layers are adapted alike
         if kind not in kinds and bypasses_layer(module):
-            raise ValueError(
-                f"{name}: this adapter ({type(module).__module__}.{type(module).__name__}) computes with the layer's "
-                f"dense weight, not with its sparse one; call unpatch_model(model) before you add it, or use LoRA"
-            )
+            adapter = f"{name}: this adapter ({type(module).__module__}.{type(module).__name__})"
+            way = "call unpatch_model(model) before you add it, or use LoRA"
+            raise ValueError(f"{adapter} computes with the layer's dense weight, not with its sparse one; {way}")
         kinds.add(kind)
 
 

@@ -116,10 +116,8 @@ def keep_merges_sparse(adapter: Any) -> None:
 def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     layer, merged_before = adapter.get_base_layer(), list(adapter.merged_adapters)
     if isinstance(layer, PackedLayer) and layer.sparse24["weight"].storage.packed.scales is not None:
-        raise ValueError(
-            "the base has int8 values, and merging would round the sum to int8: nothing was merged; call "
-            "unpack_model(model) first, which keeps what the model computes, then merge"
-        )
+        way = "call unpack_model(model) first, which keeps what the model computes, then merge"
+        raise ValueError(f"the base has int8 values, and merging would round the sum to int8: {way}")
     before = Unmerged(layer).expose()
     if not merged_before:
         setattr(adapter, UNMERGED, before)
@@ -127,11 +125,9 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     try:
         type(adapter).merge(adapter, *args, **kwargs)
         if not before.accept():
-            raise ValueError(
-                f"merging {type(adapter).__module__}.{type(adapter).__name__} would change what the model computes: "
-                f"the sum is not 2:4, or not finite; nothing was merged. To merge into dense weights, call "
-                f"unpatch_model(model) first, which keeps what the model computes; to stay 2:4, use LoRA or DoRA"
-            )
+            what = f"merging {type(adapter).__module__}.{type(adapter).__name__} would change what the model computes"
+            way = "call unpatch_model(model) first, which keeps what the model computes; to stay 2:4, use LoRA or DoRA"
+            raise ValueError(f"{what}: the sum is not 2:4, or not finite. To merge into dense weights, {way}")
         is_done = adapter.merged_adapters != merged_before
     finally:
         if not is_done:
@@ -175,10 +171,9 @@ def without_adapters(model: Any) -> Iterator[nn.Module]:
     for config in getattr(model, "peft_config", {}).values():
         is_prompt = config.is_prompt_learning or config.is_adaption_prompt
         if is_prompt or config.peft_type in _NOT_MERGED or getattr(config, "trainable_token_indices", None):
-            raise ValueError(
-                f"the adapter ({type(config).__name__}) has prompts, tokens or copies, which are not merged here: call "
-                f"model.merge_and_unload() first where PEFT has it, or share the adapter's own files"
-            )
+            what = f"the adapter ({type(config).__name__}) has prompts, tokens or copies, which are not merged here"
+            way = "call model.merge_and_unload() first where PEFT has it, or share the adapter's own files"
+            raise ValueError(f"{what}: {way}")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with ExitStack() as undo:
         owners = _owners(base)

@@ -109,7 +109,9 @@ class SparseExperts(StackedExperts, SparseModule):
             run.expect_controller()
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
-        self.running.append({weight.name: _pruned(weight, tokens) for weight in weights})
+        wanted = [Wanted(PRUNED, "dense", None)]
+        pruned = {weight.name: weight.encoded(wanted, weight.parameter.dtype, tokens)[0] for weight in weights}
+        self.running.append({weight.name: weight.storage.out_in(pruned[weight.name]) for weight in weights})
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -118,12 +120,6 @@ class SparseExperts(StackedExperts, SparseModule):
     def extra_repr(self) -> str:
         method = next(iter(self.sparse24.values())).method.name
         return f"{super().extra_repr()}\nmethod={method}, phase={self.phase}"
-
-
-def _pruned(weight: SparseWeight, tokens: int) -> Tensor:
-    """The pruned weight in the layout of the Parameter."""
-    (dense,) = weight.encoded([Wanted(PRUNED, "dense", None)], weight.parameter.dtype, tokens)
-    return weight.storage.out_in(dense)
 
 
 class PackedExperts(StackedExperts, PackedModule):

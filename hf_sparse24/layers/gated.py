@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.gated import GATED_ACTIVATIONS
 from torch import Tensor, nn
 
 from .made_classes import Made, made_class
@@ -25,7 +26,6 @@ LAYOUTS = (
     Layout(("w1", "w3"), "w2"),  # LFM2
     Layout(("Wi",), "Wo"),  # ModernBERT
 )
-KINDS = ("swiglu", "geglu", "geglu-exact")
 
 
 def fuse_gated_mlps(model: nn.Module) -> list[str]:
@@ -107,7 +107,7 @@ def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
         names = {*layout.inputs, layout.output}
         if not names <= module._modules.keys() or not _is_simple(module, names):
             continue
-        for up_first, kind in product((False, True), KINDS):
+        for up_first, kind in product((False, True), GATED_ACTIVATIONS):
             if _behaves_like(module, layout, up_first, kind):
                 own_class: type = type(module)
                 return made_class(FusedGatedMLP, own_class, (layout, up_first, kind))

@@ -20,10 +20,8 @@ def _makes_onnx() -> bool:
 def reject_other_graphs() -> None:
     """Raise RuntimeError where ONNX or TorchScript records the forward; torch.compile and torch.export are at home."""
     if torch.jit.is_tracing() or (torch.compiler.is_exporting() and _makes_onnx()):
-        raise RuntimeError(
-            "ONNX and TorchScript have no operators of 2:4 weights: convert a dense model with zeros in its weights, "
-            "from_pretrained(directory) after export_model(model, directory), or unpack_model(model) of a packed one"
-        )
+        way = "from_pretrained(directory) after export_model(model, directory), or unpack_model(model) of a packed one"
+        raise RuntimeError(f"ONNX and TorchScript have no 2:4 operators: convert a dense model with zeros, {way}")
 
 
 def trained_parameter(weight: SparseWeight) -> Tensor:
@@ -70,10 +68,8 @@ class WeightModule(nn.Module):
     dense_class: type[nn.Module]
 
     def _replicate_for_data_parallel(self):
-        raise RuntimeError(
-            "nn.DataParallel runs copies of the model in threads, which share no masks, scales or packed weights; "
-            "start one process for each GPU (torchrun, accelerate launch), or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
-        )
+        way = "start one process for each GPU (torchrun, accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)"
+        raise RuntimeError(f"nn.DataParallel runs copies of the model in threads, which share no masks; {way}")
 
 
 class PackedModule(WeightModule):
@@ -98,10 +94,8 @@ class SparseModule(WeightModule):
 
     def __setattr__(self, name, value):
         if type(value).__module__.startswith("torchao.") and name in self.__dict__.get("sparse24", {}):
-            raise ValueError(
-                f"torchao would quantize {name}, a dense master weight, which its layer could not prune any more: call "
-                f"export_model(model, directory), and quantize what from_pretrained makes of that; the zeros stay"
-            )
+            way = "call export_model(model, directory), and quantize what from_pretrained makes of that; the zeros stay"
+            raise ValueError(f"torchao would quantize {name}, a dense master weight, which nothing prunes then: {way}")
         # FSDP2 gathers by `setattr`: the whole weight, a plain tensor, takes the place of a DTensor.
         before = self.__dict__.get("_parameters", {}).get(name)
         if sharding.is_sharded(before) and not sharding.is_sharded(value) and name in self.__dict__.get("sparse24", {}):

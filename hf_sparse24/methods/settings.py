@@ -94,10 +94,8 @@ def sparse_steps(total: int, start: int | float, tail: int | float, start_name: 
         raise ValueError(f"total_steps={total}: a run needs at least 1 optimizer step")
     start_steps, tail_steps = to_steps(start, total), to_steps(tail, total)
     if start_steps + tail_steps >= total:
-        raise ValueError(
-            f"total_steps={total} leaves no sparse step: {start_name}={start} is {start_steps} steps, "
-            f"dense_tail={tail} is {tail_steps}; train longer or shorten them"
-        )
+        lengths = f"{start_name}={start} is {start_steps} steps, dense_tail={tail} is {tail_steps}"
+        raise ValueError(f"total_steps={total} leaves no sparse step: {lengths}; train longer or shorten them")
     return range(start_steps, total - tail_steps if tail_steps else sys.maxsize)
 
 

@@ -99,10 +99,8 @@ class StepAdamW(MaskedAdamW):
             raise ValueError(f"switch_rule={switch_rule!r}: must be one of {list(SWITCH_RULES)}")
         after, by = to_steps(switch_after, total_steps), to_steps(switch_by, total_steps)
         if not (0 <= after <= by and 1 <= by < total_steps):
-            raise ValueError(
-                f"switch_after={switch_after} is {after} steps, switch_by={switch_by} is {by}, "
-                f"total_steps={total_steps}: must have 0 <= switch_after <= switch_by and 1 <= switch_by < total_steps"
-            )
+            given = f"switch_after={switch_after} is {after} steps, switch_by={switch_by} is {by}, {total_steps=}"
+            raise ValueError(f"{given}: must have 0 <= switch_after <= switch_by and 1 <= switch_by < total_steps")
         super().__init__(params, lr, betas, eps, weight_decay)
         masked = [group for group in self.param_groups if group["masked"]]
         if any((group["betas"], group["eps"]) != (masked[0]["betas"], masked[0]["eps"]) for group in masked):
@@ -177,10 +175,9 @@ class StepAdamW(MaskedAdamW):
     def check_new(self, parameter: Tensor) -> None:
         if self.switched:
             shape, step = tuple(parameter.shape), self.switch_step
-            raise RuntimeError(
-                f"a masked parameter of shape {shape} got its first gradient after step {step}, when variances were "
-                f"frozen; make it trainable from the start, or put it into a group that is not masked"
-            )
+            way = "make it trainable from the start, or put it into a group that is not masked"
+            when = f"after step {step}, when variances were frozen"
+            raise RuntimeError(f"a masked parameter of shape {shape} got its first gradient {when}; {way}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the `state_dict()` of a `StepAdamW` with the same groups; ValueError for another."""

@@ -30,13 +30,12 @@ def adopt(model: nn.Module) -> SparseRun | None:
     weights = sparse_weights(model, TRAINED)
     if not weights:
         return None
-    run = cast(SparseRun, next(iter(weights.values())).run)
+    first = next(iter(weights))
+    run = cast(SparseRun, weights[first].run)
     for name, weight in weights.items():
         if weight.run is not run and not _is_unused_copy(weight.run, run):
-            raise ValueError(
-                f"{name} and {next(iter(weights))} were patched apart, with two configs; call unpatch_model on the "
-                f"parts, then patch_model on the whole model"
-            )
+            way = "call unpatch_model on the parts, then patch_model on the whole model"
+            raise ValueError(f"{name} and {first} were patched apart, with two configs; {way}")
     for weight in weights.values():
         weight.run = run
     wholes = list(outermost(model))
@@ -126,10 +125,8 @@ def name_parts(config: PreTrainedConfig, whole: str | None) -> None:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, DataParallel, DeepSpeed and torch.compile; ValueError where FSDP1 wraps a part."""
     if any(cls.__name__ == "FullyShardedDataParallel" for module in model.modules() for cls in type(module).__mro__):
-        raise ValueError(
-            "FSDP1 (FullyShardedDataParallel) flattens the model's weights: use FSDP2, by fully_shard(model) or "
-            "`fsdp_version: 2` in accelerate's config file"
-        )
+        way = "use FSDP2, by fully_shard(model) or `fsdp_version: 2` in accelerate's config file"
+        raise ValueError(f"FSDP1 (FullyShardedDataParallel) flattens the model's weights: {way}")
     while True:
         kind = {cls.__name__ for cls in type(model).__mro__}
         if "OptimizedModule" in kind:

@@ -27,7 +27,6 @@ class Place(NamedTuple):
             stack, the names of its Parameter and of its module.
         block: the index of its repeated block, None outside any.
         sublayer: `"attention"`, `"mlp"` or None.
-        is_router: whether it picks experts or tokens.
     """
 
     path: list[tuple[str, nn.Module]]

@@ -33,15 +33,11 @@ def check_module(model: Any) -> None:
 def check_trainable(model: nn.Module) -> None:
     """Raise ValueError where a model, patched or not, cannot be trained by a config."""
     if is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces, and sparse layers need whole ones: set "
-            "zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
-        )
+        way = "set zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
+        raise ValueError(f"DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces: {way}")
     if sparse_weights(model, PackedMaster):
-        raise ValueError(
-            "the model has packed masters already (master='packed'), and trains as it is: leave out patch_model, and "
-            "sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
-        )
+        way = "leave out patch_model, and sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
+        raise ValueError(f"the model has packed masters already (master='packed'), and trains as it is: {way}")
 
 
 def check_patchable(model: nn.Module) -> None:

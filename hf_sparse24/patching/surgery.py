@@ -78,9 +78,7 @@ def _patch_again(model: nn.Module, run: SparseRun, config: Sparse24Config | None
     """Take the settings of a config over into a model that is patched, and report what is sparse."""
     if config is not None:
         if others := fixed_differences(run.config, config):
-            raise ValueError(
-                f"the model is already patched with another config ({others}); call unpatch_model(model) first"
-            )
+            raise ValueError(f"already patched with another config ({others}); call unpatch_model(model) first")
         run.change_settings(**config.given_settings())
         run.change_config(backend=config.backend)
     candidates = find_candidates(model, run)
@@ -111,11 +109,9 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
         reasons = sorted({f"{c.name.rpartition('.')[2]}: {c.skipped}" for c in candidates}) or ["no linear layers"]
-        raise ValueError(
-            f"nothing to patch: target_modules={run.config.target_modules!r} leaves no layer to make sparse ("
-            + "; ".join(reasons[:8])
-            + "). A list of whole names, as model.named_modules() has them, reaches every layer that can be pruned"
-        )
+        left = f"target_modules={run.config.target_modules!r} leaves no layer to make sparse ({'; '.join(reasons[:8])})"
+        way = "A list of whole names, as model.named_modules() has them, reaches every layer that can be pruned"
+        raise ValueError(f"nothing to patch: {left}. {way}")
     reject_non_finite((target.name, target.weight) for target in targets)
     names = {target.weight: target.name for target in reversed(targets)}  # those that share a weight share its masks
     try:
@@ -168,9 +164,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     weights = sparse_weights(model, TRAINED)
     for name, weight in weights.items():
         if is_sharded(weight.master):
-            raise ValueError(
-                f"{name} is sharded: call export_model(model, directory) in all processes, which writes the plain model"
-            )
+            way = "call export_model(model, directory) in all processes, which writes the plain model"
+            raise ValueError(f"{name} is sharded: {way}")
     reject_wrapped(model)
     if not weights:
         raise ValueError("the model is not patched; there is nothing to undo")
@@ -223,7 +218,5 @@ def _reject_doubled_parameters(weights: dict[str, SparseWeight]) -> None:
     first = first_of_each(weights)
     doubled = [name for name, weight in weights.items() if weight.parameters and name not in first]
     if doubled:
-        raise ValueError(
-            f"{doubled[0]} is shared with another layer, and the method trains {list(weights[doubled[0]].parameters)} "
-            f"for each; leave one of the layers out with exclude_modules"
-        )
+        own, way = list(weights[doubled[0]].parameters), "leave one of the layers out with exclude_modules"
+        raise ValueError(f"{doubled[0]} is shared, and the method trains {own} for each layer: {way}")

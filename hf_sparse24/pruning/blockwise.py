@@ -53,9 +53,8 @@ def reconstruct_block(
 ) -> tuple[float, float]:
     """Train a block's kept weights, biases and norms in place, and return its `BlockReport.error` before and after.
 
-    A block whose training gains nothing stays as it was. Each example is one step of Adam in every pass. The learning
-    rate is `rate` times the root mean square of each parameter; it warms up, then falls like a cosine. ValueError where
-    the block's outputs have NaN or inf.
+    A block whose training gains nothing stays as it was. Each example is one step of Adam in every pass, at `rate`
+    times the root mean square of each parameter. ValueError where the block's outputs have NaN or inf.
     """
     trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
     start = [parameter.detach().clone() for parameter in trained]

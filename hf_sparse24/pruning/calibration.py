@@ -62,13 +62,11 @@ def calibrate(
     with_examples: bool = False,
     finished: Container[str] = (),
 ) -> Generator[CalibratedBlock, None, None]:
-    """Yield the blocks that have `weights`, in the order that they run.
+    """Yield the blocks that have `weights`, in the order that they run, under `torch.no_grad` and in eval mode.
 
     The caller may change a block's weights until it asks for the next block, whose inputs then come from the changed
-    one. The model is in eval mode until the iterator ends or is closed. Call it under `torch.no_grad`.
-
-    Batches with the same names must run the same blocks in the same order. For examples, every block computes a third
-    time for each batch. `finished` blocks come without statistics and examples: the caller restores them.
+    one. Batches with the same names must run the same blocks in the same order. For examples, every block computes a
+    third time for each batch. `finished` blocks come without statistics and examples: the caller restores them.
     """
     blocks: dict[str, dict[str, SparseWeight]] = {}
     for name, weight in weights.items():
@@ -177,7 +175,6 @@ def _block_of(model: nn.Module, name: str) -> str:
 
 def _check_reached(missing: list[str]) -> None:
     if missing:
-        raise ValueError(
-            f"no calibration tokens reach {len(missing)} layers, such as {layer_name(missing[0])}: use more data, or "
-            f"leave them out with exclude_modules"
-        )
+        first = layer_name(missing[0])
+        way = "use more data, or leave them out with exclude_modules"
+        raise ValueError(f"no calibration tokens reach {len(missing)} layers, such as {first}: {way}")

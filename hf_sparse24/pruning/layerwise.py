@@ -26,8 +26,12 @@ def ridge(gram: Tensor, damping: float) -> float:
     return damping * (gram.diagonal().mean().item() or 1.0)
 
 
+WIDTH = 128
+"""Columns that `sparsegpt` and `round_to_int8` finish before they touch those further right, for speed."""
+
+
 def sparsegpt(
-    weight: Tensor, gram: Tensor, n: int, m: int, damping: float, width: int = 128
+    weight: Tensor, gram: Tensor, n: int, m: int, damping: float, width: int = WIDTH
 ) -> tuple[Tensor, Tensor, float]:
     """Prune columns left to right, each followed by the OBS update of the columns to its right.
 
@@ -36,9 +40,8 @@ def sparsegpt(
     `H^-1 = U^T U`: `[H_F^-1]_jj = U_jj^2` and `[H_F^-1]_j: = U_jj U_j:`. The mask of a group of `m` is chosen by that
     cost when its first column is reached. Weights of an input that is never active become zero, whatever the mask.
 
-    `damping` (see `ridge`) is raised tenfold, from 1e-6 at least, until the factorization succeeds. `width` columns are
-    finished before those further right are touched; it changes the speed only. Returns the pruned weight, its mask, and
-    the damping that was used.
+    `damping` (see `ridge`) is raised tenfold, from 1e-6 at least, until the factorization succeeds. Returns the pruned
+    weight, its mask, and the damping that was used.
 
     Reference: Frantar & Alistarh 2023 (arXiv 2301.00774), Algorithm 1; for inputs that are never active, their code
     (github.com/IST-DASLab/sparsegpt, `fasterprune`). Our deviations: U comes from one Cholesky factorization and one
@@ -88,13 +91,9 @@ def least_squares(
     """Return the weights on `mask` whose output is closest to that of the dense `weight`: `[out, in]`, zero elsewhere.
 
     Minimises `tr((V - W) (G + diag(penalty)) (V - W)^T)` over `V = mask * V` by conjugate gradients with the diagonal
-    as preconditioner. Every step lowers the objective, so stopping early is safe.
-
-    Args:
-        penalty: `[in]`, >= 0, the pull of each column towards its dense value; with 0 a singular `gram` is allowed, and
-            a column of zeros stays as it is in `start`.
-        start: the first iterate, zero off the mask.
-        tolerance: stop after two steps in a row that each lower the objective by at most this share of the rest.
+    as preconditioner. Every step lowers the objective, so stopping early is safe: after two steps in a row that each
+    lower it by at most the share `tolerance` of the rest. `penalty` `[in]`, >= 0, pulls each column towards its dense
+    value; with 0 a singular `gram` is allowed, and a column of zeros stays as it is in `start`, the first iterate.
 
     Reference: AdaPrune, Hubara et al. 2021 (arXiv 2102.08124), section 4. Our deviations: the Gram matrix replaces the
     paper's 1000 steps of Adam on stored activations; weights and bias are one problem; the inputs are those of the
@@ -130,17 +129,13 @@ def least_squares(
 
 
 def round_to_int8(
-    weight: Tensor, gram: Tensor, damping: float, dtype: torch.dtype, sweeps: int = 2, width: int = 128
+    weight: Tensor, gram: Tensor, damping: float, dtype: torch.dtype, sweeps: int = 2, width: int = WIDTH
 ) -> Tensor:
     """Return a pruned weight as int8 values times scales, those with a small output error: `[out, in]`.
 
     Starts from `quantize_packed` of the weight in `dtype`, keeps its scales, and goes over the columns: each takes the
     step that is best for the rounded others, so that no change raises the error. The largest magnitude of each 128
-    stays: from it `quantize_packed` finds the same scales and values again.
-
-    `width` columns are finished before the gradient of those further right is computed; it changes the speed only.
-
-    Reference: coordinate descent as in QuantEase (arXiv 2309.01885).
+    stays: from it `quantize_packed` finds the same scales and values again. As QuantEase (arXiv 2309.01885).
     """
     gram = gram + ridge(gram, damping) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     packed = kernels.quantize_packed(kernels.pack_nm(weight.to(dtype)))

@@ -170,10 +170,7 @@ def _check_weights(weights: dict[str, SparseWeight]) -> None:
     stacks = [name for name, weight in weights.items() if weight.is_stack]
     if stacks:
         names = sorted({name.rpartition(".")[2] for name in stacks})
-        raise ValueError(
-            f"{stacks[0]} is a stack of experts, and oneshot prunes linear layers only: leave stacks out with "
-            f"exclude_modules={names}"
-        )
+        raise ValueError(f"{stacks[0]} is a stack of experts, which oneshot cannot prune: exclude_modules={names}")
     for name, weight in weights.items():
         check_whole(name, weight.master)
         if weight.parameter.is_meta:

@@ -89,9 +89,7 @@ def check_config(config: Sparse24Config, values: str) -> None:
     if not method_class(config.method).overrides("adopt_mask"):
         raise ValueError(f"method={config.method!r}: does not keep oneshot's masks; {ONESHOT_METHOD!r} does")
     if wants_packed_master(config):
-        raise ValueError(
-            "master='packed': oneshot prunes dense weights; leave it out, and afterwards call patch_model("
-            "unpatch_model(model), config) with it, which keeps the zeros"
-        )
+        way = "afterwards call patch_model(unpatch_model(model), config) with it, which keeps the zeros"
+        raise ValueError(f"master='packed': oneshot prunes dense weights; leave it out, and {way}")
     if getattr(config, "dense_start", 0):
         raise ValueError(f"dense_start={config.dense_start!r}: other masks would be chosen after it; leave it at 0")

@@ -58,7 +58,6 @@ def choose_patterns(
         if n < m:
             patterns[candidate.name] = f"{n}:{m}"
     if not patterns:
-        raise ValueError(
-            f"no targeted layer has a zero in {confidence:.0%} of its groups of {m}: prune the model unstructured first"
-        )
+        share = f"{confidence:.0%} of its groups of {m}"
+        raise ValueError(f"no targeted layer has a zero in {share}: prune the model unstructured first")
     return patterns

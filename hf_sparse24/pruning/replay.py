@@ -127,10 +127,9 @@ class Replay:
 
         def make(number: int, call: Call) -> Effect:
             if course.calls[number : number + 1] != (call.block,):
-                raise ValueError(
-                    f"{self.blocks[call.block]} is number {number} of the blocks that run for one batch and not for "
-                    f"another with arguments {sorted(inputs)}: give batches that run the same blocks"
-                )
+                other = f"another with arguments {sorted(inputs)}: give batches that run the same blocks"
+                name = f"{self.blocks[call.block]} is number {number} of the blocks that run for one batch"
+                raise ValueError(f"{name} and not for {other}")
             if number < len(effects):
                 return call.replay(_copy(effects[number]))
             effect = call.compute()
@@ -166,10 +165,8 @@ class Replay:
                 torch.testing.assert_close(tensors(found), tensors(expected), equal_nan=True)
             except Exception as error:  # whatever it is, the pass without replay has succeeded
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
-                raise ValueError(
-                    f"oneshot cannot prune this model block by block: {self.blocks[calls[number]]} differs when the "
-                    f"blocks before it only return their outputs again ({what})"
-                ) from error
+                when = f"{self.blocks[calls[number]]} differs when the blocks before it only return their outputs again"
+                raise ValueError(f"oneshot cannot prune this model block by block: {when} ({what})") from error
         return course
 
     def _last_use(self, inputs: ModelInputs, effects: list[Effect], dropped: int) -> int:

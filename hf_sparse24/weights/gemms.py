@@ -150,11 +150,8 @@ def standard_gemms(
 ) -> Gemms:
     """The GEMMs of a method that multiplies by a pruned weight, forward and backward.
 
-    Args:
-        pattern: of that weight, along its input dimension.
-        transposable: whether the grad_input GEMM's weight has it along the output dimension, as sparse hardware needs.
-        own_grad_input: whether that weight differs from the output GEMM's.
-        weight_grad, input_grad, activations, fp8: see `methods.settings.GemmSettings`.
+    `transposable`: whether the grad_input GEMM's weight has the pattern along the output dimension, as sparse hardware
+    needs. `own_grad_input`: whether it is another one. `methods.settings.GemmSettings` has the rest.
     """
     precision: Literal["native", "fp8-simulated"] = "fp8-simulated" if fp8 else "native"
     output = "none" if activations == "dense" else "magnitude"

@@ -33,10 +33,8 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
     else:
         packed = pack_exactly(weight.merged(), weight.input_dim)
     if packed is None and weight.parameters:
-        raise ValueError(
-            f"{name} is not {method.pattern} with {list(weight.parameters)} of method {method.name!r} merged; export "
-            f"with format='dense', which has all that the layer computes"
-        )
+        merged = f"{list(weight.parameters)} of method {method.name!r} merged"
+        raise ValueError(f"{name} is not {method.pattern} with {merged}: export with format='dense', which has all")
     if packed is None:
         raise ValueError(f"{name} has NaN, or is not {method.pattern} as method {method.name!r} prunes it")
     return kernels.quantize_packed(packed) if values == "int8" else packed

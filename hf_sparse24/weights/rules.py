@@ -108,7 +108,6 @@ def check_rule(rule: Rule, view: WeightView, method: Any, operand: str, name: st
         bad = int((mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1) > pattern.n).sum())
         if bad:
             along = "input" if dim == view.dim else "output"
-            raise ValueError(
-                f"{name} is not {pattern}: {bad} groups keep more than {pattern.n} of {pattern.m} weights along the "
-                f"{along} dimension; {AVERAGED}; otherwise method {method.name!r} must keep fewer"
-            )
+            what = f"{bad} groups keep more than {pattern.n} of {pattern.m} weights along the {along} dimension"
+            way = f"{AVERAGED}; otherwise method {method.name!r} must keep fewer"
+            raise ValueError(f"{name} is not {pattern}: {what}; {way}")

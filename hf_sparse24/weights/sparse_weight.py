@@ -184,10 +184,8 @@ class SparseWeight:
         """Weight operands `[..., out, in]` in forms that GEMMs of so many tokens take, kept as `encodings.py` says."""
         parameter = self.parameter
         if sharding.is_sharded(parameter):
-            raise ValueError(
-                f"{self.name} is a DTensor while its layer computes, as after torch's parallelize_module; split the "
-                f"model by FSDP2 (fully_shard), or by from_pretrained(tp_plan='auto') of Transformers 5.23"
-            )
+            way = "split the model by FSDP2 (fully_shard), or by from_pretrained(tp_plan='auto') of Transformers 5.23"
+            raise ValueError(f"{self.name} is a DTensor while its layer computes, as after parallelize_module; {way}")
         made_from = [parameter, *self.state.local()]
         keep = self.storage.gathered_from is None  # FSDP2 frees what they would be valid for
         make = partial(self._encode, dtype)
@@ -207,10 +205,8 @@ class SparseWeight:
     def _encode(self, dtype: torch.dtype, operand: str, forms: Forms) -> list[Tensor]:
         """A weight operand `[..., out, in]` in the forms that GEMMs take. The first time, checks that it is N:M."""
         if not self.state.is_ready:
-            raise RuntimeError(
-                "this layer was patched on the meta device and has no state yet; load a checkpoint into the model, or "
-                "call init_state() on each of hf_sparse24.sparse_weights(model).values() once they have weights"
-            )
+            call = "call init_state() on each of hf_sparse24.sparse_weights(model).values() once they have weights"
+            raise RuntimeError(f"it was patched on the meta device and has no state yet; load a checkpoint, or {call}")
         sharding.check_supported(self.name, self.master)
         method = self.method
         checks = operand not in self._checked

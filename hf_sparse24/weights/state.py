@@ -51,10 +51,8 @@ class WeightState(Mapping[str, Tensor]):
         module, attribute = self.storage.module, self.storage.attribute
         for key in (*state, *parameters):
             if hasattr(module, attribute(key)):
-                raise ValueError(
-                    f"method {method!r} keeps {key!r} for a weight, and {type(module).__name__} has an attribute "
-                    f"{attribute(key)!r} already; give it another name"
-                )
+                taken = f"{type(module).__name__} has an attribute {attribute(key)!r}"
+                raise ValueError(f"method {method!r} keeps {key!r} for a weight, and {taken}: give it another name")
         self.names, self.parameter_names = tuple(state), tuple(parameters)
         for key, tensor in state.items():
             module.register_buffer(attribute(key), tensor)
@@ -79,15 +77,13 @@ class WeightState(Mapping[str, Tensor]):
         if not storage.is_split:
             return {}
         if self.parameter_names:
-            raise ValueError(
-                f"tensor parallelism does not split {list(self.parameter_names)}, which the method trains with "
-                f"{storage.name}; use DDP or FSDP2, or settings of the method without them"
-            )
+            trained = list(self.parameter_names)
+            way = "use DDP or FSDP2, or settings of the method without them"
+            raise ValueError(f"tensor parallelism does not split {trained}, which train with {storage.name}; {way}")
         if storage.cuts_groups(m):
             out, inputs = storage.sizes
-            raise ValueError(
-                f"tensor parallelism splits {storage.name} [{out}, {inputs}] within groups of {m} or bytes of masks: "
-                f"each process needs a multiple of {math.lcm(m, 8)} of the {inputs} inputs; take fewer processes, or "
-                f"leave the layer dense with exclude_modules"
-            )
+            need = f"each process needs a multiple of {math.lcm(m, 8)} of the {inputs} inputs"
+            way = "take fewer processes, or leave the layer dense with exclude_modules"
+            size = f"{storage.name} [{out}, {inputs}]"
+            raise ValueError(f"tensor parallelism splits {size} within groups of {m} or bytes of masks: {need}; {way}")
         return {name: storage.split(x) for name, x in self.items() if not sharding.is_sharded(x)}

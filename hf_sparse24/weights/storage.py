@@ -97,11 +97,9 @@ class DenseMaster(Storage):
         whole weight, or this process's part; otherwise the Parameter, which is a DTensor with both."""
         stored = self.module._parameters.get(self.name)
         if stored is None:
-            raise RuntimeError(
-                f"{self.name} is no Parameter of {type(self.module).__name__} any more: something has replaced it, "
-                f"such as a parametrization or PEFT's target_parameters (call unpatch_model(model) before that), or "
-                f"FSDP1 (use FSDP2, fully_shard)"
-            )
+            by = "a parametrization or PEFT's target_parameters (call unpatch_model(model) before that), or FSDP1"
+            module = type(self.module).__name__
+            raise RuntimeError(f"{self.name} is no Parameter of {module} any more, replaced by {by} (use FSDP2)")
         return stored
 
     @property
