@@ -142,7 +142,7 @@ def test_tune_stopped(directory, capsys, monkeypatch, stand_in, on_gpu):  # noqa
 
     monkeypatch.setattr(autotune, "tune", tune, raising=False)
     assert main(["tune", directory]) == 130
-    assert "measurements so far are kept" in capsys.readouterr().err
+    assert "what is finished is kept" in capsys.readouterr().err
 
 
 def test_tune_on_a_gpu_without_cusparselt(directory, capsys, on_gpu):
