@@ -134,6 +134,14 @@ def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) ->
     card.save(directory / CARD)
 
 
+def read_card(path: Path, name: str) -> ModelCard | None:
+    """The card in a file, None where there is none. ValueError, which says `name`: its metadata cannot be read."""
+    try:
+        return ModelCard(path.read_bytes().decode("utf-8-sig")) if path.exists() else None  # with its ends of lines
+    except Exception as error:  # of the reader of YAML too
+        raise ValueError(f"the metadata of {name} cannot be read, correct it first: {error}") from error
+
+
 def check_arguments(format: str, details: Iterable[str], values: str = "float") -> None:
     """Raise the errors of `make_model_card` for unknown arguments."""
     if format not in get_args(Format):

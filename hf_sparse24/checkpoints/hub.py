@@ -22,7 +22,7 @@ from ..run import patched_config, sparse_run
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
-from .card import CARD, CHECKPOINT, Format, check_arguments, make_model_card, write_model_card
+from .card import CARD, CHECKPOINT, Format, check_arguments, make_model_card, read_card, write_model_card
 from .export import WEIGHT_FILES, export_model, unwrapped
 from .lazy_tensors import NOT_FINITE
 
@@ -115,7 +115,7 @@ def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None
     if sparse_run(model) is None or not isinstance(model, PreTrainedModel) or adapters_in(model) or rank() != 0:
         return
     path = Path(directory) / CARD
-    card = ModelCard.load(path) if path.exists() else None
+    card = read_card(path, str(path))
     make_model_card(model, format="training", model_id=repo_id or path.parent.name, existing=card).save(path)
     if repo_id is not None:
         logger.warning_once(  # type: ignore[attr-defined]  # Transformers adds it
@@ -156,7 +156,4 @@ def _card_on_hub(repo_id: str, token: bool | str | None, revision: str | None) -
         path = HfApi().hf_hub_download(repo_id, CARD, token=token, revision=revision)
     except RemoteEntryNotFoundError:  # not where the Hub cannot be reached: the card there would be lost
         return None
-    try:
-        return ModelCard(Path(path).read_bytes().decode("utf-8-sig"))  # with the ends of lines that it has
-    except Exception as error:  # of the reader of YAML too
-        raise ValueError(f"the metadata of {CARD} of {repo_id} cannot be read, correct it first: {error}") from error
+    return read_card(Path(path), f"{CARD} of {repo_id}")

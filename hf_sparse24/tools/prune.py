@@ -12,8 +12,8 @@ import math
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from sparse24_kernels.cache_folder import write_json
 from torch import Tensor
-from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from ..checkpoints.card import write_model_card
+from ..checkpoints.card import CARD, read_card, write_model_card
 from ..checkpoints.export import export_model, make_fingerprint
 from ..files import read_json, written_whole
-from ..progress import Progress, duration, get_logger, is_watched
+from ..progress import Progress, get_logger, is_watched
 from ..pruning.calibration import evaluating
-from ..pruning.oneshot import PASSES, STEPS, oneshot
+from ..pruning.oneshot import oneshot
 from ..pruning.own_text import BATCH, own_text
 from ..tables import text_table
-from ..training.callback import Sparse24Callback
-from ..training.distillation import distill
 from ..training.resume import last_whole_checkpoint
+from ..training.trainer import Sparse24Trainer
 from .checkpoint_commands import verify_checkpoint
-from .prune_plan import MEASURED, SPARSE, Plan
+from .prune_plan import SPARSE, Plan
 
 logger = get_logger(__name__)
 
@@ -55,30 +54,24 @@ def prune(options: argparse.Namespace) -> int:
     print(plan, flush=True)
     dense = _load(plan, options.model, torch.bfloat16)  # of fp32, a teacher would be cast at every step
     _claim(plan, dense)
-    numbers: dict[str, float] = {}
-    if plan.kind != "encoder":
-        start = time.monotonic()
-        numbers["dense"] = measure(plan, dense, dense)
-        print(f"dense: held-out loss {numbers['dense']:.4f}; {_expected(plan, time.monotonic() - start)}", flush=True)
+    metrics = {"dense": measure(plan, "dense", dense, dense)}
     _prune(plan, dense, plan.work / "pruned")
     model = _load(plan, plan.work / "pruned", torch.float32)  # as after an interruption
     if plan.steps:
-        numbers["pruned"] = measure(plan, model, dense)
-        print(f"pruned: held-out loss {numbers['pruned']:.4f}", flush=True)
+        metrics["pruned"] = measure(plan, "pruned", model, dense)
         _train(plan, model, dense)
     export_model(model.to(plan.dtype), options.output, options.format, values=options.values)
     AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)  # plan's cuts texts off by now
-    numbers["trained" if plan.steps else "pruned"] = measure(plan, _load(plan, options.output, "auto"), dense)
-    _write_card(plan, model, numbers)
+    last = "trained" if plan.steps else "pruned"
+    metrics[last] = measure(plan, last, _load(plan, options.output, "auto"), dense)
+    _write_card(plan, model, metrics)
     status = verify_checkpoint(argparse.Namespace(checkpoint=options.output))
     if status == 0:
         shutil.rmtree(plan.work)
-    is_loss, name = plan.kind != "encoder", plan.cls.__name__
-    head = ["model", "held-out loss", "perplexity"] if is_loss else ["model", "cosine with the dense model"]
-    rows = [[of, f"{number:.4f}", f"{math.exp(number):.2f}"][: len(head)] for of, number in numbers.items()]
-    print(f"\n{text_table([head, *rows])}\n")
-    print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {name}")
-    print(f"model = {name}.from_pretrained({options.output!r})")
+    rows = [[name, *(f"{value:.4f}" for value in found.values())] for name, found in metrics.items()]
+    print(f"\n{text_table([['model', *metrics['dense']], *rows])}\n")
+    print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {plan.cls.__name__}")
+    print(f"model = {plan.cls.__name__}.from_pretrained({options.output!r})")
     return status
 
 
@@ -93,7 +86,7 @@ def _claim(plan: Plan, dense: Any) -> None:
     file = plan.work / "run.json"
     if file.exists():
         theirs = read_json(file)
-        others = [name for name in settings | theirs if settings.get(name) != theirs.get(name)]
+        others = [name for name, value in settings.items() if theirs.get(name) != value]
         if others:
             way = "give the same arguments, or delete it"
             raise ValueError(f"{plan.work} is of a run with another {', '.join(others)}: {way}")
@@ -104,13 +97,13 @@ def _claim(plan: Plan, dense: Any) -> None:
 
 
 @torch.no_grad()
-def measure(plan: Plan, model: Any, dense: Any) -> float:
-    """Nats per predicted token of held-out text; of an encoder, the mean cosine of its and `dense`'s hidden states."""
+def measure(plan: Plan, name: str, model: Any, dense: Any) -> dict[str, float]:
+    """Metrics on held-out text: the loss in nats per predicted token and the perplexity; of an encoder, which predicts
+    none, the mean cosine of its and `dense`'s hidden states."""
     total, count, generator = 0.0, 0, torch.Generator().manual_seed(0)
-    held_out = plan.held_out[:MEASURED]
-    progress = Progress("measuring", len(held_out), "block", logger.info)
+    progress = Progress(f"measuring the {name} model", len(plan.held_out), "block", logger.info)
     with torch.autocast(plan.device, torch.bfloat16), evaluating(model), progress:
-        for rows in held_out.split(plan.batch_size):
+        for rows in plan.held_out.split(plan.batch_size):
             batch = {name: ids.to(plan.device) for name, ids in _batch(plan, rows, generator).items()}
             number = int((batch["labels"] != IGNORED).sum())
             if plan.kind == "encoder":
@@ -120,7 +113,10 @@ def measure(plan: Plan, model: Any, dense: Any) -> float:
                 value = model(**batch).loss
             total, count = total + value.item() * number, count + number
             progress.update(len(rows))
-    return total / max(count, 1)
+    mean = total / max(count, 1)
+    found = {"cosine to dense": mean} if plan.kind == "encoder" else {"loss": mean, "perplexity": math.exp(mean)}
+    print(f"{name}: {', '.join(f'{what} {value:.4f}' for what, value in found.items())} on held-out text", flush=True)
+    return found
 
 
 def _batch(plan: Plan, rows: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -129,13 +125,6 @@ def _batch(plan: Plan, rows: Tensor, generator: torch.Generator | None = None) -
         return {"input_ids": rows, "labels": rows.clone()}
     hidden, mask = torch.rand(rows.shape, generator=generator) < HIDDEN, plan.tokenizer.mask_token_id
     return {"input_ids": rows.masked_fill(hidden, mask), "labels": rows.masked_fill(~hidden, IGNORED)}
-
-
-def _expected(plan: Plan, seconds: float) -> str:
-    """How long the work takes, if measuring the dense model took so many seconds."""
-    pace, batches = seconds / min(len(plan.held_out), MEASURED), len(plan.calibration) + plan.own
-    pruning = pace * batches * (4 + 3 * min(PASSES, math.ceil(STEPS / batches)))
-    return f"about {duration(pruning)} to prune, {duration(pace * 4 * plan.steps * plan.batch_size)} to train"
 
 
 def _prune(plan: Plan, dense: Any, folder: Path) -> None:
@@ -154,13 +143,13 @@ def _prune(plan: Plan, dense: Any, folder: Path) -> None:
 
 
 def _own_text(plan: Plan, dense: Any) -> Iterator[Tensor]:
-    """What the dense model writes, in batches that have a file each."""
+    """What the dense model writes, in batches that have a file each: writing takes long, and Ctrl-C loses none."""
     special = plan.calibration[:1, : plan.tokenizer.num_special_tokens_to_add()]  # such as a bos_token
-    for i, start in enumerate(range(0, plan.own, BATCH)):
-        path, number = plan.work / f"own-{i:04}.safetensors", min(BATCH, plan.own - start)
+    length = plan.calibration.shape[1] - special.shape[1]
+    for start in range(0, plan.own, BATCH):
+        path, number = plan.work / f"own-{start:06}.safetensors", min(BATCH, plan.own - start)
         if not path.exists():
-            length = plan.calibration.shape[1] - special.shape[1]
-            text = own_text(dense, plan.tokenizer, number, length, 10_000 * plan.options.seed + i)
+            text = own_text(dense, plan.tokenizer, number, length, seed=plan.own * plan.options.seed + start)
             with written_whole(path) as unfinished:
                 save_file({"tokens": text}, unfinished)
         yield torch.cat([special.expand(number, -1), load_file(path)["tokens"]], 1)
@@ -173,61 +162,45 @@ def _train(plan: Plan, model: Any, dense: Any) -> None:
     settings |= {"learning_rate": plan.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
     settings |= {"bf16": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu, "seed": plan.options.seed}
     settings |= {"save_steps": math.ceil(plan.steps / 10), "save_total_limit": 1, "logging_steps": 10}
-    arguments = TrainingArguments(str(folder), disable_tqdm=True, report_to="none", **settings)
-    data: Any = list(plan.training)
-    trainer = Trainer(model, arguments, lambda rows: _batch(plan, torch.stack(rows)), data)
-    distill(model, dense)
-    Sparse24Callback.add_to(trainer)
-    trainer.remove_callback(PrinterCallback)
-    watch = _Watch(plan.steps)
-    trainer.add_callback(watch)
-    try:
+    arguments = TrainingArguments(str(folder), disable_tqdm=not is_watched(), report_to="none", **settings)
+    data: dict[str, Any] = {"train_dataset": list(plan.training)}
+    data["data_collator"] = lambda rows: _batch(plan, torch.stack(rows))
+    stop, checkpoint = _Stop(), None
+    trainer = Sparse24Trainer(model, arguments, teacher=dense, callbacks=[stop], **data)
+    with suppress(ValueError):  # there is none
         checkpoint = last_whole_checkpoint(folder)
-    except ValueError:  # there is none
-        checkpoint = None
-    before = signal.signal(signal.SIGINT, watch.stop)
+    before = signal.signal(signal.SIGINT, stop.press)
     try:
-        with watch.progress:
-            trainer.train(checkpoint)
-            if watch.stopped:
-                raise KeyboardInterrupt
+        trainer.train(checkpoint)
     finally:
         signal.signal(signal.SIGINT, before)
+    if stop.is_pressed:
+        raise KeyboardInterrupt
 
 
-class _Watch(TrainerCallback):
-    """Shows progress, and ends training with a checkpoint where Ctrl-C is pressed; pressed again, it ends at once."""
+class _Stop(TrainerCallback):
+    """Ends training with a checkpoint after Ctrl-C; a second Ctrl-C ends it at once."""
 
-    def __init__(self, steps: int):
-        self.progress, self.stopped = Progress("training", steps, "optimizer step", logger.info), False
+    is_pressed = False
 
-    def stop(self, *_: object) -> None:
-        if self.stopped:
-            raise KeyboardInterrupt
-        self.stopped = True
-        os.write(
-            2, b"saving a checkpoint after this step; Ctrl-C again ends at once\n"
-        )  # a handler must not use a logger
+    def press(self, *_: object) -> None:
+        self.is_pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"saving a checkpoint after this step; Ctrl-C again ends at once\n")  # loggers are not for handlers
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        losses = [entry["cross_entropy"] for entry in state.log_history if "cross_entropy" in entry]
-        self.progress.update(state.global_step - self.progress.done, f"loss {losses[-1]:.3f}" if losses else None)
-        if self.stopped:
+        if self.is_pressed:
             control.should_save = control.should_training_stop = True
 
 
-def _write_card(plan: Plan, model: Any, numbers: dict[str, float]) -> None:
+def _write_card(plan: Plan, model: Any, metrics: dict[str, dict[str, float]]) -> None:
     options, folder = plan.options, Path(plan.options.output)
-    *_, last = numbers.values()
-    details: dict[str, Any] = {"results": {"cosine": last}, "dense_control": {"cosine": 1.0}}
-    if plan.kind != "encoder":
-        for name, loss in (("results", last), ("dense_control", numbers["dense"])):
-            details[name] = {"eval_loss": loss, "perplexity": math.exp(loss)}
-    settings = plan.tokens | {"seed": options.seed}
+    *_, results = metrics.values()
     if plan.steps:
-        details["results"]["eval_loss_before_training"] = numbers["pruned"]
-        settings["learning rate"] = plan.learning_rate
-    details |= {"control_name": "dense model, before pruning", "hyperparameters": settings, "existing": plan.card}
+        results = results | {"loss before training": metrics["pruned"]["loss"]}
+    details: dict[str, Any] = {"results": results, "dense_control": metrics["dense"]}
+    details |= {"control_name": "dense model, before pruning", "existing": read_card(folder / CARD, CARD)}
+    details["hyperparameters"] = plan.tokens | {"seed": options.seed, "learning rate": plan.learning_rate}
     details |= {"format": options.format, "values": options.values, "model_id": folder.resolve().name}
     base = None if os.path.isdir(options.model) else options.model
     write_model_card(model, folder, base_model=base, **details)

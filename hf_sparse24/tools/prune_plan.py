@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
-from ..checkpoints.card import CARD
+from ..checkpoints.card import CARD, read_card
 from ..checkpoints.manifest import MANIFEST
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
@@ -35,10 +34,7 @@ LEAST, MEASURED = 8, 128  # blocks that a text must have, and that are measured 
 
 
 class Plan:
-    """What a run does with which model.
-
-    Args:
-        options: of the command.
+    """What a run does with which model. ValueError or OSError: something that the work would fail by.
 
     Attributes:
         kind: `"causal"`, `"masked"`, or `"encoder"` for a model that predicts no tokens.
@@ -46,58 +42,58 @@ class Plan:
         text: a hash of it.
         calibration, training, held_out: blocks of it, `[blocks, tokens]`.
         own, steps: blocks that the dense model writes, and steps of training.
-        card: that the folder of the export has already.
+        tokens: numbers of tokens as text, by what they are for.
         work: the folder of what is finished.
-
-    Raises:
-        ValueError, OSError: something that the work would fail by.
     """
 
     def __init__(self, options: argparse.Namespace):
         check_destination(options.output)
         format_version(options.values, options.format)
-        self.options, model = options, options.model
-        source = local_files(model, ["config.json", MANIFEST])
+        self.options, name, output = options, options.model, Path(options.output)
+        self.work = output.absolute().with_name(f"{output.absolute().name}-work")
+        source = local_files(name, ["config.json", MANIFEST])
         empty, own = read_model(source)
-        config = empty.config
         if own or (source / MANIFEST).exists():
-            raise ValueError(f"{model} is sparse or quantized already: give a dense model")
-        self.cls: Any = type(empty)
-        name, stored = self.cls.__name__, config.dtype
-        is_whole = config.get_text_config() is config and self.cls.main_input_name == "input_ids"
-        if config.is_encoder_decoder or not is_whole:
-            raise ValueError(f"{model} is a {name}, which takes more than text: prune it in Python, by oneshot")
-        self.kind = "causal" if name in CAUSAL.values() else "masked" if name in MASKED.values() else "encoder"
-        for option, fits in (("own_tokens", self.kind == "causal"), ("tokens", self.kind != "encoder")):
-            if getattr(options, option) and not fits:
-                raise ValueError(f"--{option.replace('_', '-')} is not for {model}, a {name}: leave it out")
-        self.dtype = stored if isinstance(stored, torch.dtype) else torch.float32
-        self.tokenizer = _tokenizer(model, self.kind)
-        self.parameters = _check_layers(empty, options.format)
+            raise ValueError(f"{name} is sparse or quantized already: give a dense model")
         if torch.cuda.device_count() > 1:  # Trainer would take them all
             raise ValueError("prune uses one GPU, and there are several: set CUDA_VISIBLE_DEVICES=0")
+        self.cls: Any = type(empty)
+        config, cls = empty.config, self.cls.__name__
+        is_whole = config.get_text_config() is config and self.cls.main_input_name == "input_ids"
+        if config.is_encoder_decoder or not is_whole:
+            raise ValueError(f"{name} is a {cls}, which takes more than text: prune it in Python, by oneshot")
+        self.kind = "causal" if cls in CAUSAL.values() else "masked" if cls in MASKED.values() else "encoder"
+        for option, fits in (("own_tokens", self.kind == "causal"), ("tokens", self.kind != "encoder")):
+            if getattr(options, option) and not fits:
+                raise ValueError(f"--{option.replace('_', '-')} is not for {name}, a {cls}: leave it out")
+        self.tokenizer = _tokenizer(name, self.kind)
+        patch_model(empty, SPARSE)
+        for layer, weight in sparse_weights(empty).items():
+            if weight.is_stack:
+                raise ValueError(f"{layer} is a stack of experts: prune the other layers in Python, by oneshot")
+        if options.format == "packed":
+            check_packable(empty)
+        read_card(output / CARD, str(output / CARD))
+        self.dtype, self.parameters = empty.dtype, sum(parameter.numel() for parameter in empty.parameters())
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.batch_size = BATCH_SIZE[self.device]
+        self.batch_size, self.is_slow = BATCH_SIZE[self.device], self.device == "cpu" and self.parameters > LARGE
         # 2e-4 was measured with 135 million parameters; with 8 billion it is 2.6e-5.
         self.learning_rate = float(f"{min(2e-3, 2e-4 * math.sqrt(135e6 / self.parameters)):.1e}")
-        self.card = _card(Path(options.output) / CARD)
-        output = Path(options.output).absolute()
-        self.work = output.with_name(f"{output.name}-work")
         documents = read_documents(options.text)
         self.text = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-        self._divide(documents, getattr(config, "max_position_embeddings", None) or BLOCK)
+        positions = getattr(config, "max_position_embeddings", None) or BLOCK
+        self.tokens = self._divide(documents, min(BLOCK, positions, self.tokenizer.model_max_length))
         if max(self.calibration.max(), self.held_out.max()) >= config.vocab_size:
-            raise ValueError(f"{model} has a tokenizer of more tokens than its vocab_size={config.vocab_size}")
+            raise ValueError(f"{name} has a tokenizer of more tokens than its vocab_size={config.vocab_size}")
 
-    def _divide(self, documents: list[str], positions: int) -> None:
-        """Divide the text among pruning, training and measuring."""
-        options, length = self.options, min(BLOCK, positions, self.tokenizer.model_max_length)
-        is_slow = self.device == "cpu" and self.parameters > LARGE
-        default = 0 if is_slow or self.kind == "encoder" else TRAINING[self.device]
+    def _divide(self, documents: list[str], length: int) -> dict[str, str]:
+        """Divide the text among pruning, training and measuring; return `tokens`."""
+        options = self.options
+        default = 0 if self.is_slow or self.kind == "encoder" else TRAINING[self.device]
         tokens = default if options.tokens is None else options.tokens
         count, training = (math.ceil(number / length) for number in (options.calibration_tokens or CALIBRATION, tokens))
         blocks = make_blocks(documents, self.tokenizer, length, count + training + MEASURED, options.seed)
-        used = min(len(blocks) - math.ceil(len(blocks) / 20), max(len(blocks) - MEASURED, count + training))
+        used = len(blocks) - min(MEASURED, max(math.ceil(len(blocks) / 20), len(blocks) - count - training))
         found, most = f"the text has {len(blocks) * length:,} tokens", used - bool(training)
         if len(blocks) < LEAST:
             raise ValueError(f"{found}: at least {LEAST * length:,} are needed")
@@ -106,22 +102,19 @@ class Plan:
         if not options.calibration_tokens:
             count = min(count, used // 2 if training else used)
         self.calibration, self.training, self.held_out = blocks[:count], blocks[count:used], blocks[used:]
+        there = self.training.numel()
         if options.tokens is None:
-            tokens = min(tokens, MOST_PASSES * self.training.numel())
+            tokens = min(tokens, MOST_PASSES * there)
         self.steps = math.ceil(tokens / (length * self.batch_size))
         own = OWN * self.calibration.numel() if options.own_tokens is None else options.own_tokens
         self.own = math.ceil(own / length) if self.kind == "causal" else 0
-
-    @property
-    def tokens(self) -> dict[str, str]:
-        """Numbers of tokens as text, by what they are for."""
-        length, there = self.calibration.shape[1], self.training.numel()
         total = self.steps * self.batch_size * length
-        again = f": {there:,}, {total / there:.1f} times" if total > there else ""
-        found = {"calibration tokens": f"{self.calibration.numel():,} of the text"}
-        found |= {"own tokens": f"{self.own * length:,} that the dense model writes from nothing"} if self.own else {}
-        found |= {"training tokens": f"{total:,} of the text{again}"} if total else {}
-        return found | {"held-out tokens": f"{self.held_out.numel():,} of the text"}
+        return {
+            "calibration tokens": f"{self.calibration.numel():,} of the text",
+            "own tokens": f"{self.own * length:,} that the dense model writes from nothing",
+            "training tokens": f"{total:,}" + (f": {there:,} of the text, {total / there:.1f} times" if total else ""),
+            "held-out tokens": f"{self.held_out.numel():,} of the text",
+        }
 
     def __str__(self) -> str:
         lines = [f"{self.cls.__name__} with {shown_count(self.parameters)} parameters, on {self.device}"]
@@ -129,19 +122,11 @@ class Plan:
         memory, disk = (self.parameters * size / 1e9 for size in ((18, 28) if self.steps else (6, 8)))
         lines.append(f"memory: {memory:.1f} GB, and activations; disk: {disk:.1f} GB, besides the export")
         lines.append(f"{self.work} keeps what is finished: after Ctrl-C the same command goes on")
-        if self.device == "cpu" and self.parameters > LARGE:
+        if self.is_slow:
             lines.append("this is a large model for a CPU: pruning takes hours, and training (--tokens) days")
         if (Path(self.options.output) / MANIFEST).exists():
             lines.append(f"{self.options.output} holds an export, which the new one will replace")
         return "\n".join(lines)
-
-
-def _card(path: Path) -> ModelCard | None:
-    """The card of a folder that has one, which keeps what its author wrote."""
-    try:
-        return ModelCard(path.read_text(encoding="utf-8")) if path.exists() else None
-    except Exception as error:  # of the reader of YAML too
-        raise ValueError(f"{path} has metadata that cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _tokenizer(model: str, kind: str) -> Any:
@@ -156,14 +141,3 @@ def _tokenizer(model: str, kind: str) -> Any:
     if missing:
         raise ValueError(f"{model} has no tokenizer with {missing[0]}")
     return tokenizer
-
-
-def _check_layers(model: PreTrainedModel, format: str) -> int:
-    """The number of a model's parameters. ValueError: its layers cannot be pruned, or exported in the format."""
-    patch_model(model, SPARSE)
-    for name, weight in sparse_weights(model).items():
-        if weight.is_stack:
-            raise ValueError(f"{name} is a stack of experts: prune the other layers in Python, by oneshot")
-    if format == "packed":
-        check_packable(model)
-    return sum(parameter.numel() for parameter in model.parameters())

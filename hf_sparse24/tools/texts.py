@@ -23,7 +23,7 @@ def read_documents(paths: Sequence[str]) -> list[str]:
     for path in map(Path, paths):
         inside = (file for kind in ("*.txt", "*.jsonl") for file in path.rglob(kind) if file.is_file())
         for file in sorted(inside) if path.is_dir() else [path]:
-            documents += (text for text in _texts(file) if text.strip())
+            documents += filter(str.strip, _texts(file))
     if not documents:
         raise ValueError(f"--text {' '.join(paths)}: no text is there (of a directory, .txt and .jsonl files are read)")
     return documents
@@ -42,9 +42,8 @@ def _texts(file: Path) -> Iterator[str]:
     for number, line in enumerate(text.split("\n"), 1):
         try:
             if line.strip():
-                yield (
-                    json.loads(line)["text"].encode().decode()
-                )  # no halves of surrogate pairs, which no tokenizer takes
+                found = json.loads(line)["text"]
+                yield found.encode().decode()  # no halves of surrogate pairs, which no tokenizer takes
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ValueError(f'--text {file}: line {number} is no {{"text": "..."}}') from None
 
@@ -55,14 +54,13 @@ def make_blocks(documents: list[str], tokenizer: Any, length: int, most: int, se
     A token that ends a text is between documents. What fills no block is left out.
     """
     end = tokenizer.eos_token or tokenizer.sep_token
-    blocks, waiting = [torch.empty(0, length, dtype=torch.long)], ""
-    for i, text in enumerate(order := random.Random(seed).sample(documents, len(documents)), 1):
-        waiting += text + end
-        if len(waiting) > _AT_ONCE or i == len(order):
-            cut = {"truncation": True, "max_length": length, "return_overflowing_tokens": True, "verbose": False}
-            found = tokenizer([waiting], **cut)["input_ids"]
-            blocks.append(torch.tensor([ids for ids in found if len(ids) == length]).view(-1, length))
-            waiting = ""
-        if sum(map(len, blocks)) >= most:
+    text = "".join(document + end for document in random.Random(seed).sample(documents, len(documents)))
+    cut = {"truncation": True, "max_length": length, "return_overflowing_tokens": True, "verbose": False}
+    blocks = torch.empty(0, length, dtype=torch.long)
+    for start in range(0, len(text), _AT_ONCE):
+        found = tokenizer([text[start : start + _AT_ONCE]], **cut)["input_ids"]
+        whole = [ids for ids in found if len(ids) == length]
+        blocks = torch.cat([blocks, torch.tensor(whole, dtype=torch.long).view(-1, length)])
+        if len(blocks) >= most:
             break
-    return torch.cat(blocks).long()[:most]
+    return blocks[:most]
