@@ -40,15 +40,10 @@ _BY_ROWS = (-1, Pattern(2, 4))
 def convert_checkpoint(
     source: Path, empty: PreTrainedModel, directory: str | os.PathLike, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write the model in `source`, which is `empty` on the meta device, to `directory`, as a dense `export_model` does:
-    an export there is replaced.
+    """Write the model in `source`, which is `empty` on the meta device, to `directory`, as a dense `export_model` does.
 
-    Values keep every bit. Quantized ones (FP8, int8) stay quantized, in a checkpoint that says so.
-
-    Raises:
-        ValueError: the checkpoint has another format, other tensors than the model, or is damaged; or `directory` has a
-            model that is no export.
-        OSError: a file is missing or cut short.
+    Values keep every bit. Quantized ones (FP8, int8) stay quantized, in a checkpoint that says so. ValueError: the
+    checkpoint has another format, other tensors than the model, or is damaged; or `directory` has another model.
     """
     config, is_bitmask = _read_dense_config(source)
     tensors = Tensors(source)

@@ -50,12 +50,11 @@ WEIGHT_FILES = re.compile(
 NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its weights are packed"
 """Stored as the weights' file name, so that loading without hf_sparse24 fails with this text."""
 
-MARK = "hf_sparse24_export"
-"""The header key that marks a file of an export; its value differs between two exports."""
+MARK = "hf_sparse24_export"  # the header key that marks a file of an export; its value differs between two exports
 
+# Files of an adapter, of a training run, and weights that an export would hide.
 _OTHERS = ["adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt"]
 _OTHERS += ["pytorch_model.bin", "pytorch_model.bin.index.json"]
-"""Files of an adapter, of a training run, and weights that an export would hide."""
 
 
 @torch.no_grad()
@@ -127,10 +126,8 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
                 sparse = _write(model, new, files, format, format_version(values))
             if not sparse:
                 run = next(iter(weights.values())).run
-                logger.warning(
-                    f"no weight in {directory} is {run.method.pattern}: the model is in its {run.phase!r} phase. A run "
-                    f"ends sparse without a dense tail (dense_tail=0) and without its method's own adapters"
-                )
+                way = "a run ends sparse without a dense tail (dense_tail=0) and without its method's own adapters"
+                logger.warning(f"no weight in {directory} is {run.method.pattern}, in the {run.phase!r} phase: {way}")
         if _is_sharded(model):
             dist.barrier()  # when any process returns, the export is there
     finally:

@@ -118,10 +118,9 @@ def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None
     card = read_card(path, str(path))
     make_model_card(model, format="training", model_id=repo_id or path.parent.name, existing=card).save(path)
     if repo_id is not None:
-        logger.warning_once(  # type: ignore[attr-defined]  # Transformers adds it
-            "this pushes a training checkpoint, whose weights are dense where hf_sparse24 is not imported: push the "
-            "export by hf_sparse24.push_to_hub(model, repo_id), or by Sparse24Trainer with hub_strategy='end'"
-        )
+        text = "this pushes a training checkpoint, whose weights are dense where hf_sparse24 is not imported: push the "
+        text += "export by hf_sparse24.push_to_hub(model, repo_id), or by Sparse24Trainer with hub_strategy='end'"
+        logger.warning_once(text)  # type: ignore[attr-defined]  # Transformers adds it
 
 
 def _upload_modified_files(model: PreTrainedModel, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:

@@ -24,17 +24,13 @@ NOT_FINITE = "nothing was exported. Export an earlier checkpoint; or, if numbers
 class LazyTensors(NamedTuple):
     """Tensors of a checkpoint that are computed together, when they are written."""
 
-    like: Mapping[str, Tensor]
-    """Meta tensors of the same dtypes and shapes by name, in the order of writing."""
+    like: Mapping[str, Tensor]  # meta tensors of the same dtypes and shapes by name, in the order of writing
     compute: Callable[[], Mapping[str, Tensor]]
-    groups: tuple[int, Pattern] | None = None
-    """The dimension (-1 or -2) and the pattern of groups that the tensors should be sparse by, None if unknown."""
-    packed: str | None = None
-    """The name of the weight where the tensors are its packed form."""
+    groups: tuple[int, Pattern] | None = None  # dimension (-1 or -2) and pattern of groups; None: unknown
+    packed: str | None = None  # the name of the weight where the tensors are its packed form
 
 
-Weights = Mapping[str, SparseWeight]
-"""Those that the model was patched with, by name."""
+Weights = Mapping[str, SparseWeight]  # those that the model was patched with, by name
 
 
 def packed_tensors(model: PreTrainedModel, weights: Weights, values: str) -> list[LazyTensors]:

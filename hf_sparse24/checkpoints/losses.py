@@ -11,10 +11,8 @@ from .. import charts
 from ..charts import Series
 from ..files import read_json
 
-Logs = Sequence[Mapping[str, Any]]
-"""`trainer.state.log_history`, and the same in `trainer_state.json`."""
-History = dict[int, dict[str, float]]
-"""Numbers by the step and by name."""
+Logs = Sequence[Mapping[str, Any]]  # `trainer.state.log_history`, and the same in `trainer_state.json`
+History = dict[int, dict[str, float]]  # numbers by the step and by name
 Control = Mapping[str, float] | str | os.PathLike
 """A dense run to compare with: its metrics by name, its `trainer_state.json`, or the directory that holds one."""
 

@@ -33,23 +33,19 @@ _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 class Listing(NamedTuple):
     """Which weights a checkpoint lists as sparse."""
 
-    format: str
-    """`"dense"` or `"packed"`."""
-    source: str
-    """The name of the file that says it."""
-    weights: dict[str, int]
-    """The dimension of the groups, -1 or -2, by the name of the (dense) weight."""
-    files: dict[str, str]
-    """sha256 of each safetensors file by name; empty where they were not recorded."""
+    format: str  # "dense" or "packed"
+    source: str  # the name of the file that says it
+    weights: dict[str, int]  # the dimension of the groups, -1 or -2, by the name of the (dense) weight
+    files: dict[str, str]  # sha256 of each safetensors file by name; empty where they were not recorded
     pattern: Pattern
-    patterns: dict[str, Pattern]
-    """Those of the weights that have another pattern than most, by name."""
+    patterns: dict[str, Pattern]  # of the weights that have another pattern than most, by name
     method: str | None
 
     @property
     def all_patterns(self) -> str:
         """The patterns of its weights as text: `"2:4"`, or `"2:4 and 1:4"`."""
-        return " and ".join(dict.fromkeys(str(self.patterns.get(name, self.pattern)) for name in self.weights))
+        found = (str(self.patterns.get(name, self.pattern)) for name in self.weights)
+        return " and ".join(dict.fromkeys(found)) or str(self.pattern)
 
 
 class Finding(NamedTuple):
@@ -114,12 +110,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_listing(directory: Path, tensors: Tensors) -> Listing:
-    """Which weights the checkpoint in `directory`, which has these tensors, lists as sparse.
-
-    Raises:
-        ValueError: a training checkpoint, one that lists no sparse weights, or a damaged file.
-        OSError: no config.json.
-    """
+    """Which weights the checkpoint in `directory`, which has these tensors, lists as sparse. ValueError: a training
+    checkpoint, one that lists no sparse weights, or a damaged file. OSError: no config.json."""
     config = read_json(directory / CONFIG).get("quantization_config") or {}
     if not isinstance(config, dict):
         raise ValueError(f"{directory / CONFIG}: quantization_config={shown(config)}: must be a dict")

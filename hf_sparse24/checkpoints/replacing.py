@@ -32,15 +32,9 @@ CONFIG = "config.json"
 def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iterator[Path]:
     """Yield an empty folder to write a model to; when the block ends, these files replace the model in `directory`.
 
-    Where the block raises, the old model stays, and no directory that was made for the new one.
-
-    Args:
-        directory: made if absent; a link to one stays a link. Other files in it stay.
-        outdated: names of files that belong to the old model even where the new one does not have them.
-
-    Raises:
-        RuntimeError: another process is writing a model to the directory.
-        OSError: the directory holds a model, and its file system has no symbolic links.
+    Files that `outdated` names go where the new model does not have them; others stay. Where the block raises, the old
+    model stays, and no directory that was made for the new one. RuntimeError: another process is writing there.
+    OSError: the directory holds a model, and its file system has no symbolic links.
     """
     root = Path(os.path.realpath(directory))
     is_made = not root.exists()

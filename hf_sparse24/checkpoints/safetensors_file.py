@@ -35,22 +35,15 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_CHUNK = 1 << 24
-"""Bytes that are copied from a device, and written, at once."""
+_CHUNK = 1 << 24  # bytes that are copied from a device, and written, at once
 
 
 def write_safetensors(
     path: Path, like: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> str:
-    """Write a file and return its sha256.
+    """Write a file and return its sha256. `like` has meta tensors of the dtypes and shapes to come, in the same order.
 
-    Args:
-        like: meta tensors by name, of the dtypes and shapes to be written, in the order of `tensors`.
-        tensors: names and tensors, on any device; each is written and released before the next one is asked for.
-        metadata: strings for the header.
-
-    Raises:
-        ValueError: a tensor differs from its description, or there are more or fewer than described.
+    Each tensor is written and released before the next one is asked for. ValueError: one is not as described.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

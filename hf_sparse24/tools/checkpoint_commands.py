@@ -131,7 +131,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     groups: dict[str, list[int]] = {}
     for finding in (finding for finding in found if finding.elements):
         _add(groups, group_name(finding.name), 1, finding.problem is None, finding.zeros, finding.elements)
-    rows = [["tensors", "number", listing.all_patterns or str(listing.pattern), "zeros"]]
+    rows = [["tensors", "number", listing.all_patterns, "zeros"]]
     for group, (n, sparse, zeros, elements) in groups.items():
         rows.append([group, str(n), f"{sparse} of {n}", f"{zeros / elements:.1%}"])
     print_table(rows)
@@ -165,8 +165,7 @@ def _heading(listing: Listing, tensors: Tensors) -> str:
     has_int8 = any(buffer_names(name)[2] in tensors for name in listing.weights)
     stored = f"{listing.format} with int8 values" if has_int8 else listing.format
     trained = f", trained by {listing.method}" if listing.method else ""
-    pattern = listing.all_patterns or listing.pattern
-    return f"{stored}{trained}: {len(listing.weights)} weights are {pattern}, listed in {listing.source}"
+    return f"{stored}{trained}: {len(listing.weights)} weights are {listing.all_patterns}, listed in {listing.source}"
 
 
 def _add(groups: dict[str, list[int]], group: str, *numbers: int) -> None:

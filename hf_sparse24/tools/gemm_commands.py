@@ -23,8 +23,7 @@ from .plan import FLOPS_PER_BYTE, print_plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-REPORT = Path("sparse24-doctor.json")
-"""What `doctor --check` writes, in the working directory."""
+REPORT = Path("sparse24-doctor.json")  # of `doctor --check`, in the working directory
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -105,15 +104,11 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     """The model's architecture without weights, patched as it would be trained."""
     model, own = read_model(options.model)
     if own.get("quant_method", "sparse24") != "sparse24":
-        raise ValueError(
-            f"{options.model} is quantized with {own['quant_method']}: 2:4 training starts from plain weights"
-        )
+        raise ValueError(f"{options.model} is quantized with {own['quant_method']}: 2:4 training needs plain weights")
     sparse = Sparse24Config.from_dict(own)
     if wants_packed_master(sparse):
-        raise ValueError(
-            f"{options.model} has packed masters (master='packed'), whose memory and GEMMs are not planned: give the "
-            f"dense model, with --method {sparse.method}"
-        )
+        what = f"{options.model} has packed masters (master='packed'), whose memory and GEMMs are not planned"
+        raise ValueError(f"{what}: give the dense model, with --method {sparse.method}")
     if options.method and options.method != sparse.method:
         sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
     if options.target_modules:

@@ -56,6 +56,5 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         if type(config) in classes:
             found = classes[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise ValueError(
-        f"Transformers has no model for {type(config).__name__} with architectures={config.architectures!r}"
-    )
+    named = f"{type(config).__name__} with architectures={config.architectures!r}"
+    raise ValueError(f"Transformers has no model for {named}")

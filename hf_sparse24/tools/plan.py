@@ -28,33 +28,20 @@ _ASSUMED = (
 
 
 class LayerCost(NamedTuple):
-    """What a layer, or a stack of experts, costs in a sparse step.
+    """What a layer, or a stack of experts, costs in a sparse step."""
 
-    Attributes:
-        sparse: names of the GEMMs that sparse tensor cores can run.
-        flops: of these GEMMs as dense math.
-        pruning: bytes moved by pruning weights and gradients, by masked decay and by mask refreshes.
-        encodings: bytes of the encodings of its weight.
-    """
-
-    sparse: tuple[str, ...]
-    flops: float
-    pruning: float
-    encodings: float
+    sparse: tuple[str, ...]  # names of the GEMMs that sparse tensor cores can run
+    flops: float  # of these GEMMs as dense math
+    pruning: float  # bytes moved by pruning weights and gradients, by masked decay and by mask refreshes
+    encodings: float  # bytes of the encodings of its weight
 
 
 class Plan(NamedTuple):
-    """What one sparse step costs.
+    """What one sparse step costs."""
 
-    Attributes:
-        memory: bytes held, by what they are for.
-        layers: the cost of each sparse layer.
-        sparse_share: the share of a run's steps that are sparse; the others gain nothing.
-    """
-
-    memory: dict[str, float]
+    memory: dict[str, float]  # bytes held, by what they are for
     layers: list[LayerCost]
-    sparse_share: float
+    sparse_share: float  # of a run's steps; the others gain nothing
 
     @property
     def flops(self) -> float:

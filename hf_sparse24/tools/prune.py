@@ -39,8 +39,7 @@ from .prune_plan import SPARSE, Plan
 
 logger = get_logger(__name__)
 
-HIDDEN, IGNORED = 0.15, -100
-"""Share of the tokens that a masked model has to predict, and the label of the others."""
+HIDDEN, IGNORED = 0.15, -100  # share of the tokens that a masked model has to predict, and the label of the others
 
 
 def prune(options: argparse.Namespace) -> int:
@@ -196,11 +195,12 @@ class _Stop(TrainerCallback):
 def _write_card(plan: Plan, model: Any, metrics: dict[str, dict[str, float]]) -> None:
     options, folder = plan.options, Path(plan.options.output)
     *_, results = metrics.values()
+    details: dict[str, Any] = {"dense_control": metrics["dense"], "control_name": "dense model, before pruning"}
+    details |= {"results": results, "hyperparameters": plan.tokens | {"seed": options.seed}}
     if plan.steps:
-        results = results | {"loss before training": metrics["pruned"]["loss"]}
-    details: dict[str, Any] = {"results": results, "dense_control": metrics["dense"]}
-    details |= {"control_name": "dense model, before pruning", "existing": read_card(folder / CARD, CARD)}
-    details["hyperparameters"] = plan.tokens | {"seed": options.seed, "learning rate": plan.learning_rate}
+        details["results"] = results | {"loss before training": metrics["pruned"]["loss"]}
+        details["hyperparameters"]["learning rate"] = plan.learning_rate
     details |= {"format": options.format, "values": options.values, "model_id": folder.resolve().name}
+    details["existing"] = read_card(folder / CARD, CARD)
     base = None if os.path.isdir(options.model) else options.model
     write_model_card(model, folder, base_model=base, **details)

@@ -1,12 +1,16 @@
-"""What `hf-sparse24 prune` will do: its arguments are checked, and the text is divided, before anything takes time."""
+"""What `hf-sparse24 prune` will do: before anything takes time, its arguments are checked, and the text is divided."""
 
 import argparse
 import hashlib
+import json
 import math
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
@@ -22,7 +26,6 @@ from ..patching.surgery import patch_model
 from ..weights.sparse_weight import sparse_weights
 from .checkpoint_commands import check_destination, local_files
 from .models import read_model
-from .texts import make_blocks, read_documents
 
 SPARSE = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")
 
@@ -31,6 +34,7 @@ BLOCK, CALIBRATION, TRAINING, BATCH_SIZE = 256, 24_576, {"cpu": 300_000, "cuda":
 OWN, MOST_PASSES = 3, 4  # how many times the calibration tokens the model writes, and a short text is trained on
 LARGE = 1_000_000_000  # parameters, above which a CPU prunes only
 LEAST, MEASURED = 8, 128  # blocks that a text must have, and that are measured at most
+AT_ONCE = 1_000_000  # characters that are tokenized together
 
 
 class Plan:
@@ -109,10 +113,11 @@ class Plan:
         own = OWN * self.calibration.numel() if options.own_tokens is None else options.own_tokens
         self.own = math.ceil(own / length) if self.kind == "causal" else 0
         total = self.steps * self.batch_size * length
+        again = f": {there:,}, {total / there:.1f} times" if total > there else ""
         return {
             "calibration tokens": f"{self.calibration.numel():,} of the text",
             "own tokens": f"{self.own * length:,} that the dense model writes from nothing",
-            "training tokens": f"{total:,}" + (f": {there:,} of the text, {total / there:.1f} times" if total else ""),
+            "training tokens": f"{total:,} of the text{again}",
             "held-out tokens": f"{self.held_out.numel():,} of the text",
         }
 
@@ -141,3 +146,53 @@ def _tokenizer(model: str, kind: str) -> Any:
     if missing:
         raise ValueError(f"{model} has no tokenizer with {missing[0]}")
     return tokenizer
+
+
+def read_documents(paths: Sequence[str]) -> list[str]:
+    """The texts of files: one of each, or one of each line `{"text": ...}` of a .jsonl file. ValueError: there is none,
+    or it cannot be read as such."""
+    documents: list[str] = []
+    for path in map(Path, paths):
+        inside = (file for kind in ("*.txt", "*.jsonl") for file in path.rglob(kind) if file.is_file())
+        for file in sorted(inside) if path.is_dir() else [path]:
+            documents += filter(str.strip, _texts(file))
+    if not documents:
+        raise ValueError(f"--text {' '.join(paths)}: no text is there (of a directory, .txt and .jsonl files are read)")
+    return documents
+
+
+def _texts(file: Path) -> Iterator[str]:
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {file}: is no text in UTF-8, see byte {error.start}") from None
+    if "\0" in text:
+        raise ValueError(f"--text {file}: is no text, it has zero bytes")
+    if file.suffix not in (".json", ".jsonl"):
+        yield text
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                found = json.loads(line)["text"]
+                yield found.encode().decode()  # no halves of surrogate pairs, which no tokenizer takes
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f'--text {file}: line {number} is no {{"text": "..."}}') from None
+
+
+def make_blocks(documents: list[str], tokenizer: Any, length: int, most: int, seed: int) -> Tensor:
+    """At most `most` blocks `[blocks, length]` of documents in random order, with the tokenizer's special tokens.
+
+    A token that ends a text is between documents. What fills no block is left out.
+    """
+    end = tokenizer.eos_token or tokenizer.sep_token
+    text = "".join(document + end for document in random.Random(seed).sample(documents, len(documents)))
+    cut = {"truncation": True, "max_length": length, "return_overflowing_tokens": True, "verbose": False}
+    blocks = torch.empty(0, length, dtype=torch.long)
+    for start in range(0, len(text), AT_ONCE):
+        found = tokenizer([text[start : start + AT_ONCE]], **cut)["input_ids"]
+        whole = [ids for ids in found if len(ids) == length]
+        blocks = torch.cat([blocks, torch.tensor(whole, dtype=torch.long).view(-1, length)])
+        if len(blocks) >= most:
+            break
+    return blocks[:most]

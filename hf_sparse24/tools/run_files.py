@@ -24,24 +24,15 @@ LABEL = 40  # the most letters that the name of a row has; of longer names the e
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files of a run hold.
-
-    Attributes:
-        history: numbers logged with a loss or an evaluation, by step and name.
-        steps: optimizer steps done.
-        samples_per_second: of the whole run by the Trainer, evaluations included; None before it ends.
-        starts: the lines of the run log where the run starts or resumes.
-        flip_rates: by step and layer.
-        config: of the model.
-    """
+    """What the files of a run hold."""
 
     directory: Path
-    history: History
-    steps: int
-    samples_per_second: float | None
-    starts: list[dict[str, Any]]
-    flip_rates: dict[int, dict[str, float]]
-    config: dict[str, Any]
+    history: History  # numbers logged with a loss or an evaluation, by step and name
+    steps: int  # optimizer steps done
+    samples_per_second: float | None  # of the whole run by the Trainer, evaluations included; None before it ends
+    starts: list[dict[str, Any]]  # the lines of the run log where the run starts or resumes
+    flip_rates: dict[int, dict[str, float]]  # by step and layer
+    config: dict[str, Any]  # of the model
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -129,15 +129,11 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if sparse_run(model) is None and sparse_weights(model, PACKED):
             return  # adapters train around packed weights
         if self._trainer is None:
-            raise ValueError(
-                "callbacks=[Sparse24Callback()]: a callback alone reaches neither the checkpoint of a resumed run nor "
-                "TRL's reference model; call Sparse24Callback.add_to(trainer) before trainer.train() instead"
-            )
+            why = "it sees neither the checkpoint of a resumed run nor TRL's reference model"
+            raise ValueError(f"callbacks=[Sparse24Callback()]: {why}; call Sparse24Callback.add_to(trainer) instead")
         if state.global_step > state.max_steps:
-            raise ValueError(
-                f"max_steps={state.max_steps}: the checkpoint is at step {state.global_step} already; set more steps "
-                f"than that, or start a new run from its weights"
-            )
+            done = f"the checkpoint is at step {state.global_step} already"
+            raise ValueError(f"max_steps={state.max_steps}: {done}; set more, or start a new run from its weights")
         if self.checkpoint is not None and state.global_step:
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
             check_resumed(model, self.checkpoint)
@@ -152,10 +148,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         )
         method = self.controller.run.method
         if method.teacher_loss is not None and self._distiller is None:
-            logger.warning(
-                f"method {method.name!r} is published with the dense model as its teacher, and this run has none: "
-                f"pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
-            )
+            way = "pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
+            logger.warning(f"method {method.name!r} is published with the dense model as its teacher: {way}")
         states: Any = state.stateful_callbacks  # by the names of classes
         saved = states.get(type(self).__name__, {})  # none where another trainer began the run
         states.setdefault(type(self).__name__, self.state())
@@ -169,12 +163,12 @@ class Sparse24Callback(TrainerCallback, ExportableState):
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is not None and state.global_step < state.max_steps:
-            self._check_running(self.controller)
             self.controller.after_micro_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is not None and state.global_step <= state.max_steps:
-            self._check_running(self.controller)
+            if not self.controller.is_running:
+                raise RuntimeError("another Sparse24Controller has taken this model over, or called end() on this one")
             if self.controller.step < state.global_step:
                 self.controller.skip_step()  # a GradScaler skipped it, and the Trainer counts it
         if self.run_log is not None:
@@ -217,11 +211,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             measured = self.run_log.measure(state.global_step, flip_rates) if "loss" in logs else {}
             self.run_log.write(state.global_step, logs | measured)
             logs.update(measured)  # which ConsoleFilter keeps from the console
-
-    @staticmethod
-    def _check_running(controller: Sparse24Controller) -> None:
-        if not controller.is_running:
-            raise RuntimeError("another Sparse24Controller has taken this model over, or called end() on this one")
 
     def _metrics(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, float]:
         """What this callback adds to a log of training."""

@@ -21,8 +21,7 @@ from .zero import check_method
 
 logger = get_logger(__name__)
 
-_LONG_RUN = 10**9
-"""Steps of a run in which no length of a phase rounds to nothing."""
+_LONG_RUN = 10**9  # steps of a run in which no length of a phase rounds to nothing
 
 
 def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
@@ -41,17 +40,12 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
             logger.warning("accelerate has no FSDP on this device: it runs DDP, and every process has all weights")
         return
     if getattr(plugin, "fsdp_version", 1) != 2:
-        raise ValueError(
-            "FSDP1 flattens weights: use FSDP2, by `fsdp_version: 2` in accelerate's config file, or "
-            'fsdp_config={"version": 2} in TrainingArguments'
-        )
+        way = "`fsdp_version: 2` in accelerate's config file, or fsdp_config={'version': 2}"
+        raise ValueError(f"FSDP1 flattens weights: use FSDP2, by {way}")
     state = [name for weight in sparse_weights(model, TRAINED).values() for name in weight.state]
     if plugin.cpu_ram_efficient_loading and state:
-        raise ValueError(
-            f"cpu_ram_efficient_loading=True: accelerate does not send {state[0]!r}, which the method keeps; set "
-            f"`fsdp_cpu_ram_efficient_loading: false` in its config file, or "
-            f'fsdp_config={{"cpu_ram_efficient_loading": false}}'
-        )
+        way = "`fsdp_cpu_ram_efficient_loading: false` in its config file, or the same in fsdp_config"
+        raise ValueError(f"cpu_ram_efficient_loading=True: accelerate does not send {state[0]!r}; set {way}")
 
 
 def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, Any]) -> None:
@@ -61,7 +55,9 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, A
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    facts = settings | {"the sparse weights": _digest(list(weights)), "masks and scales": _digest(_hashes(weights))}
+    state = [tensor for weight in weights.values() for tensor in weight.state.values()]
+    hashes = [_hash(tensor) for tensor in state if not is_sharded(tensor) and not tensor.is_meta]  # what each has whole
+    facts = settings | {"the sparse weights": _digest(list(weights)), "masks and scales": _digest(hashes)}
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, facts)
     first = of_all[0]
@@ -69,16 +65,8 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, A
         differing = sorted(name for name in first | found if first.get(name) != found.get(name))
         if differing:
             shown = "; ".join(f"{name}: {found.get(name)!r}, not {first.get(name)!r}" for name in differing)
-            raise ValueError(
-                f"process {number} differs from process 0 in {shown}; give all processes the same settings and the "
-                f"same weights: from one checkpoint, or made after the same torch.manual_seed"
-            )
-
-
-def _hashes(weights: Mapping[str, SparseWeight]) -> list[int]:
-    """Of the state that every process has whole."""
-    state = [tensor for weight in weights.values() for tensor in weight.state.values()]
-    return [_hash(tensor) for tensor in state if not is_sharded(tensor) and not tensor.is_meta]
+            way = "give all the same settings and weights: of one checkpoint, or made after one torch.manual_seed"
+            raise ValueError(f"process {number} differs from process 0 in {shown}; {way}")
 
 
 def _hash(tensor: Tensor) -> int:
@@ -107,15 +95,11 @@ def check_reference(trainer: Trainer) -> None:
         return
     arguments: Any = trainer.args
     if getattr(arguments, "sync_ref_model", False):
-        raise ValueError(
-            "sync_ref_model=True mixes the policy's dense master weights, with which it does not compute, into the "
-            "reference; set sync_ref_model=False"
-        )
+        why = "mixes the policy's dense master weights, with which it does not compute, into the reference"
+        raise ValueError(f"sync_ref_model=True {why}; set it to False")
     if getattr(arguments, "precompute_ref_log_probs", False):
-        raise ValueError(
-            "precompute_ref_log_probs=True: TRL finds the numbers again by the dense master weights, which do not say "
-            "how they are pruned; set precompute_ref_log_probs=False"
-        )
+        why = "TRL finds the numbers again by the dense master weights, which do not say how they are pruned"
+        raise ValueError(f"precompute_ref_log_probs=True: {why}; set it to False")
     if trainer.ref_model is None:
         return
     reference = trainer.accelerator.unwrap_model(trainer.ref_model)

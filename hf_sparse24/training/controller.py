@@ -89,7 +89,9 @@ class Sparse24Controller:
         metrics_interval: int = 1,
     ):
         numbers = {"total_steps": total_steps, "step": step, "seed": seed, "metrics_interval": metrics_interval}
-        _check_numbers(**numbers)
+        _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
+        _check_ints(0, total_steps, step=step)
+        _check_ints(0, seed=seed)
         self.model, self.run = _prepared(model)
         self.weights, self.optimizer = sparse_weights(self.model), followed(optimizer, self.run.method)
         self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
@@ -256,11 +258,9 @@ class Sparse24Controller:
 def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
     """The model out of what was put around it, and its run. Its adapters and configs then know that it is sparse."""
     if getattr(model, "broadcast_buffers", False):
-        logger.warning(
-            "DDP copies masks and scales to all processes in every forward pass, so weights are pruned again for each "
-            "micro-batch: pass broadcast_buffers=False (from torch 2.13 on forward_sync_buffers=False), or "
-            "ddp_broadcast_buffers=False to a Trainer"
-        )
+        way = "pass broadcast_buffers=False (from torch 2.13 on forward_sync_buffers=False)"
+        way += ", or ddp_broadcast_buffers=False to a Trainer"
+        logger.warning(f"DDP copies masks and scales in every forward pass, and weights are pruned again: {way}")
     model = unwrap(model)
     attach_adapters(model)  # those that PEFT has not found by its registry
     check_adapters(model)
@@ -281,27 +281,17 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
         raise ValueError(f"state={state!r}: lacks {missing}; load what controller.state_dict() gave")
     method = controller.run.method.name
     if state["method"] != method:
-        raise ValueError(
-            f"the state is of method {state['method']!r}, the model is patched with {method!r}: patch it with the "
-            f"first, or start a new run from its weights"
-        )
+        way = "patch it with the first, or start a new run from its weights"
+        raise ValueError(f"the state is of method {state['method']!r}, the model is patched with {method!r}: {way}")
     _check_ints(0, controller.total_steps, step=state["step"])
     _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
     is_lost = controller._has_own_optimizer and not controller.optimizer.state
     if is_lost and state["step"] and state["uses_optimizer_state"]:
-        raise ValueError(
-            f"cannot go on at step {state['step']}: method {method!r} trains by the state of the optimizer that it "
-            f"makes; load that first (a checkpoint of save_only_model=True has none, and can only start a new run)"
-        )
+        way = "trains by the state of the optimizer that it makes; load that first (save_only_model=True saves none)"
+        raise ValueError(f"cannot go on at step {state['step']}: method {method!r} {way}")
     unknown = sorted(set(state["flips"]) - set(controller.weights))
     if unknown:
         raise ValueError(f"flips of {unknown[:5]}: the state is of another model, this one has no such weights")
-
-
-def _check_numbers(total_steps: int, step: int, seed: int, metrics_interval: int) -> None:
-    _check_ints(1, total_steps=total_steps, metrics_interval=metrics_interval)
-    _check_ints(0, total_steps, step=step)
-    _check_ints(0, seed=seed)
 
 
 def _check_ints(low: int, high: int | None = None, **values: Any) -> None:

@@ -94,10 +94,8 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     with Progress("masked decay", None, "probe step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
         dense = probe(trainer, None, steps, progress, probes)
         if dense == 0:
-            raise ValueError(
-                "no mask flipped at the end of the dense probe: probe longer, by tune_masked_decay(steps=...), raise "
-                "the learning rate, or set masked_decay to a number"
-            )
+            way = "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
+            raise ValueError(f"no mask flipped at the end of the dense probe: probe longer, by {way}")
         low, high = 0, len(grid)  # mu is above the middle below `low`, and not from `high` on
         while low < high:
             index = (low + high) // 2
@@ -163,10 +161,8 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if state.max_steps < MIN_STEPS:
-            raise ValueError(
-                f"max_steps={state.max_steps}: probes of a masked decay take at least {MIN_STEPS}; set masked_decay to "
-                f"a number"
-            )
+            need = f"probes of a masked decay take at least {MIN_STEPS}"
+            raise ValueError(f"max_steps={state.max_steps}: {need}; set masked_decay to a number")
         warm_up = args.get_warmup_steps(state.max_steps)
         if warm_up < MIN_STEPS:
             warm_up = min(STEPS_WITHOUT_WARM_UP, state.max_steps)

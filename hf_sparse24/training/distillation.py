@@ -98,13 +98,6 @@ class _KLDivergence(torch.autograd.Function):
         return gradient.mul_(grad).view(ctx.shape), None, None  # in place: autograd refuses a second backward pass
 
 
-def predicting_positions(labels: Tensor, shifted: bool) -> Tensor:
-    """The flat positions [n] whose logits predict a label: `labels` [batch, tokens] without -100, and one to the left
-    where the loss shifts them."""
-    targets = pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted else labels
-    return (targets != IGNORED).flatten().nonzero().squeeze(1)
-
-
 class Distiller:
     """The teacher's terms in the loss of a model, from `distill` on until `end`.
 
@@ -154,10 +147,8 @@ class Distiller:
             return None
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is None:
-            raise ValueError(
-                "the model returned no loss to add to: pass it labels, leave return_dict on, and compute no loss "
-                "outside of the model (label_smoothing_factor, compute_loss_func)"
-            )
+            way = "compute no loss outside of the model (label_smoothing_factor, compute_loss_func)"
+            raise ValueError(f"the model returned no loss to add to: pass it labels, leave return_dict on, and {way}")
         names = inspect.signature(model.forward).parameters if args else ()
         outputs["loss"] = self.add_teacher(loss, outputs, dict(zip(names, args)) | kwargs)
         return outputs
@@ -180,22 +171,20 @@ class Distiller:
         return (1 - self.config.weight) * loss + self.config.weight * kl
 
     def _predictions(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The student's logits, and the positions where they predict a label."""
+        """The student's logits, and the flat positions [n] where they predict a label."""
         logits = outputs.get("logits") if isinstance(outputs, dict) else None
         if logits is None:
-            raise ValueError(
-                "distillation needs the model's logits, and it returned none; leave use_liger_kernel and other fused "
-                "losses off"
-            )
+            way = "leave use_liger_kernel and other fused losses off"
+            raise ValueError(f"distillation needs the model's logits, and it returned none; {way}")
         shifted = batch.get("shift_labels")
         labels = batch.get("labels") if shifted is None else shifted
         if labels is None or labels.shape != logits.shape[:2]:
             found = "there are none" if labels is None else f"they are {list(labels.shape)}"
-            raise ValueError(
-                f"distillation needs a label for each of the logits, {list(logits.shape[:2])}, and {found}; prompt "
-                f"tuning, which adds tokens, is not supported"
-            )
-        return logits, predicting_positions(labels, self.shifted and shifted is None).to(logits.device)
+            needed = f"distillation needs a label for each of the logits, {list(logits.shape[:2])}, and {found}"
+            raise ValueError(f"{needed}; prompt tuning, which adds tokens, is not supported")
+        if self.shifted and shifted is None:  # by the model's loss: a position predicts the label to its right
+            labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        return logits, (labels != IGNORED).flatten().nonzero().squeeze(1).to(logits.device)
 
 
 def distill(

@@ -15,16 +15,12 @@ from ..weights.storage import layer_name
 
 
 class Flips:
-    """How many entries of each weight have entered or left its mask. All processes must call its methods.
-
-    Attributes:
-        counts: 0-d tensors by the weight's name, over all processes; empty before the first measurement.
-    """
+    """How many entries of each weight have entered or left its mask. All processes must call its methods."""
 
     def __init__(self, weights: Mapping[str, SparseWeight]):
         self._weights = weights
         self._before: Mapping[str, Tensor] = {}
-        self.counts: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}  # 0-d, over all processes; empty before the first measurement
 
     def start(self, masks: Mapping[str, Tensor]) -> None:
         """Measure from these masks on: packed bits by name, of what this process updates."""
@@ -58,17 +54,15 @@ def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
     return max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
 
 
+@torch.no_grad()
 def fresh_masks(weights: Mapping[str, SparseWeight], model: nn.Module) -> list[Tensor]:
     """The masks, as packed bits, that these weights would have with new state and the values that `model` has."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return [_fresh_mask(weight, parameters[name]) for name, weight in weights.items()]
-
-
-@torch.no_grad()
-def _fresh_mask(weight: SparseWeight, parameter: Tensor) -> Tensor:
-    method, progress = weight.method, weight.run.progress
-    views = [view._replace(state=method.init_state(view, *progress)) for view in weight.views(parameter)]
-    return weight.storage.stacked([method_mask(method, view, packed=True) for view in views])
+    parameters, masks = dict(model.named_parameters(remove_duplicate=False)), []
+    for name, weight in weights.items():
+        method, progress = weight.method, weight.run.progress
+        views = [view._replace(state=method.init_state(view, *progress)) for view in weight.views(parameters[name])]
+        masks.append(weight.storage.stacked([method_mask(method, view, packed=True) for view in views]))
+    return masks
 
 
 def kept_magnitude(weights: Mapping[str, SparseWeight]) -> float:

@@ -28,17 +28,20 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None
     """Raise ValueError if the optimizer cannot be followed, or lacks a trainable part of a sparse weight."""
     if not isinstance(optimizer, torch.optim.Optimizer | ZeroOptimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    _check_all_sharded(weights, optimizer)
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
+        # FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later.
+        plain = [tuple(p.shape) for p in held.values() if p.requires_grad and not is_sharded(p)]
+        if plain:
+            way = "add adapters, then call fully_shard, then make the optimizer"
+            raise ValueError(f"FSDP2 has not sharded {len(plain)} parameters that train, one of {plain[0]}: {way}")
     for name, weight in weights.items():
         check_supported(name, weight.master)
         own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
         for trained, tensor in {name: weight.master, **own}.items():
             if tensor.requires_grad and id(tensor) not in held:
-                raise ValueError(
-                    f"the optimizer does not hold {trained}, which is trainable: make it from this model's parameters "
-                    f"after patch_model (with DeepSpeed, pass engine.optimizer), or freeze that weight"
-                )
+                way = "make it after patch_model (with DeepSpeed, pass engine.optimizer), or freeze that weight"
+                raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}")
 
 
 def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
@@ -53,24 +56,10 @@ def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: Any) ->
                 continue
             size = local(parameter.detach()).float().abs().mean()
             if size * torch.finfo(parameter.dtype).eps / 4 > rate:
-                logger.warning(
-                    f"learning rate {rate:g} is too small for {parameter.dtype}: a step changes most entries of "
-                    f"{names[id(parameter)]} by nothing. Load the model with dtype='float32', and set bf16=True"
-                )
+                lost = f"a step changes most entries of {names[id(parameter)]} by nothing"
+                way = "Load the model with dtype='float32', and set bf16=True"
+                logger.warning(f"learning rate {rate:g} is too small for {parameter.dtype}: {lost}. {way}")
                 return
-
-
-def _check_all_sharded(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
-    """FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later."""
-    if not any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
-        return
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    plain = [tuple(parameter.shape) for parameter in trained if not is_sharded(parameter)]
-    if plain:
-        raise ValueError(
-            f"FSDP2 has not sharded {len(plain)} parameters that train, such as one of shape {plain[0]}: add adapters, "
-            f"then call fully_shard, then make the optimizer"
-        )
 
 
 class TorchOptimizer:
@@ -95,11 +84,7 @@ class TorchOptimizer:
 
     def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:
         """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
-        that the optimizer is not going to take does not count.
-
-        Returns:
-            torch's handles.
-        """
+        that the optimizer is not going to take does not count. torch's handles end it."""
 
         def final_gradients() -> None:
             self._takes_step = _unscale(self.optimizer)

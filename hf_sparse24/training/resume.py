@@ -28,8 +28,7 @@ from ..run import set_phase, sparse_run
 logger = get_logger(__name__)
 
 CONFIG = "config.json"
-OWN_CONFIG = "sparse24_config.json"
-"""Has the config where neither a `config.json` nor an adapter's record of its base does."""
+OWN_CONFIG = "sparse24_config.json"  # where neither a `config.json` nor an adapter's record of its base has the config
 
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")
@@ -37,11 +36,8 @@ _TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> str:
-    """The path of the newest checkpoint in a Trainer's output directory that is whole; damaged ones cost a warning.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The path of the newest whole checkpoint in a Trainer's output directory; damaged ones cost a warning. ValueError:
+    there is none."""
     numbered = {
         int(path.name.rpartition("-")[2]): path
         for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -55,10 +51,8 @@ def last_whole_checkpoint(output_dir: str | Path) -> str:
                 logger.warning(f"resuming from {path}, the newest whole checkpoint: {'; '.join(damaged)}")
             return str(path)
         damaged.append(f"{path.name}: {damage}")
-    raise ValueError(
-        f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} ({'; '.join(damaged) or 'none at all'}); "
-        f"start without it"
-    )
+    found = "; ".join(damaged) or "none at all"
+    raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} ({found}); start without it")
 
 
 def checkpoint_damage(checkpoint: str | Path) -> str | None:
@@ -140,11 +134,10 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
     fixed = (*SHARED, *run.method.settings_of_state)
     refused = [text for name, text in differences.items() if name in fixed]
     if refused:
-        raise ValueError(
-            f"cannot resume from {checkpoint}, which was saved with {'; '.join(refused)}: patch the model with the "
-            f"config of that run. To train its weights in another way, load them by from_pretrained, then call "
-            f"unpatch_model(model, sparse=False) and patch_model(model, config), and start a new run"
-        )
+        way = "To train its weights in another way, load them by from_pretrained, then call "
+        way += "unpatch_model(model, sparse=False) and patch_model(model, config), and start a new run"
+        said = f"cannot resume from {checkpoint}, which was saved with {'; '.join(refused)}"
+        raise ValueError(f"{said}: patch the model with the config of that run. {way}")
     if warn and differences:
         logger.warning(f"resuming from {checkpoint}, which was saved with {'; '.join(differences.values())}")
 

@@ -14,18 +14,13 @@ from .mask_metrics import Flips
 
 
 class StepMasks:
-    """What happens to the sparse weights of a run around each optimizer step.
-
-    Attributes:
-        trained: the weights that training changes, by name.
-        is_frozen: whether the model keeps its phase: nothing sparse trains, or some weights are frozen below adapters.
-        flips: how many entries have entered or left each mask.
-    """
+    """What happens to the sparse weights of a run around each optimizer step."""
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
         self._model, self._run, self._weights = model, run, weights
         self.trained = {name: weight for name, weight in weights.items() if trains(weight)}
-        # Below an adapter, no schedule may change what a frozen weight computes.
+        # The model keeps its phase where nothing sparse trains, and where a weight is frozen below an adapter: no
+        # schedule may change what that computes.
         adapted = (module.get_base_layer() for module in adapters_in(model))
         below = (weight for layer in adapted for weight in sparse_weights(layer).values())
         self.is_frozen = not self.trained or not all(map(trains, below))

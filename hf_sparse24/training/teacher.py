@@ -22,9 +22,7 @@ from ..progress import get_logger
 
 logger = get_logger(__name__)
 
-CHUNK = 2**24
-"""Elements of a chunk of logits: 64 MiB in fp32."""
-
+CHUNK = 2**24  # elements of a chunk of logits: 64 MiB in fp32
 Chunks = Iterator[tuple[Tensor, Tensor]]
 """Flat positions of some tokens [n], and the teacher's logits there [n, vocabulary]."""
 
@@ -34,10 +32,8 @@ _OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "return_dict"
 class Teacher:
     """A model in eval mode whose weights are frozen; a plain object, so that no Trainer wraps or saves it.
 
-    Args:
-        teacher: a dense or 2:4 sparse model, or its name or directory, which is loaded in the dtype that it has there.
-        student: the model that it teaches.
-        tokenizer: of the student, to tell padding of the vocabulary from tokens; anything else is ignored.
+    A name or directory is loaded in the dtype that it has there. The student's tokenizer tells padding of the
+    vocabulary from tokens; any other processor is ignored.
     """
 
     def __init__(self, teacher: Any, student: Any, tokenizer: Any):
@@ -54,9 +50,8 @@ class Teacher:
         _check_models(teacher, student, tokenizer)
         self.model = teacher.eval().requires_grad_(False)
         self.device: torch.device | None = None
-        self.chunk = max(CHUNK // _size(teacher, "vocab_size"), 1)
-        self.by_chunks: bool | None = None
-        """Whether the output embedding gives the logits as they are; None before the first batch has shown it."""
+        self.chunk = max(CHUNK // _vocabulary(teacher), 1)
+        self.by_chunks: bool | None = None  # whether the output embedding gives the logits; shown by the first batch
 
     def to(self, device: torch.device) -> None:
         """Move it where the student's logits are, unless it has a device map."""
@@ -72,10 +67,8 @@ class Teacher:
             source, head = self._call(inputs).logits, nn.Identity()
         labels = inputs["labels"] if inputs.get("shift_labels") is None else inputs["shift_labels"]
         if source.shape[1] != labels.shape[1]:
-            raise ValueError(
-                f"the teacher has {source.shape[1]} positions where the labels have {labels.shape[1]}; a tuned prompt "
-                f"is not supported"
-            )
+            lengths = f"{source.shape[1]} positions where the labels have {labels.shape[1]}"
+            raise ValueError(f"the teacher has {lengths}; a tuned prompt is not supported")
         flat = source.flatten(0, 1)
         return ((chunk, head(flat[chunk.to(flat.device)])) for chunk in positions.split(self.chunk))
 
@@ -101,10 +94,8 @@ class Teacher:
             is_last = len(behind) == 1 and behind[0].dim() == 3
             self.by_chunks = is_last and torch.equal(behind[0].float(), logits.float())
             if not self.by_chunks:
-                logger.warning(
-                    f"distillation: the teacher, {type(self.model).__name__}, changes its logits behind its output "
-                    f"embedding, so all logits of a batch are made at once"
-                )
+                why = f"the teacher, {type(self.model).__name__}, changes its logits behind its output embedding"
+                logger.warning(f"distillation: {why}, so all logits of a batch are made at once")
         return before[0] if self.by_chunks else None
 
     @torch.no_grad()
@@ -138,8 +129,8 @@ def _base_of_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _size(model: Any, name: str) -> int:
-    return getattr(_base_of_peft(model).config.get_text_config(), name)
+def _vocabulary(model: Any) -> int:
+    return _base_of_peft(model).config.get_text_config().vocab_size
 
 
 def _check_tokens(tokenizer: Any, teacher: str) -> None:
@@ -151,27 +142,20 @@ def _check_tokens(tokenizer: Any, teacher: str) -> None:
     tokens = {index: token for token, index in vocabulary.items()}
     for token, index in tokenizer.get_vocab().items():
         if tokens.get(index, token) != token:
-            raise ValueError(
-                f"teacher={teacher!r} has another tokenizer: id {index} is {tokens[index]!r} there and {token!r} here; "
-                f"take a teacher with the model's"
-            )
+            found = f"id {index} is {tokens[index]!r} there and {token!r} here"
+            raise ValueError(f"teacher={teacher!r} has another tokenizer: {found}; take a teacher with the model's")
 
 
 def _check_models(teacher: Any, student: Any, tokenizer: Any) -> None:
     own = {id(parameter) for parameter in student.parameters()}
     if any(id(parameter) in own for parameter in teacher.parameters()):
-        raise ValueError(
-            "the teacher shares weights with the model that it teaches: load it a second time, or pass its name or "
-            "directory"
-        )
+        way = "load it a second time, or pass its name or directory"
+        raise ValueError(f"the teacher shares weights with the model that it teaches: {way}")
     if shifts_labels(teacher) != shifts_labels(student):
-        raise ValueError(
-            f"teacher={type(teacher).__name__}: a causal and a masked language model predict different tokens"
-        )
-    sizes = _size(student, "vocab_size"), _size(teacher, "vocab_size")
+        kind = type(teacher).__name__
+        raise ValueError(f"teacher={kind}: a causal and a masked language model predict different tokens")
+    sizes = _vocabulary(student), _vocabulary(teacher)
     if sizes[0] != sizes[1] and (tokenizer is None or len(tokenizer) > min(sizes)):
         known = "no tokenizer is given" if tokenizer is None else f"the tokenizer has {len(tokenizer)} tokens"
-        raise ValueError(
-            f"the model has a vocabulary of {sizes[0]}, the teacher one of {sizes[1]}, and {known}: take a teacher "
-            f"with the model's tokens; if only padding differs, pass processing_class=tokenizer"
-        )
+        way = "take a teacher with the model's tokens; if only padding differs, pass processing_class=tokenizer"
+        raise ValueError(f"the model has a vocabulary of {sizes[0]}, the teacher one of {sizes[1]}, and {known}: {way}")

@@ -170,10 +170,8 @@ class Sparse24Trainer(Trainer):
         step by step over the last quarter of a probe.
         """
         if self.is_deepspeed_enabled:
-            raise ValueError(
-                "masked_decay='auto' trains copies of the model, and DeepSpeed takes one: call tune_masked_decay in a "
-                "run without DeepSpeed, and set the number that it chooses"
-            )
+            way = "call tune_masked_decay in a run without DeepSpeed, and set the number that it chooses"
+            raise ValueError(f"masked_decay='auto' trains copies of the model, and DeepSpeed takes one: {way}")
         return tune_masked_decay(self, tuple(candidates), steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> optim.Optimizer:
@@ -250,10 +248,8 @@ class Sparse24Trainer(Trainer):
 def _check_own_loss(trainer: Trainer) -> None:
     """Raise ValueError where a Trainer does not take the model's own loss, which a teacher adds to."""
     if trainer.args.label_smoothing_factor:
-        raise ValueError(
-            f"label_smoothing_factor={trainer.args.label_smoothing_factor}: a teacher adds to the loss of the model "
-            f"itself; leave it at 0, or leave out teacher="
-        )
+        way = "a teacher adds to the loss of the model itself; leave it at 0, or leave out teacher="
+        raise ValueError(f"label_smoothing_factor={trainer.args.label_smoothing_factor}: {way}")
     if trainer.compute_loss_func is not None:
         raise ValueError("compute_loss_func and teacher= both say what the loss is; pass one of them")
 
@@ -269,10 +265,9 @@ def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
     }
     asked = [f"{name}={value!r}" for name, value in values.items() if value]
     if asked:
-        raise ValueError(
-            f"{', '.join(asked)}: method {method!r} makes its own optimizer, from learning_rate, adam_beta1, "
-            f"adam_beta2, adam_epsilon and weight_decay; leave the others at their defaults, or take another method"
-        )
+        used = "learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay"
+        way = "leave the others at their defaults, or take another method"
+        raise ValueError(f"{', '.join(asked)}: method {method!r} makes its own optimizer, from {used}; {way}")
 
 
 def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float:
@@ -283,19 +278,15 @@ def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float
     if checkpoint:
         decay = getattr(saved_config(checkpoint), "masked_decay", None)
         if not isinstance(decay, int | float):
-            raise ValueError(
-                f"masked_decay='auto': {checkpoint} does not say which decay it was trained with; set that number"
-            )
+            raise ValueError(f"masked_decay='auto': {checkpoint} does not say which decay it had; set it")
         return decay
     # The first process decides: what rounding does to flip rates must not let them choose differently.
     tuning = trainer.decay_tuning = broadcast_object_list([trainer.tune_masked_decay()])[0]
     if trainer.is_world_process_zero():
         logger.info(str(tuning))
     if tuning.chosen is None:
-        raise ValueError(
-            f"masked_decay='auto': no candidate has mu in [0.60, 0.95]\n{tuning}\nCall tune_masked_decay with "
-            f"candidates nearer to where mu crosses it, and set the number that it chooses"
-        )
+        way = "Call tune_masked_decay with candidates nearer to where mu crosses it, and set the number that it chooses"
+        raise ValueError(f"masked_decay='auto': no candidate has mu in [0.60, 0.95]\n{tuning}\n{way}")
     return tuning.chosen
 
 

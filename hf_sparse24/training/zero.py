@@ -21,16 +21,13 @@ from ..weights.sparse_weight import SparseWeight, first_of_each
 class ZeroOptimizer:
     """What `TorchOptimizer` does for the controller, for the optimizer of ZeRO-1 or ZeRO-2.
 
-    Raises:
-        ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
+    ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
     """
 
     def __init__(self, zero: Any, method: SparseMethod):
         if type(zero).__name__ != "DeepSpeedZeroOptimizer":
-            raise ValueError(
-                f"DeepSpeed's {type(zero).__name__} is not supported: use ZeRO-1 or ZeRO-2 (without "
-                f"data_types.grad_accum_dtype and zenflow), or FSDP2"
-            )
+            way = "use ZeRO-1 or ZeRO-2 (without data_types.grad_accum_dtype and zenflow), or FSDP2"
+            raise ValueError(f"DeepSpeed's {type(zero).__name__} is not supported: {way}")
         check_method(method)
         self.zero = zero
 
@@ -89,10 +86,8 @@ class ZeroOptimizer:
 def check_method(method: SparseMethod) -> None:
     """Raise ValueError where a method makes its own optimizer, as STEP does."""
     if method.overrides("make_optimizer"):
-        raise ValueError(
-            f"method {method.name!r} makes its own optimizer of whole weights, and DeepSpeed ZeRO optimizes flat "
-            f"pieces of them; use DDP or FSDP2"
-        )
+        why = "makes its own optimizer of whole weights, and DeepSpeed ZeRO optimizes flat pieces of them"
+        raise ValueError(f"method {method.name!r} {why}; use DDP or FSDP2")
 
 
 def is_deepspeed(optimizer: Any) -> bool:

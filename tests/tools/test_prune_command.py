@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertModel, PreTra
 
 from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.tools.texts import make_blocks
+from hf_sparse24.tools.prune_plan import make_blocks
 from hf_sparse24_command import main
 
 SMALL = {"vocab_size": 300, "max_position_embeddings": 32, "initializer_range": 0.2}
