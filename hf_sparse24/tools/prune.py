@@ -147,11 +147,13 @@ def _own_text(plan: Plan, dense: Any) -> Iterator[Tensor]:
     length = plan.calibration.shape[1] - special.shape[1]
     for start in range(0, plan.own, BATCH):
         path, number = plan.work / f"own-{start:06}.safetensors", min(BATCH, plan.own - start)
-        if not path.exists():
+        if path.exists():
+            text = load_file(path)["tokens"]
+        else:
             text = own_text(dense, plan.tokenizer, number, length, seed=plan.own * plan.options.seed + start)
             with written_whole(path) as unfinished:
                 save_file({"tokens": text}, unfinished)
-        yield torch.cat([special.expand(number, -1), load_file(path)["tokens"]], 1)
+        yield torch.cat([special.expand(number, -1), text], 1)
 
 
 def _train(plan: Plan, model: Any, dense: Any) -> None:

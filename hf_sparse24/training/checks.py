@@ -65,7 +65,7 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, A
         differing = sorted(name for name in first | found if first.get(name) != found.get(name))
         if differing:
             shown = "; ".join(f"{name}: {found.get(name)!r}, not {first.get(name)!r}" for name in differing)
-            way = "give all the same settings and weights: of one checkpoint, or made after one torch.manual_seed"
+            way = "give all the same settings and weights: of one checkpoint, or made after the same torch.manual_seed"
             raise ValueError(f"process {number} differs from process 0 in {shown}; {way}")
 
 

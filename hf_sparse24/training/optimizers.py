@@ -33,8 +33,8 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None
         # FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later.
         plain = [tuple(p.shape) for p in held.values() if p.requires_grad and not is_sharded(p)]
         if plain:
-            way = "add adapters, then call fully_shard, then make the optimizer"
-            raise ValueError(f"FSDP2 has not sharded {len(plain)} parameters that train, one of {plain[0]}: {way}")
+            way = f"such as one of shape {plain[0]}: add adapters, then call fully_shard, then make the optimizer"
+            raise ValueError(f"FSDP2 has not sharded {len(plain)} parameters that train, {way}")
     for name, weight in weights.items():
         check_supported(name, weight.master)
         own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
