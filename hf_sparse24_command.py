@@ -20,6 +20,13 @@ _STOPPED = "hf-sparse24: stopped; what is finished is kept for the same command,
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 where all is well, 1 where a check failed, 2 for a wrong argument."""
+    interrupts: list[bool] = []
+
+    def interrupt(*_: object) -> None:
+        interrupts.append(True)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         imports, others = _import_option().parse_known_args(arguments)  # before the command or after it
         options = make_parser().parse_args(others)
@@ -28,12 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
             _import_modules(imports.modules)
             commands = importlib.import_module(f"hf_sparse24.tools.{module}")
         return getattr(commands, function)(options)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, KeyboardInterrupt) as error:
+        if interrupts or isinstance(error, KeyboardInterrupt):  # torch's C++ may turn it into another error
+            print(_STOPPED, file=sys.stderr)
+            return 130
         print("hf-sparse24:", *str(error).split(), file=sys.stderr)  # on one line
         return 2
-    except KeyboardInterrupt:
-        print(_STOPPED, file=sys.stderr)
-        return 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _import_modules(modules: list[str]) -> None:

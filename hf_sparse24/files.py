@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def locked(directory: Path, message: str) -> Iterator[None]:
-    """Lock a directory, until the process ends at most. RuntimeError with `message` where another has locked it."""
+    """Lock a directory, until the process ends at most. BlockingIOError with `message` where another has locked it."""
     if fcntl is None:
         yield
         return
@@ -46,7 +46,7 @@ def locked(directory: Path, message: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RuntimeError(message) from None
+            raise BlockingIOError(message) from None
         except OSError:
             pass  # some network file systems cannot lock a directory
         yield

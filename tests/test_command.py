@@ -1,5 +1,6 @@
 """The command before it imports the package: help, wrong arguments, Ctrl-C."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,21 @@ def test_interrupted_imports_end_without_a_traceback():
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130 and said.startswith("hf-sparse24: stopped; ") and said.count("\n") == 1, said
+
+
+def test_ctrl_c_that_comes_out_as_another_error(monkeypatch, capsys):
+    """As torch raises ValueError where an interrupt meets its conversion of a tensor."""
+
+    def inspect(options):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr("hf_sparse24.tools.checkpoint_commands.inspect", inspect)
+    assert hf_sparse24_command.main(["inspect", "x"]) == 130
+    assert capsys.readouterr().err.startswith("hf-sparse24: stopped; ")
 
 
 def test_every_command_is_there():

@@ -84,7 +84,7 @@ def export_model(
     Raises:
         ValueError: the model is not patched, cannot be exported in this format, or has NaN or inf in its weights; or
             the directory holds a training checkpoint, an adapter or another model that is no export.
-        RuntimeError: another process is exporting into the directory.
+        BlockingIOError: another process is exporting into the directory.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM

@@ -33,7 +33,7 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
     """Yield an empty folder to write a model to; when the block ends, these files replace the model in `directory`.
 
     Files that `outdated` names go where the new model does not have them; others stay. Where the block raises, the old
-    model stays, and no directory that was made for the new one. RuntimeError: another process is writing there.
+    model stays, and no directory that was made for the new one. BlockingIOError: another process is writing there.
     OSError: the directory holds a model, and its file system has no symbolic links.
     """
     root = Path(os.path.realpath(directory))

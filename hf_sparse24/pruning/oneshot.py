@@ -86,7 +86,7 @@ def oneshot(
             on the meta device, or that does not run its blocks one by one; stacked experts among its targets; no
             batches, or others; a targeted layer that no token reaches, or that gets NaN or inf; a `resume_dir` with
             blocks of another call, or damaged ones.
-        RuntimeError: another process uses the `resume_dir`.
+        BlockingIOError: another process uses the `resume_dir`.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM

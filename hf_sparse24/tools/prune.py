@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.card import CARD, read_card, write_model_card
 from ..checkpoints.export import export_model, make_fingerprint
-from ..files import read_json, written_whole
+from ..files import locked, read_json, written_whole
 from ..progress import Progress, get_logger, is_watched
 from ..pruning.calibration import evaluating
 from ..pruning.oneshot import oneshot
@@ -53,6 +53,12 @@ def prune(options: argparse.Namespace) -> int:
     print(plan, flush=True)
     dense = _load(plan, options.model, torch.bfloat16)  # of fp32, a teacher would be cast at every step
     _claim(plan, dense)
+    with locked(plan.work, f"another process works in {plan.work}: wait for it, or name another output"):
+        return _run(plan, dense)
+
+
+def _run(plan: Plan, dense: Any) -> int:
+    options = plan.options
     metrics = {"dense": measure(plan, "dense", dense, dense)}
     _prune(plan, dense, plan.work / "pruned")
     model = _load(plan, plan.work / "pruned", torch.float32)  # as after an interruption

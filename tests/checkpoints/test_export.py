@@ -166,7 +166,7 @@ def test_links_stay_links(tmp_path):
 def test_two_at_once_and_file_systems_without_links(tmp_path, monkeypatch):
     with replaced_model(tmp_path, OUTDATED) as new:
         (new / "config.json").write_text("A")
-        with pytest.raises(RuntimeError, match="another process is exporting into"):
+        with pytest.raises(BlockingIOError, match="another process is exporting into"):
             write(tmp_path, SINGLE)
     monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(PermissionError("no links")))
     with pytest.raises(OSError, match=r"no symbolic links to replace it by \(no links\); export into a new directory"):

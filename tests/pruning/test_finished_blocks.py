@@ -116,7 +116,7 @@ def test_a_damaged_file_is_named(damage, tmp_path):
 
 
 def test_one_process_at_a_time_uses_a_directory(tmp_path):
-    with locked(tmp_path, ""), pytest.raises(RuntimeError, match="resume_dir="):
+    with locked(tmp_path, ""), pytest.raises(BlockingIOError, match="resume_dir="):
         prune(zoo.build("llama"), resume_dir=tmp_path)
     for _ in range(2):
         prune(zoo.build("llama"), resume_dir=tmp_path)

@@ -204,6 +204,14 @@ def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys):
     assert read(tmp_path / "out") == read(expected)
 
 
+def test_two_processes_do_not_work_in_one_folder(models, text, tmp_path, capsys):
+    command = arguments(models / "llama", text, tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_sparse24.tools.prune._run", lambda plan, dense: main(command))
+        assert main(command) == 2
+    assert "another process works in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "value", "said"),
     [
