@@ -91,14 +91,16 @@ def make_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    text = "make a pretrained model sparse with some text: prune it, train it by the dense one, export and verify it"
+    text = "make a pretrained model sparse with some text: prune it, train it with the dense one as teacher, export it"
     prune = command("prune", "prune:prune", text)
     prune.add_argument("model", metavar="MODEL", help="a pretrained text model: a directory, or a name on the Hub")
     text = 'a text file, a .jsonl file of {"text": ...}, or a directory of .txt and .jsonl files; one or several'
     prune.add_argument("--text", metavar="PATH", nargs="+", action="extend", required=True, help=text)
     text = "directory of the export; OUT-work keeps what is finished until then, and the same command goes on from it"
     prune.add_argument("-o", "--output", metavar="OUT", required=True, help=text)
-    text = "to train on after pruning; 0: no training (default: by the text, the model's size and the device)"
+    text = (
+        "of the text, to train on after pruning; 0: no training (default: by the text, the model's size and the device)"
+    )
     prune.add_argument("--tokens", type=whole_number, metavar="N", help=text)
     text = "of the text, to prune by (default 24576, or half of a short text)"
     prune.add_argument("--calibration-tokens", type=positive_number, metavar="N", help=text)
@@ -170,7 +172,9 @@ def positive_number(text: str) -> int:
 
 def whole_number(text: str) -> int:
     """The whole number from 0 that `text` says."""
-    return 0 if text == "0" else positive_number(text)
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     check_patchable(model)
     run = SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
-    is_pretrained = bool(getattr(model, "name_or_path", "")) and _loses_weights(candidates, run.config)
+    is_pretrained = _loses_weights(candidates, run.config)
     _make_sparse(model, run, candidates)
     adopt(model)
     report = make_report(model, run, candidates, is_pretrained)
@@ -97,10 +97,11 @@ def named_config(model: Any) -> Sparse24Config | None:
 
 
 def _loses_weights(candidates: list[Candidate], config: Sparse24Config) -> bool:
-    """Whether the first weight that becomes sparse has more non-zeros than the pattern leaves."""
-    weight = next((local(candidate.weight) for candidate in candidates if candidate.skipped is None), None)
-    if weight is None or weight.is_meta:
-        return False
+    """Whether the first weight that becomes sparse is from a file, and has more non-zeros than the pattern leaves."""
+    parameter = next((candidate.weight for candidate in candidates if candidate.skipped is None), None)
+    if parameter is None or parameter.is_meta or not getattr(parameter, "_is_hf_initialized", False):
+        return False  # Transformers marks what it has read from a file
+    weight = local(parameter)
     return bool(weight.count_nonzero() > weight.numel() * config.n / config.m)
 
 

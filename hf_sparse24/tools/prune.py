@@ -94,7 +94,7 @@ def _claim(plan: Plan, dense: Any) -> None:
         others = [name for name, value in settings.items() if theirs.get(name) != value]
         if others:
             way = "give the same arguments, or delete it"
-            raise ValueError(f"{plan.work} is of a run with another {', '.join(others)}: {way}")
+            raise ValueError(f"{plan.work} is of a run that differs in {', '.join(others)}: {way}")
         print(f"going on from {plan.work}", flush=True)
     elif plan.work.exists() and any(plan.work.iterdir()):
         raise ValueError(f"{plan.work} is in the way, and is of no run of this command: name another output")

@@ -96,16 +96,20 @@ class Plan:
         default = 0 if self.is_slow or self.kind == "encoder" else TRAINING[self.device]
         tokens = default if options.tokens is None else options.tokens
         count, training = (math.ceil(number / length) for number in (options.calibration_tokens or CALIBRATION, tokens))
-        blocks = make_blocks(documents, self.tokenizer, length, count + training + MEASURED, options.seed)
-        used = len(blocks) - min(MEASURED, max(math.ceil(len(blocks) / 20), len(blocks) - count - training))
-        found, most = f"the text has {len(blocks) * length:,} tokens", used - bool(training)
+        # As many as hold MEASURED out, so that what is held out depends on the text and the seed alone.
+        most = max(count + training + MEASURED, 20 * MEASURED)
+        blocks = make_blocks(documents, self.tokenizer, length, most, options.seed)
+        found, held_out = f"the text has {len(blocks) * length:,} tokens", min(MEASURED, math.ceil(len(blocks) / 20))
         if len(blocks) < LEAST:
-            raise ValueError(f"{found}: at least {LEAST * length:,} are needed")
-        if options.calibration_tokens and count > most:
-            raise ValueError(f"--calibration-tokens {options.calibration_tokens}: {found}, {most * length:,} for this")
+            raise ValueError(f"{found} in whole blocks of {length}: at least {LEAST * length:,} are needed")
+        self.held_out, blocks = blocks[:held_out], blocks[held_out:]
+        used = min(len(blocks), count + training)
+        limit = used - bool(training)
+        if options.calibration_tokens and count > limit:
+            raise ValueError(f"--calibration-tokens {options.calibration_tokens}: {found}, {limit * length:,} for this")
         if not options.calibration_tokens:
             count = min(count, used // 2 if training else used)
-        self.calibration, self.training, self.held_out = blocks[:count], blocks[count:used], blocks[used:]
+        self.calibration, self.training = blocks[:count], blocks[count:used]
         there = self.training.numel()
         if options.tokens is None:
             tokens = min(tokens, MOST_PASSES * there)

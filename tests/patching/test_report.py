@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model
 
@@ -39,7 +39,8 @@ def test_the_report_of_a_pretrained_model_advises_to_prune_it_first(tmp_path):
     assert "oneshot(model, batches)" in report._repr_html_()
     assert not patch_model(model).is_pretrained  # it is sparse by now
     export_model(model, tmp_path / "export")
-    for source in (zoo.build("llama"), AutoModelForCausalLM.from_pretrained(tmp_path / "export")):
+    from_scratch = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))  # it has the name, too
+    for source in (zoo.build("llama"), from_scratch, AutoModelForCausalLM.from_pretrained(tmp_path / "export")):
         assert "oneshot" not in str(patch_model(source))
     pruned = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "oneshot(" not in str(oneshot(pruned, [torch.arange(32)[None]], reconstruct=None).patch)

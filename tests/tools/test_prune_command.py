@@ -234,7 +234,7 @@ def test_the_work_of_another_run_is_not_taken(change, value, said, models, text,
     given |= {"model": models / given["model"], "text": str(tmp_path / given["text"])}
     assert main(arguments(out=tmp_path / "out", **given)) == 2
     printed = capsys.readouterr().err.splitlines()[-1]
-    assert said in printed and f"{tmp_path / 'out-work'} is of a run with another" in printed
+    assert said in printed and f"{tmp_path / 'out-work'} is of a run that differs in" in printed
 
 
 def test_a_folder_of_somebody_is_left_alone(models, text, tmp_path, capsys):

@@ -112,6 +112,8 @@ def build(to: Path, extra: tuple[str, ...] = ()) -> None:
         list(pool.map(_run, jobs))
         library = Path(folder) / "library"
         _run([*compiler(), "-shared", *extra, *LINK.get(sys.platform, ()), *map(str, objects), "-o", str(library)])
+        if not library.exists():
+            raise BuildError(f"{compiler()[0]} ended well and wrote no library: name another compiler in $CXX")
         os.replace(library, to)
 
 

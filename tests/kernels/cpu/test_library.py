@@ -195,3 +195,8 @@ def test_the_reason_is_told(monkeypatch):
     choice = choose_kernels(torch.device("cpu"), torch.bfloat16, "packed_linear")
     assert choice == ("reference", "Triton's kernels need a CUDA device, not cpu; SPARSE24_CPU=off")
     choose.cache_clear()
+
+
+def test_a_compiler_that_writes_nothing(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "true")
+    assert load() == "no kernels for this CPU: true ended well and wrote no library: name another compiler in $CXX"
