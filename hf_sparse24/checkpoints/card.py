@@ -18,16 +18,22 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..adapters.bypass import adapters_in
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import is_nm_sparse
 from ..packed_format import format_version
+from ..patching.ownership import unwrap
 from ..patching.report import shown_count
+from ..progress import get_logger
 from ..run import SparseRun, sparse_run
 from ..tables import markdown_table
 from ..version import __version__
+from ..weights.sharding import rank
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import TRAINED, PackedMaster
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
+
+logger = get_logger(__name__)
 
 Format = Literal["dense", "packed", "training"]
 
@@ -132,6 +138,20 @@ def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) ->
     if picture:
         (directory / PLOT).write_bytes(picture)
     card.save(directory / CARD)
+
+
+def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None:
+    """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
+    model = unwrap(model)
+    if sparse_run(model) is None or not isinstance(model, PreTrainedModel) or adapters_in(model) or rank() != 0:
+        return
+    path = Path(directory) / CARD
+    card = read_card(path, str(path))
+    make_model_card(model, format="training", model_id=repo_id or path.parent.name, existing=card).save(path)
+    if repo_id is not None:
+        text = "this pushes a training checkpoint, whose weights are dense where hf_sparse24 is not imported: push the "
+        text += "export by hf_sparse24.push_to_hub(model, repo_id), or by Sparse24Trainer with hub_strategy='end'"
+        logger.warning_once(text)  # type: ignore[attr-defined]  # Transformers adds it
 
 
 def read_card(path: Path, name: str) -> ModelCard | None:

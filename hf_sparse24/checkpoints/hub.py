@@ -15,18 +15,15 @@ from transformers import PreTrainedModel
 
 from ..adapters.bypass import adapters_in
 from ..adapters.merging import without_adapters
-from ..patching.ownership import MODEL_METHODS, unwrap
+from ..patching.ownership import MODEL_METHODS
 from ..patching.refusals import reject_non_finite
-from ..progress import get_logger
-from ..run import patched_config, sparse_run
+from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
-from .card import CARD, CHECKPOINT, Format, check_arguments, make_model_card, read_card, write_model_card
+from .card import CARD, CHECKPOINT, Format, check_arguments, describe_checkpoint, read_card, write_model_card
 from .export import WEIGHT_FILES, export_model, unwrapped
 from .lazy_tensors import NOT_FINITE
-
-logger = get_logger(__name__)
 
 
 def push_to_hub(
@@ -107,20 +104,6 @@ def push_to_hub(
         message = commit_message or ("Upload training checkpoint" if format == "training" else "Upload model")
         commit = {"commit_message": message, "token": token, "revision": revision, "create_pr": create_pr}
         return _commit(folder, repo_id, commit)
-
-
-def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None:
-    """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
-    model = unwrap(model)
-    if sparse_run(model) is None or not isinstance(model, PreTrainedModel) or adapters_in(model) or rank() != 0:
-        return
-    path = Path(directory) / CARD
-    card = read_card(path, str(path))
-    make_model_card(model, format="training", model_id=repo_id or path.parent.name, existing=card).save(path)
-    if repo_id is not None:
-        text = "this pushes a training checkpoint, whose weights are dense where hf_sparse24 is not imported: push the "
-        text += "export by hf_sparse24.push_to_hub(model, repo_id), or by Sparse24Trainer with hub_strategy='end'"
-        logger.warning_once(text)  # type: ignore[attr-defined]  # Transformers adds it
 
 
 def _upload_modified_files(model: PreTrainedModel, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,17 @@
 """`hf-sparse24 export | convert | inspect | verify`: checkpoints in a directory or on the Hub."""
 
 import argparse
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
 from ..checkpoints.bitmask import convert_checkpoint, load_whole
-from ..checkpoints.export import export_model, refuse_other_models
+from ..checkpoints.export import export_model
 from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
@@ -23,9 +21,8 @@ from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
 from ..weights.sparse_weight import sparse_weights
 from . import print_table
-from .models import check_name, read_model
+from .models import WEIGHTS, check_destination, local_files, read_model
 
-_WEIGHTS = ("*.safetensors", "*.json")
 _OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
 _OF_A_MODEL = ["config.json", "generation_config.json", "*.index.json", "sparse24*.json", "adapter_*.json"]
 _OF_A_MODEL += ["trainer_state.json", "*_results.json"]
@@ -34,7 +31,7 @@ _OF_A_MODEL += ["trainer_state.json", "*_results.json"]
 def export(options: argparse.Namespace) -> int:
     """Export a training checkpoint, or a dense export again, with its tokenizer."""
     check_destination(options.directory)  # before anything is downloaded or loaded
-    source = local_files(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
+    source = local_files(options.checkpoint, [*WEIGHTS, *_OF_A_TOKENIZER])
     empty, own = read_model(source)  # a wrong value of the config is told before weights are read
     is_dense = not own and (source / MANIFEST).exists()
     is_packed = "packed" in own and own.get("master") != "packed"
@@ -65,14 +62,8 @@ def _patch_export(model: PreTrainedModel, listing: Listing) -> None:
 def convert(options: argparse.Namespace) -> int:
     """Make a dense export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
     check_destination(options.directory)
-    source = local_files(options.checkpoint, [*_WEIGHTS, *_OF_A_TOKENIZER])
+    source = local_files(options.checkpoint, [*WEIGHTS, *_OF_A_TOKENIZER])
     return _finish(source, options, partial(convert_checkpoint, source, read_model(source)[0]))
-
-
-def check_destination(directory: str) -> None:
-    if not directory:
-        raise ValueError("the directory to write to is empty: name one")
-    refuse_other_models(Path(directory))
 
 
 def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None]) -> int:
@@ -147,18 +138,6 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         took = f"; read in {duration(progress.seconds)}"
         print(f"verified: all {len(listing.weights)} weights are {listing.all_patterns}{files}{took}")
     return int(bool(problems) or not listing.weights)
-
-
-def local_files(checkpoint: str, patterns: Sequence[str] = _WEIGHTS) -> Path:
-    """The directory of a checkpoint; downloaded, where it is a name on the Hub."""
-    check_name(checkpoint)
-    if os.path.isdir(checkpoint):
-        return Path(checkpoint)
-    try:
-        return Path(snapshot_download(checkpoint, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # of the Hub: no such name, no network
-        reason = str(error).strip().splitlines()[0]
-        raise OSError(f"{checkpoint!r} is no directory here, and the Hub does not give it: {reason}") from error
 
 
 def _heading(listing: Listing, tensors: Tensors) -> str:

@@ -1,15 +1,20 @@
-"""read_model makes the model of a checkpoint without its weights."""
+"""What the commands do first: find a checkpoint, make its model without weights, look at where a result goes."""
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ..checkpoints.export import refuse_other_models
 from ..config import SavedConfig
 from ..messages import shown
 
+WEIGHTS = ("*.safetensors", "*.json")
 _TYPES = {"model_type": str, "architectures": list, "quantization_config": dict, "transformers_weights": str}
 
 
@@ -40,6 +45,24 @@ def check_name(checkpoint: str | os.PathLike) -> None:
     name = os.fspath(checkpoint)
     if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise OSError(f"{name} is no directory")
+
+
+def local_files(checkpoint: str, patterns: Sequence[str] = WEIGHTS) -> Path:
+    """The directory of a checkpoint; downloaded, where it is a name on the Hub."""
+    check_name(checkpoint)
+    if os.path.isdir(checkpoint):
+        return Path(checkpoint)
+    try:
+        return Path(snapshot_download(checkpoint, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # of the Hub: no such name, no network
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(f"{checkpoint!r} is no directory here, and the Hub does not give it: {reason}") from error
+
+
+def check_destination(directory: str) -> None:
+    if not directory:
+        raise ValueError("the directory to write to is empty: name one")
+    refuse_other_models(Path(directory))
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sparse24_kernels.cache_folder import write_json
 from torch import Tensor
-from transformers import AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.card import CARD, read_card, write_model_card
@@ -32,8 +32,9 @@ from ..pruning.calibration import evaluating
 from ..pruning.oneshot import oneshot
 from ..pruning.own_text import BATCH, own_text
 from ..tables import text_table
+from ..training.callback import Sparse24Callback
+from ..training.distillation import distill
 from ..training.resume import last_whole_checkpoint
-from ..training.trainer import Sparse24Trainer
 from .checkpoint_commands import verify_checkpoint
 from .prune_plan import SPARSE, Plan
 
@@ -173,7 +174,9 @@ def _train(plan: Plan, model: Any, dense: Any) -> None:
     data: dict[str, Any] = {"train_dataset": list(plan.training)}
     data["data_collator"] = lambda rows: _batch(plan, torch.stack(rows))
     stop, checkpoint = _Stop(), None
-    trainer = Sparse24Trainer(model, arguments, teacher=dense, callbacks=[stop], **data)
+    trainer = Trainer(model, arguments, callbacks=[stop], **data)
+    distill(model, dense)
+    Sparse24Callback.add_to(trainer)
     with suppress(ValueError):  # there is none
         checkpoint = last_whole_checkpoint(folder)
     before = signal.signal(signal.SIGINT, stop.press)

@@ -24,8 +24,7 @@ from ..patching.packing import check_packable
 from ..patching.report import shown_count
 from ..patching.surgery import patch_model
 from ..weights.sparse_weight import sparse_weights
-from .checkpoint_commands import check_destination, local_files
-from .models import read_model
+from .models import check_destination, local_files, read_model
 
 SPARSE = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")
 

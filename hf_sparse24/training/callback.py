@@ -10,7 +10,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 from transformers.trainer_utils import HubStrategy
 from transformers.training_args import TrainingArguments
 
-from ..checkpoints.hub import describe_checkpoint
+from ..checkpoints.card import describe_checkpoint
 from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
