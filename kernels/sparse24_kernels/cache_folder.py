@@ -19,13 +19,17 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes out of a block of the same path, whose folder is made if absent. ImportError: on Windows."""
+    """Keep other processes out of a block of the same path, whose folder is made if absent. OSError: its lock file
+    cannot be written, or is a symbolic link. ImportError: on Windows."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -112,7 +112,7 @@ def _look_up(digest: str, facts: dict[str, str], subject: Subject, again: bool) 
         path = cache_folder() / f"checked-{digest}.json"
         if not again and (kept := _read(path, subject)):
             return kept
-        with locked(path):
+        with locked(path.with_name("checks")):
             if again or not (kept := _read(path, subject)):
                 if subject.device.type != "cpu":
                     _log.warning(f"checking {subject.name} on {facts['device']} ({facts['dtype']}), once: some seconds")

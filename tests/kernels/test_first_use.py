@@ -80,6 +80,10 @@ def test_verdicts_are_kept_for_what_they_depend_on(cache, monkeypatch):
         assert json.loads(path.read_text())["environment"]["subject"] == "mine"
         path.write_text(path.read_text()[:-30])
     assert [ask(), ask()] == [2, 0], "a damaged file is made again"
+    (cache / "not-written-to").write_text("")
+    (cache / ".checks.lock").unlink()
+    (cache / ".checks.lock").symlink_to(cache / "not-written-to")
+    assert [ask("3"), ask("3")] == [2, 2], "no link is followed"
     monkeypatch.setenv("SPARSE24_CACHE", "/proc/nowhere")
     assert [ask(), ask()] == [2, 2], "each process checks where nothing can be kept"
 
