@@ -215,7 +215,8 @@ class Sparse24Trainer(Trainer):
         asked: dict[str, Any] = {"token": self.args.hub_token, "revision": self.args.hub_revision}
         asked |= saved | _card_details(self, options)
         if self.hub_model_id is None:
-            self.init_hf_repo(token=asked["token"], private=asked.get("private"))
+            private = {"private": asked["private"]} if "private" in asked else {}  # Transformers 5.11 takes none
+            self.init_hf_repo(token=asked["token"], **private)
         self.save_model(_internal_call=True)
         self._finish_current_push()
         return push_to_hub(model, str(self.hub_model_id), **asked)
