@@ -93,8 +93,11 @@ def verdicts(subject: Subject, again: bool = False) -> dict[str, str]:
 
 def device_name(device: torch.device) -> str:
     """The model of a GPU or CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+@cache  # every operator is chosen by it, and of many cores the file is long
+def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
@@ -108,6 +111,7 @@ def _sources() -> str:
 
 def _look_up(digest: str, facts: dict[str, str], subject: Subject, again: bool) -> dict[str, str]:
     """The verdicts of the cache folder; where it has none they are made, by one process while others wait."""
+    kept: dict[str, str] = {}
     try:
         path = cache_folder() / f"checked-{digest}.json"
         if not again and (kept := _read(path, subject)):
@@ -118,9 +122,9 @@ def _look_up(digest: str, facts: dict[str, str], subject: Subject, again: bool) 
                     _log.warning(f"checking {subject.name} on {facts['device']} ({facts['dtype']}), once: some seconds")
                 kept = _checked(subject)
                 write_json(path, {"environment": facts, "verdicts": kept})
-            return kept
     except (OSError, RuntimeError, ImportError):  # no folder to write to, no locks: each process checks
-        return _checked(subject)
+        pass
+    return kept or _checked(subject)
 
 
 def _read(path: Path, subject: Subject) -> dict[str, str]:
@@ -152,11 +156,18 @@ def _in_child(subject: Subject, operators: list[str]) -> tuple[list[str], str]:
     if not hasattr(os, "fork") or (start is _spawn and "__main__" in subject.modules):  # Windows; nothing to import
         return [], ""
     read, write = os.pipe()
-    child = start(write, subject, operators)
-    os.close(write)
     with open(read) as pipe:
+        try:
+            child = start(write, subject, operators)
+        except OSError:  # such as too many processes
+            return [], ""
+        finally:
+            os.close(write)
         lines = [json.loads(line) for line in pipe]
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except ChildProcessError:  # a process that ignores SIGCHLD is not told
+        code = 0
     if code == -signal.SIGALRM:
         return lines, f"it did not end within {SECONDS[subject.device.type]} seconds"
     return lines, f"it ended its process: {signal.strsignal(-code) if code < 0 else f'status {code}'}"

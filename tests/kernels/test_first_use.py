@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 
@@ -97,6 +98,33 @@ def test_ctrl_c_says_nothing_of_a_kernel(cache, monkeypatch):
         time.sleep(5)
     forget()
     assert choose_kernels(CPU, operator="nm_mask").implementation == "bad"
+
+
+@pytest.mark.parametrize("bad", [bad_kernels.lies], indirect=True)
+def test_a_process_that_cannot_fork_or_is_not_told_of_its_children(bad, cache, monkeypatch):
+    def too_many(*_):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert bad in choose_kernels(CPU, operator="nm_mask").reason
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    forget()
+    monkeypatch.setenv("SPARSE24_CACHE", str(cache / "another"))
+    monkeypatch.setattr(first_use, "_fork", too_many)
+    assert bad in choose_kernels(CPU, operator="nm_mask").reason
+
+
+def test_a_check_that_cannot_be_kept_is_made_once(cache, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    checked = []
+    monkeypatch.setattr(first_use, "_checked", lambda subject: checked.append(subject) or {"a": ""})
+    monkeypatch.setattr(first_use, "write_json", full)
+    assert first_use.verdicts(first_use.Subject("mine", ("a",), CPU, torch.float32, str)) == {"a": ""}
+    assert len(checked) == 1
 
 
 def test_the_caller_s_modes_are_not_the_check_s(cache):
