@@ -32,8 +32,9 @@ class Sparse24Config(QuantizationConfigMixin):
     Args:
         method: the name of a registered method: `"s-ste"` (the default), `"t-sr-ste"`, `"sr-ste"`, `"step"`,
             `"fixed-mask"`, `"slope"`, `"ste"`, or one of your own (`register_method`).
-        pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Sparse tensor cores and
-            packed weights take `"2:4"` and what is within it: one of any M, two of a multiple of four.
+        pattern: `"N:M"`, N of every M consecutive weights along the input dimension are kept. Sparse tensor cores take
+            `"2:4"` and what is within it: one of any M, two of a multiple of four. Packed weights take every M that
+            divides 64; on a CPU `"16:32"` has the bytes of `"2:4"` and loses less.
         target_modules: `"mlp"`, `"attention"` or `"all-linear"`; the end of a module's name, such as `"up_proj"` or
             `"mlp.up_proj"`, or a list of these; or a regular expression of Python's `re` that matches a module's whole
             name. What matches no linear layer is an error. Output embeddings, heads, poolers, routers and all else

@@ -158,3 +158,19 @@ def test_doctor_predicts_gains(stand_in, method):  # noqa: F811
     for row in rows:
         assert len(row) == 6 and row[2] == "sparse 2.00x" and row[5].endswith("x")
     assert doctor.problems(model, 32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("pattern", ["8:16", "16:32", "6:8"])
+@every_method
+def test_any_pattern_trains_and_exports(method, pattern, tmp_path):
+    """What was trained computes the same bits from its export in either format."""
+    model = zoo.build("llama")
+    patch_model(model, method_config(method, pattern=pattern))
+    run_steps(model, *loop(model), STEPS // 2)
+    assert not sparse_run(model).is_dense  # as at the end of some methods
+    for weight in sparse_weights(model).values():
+        assert is_nm_sparse(weight.pruned(), *weight.pattern, weight.input_dim)
+    expected = logits(model.eval())
+    for format in ("dense", "packed"):
+        export_model(model, tmp_path / format, format)
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / format)), expected)

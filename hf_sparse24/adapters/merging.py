@@ -74,10 +74,10 @@ class Unmerged:
 
     @torch.no_grad()
     def accept(self) -> bool:
-        """Let the layer compute with `.weight` as it is now; return False where it cannot, as that is not 2:4."""
+        """Let the layer compute with `.weight` as it is now; return False where it cannot, as that is not N:M."""
         if self.packed is None:
             return self.sparse is None or torch.equal(self.sparse.pruned(), self.layer.weight.detach())
-        packed = pack_exactly(self.layer.weight, input_dim_of(self.layer))
+        packed = pack_exactly(self.layer.weight, input_dim_of(self.layer), self.packed.pattern)
         if packed is not None:
             self._pack(packed)
         return packed is not None

@@ -6,6 +6,7 @@ the next call replaces what is between them. The author's metadata stays, and ta
 
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from ..adapters.bypass import adapters_in
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import is_nm_sparse
-from ..packed_format import format_version
+from ..packed_format import check_values
 from ..patching.ownership import unwrap
 from ..patching.report import shown_count
 from ..progress import get_logger
@@ -166,7 +167,7 @@ def check_arguments(format: str, details: Iterable[str], values: str = "float") 
     """Raise the errors of `make_model_card` for unknown arguments."""
     if format not in get_args(Format):
         raise ValueError(f"format={format!r}: must be one of {list(get_args(Format))}")
-    format_version(values, format)
+    check_values(values, format)
     unknown = sorted({*details} - _METADATA - {*inspect.signature(make_model_card).parameters})
     if unknown:
         raise TypeError(f"{unknown[0]!r} is neither an argument nor metadata of a model card: {sorted(_METADATA)}")
@@ -194,7 +195,8 @@ def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, for
     )
     if format == "training":  # the master weights are dense
         return sparse
-    dropped = sum(weight.master.numel() for weight in sparse_weights(model, PackedMaster).values())
+    masters = sparse_weights(model, PackedMaster).values()
+    dropped = sum(math.prod(weight.sizes) - weight.master.numel() for weight in masters)
     total = sum(parameter.numel() for parameter in model.parameters()) + dropped
     zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(sparse_weights(model, TRAINED)).values())
     return f"{sparse} {zero / total:.1%} of all {_number(total)} parameters are zero."
@@ -210,7 +212,8 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
     if format == "packed" or (format == "training" and run.facts.packed is not None):  # or of packed masters
         stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
         text = [
-            f"The sparse weights are packed: their {stored} and 2-bit indices. **Reading them takes hf_sparse24**:",
+            f"The sparse weights are packed: their {stored} and a mask of one bit a weight. **Reading them takes "
+            "hf_sparse24**:",
             _python("import hf_sparse24  # tells Transformers how to read packed weights", *load),
             f"Transformers by itself cannot read them. {export}",
         ]

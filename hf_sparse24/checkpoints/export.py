@@ -23,7 +23,7 @@ from ..adapters.merging import without_adapters
 from ..config import SavedConfig
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
-from ..packed_format import PACKED_INDEX, PackedFormat, format_version
+from ..packed_format import PACKED_INDEX, PackedFormat, check_values
 from ..patching.masters import packed_config
 from ..patching.ownership import adopt, check_not_offloaded, name_parts, unwrap
 from ..patching.packing import check_packable
@@ -75,8 +75,9 @@ def export_model(
             together, and the first one writes. Otherwise export in one process of many.
         directory: made if absent. An export in it is replaced as a whole: at every instant, also where the process is
             killed, the directory has the old model or the new one. Other files, such as a tokenizer's, stay.
-        format: `"dense"`, ordinary weights with zeros in them, which any engine reads; `"packed"`, 2:4 weights without
-            their zeros, 9/16 of their bytes in bf16, which `from_pretrained` reads with hf_sparse24 imported.
+        format: `"dense"`, ordinary weights with zeros in them, which any engine reads; `"packed"`, sparse weights
+            without their zeros, 9/16 of their bytes in bf16 at 2:4 or 16:32, which `from_pretrained` reads with
+            hf_sparse24 imported.
         max_shard_size: bytes of one file at most, such as `"5GB"`; a larger tensor has a file to itself.
         values: of a packed export: `"float"`, exactly those that the model computes with; `"int8"`, rounded, with a
             scale for each row and 128 weights: 5/16 of the bytes in bf16.
@@ -95,7 +96,7 @@ def export_model(
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
-    format_version(values, format)
+    check_values(values, format)
     model = unwrapped(model)
     if _is_sharded(model) and adapters_in(model):
         raise ValueError("the model is sharded, and has adapters: export them on their base in one process")
@@ -123,7 +124,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
                 lazy.compute()  # gathers it together with the process that writes
         else:
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
-                sparse = _write(model, new, files, format, format_version(values))
+                sparse = _write(model, new, files, format, values)
             if not sparse:
                 run = next(iter(weights.values())).run
                 way = "a run ends sparse without a dense tail (dense_tail=0) and without its method's own adapters"
@@ -151,12 +152,13 @@ def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str)
 
 
 def _write(
-    model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, version: int
+    model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, values: str
 ) -> dict[str, int]:
     """Write a whole checkpoint into the empty folder `new`; return what `write_weights` says of its sparse tensors."""
     saved: SavedConfig = model.config.quantization_config
     saved = saved if saved.facts.packed is None else packed_config(saved, None)
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
+    patterns = {name: weight.pattern for name, weight in sparse_weights(model, TRAINED).items()}
     fields: dict[str, Any] = model.config.__dict__
     hidden: dict[str, Any] = {
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
@@ -168,18 +170,18 @@ def _write(
         index = PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME
         sparse, hashes = write_weights(new, files, index, fingerprint)
         if format == "packed":
-            names = tuple(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
-            packed = PackedFormat(names, {file: header_hash(new / file) for file in hashes}, version)
+            names = [lazy.packed for group in files.values() for lazy in group if lazy.packed is not None]
+            headers = {file: header_hash(new / file) for file in hashes}
+            packed = PackedFormat({name: patterns[name] for name in names}, headers, values)
             model.config.quantization_config = packed_config(saved, packed)
             name_parts(model.config, type(model).__name__)
             model.config.save_pretrained(new)
-            values = read_json(new / CONFIG) | {"transformers_weights": NO_FILE}
-            (new / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            about = read_json(new / CONFIG) | {"transformers_weights": NO_FILE}
+            (new / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     finally:
         fields.update(hidden)
         name_parts(model.config, None)
-    patterns = {name: str(weight.pattern) for name, weight in sparse_weights(model).items()}
-    others = {name: pattern for name, pattern in patterns.items() if pattern != saved.config.pattern}
+    others = {name: str(pattern) for name, pattern in patterns.items() if str(pattern) != saved.config.pattern}
     write_manifest(new, format, sparse, hashes, saved.to_dict(), others)
     return sparse
 

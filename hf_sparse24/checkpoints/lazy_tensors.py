@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ..packed_format import buffer_names, format_version, packed_weight_name
+from ..packed_format import buffer_names, packed_weight_name
 from ..patching.refusals import reject_non_finite
-from ..weights.packed_weight import is_packable, packed_form
+from ..weights.packed_weight import not_packable, packed_form
 from ..weights.sharding import is_sharded, whole
 from ..weights.sparse_weight import SparseWeight
 from .packed_files import empty_packed
@@ -37,7 +37,7 @@ def packed_tensors(model: PreTrainedModel, weights: Weights, values: str) -> lis
     """All tensors of the packed checkpoint, by the names in the model's own `state_dict`."""
     return [
         _packed(name, weights[name], values)
-        if name in weights and is_packable(weights[name])
+        if name in weights and not not_packable(weights[name])
         else _dense(name, tensor, weights.get(name))
         for name, tensor in _saved_tensors(model, weights).items()
     ]
@@ -64,17 +64,17 @@ def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
 
 
 def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
-    """The values and indices of a sparse weight, and the scales of int8 values."""
+    """The values and the mask of a sparse weight, and the scales of int8 values."""
     master = weight.master
-    form = empty_packed((*master.shape[:-2], *weight.sizes), master.dtype, format_version(values))
-    like = {key: tensor for key, tensor in zip(buffer_names(name), form) if tensor is not None}
+    form = empty_packed((*master.shape[:-2], *weight.sizes), master.dtype, values, weight.pattern)
+    like = {key: x for key, x in zip(buffer_names(name), form[:3]) if x is not None}
 
     def compute() -> dict[str, Tensor]:
         form = packed_form(name, weight, "float")
         assert form is not None  # of this size
         reject_non_finite([(name, form.values)], NOT_FINITE)  # a scale above 1 may overflow
         form = kernels.quantize_packed(form) if values == "int8" else form
-        return dict(zip(like, (part for part in form if part is not None)))
+        return dict(zip(like, (x for x in form[:3] if x is not None)))
 
     return LazyTensors(like, compute, packed=name)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sparse24_kernels import Packed, Pattern, unpack_nm
+from sparse24_kernels.packing import mask_of_indices
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -119,7 +120,7 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
     if is_ours and "packed" not in config:
         raise ValueError(f"{directory} is a training checkpoint, with dense weights; export it with hf-sparse24 export")
     try:
-        packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else ()
+        packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else {}
         pattern = Pattern.parse(config.get("pattern", "2:4") if is_ours else "2:4")
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: {error}") from error
@@ -132,7 +133,7 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
                 raise ValueError(f"{directory / MANIFEST} {said}: another model replaced the export; remove {MANIFEST}")
             listing = None  # a packed model was saved over it
     if listing is None and packed:
-        listing = Listing("packed", CONFIG, dict.fromkeys(packed, -1), {}, pattern, {}, config.get("method"))
+        listing = Listing("packed", CONFIG, dict.fromkeys(packed, -1), {}, pattern, dict(packed), config.get("method"))
     if listing is not None:
         stored = {weight for name in tensors.names if (weight := packed_weight_name(name))}
         expected = stored | {name for name in listing.weights if name not in tensors}
@@ -184,14 +185,19 @@ def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> 
 
 
 def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
-    missing = [key for key in buffer_names(name)[:2] if key not in tensors]
-    if missing:
-        return Finding(name, 0, 0, f"{missing} not in the files")
-    packed = Packed(*(tensors.read(key) for key in buffer_names(name) if key in tensors))
-    elements = 2 * packed.values.numel()
-    zeros = elements // 2 + int((packed.values == 0).sum())
-    problem = wrong_packed(packed)
-    if problem is None and pattern != (2, 4) and not is_nm_sparse(unpack_nm(packed), *pattern):
+    values, mask, scales = buffer_names(name)
+    indices = buffer_names(name, version=2)[1]
+    is_old = mask not in tensors and indices in tensors
+    missing = [key for key in (values, indices if is_old else mask) if key not in tensors]
+    if missing or (mask in tensors and indices in tensors):  # a reader of one would not see what is wrong in the other
+        return Finding(name, 0, 0, f"{missing} not in the files" if missing else "has a mask and indices")
+    bits = tensors.read(indices if is_old else mask)
+    bits = mask_of_indices(bits) if is_old and bits.dtype == torch.uint8 else bits
+    packed = Packed(tensors.read(values), bits, tensors.read(scales) if scales in tensors else None, pattern.m)
+    packed = packed._replace(m=4) if is_old else packed
+    problem, elements = wrong_packed(packed), 8 * bits.numel()
+    zeros = elements - int((packed.values != 0).sum())
+    if problem is None and pattern != packed.pattern and not is_nm_sparse(unpack_nm(packed), *pattern):
         problem = f"is not {pattern}"
     return Finding(name, elements, zeros, problem)
 

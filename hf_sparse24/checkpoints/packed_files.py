@@ -9,17 +9,17 @@ from typing import cast
 
 import torch
 from safetensors import safe_open
-from sparse24_kernels import Packed
-from sparse24_kernels.formats import scale_columns
+from sparse24_kernels import Packed, Pattern
+from sparse24_kernels.formats import scale_columns, unpackable
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..layers.packed import pack_weight
-from ..packed_format import VALUES, PackedFormat, buffer_names, packed_weight_name
+from ..packed_format import PackedFormat, buffer_names, packed_weight_name
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
 from ..weights.packed_weight import wrong_packed
-from ..weights.sparse_weight import sparse_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED
 from .safetensors_file import DTYPES, header_hash
 
@@ -38,26 +38,26 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
     for file in files:
         with safe_open(file, "pt") as opened:
             dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
-    has_int8 = packed.version == VALUES["int8"]
+    has_int8 = packed.values == "int8"
     for weight in dict.fromkeys([*packed.weights, *filter(None, map(packed_weight_name, dtypes))]):
-        values, indices, scales = buffer_names(weight)
-        said = {name: dtypes.get(name, "missing") for name in (values, indices, scales)[: 3 if has_int8 else 2]}
+        values, mask, scales = buffer_names(weight, packed.version)
+        said = {name: dtypes.get(name, "missing") for name in (values, mask, scales)[: 3 if has_int8 else 2]}
         if weight not in packed.weights:
             raise ValueError(f"{values} is in the files, and config.json does not list it in packed.weights")
         floating = (said[scales] if has_int8 else said[values]).startswith(("F", "BF"))
-        fits = said[indices] == DTYPES[torch.uint8] and floating and (scales in dtypes) == has_int8
+        fits = said[mask] == DTYPES[torch.uint8] and floating and (scales in dtypes) == has_int8
         if not fits or (has_int8 and said[values] != DTYPES[torch.int8]):
-            told = f"it has {said}, and config.json says packed.version={packed.version}"
+            told = f"it has {said}, and config.json says packed.version={packed.version} and {packed.values} values"
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {told}")
 
 
-def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, version: int) -> Packed:
+def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, values: str, pattern: Pattern) -> Packed:
     """The packed form, on the meta device, of a weight `[..., out, in]`."""
     *rows, inputs = shape
-    has_int8 = version == VALUES["int8"]
-    values = torch.empty(*rows, inputs // 2, dtype=torch.int8 if has_int8 else dtype, device="meta")
+    has_int8 = values == "int8"
+    kept = torch.empty(*rows, inputs * pattern.n // pattern.m, dtype=torch.int8 if has_int8 else dtype, device="meta")
     scales = torch.empty(*rows, scale_columns(inputs), dtype=dtype, device="meta") if has_int8 else None
-    return Packed(values, torch.empty(*rows, inputs // 8, dtype=torch.uint8, device="meta"), scales)
+    return Packed(kept, torch.empty(*rows, inputs // 8, dtype=torch.uint8, device="meta"), scales, pattern.m)
 
 
 def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | None = None) -> None:
@@ -65,7 +65,7 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
     model on the meta device. ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in packed.weights:
+    for name, pattern in packed.weights.items():
         attribute = name.rpartition(".")[2]
         own = (candidate.rpartition(".")[0] for candidate in _names(model, name))
         module = next((modules[path] for path in own if path in modules), None)
@@ -76,14 +76,14 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
         if weight is None or input_dim is None:
             raise ValueError(f"packed.weights has {name!r}, which is no weight of a linear layer or of stacked experts")
         *stack, out, inputs = weight.shape if input_dim == -1 else weight.transpose(-1, -2).shape
-        if inputs % 8:
-            raise ValueError(f"packed.weights has {name!r}, whose input size {inputs} is not a multiple of 8")
-        empty = empty_packed((*stack, out, inputs), weight.dtype, packed.version)
-        pack_weight(module, attribute, input_dim, empty, run)
+        if reason := unpackable(pattern, inputs):
+            raise ValueError(f"packed.weights has {name!r}: {reason}")
+        empty = empty_packed((*stack, out, inputs), weight.dtype, packed.values, pattern)
+        pack_weight(module, attribute, input_dim, empty, run, version=packed.version)
         # Or Transformers would initialise the weight: a copy that is unpacked for that, and lost.
         module._is_hf_initialized = True
     if not sparse_weights(model, PACKED):
-        names = list(packed.weights[:5])
+        names = [*packed.weights][:5]
         raise ValueError(f"{type(model).__name__} has none of the weights in packed.weights: {names}")
 
 
@@ -106,8 +106,18 @@ def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
         wrong = f"{missing} were not in its files" if missing else None
         if not missing and not found.values.is_meta:
             wrong = wrong_packed(found)
+            _replace_indices(weight, found)
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
+
+
+def _replace_indices(weight: SparseWeight, packed: Packed) -> None:
+    """Let a weight that was read from a file of version 1 or 2 have a mask, as version 3 has."""
+    mask, indices = (buffer_names(weight.name, version)[1] for version in (3, 2))
+    if weight.module._buffers.pop(indices, None) is not None:
+        packed.mask._is_hf_initialized = True  # type: ignore[attr-defined]  # for the check of the module's next weight
+        weight.module.register_buffer(mask, packed.mask)
+        weight.state.names = tuple(mask if name == indices else name for name in weight.state.names)
 
 
 def was_loaded(tensor: Tensor) -> bool:

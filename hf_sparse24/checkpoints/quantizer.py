@@ -18,7 +18,14 @@ from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..facts import MARKER
 from ..packed_format import PackedFormat
 from ..patching.masters import packed_config, wants_packed_master
-from ..patching.ownership import MODEL_METHODS, forget_quantizer, list_masters, name_parts, write_config
+from ..patching.ownership import (
+    MODEL_METHODS,
+    forget_quantizer,
+    list_masters,
+    name_parts,
+    packed_patterns,
+    write_config,
+)
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
@@ -41,6 +48,7 @@ class Sparse24Quantizer(HfQuantizer):
     """Patches a model while `from_pretrained` loads it, from a sparse or a dense checkpoint."""
 
     requires_calibration = False
+    is_compileable = True
     names_in_files: Set[str] = frozenset()  # not where the user passes a state_dict
     run: SparseRun | None = None  # of packed masters
 
@@ -154,7 +162,7 @@ class Sparse24Quantizer(HfQuantizer):
             patch_model(model, self.saved.passed)
         elif self.run is None and self.packed is not None:
             # Without the hashes of the files that were read: saved again, the model has others.
-            own = PackedFormat(tuple(sparse_weights(model, PACKED)), {}, self.packed.version)
+            own = PackedFormat(packed_patterns(model, PACKED), {}, self.packed.values)
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
         return model
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..packed_format import buffer_names
+from ..packed_format import PackedFormat, buffer_names
 from ..run import SparseRun
 from ..weights.gemms import PRUNED
 from ..weights.rules import encode
@@ -38,26 +38,27 @@ class _PackedLinearFunction(torch.autograd.Function):
     weights again. `method` is None of a frozen weight."""
 
     @staticmethod
-    def forward(ctx, x, values, indices, scales, bias, input_dim, dtype, method):
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, indices, scales)
-        ctx.dtype, ctx.method = dtype, method
-        output = _packed_linear(x, Packed(values, indices, scales).to(dtype), bias, input_dim)
+    def forward(ctx, x, values, mask, scales, m, bias, input_dim, dtype, method):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, mask, scales)
+        ctx.m, ctx.dtype, ctx.method = m, dtype, method
+        output = _packed_linear(x, Packed(values, mask, scales, m).to(dtype), bias, input_dim)
         # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
         return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, values, indices, scales = ctx.saved_tensors
+        x, values, mask, scales = ctx.saved_tensors
+        packed = Packed(values, mask, scales, ctx.m)
         grad_x = grad_values = grad_bias = None
         rows = grad.reshape(-1, grad.shape[-1])  # [T, out]
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ _grad_input_weight(Packed(values, indices, scales), ctx.dtype, ctx.method)
+            grad_x = grad @ _grad_input_weight(packed, ctx.dtype, ctx.method)
         if ctx.needs_input_grad[1]:
-            grad_values = _grad_values(rows, x.reshape(-1, x.shape[-1]), indices, values.dtype)
-        if ctx.needs_input_grad[4]:
+            grad_values = _grad_values(rows, x.reshape(-1, x.shape[-1]), packed)
+        if ctx.needs_input_grad[5]:
             grad_bias = rows.sum(0)
-        return grad_x, grad_values, None, None, grad_bias, None, None, None
+        return grad_x, grad_values, None, None, None, grad_bias, None, None, None
 
 
 def _grad_input_weight(packed: Packed, dtype: torch.dtype, method: Any) -> Tensor:
@@ -68,14 +69,14 @@ def _grad_input_weight(packed: Packed, dtype: torch.dtype, method: Any) -> Tenso
     return encode(method.prune_grad_input(view), view, method.pattern, {"dense": None}, dtype)[0]
 
 
-def _grad_values(grad: Tensor, x: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """dW = dZ^T X at the kept places `[out, in / 2]`, some rows at a time, so that no dense gradient is there."""
+def _grad_values(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:
+    """dW = dZ^T X at the kept places, some rows at a time, so that no dense gradient is there."""
     out, inputs = grad.shape[1], x.shape[1]
-    values = grad.new_empty(out, inputs // 2, dtype=dtype)
+    values = torch.empty_like(packed.values)
     step = max(ROWS, BLOCK_BYTES // (inputs * x.element_size()) // ROWS * ROWS)
     for top in range(0, out, step):
         some = slice(top, top + step)
-        values[some] = gather_nm(grad[:, some].t() @ x, indices[some])
+        values[some] = gather_nm(grad[:, some].t() @ x, packed.mask[some])
     return values
 
 
@@ -87,24 +88,31 @@ def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: in
 
 
 def pack_weight(
-    module: nn.Module, name: str, input_dim: int, packed: Packed, run: SparseRun | None = None, trains: bool = True
+    module: nn.Module,
+    name: str,
+    input_dim: int,
+    packed: Packed,
+    run: SparseRun | None = None,
+    trains: bool = True,
+    version: int = PackedFormat.LATEST,
 ) -> None:
     """Put `packed` in place of the Parameter `name`, or of its packed form. With a `run` it is a packed master: the
-    values are a Parameter, which `trains` or is frozen."""
+    values are a Parameter, which `trains` or is frozen. Buffers have the names of a `version` of the format."""
     module.__dict__.setdefault("dense_class", type(module))
     storage = (PackedFrozen if run is None else PackedMaster)(module, name, input_dim)
-    module.__dict__.setdefault("sparse24", {})[name] = weight = SparseWeight(storage, run)
-    values, indices, scales = buffer_names(name)
+    storage.pattern = packed.pattern
+    module.__dict__.setdefault("sparse24", {})[name] = weight = SparseWeight(storage, run, packed.pattern)
+    values, mask, scales = buffer_names(name, version)
     for key in (name, values):
         module._parameters.pop(key, None)
-    for key, tensor in zip((values, indices, scales), packed):
+    for key, tensor in ((values, packed.values), (mask, packed.mask), (scales, packed.scales)):
         if key == values and run is not None:
             own = packed.values  # a Parameter that an optimizer may have stays the same object
             _put_first(module, key, own if isinstance(own, nn.Parameter) else nn.Parameter(own, requires_grad=trains))
         elif tensor is not None:
             module.register_buffer(key, tensor.detach())
     if run is not None:
-        weight.state.names = (indices,)
+        weight.state.names = (mask,)
     _choose_class(module)
 
 
@@ -159,10 +167,10 @@ class PackedLayer(PackedModule):
 
 
 class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its weight is computed
-    """`nn.Linear` with a packed 2:4 weight, for inference and under adapters. `pack_model` makes it.
+    """`nn.Linear` with a packed N:M weight, for inference and under adapters. `pack_model` makes it.
 
-    Two buffers have the weight: `packed_weight_values` `[out, in / 2]` in the model's dtype and
-    `packed_weight_indices` uint8 `[out, in / 8]`. int8 values have `packed_weight_scales` `[out, ceil(in / 128)]` in
+    Two buffers have the weight: `packed_weight_values` `[out, in * N / M]` in the model's dtype and
+    `packed_weight_mask` uint8 `[out, in / 8]`. int8 values have `packed_weight_scales` `[out, ceil(in / 128)]` in
     the model's dtype. Gradients reach the input; with `master="packed"` they reach the values too, a Parameter then.
 
     Attributes:
@@ -172,7 +180,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[override]  # its wei
 
 
 class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
-    """GPT-2's `Conv1D` with a packed 2:4 weight; its buffers are those of `PackedLinear`. `pack_model` makes it.
+    """GPT-2's `Conv1D` with a packed N:M weight; its buffers are those of `PackedLinear`. `pack_model` makes it.
 
     Attributes:
         weight: the dense `[in, out]` weight with its zeros, a fresh copy at every read; writes to it are lost.

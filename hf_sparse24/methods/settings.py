@@ -191,7 +191,7 @@ class MasterSettings(MethodSettings):
         "dense",
         one_of("dense", "packed"),
         "what the optimizer updates: 'dense' the whole weight; 'packed' the kept values alone, so that weights, "
-        "gradients and the optimizer's state take half the memory (2:4 and linear layers only)",
+        "gradients and the optimizer's state take half the memory at 2:4 (linear layers only)",
     )
 
     def __post_init__(self) -> None:

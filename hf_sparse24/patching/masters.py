@@ -5,11 +5,9 @@ between steps; its run, and the model's config, are those of a patched model.
 """
 
 from dataclasses import replace
-from typing import cast
 
 import torch
-from sparse24_kernels import Packed
-from sparse24_kernels.prune import prune_forms
+from sparse24_kernels import apply_mask, pack_nm
 from torch import nn
 
 from ..adapters.bypass import adapters_in
@@ -18,6 +16,7 @@ from ..layers.packed import pack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat
 from ..run import SparseRun
+from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import layer_name
 from .ownership import list_masters
@@ -45,8 +44,7 @@ def check_masters(model: nn.Module, run: SparseRun) -> None:
     for name, weight in weights.items():
         reasons = {
             "is a stack of experts": weight.is_stack,
-            f"has pattern='{weight.pattern}', and two of every four are kept": weight.pattern != (2, 4),
-            f"has {weight.sizes[1]} inputs, no multiple of 8": weight.sizes[1] % 8,
+            f"has no packed form ({not_packable(weight)})": not_packable(weight),
             f"has {list(weight.parameters)} of its method, which would train too": weight.parameters,
             "shares its weight with another layer": name not in first,
         }
@@ -62,7 +60,7 @@ def pack_masters(model: nn.Module, run: SparseRun) -> None:
     for weight in sparse_weights(model).values():
         out_in = weight.storage.out_in
         matrix, mask = out_in(weight.parameter.detach()), out_in(weight.mask())
-        packed = cast(Packed, prune_forms(matrix, ["packed"], "mask", mask=mask)[0])
+        packed = pack_nm(apply_mask(matrix, mask), *weight.pattern, mask=mask)
         module, trains = weight.module, weight.parameter.requires_grad
         make_dense(weight)
         pack_weight(module, weight.name, weight.input_dim, packed, run, trains)

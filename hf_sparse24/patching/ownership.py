@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
+from sparse24_kernels import Pattern
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -152,9 +153,15 @@ def check_not_offloaded(model: nn.Module) -> None:
         raise ValueError("parts of the model are offloaded to a disk or a CPU; load it without device_map for that")
 
 
+def packed_patterns(owner: Any, kind: Any) -> dict[str, Pattern]:
+    """The pattern of each packed weight of a model, by its name in files, where names are those without adapters."""
+    weights = sparse_weights(owner, kind)
+    return {name.replace(".base_layer.", "."): weight.storage.pattern for name, weight in weights.items()}
+
+
 def list_masters(owner: Any, run: SparseRun) -> None:
     """Let the config of a model with packed masters list them, as the files of `save_pretrained` need it."""
-    names = tuple(name.replace(".base_layer.", ".") for name in sparse_weights(owner, PackedMaster))
-    if names:
-        run.record(packed=PackedFormat(names, {}))
+    patterns = packed_patterns(owner, PackedMaster)
+    if patterns:
+        run.record(packed=PackedFormat(patterns, {}))
         owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

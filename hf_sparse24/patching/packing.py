@@ -1,7 +1,6 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
 import torch
-from sparse24_kernels import Pattern
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -10,13 +9,13 @@ from ..adapters.merging import check_unmerged
 from ..config import SavedConfig
 from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
-from ..packed_format import PackedFormat, format_version
+from ..packed_format import PackedFormat, check_values
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import is_packable, packed_form
+from ..weights.packed_weight import not_packable, packed_form
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .masters import packed_config
-from .ownership import check_not_offloaded, forget_quantizer, outermost
+from .ownership import check_not_offloaded, forget_quantizer, outermost, packed_patterns
 from .refusals import reject_non_finite
 from .surgery import release, unpatch_model
 
@@ -26,12 +25,13 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     """Compute with packed sparse weights from now on, and give up the dense master weights.
 
     In place. The model generates, trains adapters, is saved and moved, and does not train by itself. `unpack_model`
-    makes it an ordinary model of its sparse weights. A sparse layer whose input size is no multiple of 8 becomes dense.
+    makes it an ordinary model of its sparse weights. A sparse layer that has no packed form becomes dense: its M must
+    divide 64, and its input size be a multiple of M and of 8.
 
     Args:
         model: a patched model in its sparse phase, in the dtype that it will compute in.
         values: `"float"`, exactly those of the sparse weights, or `"int8"`: rounded, with a scale for each row and 128
-            weights (5/16 of the bytes in bf16).
+            weights (5/16 of the bytes in bf16 at 2:4 and 16:32).
 
     Returns:
         Bytes of memory freed.
@@ -48,7 +48,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
         >>> type(model.transformer.h[0].mlp.c_fc).__name__
         'PackedConv1D'
     """
-    version = format_version(values)
+    check_values(values)
     run = check_packable(model)
     check_unmerged(model)
     whole = next((owner for owner in run.owners if owner is not model and model in owner.modules()), None)
@@ -73,9 +73,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
 
     release(model, weights, convert)
     for inner in outermost(model):
-        # In files, names are those without adapters.
-        names_in_files = tuple(name.replace(".base_layer.", ".") for name in sparse_weights(inner, PACKED))
-        mark_packed(inner, packed_config(run.saved, PackedFormat(names_in_files, {}, version)))
+        mark_packed(inner, packed_config(run.saved, PackedFormat(packed_patterns(inner, PACKED), {}, values)))
     return before - _bytes(model)
 
 
@@ -116,17 +114,10 @@ def check_packable(model: nn.Module) -> SparseRun:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.is_dense:
         raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
-    if not any(is_packable(weight) for weight in sparse_weights(model, TRAINED).values()):
-        raise ValueError("no sparse weight has an input size that is a multiple of 8, as packed weights have")
-    for weight in sparse_weights(model, TRAINED).values():
-        check_within_24(str(weight.pattern))
+    reasons = [not_packable(weight) for weight in sparse_weights(model, TRAINED).values()]
+    if all(reasons):
+        raise ValueError(f"no sparse weight has a packed form: {reasons[0]}; export with format='dense'")
     return run
-
-
-def check_within_24(pattern: str) -> None:
-    """Raise ValueError where what has a pattern need not be 2:4."""
-    if not Pattern.parse(pattern).is_within_24:
-        raise ValueError(f"pattern={pattern!r}: packed weights are 2:4; export with format='dense'")
 
 
 def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:

@@ -70,7 +70,7 @@ class PatchReport(TableReport):
     def _title(self) -> str:
         layers = len(self.patched) + sum(reason != CONVOLUTION for reason in self.skipped.values())
         is_packed = getattr(self.config, "master", "dense") == "packed"
-        method = self.config.method + ", master: packed (half the memory)" * is_packed
+        method = self.config.method + ", master: packed" * is_packed
         return (
             f"{self.config.pattern} sparse by {method}: {len(self.patched)} of {layers} linear layers, "
             f"{shown_count(self.patched_parameters)} of {shown_count(self.total_parameters)} parameters; "

@@ -10,6 +10,7 @@ column of ones, `W` and `V` the bias as their last column. Weights are `[out, in
 
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import Pattern
 from torch import Tensor
 
 
@@ -129,7 +130,13 @@ def least_squares(
 
 
 def round_to_int8(
-    weight: Tensor, gram: Tensor, damping: float, dtype: torch.dtype, sweeps: int = 2, width: int = WIDTH
+    weight: Tensor,
+    gram: Tensor,
+    pattern: Pattern,
+    damping: float,
+    dtype: torch.dtype,
+    sweeps: int = 2,
+    width: int = WIDTH,
 ) -> Tensor:
     """Return a pruned weight as int8 values times scales, those with a small output error: `[out, in]`.
 
@@ -138,7 +145,7 @@ def round_to_int8(
     stays: from it `quantize_packed` finds the same scales and values again. As QuantEase (arXiv 2309.01885).
     """
     gram = gram + ridge(gram, damping) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    packed = kernels.quantize_packed(kernels.pack_nm(weight.to(dtype)))
+    packed = kernels.quantize_packed(kernels.pack_nm(weight.to(dtype), *pattern))
     assert packed.scales is not None
     steps = packed.scales.to(weight).repeat_interleave(128, 1)[:, : weight.shape[1]]
     result = kernels.unpack_nm(packed).to(weight)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparse24_kernels import Pattern, apply_mask, nm_mask
+from sparse24_kernels.formats import STEP, unpackable
 from torch import Tensor
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
-from ..packed_format import format_version
+from ..packed_format import check_values
 from ..patching.masters import wants_packed_master
-from ..patching.packing import check_within_24
 from . import layerwise
 from .statistics import Gram, InputNorms
 
@@ -61,7 +61,7 @@ class Options:
     values: str
 
     def __post_init__(self):
-        format_version(self.values)
+        check_values(self.values)
         for name, allowed in (("criterion", tuple(CRITERIA)), ("reconstruct", RECONSTRUCTIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {list(allowed)}")
@@ -85,7 +85,8 @@ def check_config(config: Sparse24Config, values: str) -> None:
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
     if values == "int8":
         for pattern in (config.pattern, *(config.layer_patterns or {}).values()):
-            check_within_24(pattern)
+            if reason := unpackable(Pattern.parse(pattern), STEP):
+                raise ValueError(f"values='int8' needs a packed form: {reason}")
     if not method_class(config.method).overrides("adopt_mask"):
         raise ValueError(f"method={config.method!r}: does not keep oneshot's masks; {ONESHOT_METHOD!r} does")
     if wants_packed_master(config):

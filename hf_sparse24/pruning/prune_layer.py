@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..metrics import kept_magnitude
 from ..progress import get_logger
-from ..weights.packed_weight import is_packable
+from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from . import layerwise
@@ -60,10 +60,11 @@ def prune_layer(
 def round_layer(target: SparseWeight, inputs: Gram | InputNorms, damping: float) -> None:
     """Round a pruned weight to int8 values, if it can be packed."""
     assert isinstance(inputs, Gram)
-    if is_packable(target):
+    if not not_packable(target):
         weight, gram = matrix(target), inputs.matrix[:-1, :-1]
         with torch.autocast(weight.device.type, enabled=False):
-            weight.copy_(layerwise.round_to_int8(weight.to(gram.dtype, copy=True), gram, damping, weight.dtype))
+            wide = weight.to(gram.dtype, copy=True)
+            weight.copy_(layerwise.round_to_int8(wide, gram, target.pattern, damping, weight.dtype))
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None = None) -> Tensor:

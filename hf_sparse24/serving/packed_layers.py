@@ -3,9 +3,10 @@
 Engines stack some layers, such as q_proj, k_proj and v_proj, to one, and split layers over processes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparse24_kernels import Pattern
 from sparse24_kernels.formats import SCALED
 
 from ..packed_format import PackedFormat
@@ -21,26 +22,27 @@ def read_format(config: Mapping[str, Any]) -> PackedFormat:
     return PackedFormat.from_dict(config["packed"])
 
 
-def is_packed(name: str, stacked: Mapping[str, Sequence[str]], weights: Collection[str]) -> bool:
-    """Whether a linear layer of the engine is packed; ValueError: only some of its parts are.
+def packed_pattern(name: str, stacked: Mapping[str, Sequence[str]], weights: Mapping[str, Pattern]) -> Pattern | None:
+    """The pattern of a linear layer of the engine that is packed, None of another; ValueError: its parts differ.
 
     Args:
         name: of the layer, such as `"model.layers.0.self_attn.qkv_proj"`.
         stacked: by the last part of a stacked layer's name, those of its parts: `{"qkv_proj": ["q_proj", ...]}`.
-        weights: names of the packed weights.
+        weights: the patterns of the packed weights by name.
     """
     path, dot, last = name.rpartition(".")
     parts = [f"{path}{dot}{part}.weight" for part in stacked.get(last, ())]
-    packed = [part for part in parts if part in weights]
-    if packed and len(packed) < len(parts):
-        others = sorted({*parts} - {*packed})
-        raise ValueError(f"{name} is one layer here, of which {packed} are packed and {others} are not; {WAY_OUT}")
-    return bool(packed) or f"{name}.weight" in weights
+    own = f"{name}.weight"  # of a layer that is stacked in the file too
+    patterns = {part: weights.get(part) for part in (parts if parts and own not in weights else [own])}
+    if len({*patterns.values()}) > 1:
+        kinds = {part: "dense" if pattern is None else str(pattern) for part, pattern in patterns.items()}
+        raise ValueError(f"{name} is one layer here, and its parts are packed differently: {kinds}; {WAY_OUT}")
+    return next(iter(patterns.values()))
 
 
-def check_split(name: str, inputs: int, whole: int, has_scales: bool) -> None:
+def check_split(name: str, inputs: int, whole: int, m: int, has_scales: bool) -> None:
     """Raise ValueError where the `inputs` of one process cut through weights that share a byte or a scale."""
-    step, part = (SCALED, "scale") if has_scales else (8, "byte of indices")
+    step, part = (SCALED, "scale") if has_scales else (max(8, m), "byte of the mask, or a group")
     if inputs != whole and inputs % step:
         given = f"tensor parallelism gives each process {inputs} of {whole} inputs"
         raise ValueError(f"{name}: {given}, and {step} weights share a {part}: use a multiple of {step}, or {WAY_OUT}")

@@ -7,9 +7,10 @@ by vLLM's own code. Written against vLLM 0.32.
 from typing import Any
 
 import torch
-from sparse24_kernels import Packed
+from sparse24_kernels import Packed, Pattern
 from sparse24_kernels.formats import scale_columns
 from sparse24_kernels.matmul import packed_layer
+from sparse24_kernels.packing import mask_of_indices
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -23,9 +24,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..packed_format import VALUES, PackedFormat, buffer_names
+from ..packed_format import PackedFormat, buffer_names
 from ..weights.packed_weight import wrong_packed
-from .packed_layers import WAY_OUT, check_split, is_packed, read_format
+from .packed_layers import WAY_OUT, check_split, packed_pattern, read_format
 
 
 class Sparse24PackedConfig(QuantizationConfig):
@@ -34,7 +35,7 @@ class Sparse24PackedConfig(QuantizationConfig):
     def __init__(self, packed: PackedFormat):
         super().__init__()
         self.packed = packed
-        self.weights = set(packed.weights)  # by the names that vLLM's model has for them
+        self.weights = dict(packed.weights)  # by the names that vLLM's model has for them
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Sparse24PackedConfig":
@@ -57,7 +58,7 @@ class Sparse24PackedConfig(QuantizationConfig):
         return []  # config.json has it all
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        self.weights = set(hf_to_vllm_mapper.apply_list(sorted(self.weights)))
+        self.weights = hf_to_vllm_mapper.apply_dict(self.weights)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
         if isinstance(layer, RoutedExperts):
@@ -67,18 +68,18 @@ class Sparse24PackedConfig(QuantizationConfig):
             if f"{prefix}.weight" in self.weights:
                 raise ValueError(f"{prefix}: a packed {type(layer).__name__} is not served; {WAY_OUT}")
             return None
-        if is_packed(prefix, self.packed_modules_mapping, self.weights):
-            return Sparse24PackedMethod(self.packed.version == VALUES["int8"])
-        return UnquantizedLinearMethod()
+        pattern = packed_pattern(prefix, self.packed_modules_mapping, self.weights)
+        return UnquantizedLinearMethod() if pattern is None else Sparse24PackedMethod(self.packed, pattern)
 
 
 @register_weight_loader_v2_supported_method
 class Sparse24PackedMethod(LinearMethodBase):
-    """Loads and multiplies by a packed weight: `packed_weight_values` `[out, in / 2]` in the model's dtype or int8,
-    `packed_weight_indices` uint8 `[out, in / 8]`, and of int8 values `packed_weight_scales` `[out, ceil(in / 128)]`."""
+    """Loads and multiplies by a packed weight: `packed_weight_values` `[out, in * N / M]` in the model's dtype or int8,
+    `packed_weight_mask` uint8 `[out, in / 8]`, and of int8 values `packed_weight_scales` `[out, ceil(in / 128)]`."""
 
-    def __init__(self, has_scales: bool):
-        self.has_scales = has_scales
+    def __init__(self, packed: PackedFormat, pattern: Pattern):
+        self.pattern, self.has_scales = pattern, packed.values == "int8"
+        self.names = buffer_names("weight", packed.version)  # in the files
 
     def create_weights(
         self,
@@ -91,23 +92,27 @@ class Sparse24PackedMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         inputs, out = input_size_per_partition, sum(output_partition_sizes)
-        check_split(layer.prefix, inputs, input_size, self.has_scales)
-        # vLLM does not notice a weight that no file has. Indices of zeros are invalid, so the check below does.
+        check_split(layer.prefix, inputs, input_size, self.pattern.m, self.has_scales)
+        # vLLM does not notice a weight that no file has. A mask of zeros is invalid, so the check below does.
+        kept = inputs * self.pattern.n // self.pattern.m
         tensors = [
-            torch.zeros(out, inputs // 2, dtype=torch.int8 if self.has_scales else params_dtype),
+            torch.zeros(out, kept, dtype=torch.int8 if self.has_scales else params_dtype),
             torch.zeros(out, inputs // 8, dtype=torch.uint8),
             torch.full((out, scale_columns(inputs)), torch.nan, dtype=params_dtype) if self.has_scales else None,
         ]
         options = {"input_dim": 1, "output_dim": 0, "weight_loader": extra_weight_attrs["weight_loader"]}
-        for name, tensor in zip(buffer_names("weight"), tensors):
+        for name, tensor in zip(self.names, tensors):
             parameter = None if tensor is None else ModelWeightParameter(data=tensor, **options)
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        for name in buffer_names("weight"):
-            parameter = getattr(layer, name)
+        for own, name in zip(buffer_names("weight"), self.names):
+            parameter = layer._parameters.pop(name)
             if parameter is not None:  # a plain one: vLLM's costs time at every access, and stops torch.compile
-                layer.register_parameter(name, nn.Parameter(parameter.data, requires_grad=False))
+                data = parameter.data if own == name else mask_of_indices(parameter.data)
+                parameter = nn.Parameter(data, requires_grad=False)
+            layer.register_parameter(own, parameter)
+        layer.packed_weight_m = self.pattern.m
         wrong = wrong_packed(_packed(layer))
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {layer.prefix}: {wrong}")
@@ -118,14 +123,17 @@ class Sparse24PackedMethod(LinearMethodBase):
 
 
 def _packed(layer: Any) -> Packed:
-    return Packed(layer.packed_weight_values, layer.packed_weight_indices, layer.packed_weight_scales)
+    tensors = (layer.packed_weight_values, layer.packed_weight_mask, layer.packed_weight_scales)
+    return Packed(*tensors, layer.packed_weight_m)
 
 
-def _packed_linear(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
-    return packed_layer(x, Packed(values, indices, scales), bias)
+def _packed_linear(
+    x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None
+) -> Tensor:
+    return packed_layer(x, Packed(values, mask, scales, m), bias)
 
 
-def _like_packed_linear(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor | None, bias: Tensor | None):
+def _like_packed_linear(x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None):
     return x.new_empty(*x.shape[:-1], values.shape[0])
 
 

@@ -15,7 +15,7 @@ from ..checkpoints.export import export_model
 from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
-from ..packed_format import buffer_names
+from ..packed_format import buffer_names, parts_of
 from ..patching.report import group_name, shown_count
 from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
@@ -88,14 +88,14 @@ def inspect(options: argparse.Namespace) -> int:
     listing = read_listing(directory, tensors)
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
-        values, indices, scales = buffer_names(name)
         is_dense = name in tensors or listing.format == "dense"
-        names = [name] if is_dense else [values, indices, *({scales} & tensors.names.keys())]
+        names = [name] if is_dense else sorted(parts_of(name) & tensors.names.keys())
         parts = [tensors.size(part) for part in names]
-        elements = parts[0][0] * (1 if is_dense else 2)  # half of a packed weight's are values
+        mask = next((part for part in names if part.endswith(("mask", "indices"))), None)  # 8 weights in a byte
+        elements = parts[0][0] if is_dense or mask is None else 8 * tensors.size(mask)[0]
         dense = max(nbytes / max(number, 1) for number, nbytes in parts)  # of int8 values, the size of the scales
         _add(groups, group_name(name), 1, elements, sum(nbytes for _, nbytes in parts), int(elements * dense))
-    sparse = {part for name in listing.weights for part in (name, *buffer_names(name))}
+    sparse = {part for name in listing.weights for part in (name, *parts_of(name))}
     for name in tensors.names.keys() - sparse:
         elements, nbytes = tensors.size(name)
         _add(groups, "everything else", 1, elements, nbytes, nbytes)

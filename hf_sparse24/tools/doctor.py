@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
-from sparse24_kernels import dispatch, first_use
+from sparse24_kernels import Pattern, dispatch, first_use
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_packed
 from sparse24_kernels.gemm.backend import DENSE
@@ -41,14 +41,14 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
         ("GEMMs", *choose_backend("auto", device)),
         ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")),
     ]
-    for dtype, values in _PACKED:
-        problem = linear_problem(1, 2048, 2048, dtype)._replace(sparse_dtype=values)
-        kind = str(values or dtype).removeprefix("torch.")
+    for dtype, values, pattern in _PACKED:
+        problem = linear_problem(1, 2048, 2048, dtype)._replace(sparse_dtype=values, pattern=pattern)
+        what = f"  {pattern} of {str(values or dtype).removeprefix('torch.')}, 1 token"
         try:
             plan = plan_packed(problem, device)
-            rows.append((f"  {kind} values, 1 token", plan.backend.name, plan.reason))
+            rows.append((what, plan.backend.name, plan.reason))
         except RuntimeError as error:  # a cuSPARSELt that cannot compress
-            rows.append((f"  {kind} values, 1 token", "none", str(error)))
+            rows.append((what, "none", str(error)))
     if device.type == "cuda" and cusparselt.is_slow_on(device):
         rows.append(("", "warning", f"cuSPARSELt {cusparselt.version()} is slow on this GPU: 0.8.1 fixed that"))
     return rows
@@ -88,7 +88,11 @@ def check_rows(checked: list[Checked]) -> list[list[str]]:
     return rows or [["no kernels", "", "PyTorch runs everything"]]
 
 
-_PACKED = ((torch.bfloat16, None), (torch.float16, None), (torch.float32, None), (torch.bfloat16, torch.int8))
+_PACKED = (
+    *((dtype, None, Pattern(2, 4)) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    (torch.bfloat16, torch.int8, Pattern(2, 4)),
+    (torch.bfloat16, None, Pattern(16, 32)),
+)
 _NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
 
 

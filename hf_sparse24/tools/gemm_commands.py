@@ -15,6 +15,7 @@ from ..config import Sparse24Config
 from ..patching.masters import wants_packed_master
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
+from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
 from . import print_table
@@ -79,15 +80,16 @@ def tune(options: argparse.Namespace) -> int:
 
 def _tune_cpu(options: argparse.Namespace) -> int:
     weights = sparse_weights(_patched(options)).values()
-    sizes = list(dict.fromkeys(weight.sizes for weight in weights if not weight.is_stack and not weight.sizes[1] % 8))
+    packable = [weight for weight in weights if not weight.is_stack and not not_packable(weight)]
+    sizes = list(dict.fromkeys((*weight.sizes, weight.pattern) for weight in packable))
     with Progress("tuning", len(sizes), "layer", partial(print, flush=True)) as progress:
         found = limits.tune(sizes, _DTYPES[options.dtype], lambda done: progress.update(done - progress.done, ""))
-    rows = [["out x in", "values", "packed up to", *(f"{tokens} tokens" for tokens in limits.TOKENS)]]
+    rows = [["out x in", "pattern", "values", "packed up to", *(f"{tokens} tokens" for tokens in limits.TOKENS)]]
     for layer, times in found.items():
         most = limits.limit(times)
         speedups = [f"{dense / ours:.2f}x" for _, ours, dense in times]
         text = "any number" if most is None else f"{most} tokens"
-        rows.append([f"{layer.out} x {layer.inputs}", layer.values, text, *speedups])
+        rows.append([f"{layer.out} x {layer.inputs}", layer.pattern, layer.values, text, *speedups])
     print("packed layers, and their speed over that of unpacking and dense math:")
     print_table(rows)
     return 0

@@ -19,14 +19,12 @@ from ..checkpoints.card import CARD, read_card
 from ..checkpoints.manifest import MANIFEST
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
-from ..packed_format import format_version
+from ..packed_format import check_values
 from ..patching.packing import check_packable
 from ..patching.report import shown_count
 from ..patching.surgery import patch_model
 from ..weights.sparse_weight import sparse_weights
 from .models import check_destination, local_files, read_model
-
-SPARSE = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")
 
 # Defaults. Tokens of a sequence, to prune by, and to train on by the device; and sequences of a step.
 BLOCK, CALIBRATION, TRAINING, BATCH_SIZE = 256, 24_576, {"cpu": 300_000, "cuda": 3_000_000}, {"cpu": 2, "cuda": 8}
@@ -40,6 +38,7 @@ class Plan:
     """What a run does with which model. ValueError or OSError: something that the work would fail by.
 
     Attributes:
+        config: what the model is patched with.
         kind: `"causal"`, `"masked"`, or `"encoder"` for a model that predicts no tokens.
         dtype: of the weights as they are stored.
         text: a hash of it.
@@ -51,7 +50,7 @@ class Plan:
 
     def __init__(self, options: argparse.Namespace):
         check_destination(options.output)
-        format_version(options.values, options.format)
+        check_values(options.values, options.format)
         self.options, name, output = options, options.model, Path(options.output)
         self.work = output.absolute().with_name(f"{output.absolute().name}-work")
         source = local_files(name, ["config.json", MANIFEST])
@@ -70,7 +69,8 @@ class Plan:
             if getattr(options, option) and not fits:
                 raise ValueError(f"--{option.replace('_', '-')} is not for {name}, a {cls}: leave it out")
         self.tokenizer = _tokenizer(name, self.kind)
-        patch_model(empty, SPARSE)
+        self.config = Sparse24Config(method=ONESHOT_METHOD, pattern=options.pattern, target_modules="all-linear")
+        patch_model(empty, self.config)
         for layer, weight in sparse_weights(empty).items():
             if weight.is_stack:
                 raise ValueError(f"{layer} is a stack of experts: prune the other layers in Python, by oneshot")

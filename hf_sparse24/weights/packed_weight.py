@@ -2,8 +2,10 @@
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Packed
-from sparse24_kernels.checks import check_packed
+from sparse24_kernels import Packed, Pattern
+from sparse24_kernels.checks import check_packed, described
+from sparse24_kernels.formats import unpackable
+from sparse24_kernels.packing import wrong_mask
 from torch import Tensor
 
 from ..metrics import all_finite
@@ -11,27 +13,27 @@ from .sparse_weight import SparseWeight
 from .storage import PackedFrozen
 
 
-def pack_exactly(weight: Tensor, input_dim: int) -> Packed | None:
+def pack_exactly(weight: Tensor, input_dim: int, pattern: Pattern) -> Packed | None:
     """A matrix, or a stack of them, in packed form; None where that would lose something."""
     weight = weight if input_dim == -1 else weight.transpose(-1, -2)
-    packed = kernels.pack_nm(weight)
+    packed = kernels.pack_nm(weight, *pattern)
     return packed if torch.equal(kernels.unpack_nm(packed), weight) else None
 
 
-def is_packable(weight: SparseWeight) -> bool:
-    """Whether a weight has a packed form by its sizes: a byte has the indices of eight elements."""
-    return weight.sizes[1] % 8 == 0
+def not_packable(weight: SparseWeight) -> str | None:
+    """Why a weight has no packed form, by its pattern and sizes; None where it has one."""
+    return unpackable(weight.pattern, weight.sizes[1])
 
 
 def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
-    """What a sparse weight computes with, packed; None where its input size is no multiple of 8."""
-    if not is_packable(weight):
+    """What a sparse weight computes with, packed; None where it has no packed form."""
+    if not_packable(weight):
         return None
     method = weight.method
     if isinstance(weight.storage, PackedFrozen):
         packed: Packed | None = weight.storage.whole_packed()
     else:
-        packed = pack_exactly(weight.merged(), weight.input_dim)
+        packed = pack_exactly(weight.merged(), weight.input_dim, weight.pattern)
     if packed is None and weight.parameters:
         merged = f"{list(weight.parameters)} of method {method.name!r} merged"
         raise ValueError(f"{name} is not {method.pattern} with {merged}: export with format='dense', which has all")
@@ -41,16 +43,15 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
 
 
 def wrong_packed(packed: Packed) -> str | None:
-    """What is wrong with values `[..., out, in / 2]`, indices `[..., out, in / 8]` and scales that a file had."""
+    """What is wrong with the values, the mask and the scales that a file had; None where nothing is."""
     try:
         check_packed("", packed)
     except ValueError:
-        parts = [f"{what} {x.dtype} {tuple(x.shape)}" for what, x in packed._asdict().items() if x is not None]
+        parts = [f"{what} {described(x)}" for what, x in packed._asdict().items() if x is not None]
         return f"these do not fit each other: {', '.join(parts)}"
-    values, indices, scales = packed
-    # Within four, the lower element comes first: two of them at one place would overwrite each other.
-    if not all(bool(((group & 3) < (group >> 2)).all()) for group in (indices & 15, indices >> 4)):
-        return "its indices are not in ascending order"
+    if wrong := wrong_mask(packed):
+        return f"its mask has {wrong}"
+    values, scales = packed.values, packed.scales
     if scales is None:
         return None if all_finite(values) else "NaN or inf in its values"
     if not (all_finite(scales) and bool((scales >= 0).all())):

@@ -1,18 +1,20 @@
-"""Storages: how a module keeps a 2:4 weight. What differs between them stands here alone.
+"""Storages: how a module keeps an N:M weight. What differs between them stands here alone.
 
-| storage        | tensors of the module                                     | what trains                             |
-|----------------|-----------------------------------------------------------|-----------------------------------------|
-| `DenseMaster`  | the Parameter `weight`                                    | all of it; a method prunes it           |
-| `PackedMaster` | the Parameter `packed_weight_values`, a buffer of indices | the kept values; the mask never changes |
-| `PackedFrozen` | buffers of values, indices and (int8 values) scales       | nothing                                 |
+| storage        | tensors of the module                                      | what trains                     |
+|----------------|------------------------------------------------------------|---------------------------------|
+| `DenseMaster`  | the Parameter `weight`                                     | all of it; a method prunes it   |
+| `PackedMaster` | the Parameter `packed_weight_values`, a buffer of the mask | the kept values; the mask stays |
+| `PackedFrozen` | buffers of values, mask and (int8 values) scales           | nothing                         |
 """
 
 import math
+from functools import cached_property
 from typing import ClassVar, cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Packed
+from sparse24_kernels import Packed, Pattern
+from sparse24_kernels.packing import mask_of_indices
 from torch import Tensor, nn
 
 from ..packed_format import buffer_names
@@ -116,20 +118,36 @@ class DenseMaster(Storage):
 
 
 class PackedFrozen(Storage):
-    """The 2:4 weight without its zeros, in buffers: for inference, and under adapters."""
+    """The weight without its zeros, in buffers: for inference, and under adapters.
+
+    Attributes:
+        pattern: that its packed form has.
+    """
+
+    pattern: Pattern = Pattern(2, 4)
+
+    @cached_property
+    def names(self) -> tuple[str, str, str]:
+        """What its values, mask and scales are called in the module."""
+        return buffer_names(self.name)
 
     @property
     def packed(self) -> Packed:
-        return Packed(*map(self.module._buffers.get, buffer_names(self.name)))  # type: ignore[arg-type]  # two are there
+        (_, mask, scales), buffers = self.names, self.module._buffers
+        bits = buffers.get(mask)
+        if bits is None:  # a file of version 1 or 2 is being loaded
+            bits = mask_of_indices(cast(Tensor, buffers[buffer_names(self.name, version=2)[1]]))
+        return Packed(self.master, bits, buffers.get(scales), self.pattern.m)
 
     @property
     def master(self) -> Tensor:
-        return self.packed.values
+        values, module = self.names[0], self.module
+        return cast(Tensor, module._buffers[values] if values in module._buffers else module._parameters[values])
 
     @property
     def sizes(self) -> tuple[int, int]:
-        rows, half = self.master.shape[-2:]
-        return rows, 2 * half
+        rows, kept = self.master.shape[-2:]
+        return rows, kept * self.pattern.m // self.pattern.n
 
     @torch.no_grad()
     def dense(self) -> Tensor:
@@ -139,8 +157,8 @@ class PackedFrozen(Storage):
     @torch.no_grad()
     def whole_packed(self) -> Packed:
         """The packed form with its values gathered: every process must call it where FSDP2 shards them."""
-        values, indices, scales = self.packed
-        return Packed(sharding.whole(values), indices, scales)
+        packed = self.packed
+        return packed._replace(values=sharding.whole(packed.values))
 
     def whole(self) -> Tensor:
         return self.out_in(kernels.unpack_nm(self.whole_packed()))
@@ -148,11 +166,6 @@ class PackedFrozen(Storage):
 
 class PackedMaster(PackedFrozen):
     """The kept values are the Parameter that optimizers update (`master="packed"`)."""
-
-    @property
-    def packed(self) -> Packed:
-        values, indices, _ = buffer_names(self.name)
-        return Packed(cast(Tensor, self.module._parameters[values]), cast(Tensor, self.module._buffers[indices]))
 
 
 TRAINED = DenseMaster | PackedMaster

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import Packed, mask_bytes, scale_columns
+from .formats import STEP, Packed, mask_bytes, scale_columns
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64."""
@@ -113,23 +113,24 @@ def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:
 
 
 def check_packed(name: str, packed: Packed) -> None:
-    """Raise ValueError unless `packed` has a weight's values `[..., R, K/2]`, int8 with scales, and their indices."""
+    """Raise ValueError unless `packed` has a weight's values `[..., R, K*N/M]`, int8 with scales, and their mask."""
     if not isinstance(packed, Packed):
-        raise ValueError(f"{name}: packed={described(packed)}: must be a Packed, values and indices")
-    values, indices, scales = packed
-    check_is(Tensor, name, values=values, indices=indices, **({} if scales is None else {"scales": scales}))
+        raise ValueError(f"{name}: packed={described(packed)}: must be a Packed, values and mask")
+    values, mask, scales, m = packed
+    check_is(Tensor, name, values=values, mask=mask, **({} if scales is None else {"scales": scales}))
+    check_is(int, name, m=m)
     dtypes = INPUTS if scales is None else (torch.int8,)
-    fits = values.dtype in dtypes and indices.dtype == torch.uint8 and values.dim() == indices.dim() >= 2
-    if not fits or (*indices.shape[:-1], 4 * indices.shape[-1]) != tuple(values.shape):
-        raise ValueError(
-            f"{name} takes values [..., R, K/2] and uint8 indices [..., R, K/8], got {described(values)} and "
-            f"{described(indices)}" + ("" if scales is None else "; values with scales are int8, without them never")
-        )
+    fits = values.dtype in dtypes and mask.dtype == torch.uint8 and values.dim() == mask.dim() >= 2
+    k, kept = (8 * mask.shape[-1], values.shape[-1]) if fits else (0, 0)
+    if not 0 < kept < k or mask.shape[:-1] != values.shape[:-1] or m < 2 or STEP % m or k % m or kept * m % k:
+        takes = f"{name} takes values [..., R, K * N / M] and a uint8 mask [..., R, K / 8]"
+        int8 = "" if scales is None else "; values with scales are int8, without them never"
+        raise ValueError(f"{takes}, got {described(values)}, {described(mask)} and M = {m}{int8}")
     if scales is not None:
-        shape = (*values.shape[:-1], scale_columns(2 * values.shape[-1]))
+        shape = (*values.shape[:-1], scale_columns(k))
         if scales.dtype not in INPUTS or tuple(scales.shape) != shape:
             raise ValueError(f"{name}: scales are floating {shape} for these values, got {described(scales)}")
-    check_device(name, values, indices, scales)
+    check_device(name, values, mask, scales)
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:

@@ -59,29 +59,40 @@ class Pattern(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A 2:4 matrix `[R, K]`, or a stack of them, without its zeros: 9/16 of the bytes in bf16, 5/16 with int8 values.
+    """An N:M matrix `[R, K]`, or a stack of them, without its zeros: at 2:4 or 16:32, 9/16 of the bytes in bf16, and
+    5/16 with int8 values.
 
     The format does not depend on the device, so it is the one to save. `pack_nm` makes it, `quantize_packed` the one
-    with int8 values. Read as int16, `indices` is the row-major metadata that NVIDIA's documentation of the sparse
-    instructions uses.
+    with int8 values.
 
     Attributes:
-        values: `[..., R, K/2]`, the two kept elements of every four, in order; int8 from -127 to 127 with `scales`.
-        indices: uint8 `[..., R, K/8]`, their places in the four, two bits each, first element lowest. A byte holds two
-            groups, the first of them in its lower four bits.
-        scales: None, or `[..., R, ceil(K/128)]` in the dtype of the matrix, finite and never negative: one for each
+        values: `[..., R, K * N / M]`, the N kept elements of every M, in order; int8 from -127 to 127 with `scales`.
+        mask: uint8 `[..., R, K / 8]`, a bit for each element, the first one lowest (`pack_bits`): 1 where it is kept.
+        scales: None, or `[..., R, ceil(K / 128)]` in the dtype of the matrix, finite and never negative: one for each
             row and 128 consecutive elements, the last of which may be fewer. An element is its value times its scale,
             rounded once to that dtype.
+        m: M, the size of a group.
     """
 
     values: Tensor
-    indices: Tensor
+    mask: Tensor
     scales: Tensor | None = None
+    m: int = 4
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrix, which `unpack_nm` gives."""
         return self.values.dtype if self.scales is None else self.scales.dtype
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return 8 * self.mask.shape[-1]
+
+    @property
+    def pattern(self) -> Pattern:
+        """N:M."""
+        return Pattern(self.values.shape[-1] * self.m // self.columns, self.m)
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> "Packed":
         """The matrix in another dtype, in which int8 values stay and their scales change.
@@ -93,9 +104,25 @@ class Packed(NamedTuple):
         Returns:
             The packed matrix; tensors that are so already are the same ones.
         """
-        values, indices, scales = (None if part is None else part.to(device=device) for part in self)
-        assert values is not None and indices is not None
-        return Packed(values.to(dtype), indices) if scales is None else Packed(values, indices, scales.to(dtype))
+        if dtype == self.dtype and device in (None, self.values.device):  # as in every call of a layer
+            return self
+        values, mask = self.values.to(device=device), self.mask.to(device=device)
+        if self.scales is None:
+            return self._replace(values=values.to(dtype), mask=mask)
+        return self._replace(values=values, mask=mask, scales=self.scales.to(dtype=dtype, device=device))
+
+
+STEP = 64
+"""Elements of a row that kernels expand at a time: M divides it, so that every step has as many values."""
+
+
+def unpackable(pattern: Pattern, k: int) -> str | None:
+    """Why a row of `k` elements of a pattern has no packed form, or None where it has one."""
+    if STEP % pattern.m:
+        return f"M of a packed {pattern} must divide {STEP}"
+    if k % 8 or k % pattern.m:
+        return f"rows of a packed {pattern} have multiples of {max(8, pattern.m)} elements, not {k}"
+    return None
 
 
 SCALED = 128
@@ -117,9 +144,3 @@ def empty_mask(weight: Tensor, packed: bool) -> Tensor:
     if packed:
         return weight.new_empty(*weight.shape[:-1], mask_bytes(weight.shape[-1]), dtype=torch.uint8)
     return weight.new_empty(weight.shape, dtype=torch.bool)
-
-
-def empty_packed(matrix: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Uninitialised values `[R, K/2]` and indices `[R, K/8]` of a packed `[R, K]` matrix."""
-    rows, size = matrix.shape
-    return [matrix.new_empty(rows, size // 2, dtype=dtype), matrix.new_empty(rows, size // 8, dtype=torch.uint8)]

@@ -6,7 +6,7 @@ bit, except for sums and approximate functions, whose errors are bounded as `ker
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from . import reference
 from .formats import scale_columns
 
 UNIT = torch.finfo(torch.float32).eps
+
+PATTERNS = ((2, 4), (16, 32), (6, 8), (1, 8), (31, 64))
+"""Of packed weights."""
 
 
 def first_difference(operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
@@ -77,21 +80,25 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
         count = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
         return (count * 0.7390851 + seed).sin().mul(2).view(shape).to(device, of)
 
-    def packed(rows: int, k: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """With values of `dtype`, and with int8 ones and scales."""
-        values, indices = reference.prune.prune(numbers(rows, k), "magnitude", 2, 4, 1, None, None, dtype, ["packed"])
-        yield values, indices, None
-        yield (values * 60).to(torch.int8), indices, numbers(rows, scale_columns(k), seed=2.0).abs()
+    def packed(rows: int, k: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None, int]]:
+        """Of several patterns, with values of `dtype`, and with int8 ones and scales."""
+        for n, m in PATTERNS:
+            if not k % m:
+                values, mask = reference.packed.pack_nm(numbers(rows, k), n, m)
+                yield values, mask, None, m
+                yield (values * 60).to(torch.int8), mask, numbers(rows, scale_columns(k), seed=2.0).abs(), m
 
     values = (0.0, -0.0, 1.0, -torch.finfo(dtype).smallest_normal / 4, -math.inf, math.nan)
     special = torch.tensor(list(product(values, repeat=4)), dtype=dtype, device=device).view(108, 48)
     weights = [special, numbers(68, 72).mul(1.5).round(), numbers(68, 72), numbers(0, 8)]
+    wide = [special.view(81, 64)[:64], numbers(64, 128).mul(1.5).round()]
     key = torch.full((), 2**40 + 5, dtype=torch.int64, device=device)
     scale, half = torch.full((), 1.483, dtype=torch.float32, device=device), torch.bfloat16
     match operator:
         case "nm_mask":
             yield from ((weight, 2, 4, dim, bool(dim)) for weight in weights for dim in (0, 1))
             yield numbers(72, 68).t(), 2, 4, 1, False
+            yield from ((x, n, m, dim, False) for x in wide for dim in (0, 1) for n, m in PATTERNS)
         case "transposable_mask":
             yield from ((weight, 2, 4, "exact", bool(i % 2)) for i, weight in enumerate(weights))
         case "prune":
@@ -99,11 +106,14 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 some = numbers(*weight.shape, of=torch.float32) > 0.5  # any number of every four
                 bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
                 yield weight, "magnitude", 2, 4, 0, None, None, dtype, ["dense"]
-                yield weight, "magnitude", 2, 4, 1, None, None, half, ["dense", "packed"]
+                yield weight, "magnitude", 2, 4, 1, None, None, half, ["dense"]
                 yield weight, "soft-threshold", 2, 4, 0, None, scale, dtype, ["dense", "transposed"]
-                yield weight, "soft-threshold", 2, 4, 1, None, None, half, ["packed"]
+                yield weight, "soft-threshold", 2, 4, 1, None, None, half, ["dense"]
                 yield weight, "mask", 2, 4, 1, some, None, dtype, ["transposed", "dense"]
-                yield weight, "mask", 2, 4, 1, bits, None, half, ["dense", "transposed", "packed"]
+                yield weight, "mask", 2, 4, 1, bits, None, half, ["dense", "transposed"]
+            for weight, (n, m), dim in product(wide, PATTERNS, (0, 1)):
+                yield weight, "magnitude", n, m, dim, None, None, half, ["dense"]
+                yield weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense", "transposed"]
         case "s_ste_scale":
             yield from ((numbers(68, 72), 2, 4, dim, rule) for dim, rule in enumerate(("mse", "l1")))
             yield torch.ones(4, 8, dtype=dtype, device=device), 2, 4, 1, "mse"
@@ -123,17 +133,15 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 for tensors in ((grad, 20 * gate, up), (grad, gate, column)):
                     yield *tensors[operator == "gated_activation" :], kind
         case "unpack_nm":
-            for rows, k in ((68, 72), (0, 8)):
+            for rows, k in ((68, 72), (33, 192), (0, 64)):
                 yield from packed(rows, k)
-            yield special[:68, :36].contiguous(), next(packed(68, 72))[1], None
+            yield special[:68, :36].contiguous(), next(packed(68, 72))[1], None, 4
         case "packed_linear":
             for i, (rows, k, tokens) in enumerate(
-                ((66, 136, 1), (33, 1032, 3), (66, 136, 17), (130, 264, 70), (0, 8, 2))
+                ((66, 136, 1), (33, 1056, 3), (66, 160, 17), (130, 320, 70), (0, 64, 2))
             ):
-                for stored, indices, scales in packed(rows, k):
-                    if scales is None or device.type == "cpu":  # no kernel for GPUs multiplies by int8 values
-                        bias = numbers(rows, seed=3.0) if i % 2 else None
-                        yield numbers(tokens, k, seed=1.0), stored, indices, bias, scales
+                for stored in islice(packed(rows, k), 1 if device.type == "cuda" else None):  # no others have kernels
+                    yield numbers(tokens, k, seed=1.0), *stored, numbers(rows, seed=3.0) if i % 2 else None
 
 
 def _bounds(operator: str, wide: tuple) -> list[Tensor]:
@@ -145,13 +153,13 @@ def _bounds(operator: str, wide: tuple) -> list[Tensor]:
             *grad, gate, up, _ = wide
             return [4 * UNIT * x.abs() + 1e-37 for x in ([grad[0] * up, grad[0] * gate] if grad else [gate * up])]
         case "packed_linear":
-            x, values, indices, bias, scales = wide
-            weight = reference.packed.unpack_nm(values, indices, scales).abs()
+            x, values, mask, scales, m, bias = wide
+            weight = reference.packed.unpack_nm(values, mask, scales, m).abs()
             sizes = linear(x.abs(), weight, None if bias is None else bias.abs())
             bound = (4 if x.is_cuda else 4 + x.shape[1]) * UNIT * sizes + 1e-37
             if scales is not None:
                 bound += sizes * 2**-8  # half a unit of bf16, to which some paths round the weight
-                if len(x) <= 4:  # and half a step of x in 8 bits
+                if len(x) <= 8:  # and half a step of x in 8 bits
                     bound += x.abs().amax(1, keepdim=True) / 254 * 1.001 * weight.sum(1)
             return [bound]
     return []

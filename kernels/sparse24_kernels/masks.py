@@ -119,7 +119,7 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("sparse24::nm_mask", mutates_args=())
 def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
-    return implementation("nm_mask", weight, (n, m) == (2, 4))(weight, n, m, dim, packed)
+    return implementation("nm_mask", weight)(weight, n, m, dim, packed)
 
 
 @_nm_mask.register_fake

@@ -1,5 +1,6 @@
 """GEMMs with one 2:4 operand, run as their plan says: by dense math on its zeros, or by the backend of the plan."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from .checks import check_device, check_floating, check_is, check_matrix, check_packed
 from .cpu import limits
-from .formats import Packed
+from .formats import Packed, Pattern
 from .gemm.backend import DENSE, GemmPlan
 from .gemm.operand import Operand
 from .gemm.planning import plan_packed
@@ -58,7 +59,7 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
 
     Args:
         x: `[..., in]`, fp64, fp32, bf16 or fp16.
-        packed: what `pack_nm` made of a weight `[out, in]` in the dtype of `x`, and `quantize_packed` of that.
+        packed: what `pack_nm` made of a weight `[out, in]` in the dtype of `x`, or `quantize_packed` of that.
         bias: `[out]` in that dtype, or None.
         plan: of `plan_packed` or `plan_gemm`; None makes it here.
 
@@ -78,7 +79,7 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
     check_packed("packed_linear", packed)
     values, dtype = packed.values, packed.dtype
     check_matrix("packed_linear", values=values)
-    out, inputs = len(values), 2 * values.shape[1]
+    out, inputs = len(values), packed.columns
     if not x.dim():
         raise ValueError("packed_linear: x must have a last dimension, got shape ()")
     check_device("packed_linear", x, values)
@@ -87,7 +88,7 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
         raise ValueError(f"packed_linear: {weight} does not contract with x of {x.dtype} {tuple(x.shape)}")
     _check_bias("packed_linear", bias, x, out)
     if plan is None:
-        plan = _plan_packed(x.shape[:-1].numel(), out, inputs, x.dtype, values.dtype, x.device)
+        plan = _plan_packed(x.shape[:-1].numel(), values.shape, inputs, packed.m, x.dtype, values.dtype, x.device)
     check_is(GemmPlan, "packed_linear", plan=plan)
     return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
 
@@ -95,18 +96,24 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
 def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """What `packed_linear` returns, for layers, which have checked their weight: Python's checks, and a new plan, would
     take as long as a small layer."""
-    values = packed.values
-    if torch.compiler.is_compiling() or x.shape[-1:] != (2 * values.shape[-1],) or x.dtype != packed.dtype:
+    values, inputs = packed.values, packed.columns
+    if torch.compiler.is_compiling() or x.shape[-1:] != (inputs,) or x.dtype != packed.dtype:
         return packed_linear(x, packed, bias)
-    tokens = x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
-    plan = _kept_plan(tokens, values.shape[0], x.shape[-1], x.dtype, values.dtype, x.device)
+    plan = _kept_plan(x.numel() // inputs, values.shape, inputs, packed.m, x.dtype, values.dtype, x.device)
     return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
 
 
 def _plan_packed(
-    tokens: int, out: int, inputs: int, dtype: torch.dtype, values: torch.dtype, device: torch.device
+    tokens: int,
+    shape: Sequence[int],
+    inputs: int,
+    m: int,
+    dtype: torch.dtype,
+    values: torch.dtype,
+    device: torch.device,
 ) -> GemmPlan:
-    problem = linear_problem(tokens, out, inputs, dtype)
+    out, kept = shape  # of the values
+    problem = linear_problem(tokens, out, inputs, dtype)._replace(pattern=Pattern(kept * m // inputs, m))
     return plan_packed(problem._replace(sparse_dtype=values) if values == torch.int8 else problem, device)
 
 

@@ -20,5 +20,5 @@ class Operators:
     masked_decay_: Callable[[list[Tensor], list[Tensor], list[Tensor], list[float]], None] | None = None
     gated_activation: Callable[[Tensor, Tensor, str], Tensor] | None = None
     gated_activation_backward: Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor]] | None = None
-    unpack_nm: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    packed_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None = None
+    unpack_nm: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
+    packed_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor] | None = None

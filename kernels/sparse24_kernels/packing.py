@@ -1,45 +1,55 @@
-"""Packed matrices: 2:4 matrices without their zeros, made, rounded to int8, and made dense again, with the gradient of
+"""Packed matrices: N:M matrices without their zeros, made, rounded to int8, and made dense again, with the gradient of
 that."""
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .checks import check_device, check_floating, check_groups, check_is, check_packed, described
-from .formats import SCALED, Packed, scale_columns
+from .checks import check_device, check_floating, check_is, check_mask, check_packed, check_pattern, described
+from .formats import SCALED, Packed, Pattern, scale_columns, unpackable
 from .gemm.operand import unpack
-from .prune import prune_forms
+from .masks import nm_mask, pack_bits, unpack_bits
 
 
-def pack_nm(weight: Tensor) -> Packed:
-    """Store a matrix that is 2:4 along its last dimension without its zeros.
+def pack_nm(weight: Tensor, n: int = 2, m: int = 4, mask: Tensor | None = None) -> Packed:
+    """Store a matrix that is N:M along its last dimension without its zeros.
 
-    Of a matrix that is not 2:4 the two largest magnitudes of every four are stored.
+    Of a matrix that is not N:M the n largest magnitudes of every m are stored.
 
     Args:
-        weight: `[R, K]`, or a stack `[..., R, K]`, fp64, fp32, bf16 or fp16; K must be a multiple of 8.
+        weight: `[R, K]`, or a stack `[..., R, K]`, fp64, fp32, bf16 or fp16; K must be a multiple of 8 and of m.
+        n: elements that are kept of each group, 0 < n < m.
+        m: size of a group, which divides 64.
+        mask: what is kept instead, bool of the weight's shape or packed bits. Where it keeps fewer than n of a group,
+            the first others are kept too; of more, the first n.
 
     Returns:
-        Values `[..., R, K/2]` in the dtype of `weight`, and their indices.
+        Values `[..., R, K * n / m]` in the dtype of `weight`, and their mask.
 
     Raises:
-        ValueError: no matrix of floating numbers, or a K that is no multiple of 8.
+        ValueError: no matrix of floating numbers, or a pattern or a K that has no packed form.
 
     Examples:
-        >>> weight = nm_prune(torch.randn(2, 8))
-        >>> packed = pack_nm(weight)
-        >>> packed.values.shape, packed.indices.shape
-        (torch.Size([2, 4]), torch.Size([2, 1]))
+        >>> weight = nm_prune(torch.randn(2, 32), n=16, m=32)
+        >>> packed = pack_nm(weight, n=16, m=32)
+        >>> packed.values.shape, packed.mask.shape
+        (torch.Size([2, 16]), torch.Size([2, 4]))
         >>> torch.equal(unpack_nm(packed), weight)
         True
     """
     check_floating("pack_nm", weight=weight)
     if weight.dim() < 2:
         raise ValueError(f"pack_nm needs a matrix or a stack of matrices, got shape {tuple(weight.shape)} as weight")
-    check_groups("pack_nm", weight, 8, -1)
-    values, indices, _ = prune_forms(weight.flatten(0, -2), ["packed"])[0]
-    above = weight.shape[:-1]
-    return Packed(values.view(*above, values.shape[1]), indices.view(*above, indices.shape[1]))
+    check_pattern("pack_nm", n, m)
+    if reason := unpackable(Pattern(n, m), weight.shape[-1]):
+        raise ValueError(f"pack_nm: {reason}")
+    if mask is not None:
+        check_mask("pack_nm", mask, weight)
+        check_device("pack_nm", weight, mask)
+        mask = mask if mask.dtype == torch.bool else unpack_bits(mask, weight.shape[-1])
+    kept = nm_mask(weight if mask is None else mask.to(weight.dtype), n, m)
+    values = reference.packed.select(weight, kept, n, m).add_(0.0)  # never -0.0
+    return Packed(values, pack_bits(kept), None, m)
 
 
 def quantize_packed(packed: Packed) -> Packed:
@@ -52,7 +62,7 @@ def quantize_packed(packed: Packed) -> Packed:
         packed: what `pack_nm` made of a finite fp64, fp32, bf16 or fp16 matrix. What has scales already is returned.
 
     Returns:
-        int8 values `[..., R, K/2]`, the same indices, and scales `[..., R, ceil(K/128)]` in the dtype of the values.
+        int8 values, the same mask, and scales `[..., R, ceil(K/128)]` in the dtype of the values.
         The scale of a group of zeros is 0.
 
     Raises:
@@ -68,16 +78,17 @@ def quantize_packed(packed: Packed) -> Packed:
     check_packed("quantize_packed", packed)
     if packed.scales is not None:
         return packed
-    values, half = packed.values, SCALED // 2
+    values, k = packed.values, packed.columns
+    size = SCALED * values.shape[-1] // k  # values that share a scale
     if not bool(values.isfinite().all()):
         raise ValueError("quantize_packed takes finite values, not NaN or inf")
-    groups = scale_columns(2 * values.shape[-1])
+    groups = scale_columns(k)
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    padded = torch.nn.functional.pad(wide, (0, groups * half - values.shape[-1])).unflatten(-1, (groups, half))
+    padded = torch.nn.functional.pad(wide, (0, groups * size - values.shape[-1])).unflatten(-1, (groups, size))
     scales = _scales(padded.abs().amax(-1), values.dtype)
     steps = torch.where(scales > 0, scales, 1).to(wide.dtype)[..., None]
     rounded = (padded / steps).round_().clamp_(-127, 127).to(torch.int8)
-    return Packed(rounded.flatten(-2)[..., : values.shape[-1]].contiguous(), packed.indices, scales)
+    return packed._replace(values=rounded.flatten(-2)[..., : values.shape[-1]].contiguous(), scales=scales)
 
 
 def _scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,45 +106,67 @@ def unpack_nm(packed: Packed) -> Tensor:
     """The dense matrix of a packed one, bit for bit, with +0.0 where nothing was stored.
 
     Args:
-        packed: values `[..., R, K/2]` and indices `[..., R, K/8]`; the values may be int8 with scales.
+        packed: of `pack_nm` or `quantize_packed`. Bits of its mask are trusted, and not counted.
 
     Returns:
         `[..., R, K]` in the dtype of the values, or of the scales.
 
     Raises:
-        ValueError: shapes, dtypes or devices of values, indices and scales that do not fit each other.
+        ValueError: shapes, dtypes or devices of values, mask and scales that do not fit each other.
     """
     check_packed("unpack_nm", packed)
-    values, indices, scales = packed
-    dense = unpack(values.flatten(0, -2), indices.flatten(0, -2), None if scales is None else scales.flatten(0, -2))
-    return dense.view(*values.shape[:-1], 2 * values.shape[-1])
+    values, mask, scales, m = packed
+    dense = unpack(values.flatten(0, -2), mask.flatten(0, -2), None if scales is None else scales.flatten(0, -2), m)
+    return dense.view(*values.shape[:-1], packed.columns)
 
 
-def gather_nm(matrix: Tensor, indices: Tensor) -> Tensor:
+def gather_nm(matrix: Tensor, mask: Tensor) -> Tensor:
     """The elements of a matrix at the places of a packed one: the gradient of `unpack_nm` for its values.
 
     Plain PyTorch on every device.
 
     Args:
         matrix: `[R, K]`, fp64, fp32, bf16 or fp16, any strides.
-        indices: uint8 `[R, K/8]` of a `Packed`.
+        mask: uint8 `[R, K/8]` of a `Packed`.
 
     Returns:
-        `[R, K/2]` in the dtype of `matrix`, in the order of the packed values.
+        `[R, K * N / M]` in the dtype of `matrix`, in the order of the packed values.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit each other.
 
     Examples:
         >>> packed = pack_nm(nm_prune(torch.randn(2, 8)))
-        >>> torch.equal(gather_nm(unpack_nm(packed), packed.indices), packed.values)
+        >>> torch.equal(gather_nm(unpack_nm(packed), packed.mask), packed.values)
         True
     """
     check_floating("gather_nm", matrix=matrix)
-    check_is(Tensor, "gather_nm", indices=indices)
+    check_is(Tensor, "gather_nm", mask=mask)
     shape = (matrix.shape[0], matrix.shape[1] // 8) if matrix.dim() == 2 and not matrix.shape[1] % 8 else None
-    if tuple(indices.shape) != shape or indices.dtype != torch.uint8:
-        got = f"{described(matrix)} and {described(indices)}"
-        raise ValueError(f"gather_nm takes a matrix [R, K] and uint8 indices [R, K/8], got {got}")
-    check_device("gather_nm", matrix, indices)
-    return reference.packed.gather_nm(matrix, indices)
+    if tuple(mask.shape) != shape or mask.dtype != torch.uint8:
+        got = f"{described(matrix)} and {described(mask)}"
+        raise ValueError(f"gather_nm takes a matrix [R, K] and a uint8 mask [R, K/8], got {got}")
+    check_device("gather_nm", matrix, mask)
+    return reference.packed.gather_nm(matrix, mask)
+
+
+def wrong_mask(packed: Packed) -> str | None:
+    """What is wrong with the mask of a packed matrix, whose tensors fit each other: None where each group has N."""
+    n = packed.m * packed.values.shape[-1] // packed.columns
+    counts = unpack_bits(packed.mask, packed.columns).unflatten(-1, (-1, packed.m)).sum(-1, dtype=torch.uint8)
+    return None if bool((counts == n).all()) else f"groups of {packed.m} that do not keep {n}"
+
+
+def mask_of_indices(indices: Tensor) -> Tensor:
+    """The mask of a 2:4 matrix in versions 1 and 2 of the packed format, which store two bits for each value.
+
+    Args:
+        indices: uint8 `[..., K/8]`, the places of the two values of four, two bits each, first element lowest.
+
+    Returns:
+        uint8 `[..., K/8]`. Indices that are not in ascending order give groups that do not keep two.
+    """
+    nibbles = torch.arange(16, dtype=torch.uint8)
+    first, second = nibbles & 3, nibbles >> 2
+    masks = torch.where(first < second, 1 << first | 1 << second, 0).to(indices.device, torch.uint8)
+    return masks[(indices & 15).int()] | masks[(indices >> 4).int()] << 4

@@ -1,4 +1,4 @@
-"""Pruning by magnitude, by a mask, or by S-STE's soft threshold, in dense and packed forms."""
+"""Pruning by magnitude, by a mask, or by S-STE's soft threshold, dense and transposed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
 from .checks import (
     check_device,
-    check_dim,
     check_floating,
     check_groups,
     check_mask,
@@ -20,10 +18,9 @@ from .checks import (
     check_scalar,
 )
 from .dispatch import implementation
-from .formats import Packed, Pattern, empty_packed
 
 RULES = ("magnitude", "mask", "soft-threshold")
-FORMS = ("dense", "transposed", "packed")
+FORMS = ("dense", "transposed")
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -115,33 +112,29 @@ def prune_forms(
     mask: Tensor | None = None,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor | Packed, ...]:
+) -> list[Tensor]:
     """Prune a matrix, and write it in several forms in one pass.
 
     Args:
         weight: `[R, C]`, the size of `dim` a multiple of `m`.
-        forms: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and `"packed"`, a `Packed`.
-
-            The packed form needs 2:4 groups along C, a multiple of 8: `dim` for magnitude and soft threshold, and a
-            mask that keeps at most two of every four. Of more, the last two are stored; where a mask keeps fewer, zeros
-            fill the places. What the rule drops is not stored, not even NaN.
+        forms: `"dense"` `[R, C]`, and `"transposed"` (dense `[C, R]`, row-major).
         rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
         n: entries to keep of each group, 0 < n < m.
-        m: size of a group. The packed form takes 2:4 and what is within it (`Pattern.is_within_24`).
+        m: size of a group.
         dim: the dimension that groups run along, for magnitude and soft threshold.
         mask: of the rule `"mask"`, as for `apply_mask`.
         scale: of the rule `"soft-threshold"`, as there.
         dtype: of the results; None for that of `weight`.
 
     Returns:
-        One result per form, in the order of `forms`, a tensor or a `Packed`.
+        One tensor per form, in the order of `forms`.
 
     Raises:
         ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not needed.
 
     Examples:
-        >>> dense, packed = prune_forms(torch.randn(16, 32), ["dense", "packed"])
-        >>> torch.equal(unpack_nm(packed), dense)
+        >>> dense, transposed = prune_forms(torch.randn(16, 32), ["dense", "transposed"])
+        >>> torch.equal(transposed.t(), dense)
         True
     """
     check_floating("prune_forms", weight=weight)
@@ -152,14 +145,7 @@ def prune_forms(
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
     for form in forms:
         check_one_of(FORMS, form=form)
-    if "packed" in forms:
-        check_groups("prune_forms: packed", weight, 8, 1)
-        if not Pattern(n, m).is_within_24:
-            raise ValueError(f"form='packed' is for 2:4 and patterns within it, not {n}:{m}")
-        if rule != "mask" and check_dim("prune_forms", weight, dim) != 1:
-            raise ValueError(f"form='packed' needs groups along dimension 1, and {rule!r} has dim={dim}")
-    results = iter(_prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, forms))
-    return tuple(Packed(next(results), next(results)) if form == "packed" else next(results) for form in forms)
+    return _prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, forms)
 
 
 def _prune_checked(
@@ -208,14 +194,6 @@ def _prune(
     forms: Sequence[int],
 ) -> list[Tensor]:
     """The tensors of all forms in order; a form is its place in `FORMS`, because a schema has no list of strings."""
-    if rule != "mask" and (n, m) != (2, 4):
-        # The kernels choose two of four alone. Any other pattern is a mask to them, which has every form.
-        if rule == "magnitude":
-            mask = reference.masks.nm_mask(weight, n, m, dim, packed=False)
-        else:
-            weight, scale = reference.prune.soft_threshold(weight, n, m, dim, scale), None
-            mask = weight != 0
-        rule = "mask"
     prune = implementation("prune", weight)
     return prune(weight, rule, n, m, dim, mask, scale, dtype, [FORMS[form] for form in forms])
 
@@ -223,10 +201,5 @@ def _prune(
 @_prune.register_fake
 def _(weight: Tensor, *arguments: Any) -> list[Tensor]:
     *_, dtype, forms = arguments
-    results: list[Tensor] = []
-    for form in (FORMS[form] for form in forms):
-        if form == "packed":
-            results += empty_packed(weight, dtype)
-        else:
-            results.append(weight.new_empty(weight.shape[::-1] if form == "transposed" else weight.shape, dtype=dtype))
-    return results
+    shapes = {"dense": weight.shape, "transposed": weight.shape[::-1]}
+    return [weight.new_empty(shapes[FORMS[form]], dtype=dtype) for form in forms]

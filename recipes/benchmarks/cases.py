@@ -82,7 +82,7 @@ def prune(device, shape, dtype, kind, rule, dim, out, forms):
 
 def packed_matrix(device, shape, dtype, scale=1.0):
     weight = draw(device, shape) * scale
-    return tuple(reference.prune.prune(weight, "magnitude", 2, 4, 1, None, None, dtype, ["packed"]))
+    return *reference.packed.pack_nm(weight.to(dtype), 2, 4), None, 4
 
 
 def packed_linear(device, shape, dtype, tokens, bias=False):
@@ -92,9 +92,10 @@ def packed_linear(device, shape, dtype, tokens, bias=False):
     return x, *weight, draw(device, (out,), dtype) if bias else None
 
 
-def packed_terms(x, values, indices, bias):
+def packed_terms(x, values, mask, scales, m, bias):
     """The sums of the magnitudes."""
-    return [reference.packed.packed_linear(x.abs(), values.abs(), indices, None if bias is None else bias.abs())]
+    bias = None if bias is None else bias.abs()
+    return [reference.packed.packed_linear(x.abs(), values.abs(), mask, scales, m, bias)]
 
 
 MVUE_KINDS = ((2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"))

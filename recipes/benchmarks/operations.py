@@ -78,7 +78,7 @@ def workloads() -> Iterator[Workload]:
 def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str, Any]]]:
     """Function, name, shapes, maker of arguments, what it takes after shape and dtype, and more fields of each."""
     # fp32 or bf16 weights in, bf16 operands of a GEMM out.
-    one_way = (["dense"], ["dense", "transposed"], ["packed"])
+    one_way = (["dense"], ["dense", "transposed"])
     rows = [(rule, 1, forms) for rule, forms in product(("magnitude", "soft-threshold", "mask"), one_way)]
     rows += [(rule, 0, ["dense"]) for rule in ("magnitude", "soft-threshold")]
     for rule, dim, forms in rows:
@@ -121,8 +121,8 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
     "mvue.mvue": _mvue,
     "prune.prune": _prune,
-    "packed.packed_linear": lambda x, values, indices, bias: kernels.packed_linear(
-        x, Packed(values, indices), bias, plan=GemmPlan(PACKED, "what is measured")
+    "packed.packed_linear": lambda x, values, mask, scales, m, bias: kernels.packed_linear(
+        x, Packed(values, mask, scales, m), bias, plan=GemmPlan(PACKED, "what is measured")
     ),
     "packed.unpack_nm": lambda *packed: kernels.unpack_nm(Packed(*packed)),
 }
@@ -178,7 +178,7 @@ def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
         yield name, lambda found: lambda: torch._sparse_semi_structured_tile(found[0].to(BF16))
     if workload.function == "packed.packed_linear":
         name = "cuBLAS on the dense weight"
-        yield name, lambda found: partial(linear, found[0], kernels.unpack_nm(Packed(*found[1:3])))
+        yield name, lambda found: partial(linear, found[0], kernels.unpack_nm(Packed(*found[1:5])))
     if COMPILED.match(workload.name):
         torch._dynamo.reset()  # it counts how often one piece of code was compiled, and stops at eight
         compiled = torch.compile(computed, dynamic=False)  # the sizes are constants: what it can do at best

@@ -21,15 +21,15 @@ KINDS = {
 }
 
 
-def packed(base: str, method: str = "s-ste") -> nn.Module:
-    model = patched(base, method)
+def packed(base: str, method: str = "s-ste", pattern: str = "2:4") -> nn.Module:
+    model = patched(base, method, pattern=pattern)
     pack_model(model)
     return model
 
 
-def adapted_packed(base: str, method: str = "s-ste", **changes) -> nn.Module:
+def adapted_packed(base: str, method: str = "s-ste", pattern: str = "2:4", **changes) -> nn.Module:
     torch.manual_seed(1)
-    return peft.get_peft_model(packed(base, method), lora(base, **changes)).eval()
+    return peft.get_peft_model(packed(base, method, pattern), lora(base, **changes)).eval()
 
 
 @pytest.mark.parametrize("base", TARGETS)
@@ -65,9 +65,9 @@ def test_around_packed_masters(kind):
 
 
 @pytest.mark.parametrize("base", TARGETS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_merging(base, kind):
-    model = adapted_packed(base, **KINDS[kind])
+@pytest.mark.parametrize(("kind", "pattern"), [*((kind, "2:4") for kind in KINDS), ("lora", "16:32"), ("dora", "6:8")])
+def test_merging(base, kind, pattern):
+    model = adapted_packed(base, pattern=pattern, **KINDS[kind])
     before, computed = {name: x.clone() for name, x in model.state_dict().items()}, logits(model)
     model.merge_adapter()
     changed = [name for name, x in model.state_dict().items() if not torch.equal(x, before[name])]

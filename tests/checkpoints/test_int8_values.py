@@ -1,4 +1,4 @@
-"""Packed models with int8 values, version 2 of the format: exported, loaded, saved, trained around, and damaged."""
+"""Packed models with int8 values: exported, loaded, saved, trained around, and damaged."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ from hf_sparse24_command import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 NAME = "model.layers.0.mlp.up_proj.weight"
-VALUES, INDICES, SCALES = buffer_names(NAME)
+VALUES, MASK, SCALES = buffer_names(NAME)
 
 
 def exported(directory, model: PreTrainedModel, **arguments) -> PreTrainedModel:
@@ -40,21 +40,27 @@ def exported(directory, model: PreTrainedModel, **arguments) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", *zoo.MOE])
-def test_an_export_is_the_model_packed_in_memory(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [*((name, "2:4") for name in ("llama", "gpt2", "gpt_neox", *zoo.MOE)), ("llama", "16:32"), ("mixtral", "6:8")],
+)
+def test_an_export_is_the_model_packed_in_memory(name, pattern, tmp_path):
     """Linear layers, Conv1D and stacks of experts; loaded, saved again and copied."""
-    model = patched(name)
+    model = patched(name, pattern=pattern)
     expected = {}
     for key, weight in sparse_weights(model).items():
-        expected[key] = kernels.quantize_packed(kernels.pack_nm(weight.storage.out_in(weight.pruned())))
+        expected[key] = kernels.quantize_packed(
+            kernels.pack_nm(weight.storage.out_in(weight.pruned()), *weight.pattern)
+        )
     before = logits(model)
     export_model(model, tmp_path / "export", "packed", values="int8", max_shard_size="40KB")
     assert torch.equal(logits(model), before)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
-    assert not any(report.values()) and loaded.config.quantization_config.facts.packed.version == 2
+    assert not any(report.values()) and loaded.config.quantization_config.facts.packed.values == "int8"
     assert sparse_weights(loaded, PACKED).keys() == expected.keys()
     for key, weight in sparse_weights(loaded, PACKED).items():
-        assert all(torch.equal(*parts) for parts in zip(weight.storage.packed, expected[key], strict=True))
+        assert weight.storage.pattern == expected[key].pattern
+        assert all(torch.equal(*parts) for parts in zip(weight.storage.packed[:3], expected[key][:3], strict=True))
     freed = pack_model(model, values="int8")
     assert freed > 0 and not torch.equal(logits(model), before)
     torch.testing.assert_close(logits(model), before, atol=0.02, rtol=0)
@@ -62,7 +68,7 @@ def test_an_export_is_the_model_packed_in_memory(name, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     for other in (loaded, again, copy.deepcopy(loaded)):
         assert torch.equal(logits(other), logits(model))
-    assert again.config.quantization_config.facts.packed.version == 2
+    assert again.config.quantization_config.facts.packed.values == "int8"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -74,7 +80,7 @@ def test_dtypes(dtype, tmp_path):
     assert {weight.storage.packed.dtype for weight in sparse_weights(loaded, PACKED).values()} == {dtype}
     stored = load_file(tmp_path / "packed.safetensors")
     assert (stored[VALUES].dtype, stored[SCALES].dtype, stored[SCALES].shape) == (torch.int8, dtype, (64, 1))
-    assert sum(stored[name].nbytes for name in (VALUES, INDICES)) == 64 * 32 * 5 / 8
+    assert sum(stored[name].nbytes for name in (VALUES, MASK)) == 64 * 32 * 5 / 8
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     dense = {name: weight.storage.dense() for name, weight in sparse_weights(wide, PACKED).items()}
     for name, weight in sparse_weights(loaded, PACKED).items():
@@ -186,7 +192,7 @@ def test_the_command_and_the_card(tmp_path, capsys):
     assert main(["export", *command[1:3], "--values", "int8"]) == 2
     assert "use format='packed'" in capsys.readouterr().err
     text = make_model_card(model, format="packed", values="int8").text
-    assert "their int8 values, a scale for each row and 128 weights, and 2-bit indices" in text
+    assert "their int8 values, a scale for each row and 128 weights, and a mask of one bit" in text
 
 
 @pytest.fixture(scope="module")
@@ -228,11 +234,11 @@ def rewrite(directory: Path, **changes) -> None:
         (SCALES, lambda x: x.index_fill(0, torch.tensor([3]), float("nan")), "NaN or inf in its scales"),
         (SCALES, lambda x: -x, "negative numbers, NaN or inf in its scales"),
         (VALUES, lambda x: x.index_fill(0, torch.tensor([3]), -128), "-128 in its values, which are -127 to 127"),
-        (INDICES, lambda x: x * 0, "its indices are not in ascending order"),
-        (SCALES, lambda x: None, "'missing'}, and config.json says packed.version=2"),
+        (MASK, lambda x: x * 0, "its mask has groups of 4 that do not keep 2"),
+        (SCALES, lambda x: None, "'missing'}, and config.json says packed.version=3 and int8 values"),
         (VALUES, lambda x: x.float(), "_values': 'F32'"),
         (VALUES, lambda x: x.view(torch.uint8), "_values': 'U8'"),
-        (INDICES, lambda x: x.view(torch.int8), "_indices': 'I8'"),
+        (MASK, lambda x: x.view(torch.int8), "_mask': 'I8'"),
         (SCALES, lambda x: (x * 100).to(torch.int8), "_scales': 'I8'"),
     ],
 )
@@ -250,16 +256,16 @@ def test_damaged_tensors(name, change, message, copied, capsys):
         (SCALES, lambda x: x.repeat(1, 2)),
         (SCALES, lambda x: x.flatten()),
         (VALUES, lambda x: x[:, :-4].clone()),
-        (INDICES, lambda x: x[:, :-1].clone()),
+        (MASK, lambda x: x[:, :-1].clone()),
     ],
 )
 def test_wrong_shapes(name, change, copied, capsys):
     rewrite(copied, **{name: change})
     reject(copied, "size mismatch|mismatched", RuntimeError)
     assert main(["verify", str(copied)]) == 1
-    assert "these do not fit each other: values torch.int8" in capsys.readouterr().out
+    assert "these do not fit each other: values tensor of torch.int8" in capsys.readouterr().out
 
 
-def test_a_config_of_the_other_version(copied):
-    edit(copied, version=1)
-    reject(copied, "_values': 'I8'.*config.json says packed.version=1")
+def test_a_config_of_other_values(copied):
+    edit(copied, values="float")
+    reject(copied, "_values': 'I8'.*config.json says packed.version=3 and float values")

@@ -23,7 +23,7 @@ from hf_sparse24.config import SavedConfig
 from hf_sparse24.packed_format import PackedFormat, buffer_names
 
 NAME = "model.layers.0.mlp.up_proj.weight"
-VALUES, INDICES, SCALES = buffer_names(NAME)
+VALUES, MASK, SCALES = buffer_names(NAME)
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +145,11 @@ def test_an_index_that_names_no_file_in_its_directory(copied, file):
         Tensors(directory)
 
 
-def test_indices_that_packing_cannot_make(copied):
-    """In the wrong order."""
+def test_a_mask_that_packing_cannot_make(copied):
+    """Three of one group and one of the next are as many values."""
     directory = without_hashes(copied("one"))
-    rewrite(directory, lambda tensors: tensors[INDICES].view(-1)[3:4].fill_(0b0001 << 4 | 0b0100))
-    reject(directory, rf"{re.escape(NAME)}: its indices are not in ascending order")
+    rewrite(directory, lambda tensors: tensors[MASK].view(-1)[3:4].fill_(0b0001 << 4 | 0b0111))
+    reject(directory, rf"{re.escape(NAME)}: its mask has groups of 4 that do not keep 2")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -159,7 +159,7 @@ def test_values_that_are_no_numbers(value, copied):
     reject(directory, "NaN or inf in its values")
 
 
-@pytest.mark.parametrize("name", [VALUES, INDICES])
+@pytest.mark.parametrize("name", [VALUES, MASK])
 def test_a_tensor_is_missing(name, copied):
     directory = without_hashes(copied("one"))
     rewrite(directory, lambda tensors: tensors.pop(name))
@@ -201,13 +201,16 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("version", 3, r"packed.version=3: this version of hf_sparse24 reads 1 to 2"),
-        ("version", 2, r"it has .*_values': 'F32', .*_scales': 'missing'}, and config.json says packed.version=2"),
+        ("version", 4, r"packed.version=4: this version of hf_sparse24 reads 1 to 3"),
+        ("version", 2, "packed.weights must have the pattern of each packed weight"),
+        ("values", "int8", r"it has .*_values': 'F32', .*_scales': 'missing'}, and config.json says .*=3 and int8 v"),
+        ("values", "int4", r"packed.values='int4': must be one of"),
         ("version", "1", r"packed.version='1'"),
-        ("weights", [], "packed.weights must be a non-empty list of names"),
-        ("weights", [3], "packed.weights must be a non-empty list of names"),
-        ("weights", ["model.norm.weight"], "'model.norm.packed_weight_values': 'missing'"),
-        ("weights", [NAME], "in the files, and config.json does not list it"),
+        ("weights", {}, "packed.weights must have the pattern of each packed weight"),
+        ("weights", [NAME], "packed.weights must have the pattern of each packed weight"),
+        ("weights", {NAME: "4:2"}, "4:2"),
+        ("weights", {"model.norm.weight": "2:4"}, "'model.norm.packed_weight_values': 'missing'"),
+        ("weights", {NAME: "2:4"}, "in the files, and config.json does not list it"),
         ("files", None, "packed.files must be a dict"),
         ("files", {"packed.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
         ("files", {"other.safetensors": "0" * 64}, "No such file.*other.safetensors"),
@@ -232,14 +235,14 @@ def test_wrong_entries_of_the_config(key, value, message, copied):
 def test_packed_tensors_that_the_model_has_no_place_for(name, message, copied):
     directory = without_hashes(copied("one"))
     config = config_of(directory)
-    config["quantization_config"]["packed"]["weights"] = [name]
+    config["quantization_config"]["packed"]["weights"] = {name: "2:4"}
     write_config(directory, config)
 
     def change(tensors):
-        values, indices = tensors[VALUES].clone(), tensors[INDICES].clone()
-        for key in [key for key in tensors if key.endswith(("_values", "_indices"))]:
+        values, mask = tensors[VALUES].clone(), tensors[MASK].clone()
+        for key in [key for key in tensors if key.endswith(("_values", "_mask"))]:
             del tensors[key]
-        tensors |= dict(zip(buffer_names(name), (values, indices)))
+        tensors |= dict(zip(buffer_names(name), (values, mask)))
 
     rewrite(directory, change)
     reject(directory, message)

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit fo
 CONFIG = Sparse24Config(method="fixed-mask", target_modules="all-linear", master="packed")
 
 
-def made(name: str = "llama"):
+def made(name: str = "llama", **changes):
     model = zoo.build(name).eval()
-    patch_model(model, CONFIG)
+    patch_model(model, CONFIG.replace(**changes))
     with torch.no_grad():
         for weight in sparse_weights(model, PackedMaster).values():
             weight.master.add_(torch.randn_like(weight.master))  # magnitudes no longer say where they are
@@ -52,8 +52,9 @@ def test_dtypes(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("format, values", [("dense", "float"), ("packed", "float"), ("packed", "int8")])
-def test_exports(name, format, values, tmp_path, capsys):
-    model = made(name)
+@pytest.mark.parametrize("pattern", ["2:4", "16:32"])
+def test_exports(name, format, values, pattern, tmp_path, capsys):
+    model = made(name, pattern=pattern)
     export_model(model, tmp_path, format, values=values, max_shard_size="20KB")
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()) and not sparse_weights(loaded, PackedMaster) and not sparse_weights(loaded)
@@ -62,7 +63,7 @@ def test_exports(name, format, values, tmp_path, capsys):
     tolerance = {"rtol": 0, "atol": 0} if values == "float" else {"rtol": 0.1, "atol": 0.5}
     torch.testing.assert_close(logits(loaded), logits(model), **tolerance)
     assert main(["verify", str(tmp_path)]) == 0
-    assert f"all {len(sparse_weights(model, PackedMaster))} weights are 2:4" in capsys.readouterr().out
+    assert f"all {len(sparse_weights(model, PackedMaster))} weights are {pattern}" in capsys.readouterr().out
     listed = json.loads((tmp_path / "sparse24.json").read_text())["config"]
     assert listed["master"] == "dense" and "packed" not in listed
     assert sparse_weights(model, PackedMaster) and sparse_run(model).config.master == "packed"
@@ -106,9 +107,9 @@ def test_every_way_in(tmp_path):
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
     model = made()
-    model.model.layers[0].mlp.up_proj.packed_weight_indices.fill_(0)
+    model.model.layers[0].mlp.up_proj.packed_weight_mask.fill_(0)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"damaged, .*up_proj.weight: its indices are not in ascending order"):
+    with pytest.raises(ValueError, match=r"damaged, .*up_proj.weight: its mask has groups of 4 that do not keep 2"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

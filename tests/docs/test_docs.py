@@ -9,14 +9,15 @@ import build_site
 import pages
 import pytest
 import zoo
+from old_packed import write_old
 from paths import ROOT
 from safetensors import safe_open
 from sparse24_kernels.gemm.backend import backend_names, unregister_backend
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import export_model, patch_model
+from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.methods import METHODS
-from hf_sparse24.packed_format import VALUES, PackedFormat
+from hf_sparse24.packed_format import PackedFormat
 from hf_sparse24_command import make_parser
 
 README = (ROOT / "README.md").read_text()
@@ -85,13 +86,21 @@ def test_links_of_the_repository(page):
         assert not page.startswith("docs/") or str(path).startswith("docs/"), f"{target}: not on the site"
 
 
-@pytest.mark.parametrize("values", ["float", "int8"])
-def test_the_reader_of_packed_checkpoints(values, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("values", "pattern", "version"),
+    [("float", "2:4", 3), ("float", "16:32", 3), ("int8", "6:8", 3), ("float", "2:4", 1), ("int8", "2:4", 2)],
+)
+def test_the_reader_of_packed_checkpoints(values, pattern, version, tmp_path, monkeypatch):
     """What the page says is enough to write a reader."""
     code = pages.blocks(FORMAT, "python")[-1]  # after the export that it reads
     model = zoo.build("llama")
-    patch_model(model)
+    patch_model(model, Sparse24Config(pattern=pattern))
     export_model(model, tmp_path, "packed", values=values)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    with safe_open(tmp_path / "packed.safetensors", "pt") as file:
+        assert "hf_sparse24_export" in file.metadata()
+    if version < PackedFormat.LATEST:
+        write_old(tmp_path)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code, names)
@@ -100,12 +109,9 @@ def test_the_reader_of_packed_checkpoints(values, tmp_path, monkeypatch):
         assert abs(names["dense"] - expected).max() <= abs(expected).max() / 250
         expected = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight.numpy()
     assert (names["dense"] == expected).all() and names["dense"].any()
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     shown = json.loads("{" + pages.blocks(FORMAT, "json")[0] + "}")["quantization_config"]
     assert shown.keys() <= config.keys() and shown["packed"].keys() == config["packed"].keys()
-    assert config["packed"]["version"] == VALUES[values] <= PackedFormat.LATEST
-    with safe_open(tmp_path / "packed.safetensors", "pt") as file:
-        assert "hf_sparse24_export" in file.metadata()
+    assert shown["packed"]["version"] == config["packed"]["version"] == PackedFormat.LATEST
 
 
 def test_method_table():

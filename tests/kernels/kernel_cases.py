@@ -89,17 +89,15 @@ def assert_no_worse(ours: Tensor, theirs: Tensor, truth: Tensor, size: Tensor, n
 
 def _prune_rows() -> Iterator[tuple]:
     for (shape, dtype), dim in product(sized(SQUARE), (0, 1)):
-        packed = ["packed"] if dim == 1 and shape[1] % 8 == 0 else []  # bytes of two groups
         yield shape, dtype, "random", "magnitude", dim, dtype, ["dense"]
-        yield shape, dtype, "random", "magnitude", dim, BF16, ["dense", *packed]
+        yield shape, dtype, "random", "magnitude", dim, BF16, ["dense"]
         yield shape, dtype, "random", "soft-threshold", dim, FP16, ["dense", "transposed"]
-        yield shape, dtype, "random", "soft-threshold", dim, FP32, packed or ["transposed"]
+        yield shape, dtype, "random", "soft-threshold", dim, FP32, ["transposed"]
         yield shape, dtype, "random", "any mask", dim, dtype, ["transposed", "dense"]
-        yield shape, dtype, "random", "mask", 1, BF16, ["dense", "transposed", "packed"]
+        yield shape, dtype, "random", "mask", 1, BF16, ["dense", "transposed"]
     for dtype in DTYPES:
-        for rule, form in product(("magnitude", "soft-threshold"), ("dense", "packed")):
-            yield ALL_SPECIAL, dtype, "special", rule, 1, dtype, [form]
-        yield (64, 72), dtype, "random", "any mask", 1, dtype, ["packed"]
+        for rule in ("magnitude", "soft-threshold"):
+            yield ALL_SPECIAL, dtype, "special", rule, 1, dtype, ["dense"]
 
 
 def _mvue_rows() -> Iterator[tuple]:

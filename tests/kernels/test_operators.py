@@ -10,8 +10,8 @@ from sparse24_kernels.prune import prune_forms
 
 ops = torch.ops.sparse24
 WEIGHT, LARGE = torch.randn(8, 16), torch.randn(64, 128)
-PACKED, INT8 = kernels.pack_nm(WEIGHT)[:2], kernels.quantize_packed(kernels.pack_nm(WEIGHT))
-DENSE, ALL_FORMS = [0], [0, 1, 2]
+PACKED, INT8 = kernels.pack_nm(WEIGHT), kernels.quantize_packed(kernels.pack_nm(WEIGHT))
+DENSE, ALL_FORMS = [0], [0, 1]
 CALLS = {
     "nm_mask": (WEIGHT, 2, 4, 1, False),
     "nm_mask-bits": (WEIGHT.t(), 1, 2, 0, True),
@@ -21,11 +21,11 @@ CALLS = {
     "prune-large": (LARGE, "mask", 2, 4, 1, LARGE > 0, None, torch.bfloat16, ALL_FORMS),
     "prune-soft": (WEIGHT.t(), "soft-threshold", 2, 4, 0, None, torch.ones(()), torch.float32, DENSE),
     "prune-any-shape": (torch.randn(2, 3, 8), "magnitude", 2, 8, 2, None, None, torch.float16, DENSE),
-    "unpack_nm": PACKED,
+    "unpack_nm": tuple(PACKED),
     "unpack_nm-int8": tuple(INT8),
     "packed_linear": (torch.randn(3, 16), *PACKED, torch.randn(8)),
-    "packed_linear-strided": (torch.randn(16, 3).t(), *PACKED, None, None),
-    "packed_linear-int8": (torch.randn(3, 16), *INT8[:2], None, INT8.scales),
+    "packed_linear-strided": (torch.randn(16, 3).t(), *PACKED, None),
+    "packed_linear-int8": (torch.randn(3, 16), *INT8, None),
     "s_ste_scale": (WEIGHT, 2, 4, 1, "mse"),
     "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "dense"),
     "mvue-transposed": (WEIGHT[:, :6], torch.tensor(1), 1, 2, 1, "exact", "transposed"),

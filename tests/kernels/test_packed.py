@@ -4,12 +4,12 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from cslt import stand_in  # noqa: F401 (a fixture)
-from sparse24_kernels import Packed, gpu, reference
+from sparse24_kernels import Packed, gpu
 from sparse24_kernels.gemm import GemmPlan, compress, linear_problem, mm_problem, plan_packed
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.packed import PACKED
-from sparse24_kernels.packing import gather_nm
+from sparse24_kernels.packing import gather_nm, mask_of_indices, wrong_mask
 from torch.nn import functional as F
 
 CPU, BF16, INF = torch.device("cpu"), torch.bfloat16, float("inf")
@@ -47,36 +47,70 @@ def test_a_stack_is_packed_matrix_by_matrix():
     for i, matrix in enumerate(stack):
         for ours, theirs in zip(kernels.pack_nm(matrix)[:2], packed[:2], strict=True):
             assert torch.equal(ours, theirs[i])
-    assert kernels.unpack_nm(kernels.pack_nm(stack[:0])).shape == (0, 5, 16)
     with pytest.raises(ValueError, match=r"pack_nm needs a matrix or a stack of matrices, got shape \(16,\)"):
         kernels.pack_nm(stack[0, 0])
 
 
-@pytest.mark.parametrize("rows", [0, 3])
-def test_a_matrix_without_inputs(rows):
-    values, indices, _ = kernels.pack_nm(torch.empty(rows, 0))
-    assert reference.packed.unpack_nm(values, indices).shape == (rows, 0)
-    assert gather_nm(values, indices).shape == (rows, 0)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (16, 32), (6, 8), (1, 8), (63, 64), (1, 2)])
+def test_packing_keeps_the_largest_in_order(n, m, dtype):
+    weight = torch.randn(5, 3 * max(m, 8)).to(dtype)
+    packed = kernels.pack_nm(weight, n, m)
+    assert packed.pattern == (n, m) and packed.columns == weight.shape[1] and wrong_mask(packed) is None
+    kept = kernels.nm_mask(weight, n, m)
+    assert torch.equal(kernels.unpack_bits(packed.mask, weight.shape[1]), kept)
+    assert torch.equal(packed.values.flatten(), weight[kept])
+    assert torch.equal(kernels.unpack_nm(packed), kernels.nm_prune(weight, n, m))
+    assert packed.values.nbytes + packed.mask.nbytes == weight.nbytes * n // m + weight.numel() // 8
+
+
+def test_a_mask_says_what_is_kept():
+    """Fewer than N are filled up with the first others, of more the first N stay."""
+    weight = torch.arange(1.0, 9).view(1, 8)
+    mask = torch.tensor([[False, False, False, True, True, True, False, True]])
+    for given in (mask, kernels.pack_bits(mask)):
+        assert kernels.pack_nm(weight, mask=given).values.tolist() == [[1, 4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "k", "message"),
+    [
+        (3, 5, 40, "M of a packed 3:5 must divide 64"),
+        (2, 4, 12, "rows of a packed 2:4 have multiples of 8 elements, not 12"),
+        (16, 32, 40, "rows of a packed 16:32 have multiples of 32 elements, not 40"),
+    ],
+)
+def test_what_has_no_packed_form_is_told(n, m, k, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.pack_nm(torch.randn(2, k), n, m)
+
+
+def test_masks_are_counted_group_by_group():
+    packed = kernels.pack_nm(torch.randn(3, 32))
+    moved = kernels.unpack_bits(packed.mask, 32).roll(1, 1)
+    assert wrong_mask(packed._replace(mask=kernels.pack_bits(moved))) == "groups of 4 that do not keep 2"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
-def test_gathering_takes_the_elements_that_the_indices_name(dtype):
+def test_indices_of_earlier_versions_become_masks(dtype):
     """Bytes 0b1110_0100 and 0b1001_1101: elements 0 and 1 of the first four, 2 and 3, 1 and 3, 1 and 2."""
     matrix = torch.arange(32).view(2, 16).to(dtype)
     indices = torch.tensor([[0b1110_0100, 0b1001_1101], [0b1101_1000, 0b0100_1110]], dtype=torch.uint8)
+    mask = mask_of_indices(indices)
     expected = [[0, 1, 6, 7, 9, 11, 13, 14], [16, 18, 21, 23, 26, 27, 28, 29]]
-    assert gather_nm(matrix, indices).tolist() == expected
-    assert gather_nm(matrix.t().contiguous().t(), indices).tolist() == expected
-    assert gather_nm(matrix[:0], indices[:0]).shape == (0, 8)
+    assert gather_nm(matrix, mask).tolist() == expected
+    assert gather_nm(matrix.t().contiguous().t(), mask).tolist() == expected
+    wrong = mask_of_indices(torch.tensor([[0b0101_0100]], dtype=torch.uint8))
+    assert wrong_mask(Packed(torch.ones(1, 4), wrong)) == "groups of 4 that do not keep 2"
 
 
 @pytest.mark.parametrize("rows", [1, 4096, 5000])
 def test_gathering_is_the_gradient_of_unpacking(rows):
     packed, grad = kernels.pack_nm(torch.randn(rows, 72)), torch.randn(rows, 72)
     places = kernels.unpack_nm(packed._replace(values=torch.ones_like(packed.values))).bool()
-    assert torch.equal(gather_nm(grad, packed.indices), grad[places].view(rows, 36))
-    with pytest.raises(ValueError, match=r"gather_nm takes a matrix \[R, K\] and uint8 indices \[R, K/8\], got"):
-        gather_nm(grad[:, :64], packed.indices)
+    assert torch.equal(gather_nm(grad, packed.mask), grad[places].view(rows, 36))
+    with pytest.raises(ValueError, match=r"gather_nm takes a matrix \[R, K\] and a uint8 mask \[R, K/8\], got"):
+        gather_nm(grad[:, :64], packed.mask)
 
 
 def test_every_way_has_its_reason(stand_in, dense_math, planned_for_gpu, monkeypatch):  # noqa: F811
@@ -88,7 +122,6 @@ def test_every_way_has_its_reason(stand_in, dense_math, planned_for_gpu, monkeyp
     assert plan.is_sparse and plan.reason == f"more than 64 tokens ({known}); measured"
     plan = plan_packed(many._replace(m=40), CPU)
     assert plan == GemmPlan(DENSE, f"more than 64 tokens ({known}); cuSPARSELt needs multiples of 16, not 40 x 32")
-    assert PACKED.plan(few._replace(k=36), CPU, False) == "packed matrices have multiples of 8 columns, not 36"
     monkeypatch.undo()
     for problem in (few, many):
         plan = plan_packed(problem, CPU)
@@ -111,9 +144,9 @@ def test_the_kernel_gives_the_same_bits_each_time_and_keeps_what_is_not_finite(h
 
 def test_operands_at_odd_addresses_and_of_odd_strides(has_kernels):
     weight, x = kernels.nm_prune(torch.randn(24, 64)).to(BF16), torch.randn(64, 5).to(BF16).t()
-    values, indices, _ = kernels.pack_nm(weight)
-    odd = Packed(*(torch.cat([part.flatten()[:1], part.flatten()])[1:].view(part.shape) for part in (values, indices)))
-    columns = Packed(*(part.t().contiguous().t() for part in (values, indices)))
+    parts = kernels.pack_nm(weight)[:2]
+    odd = Packed(*(torch.cat([part.flatten()[:1], part.flatten()])[1:].view(part.shape) for part in parts))
+    columns = Packed(*(part.t().contiguous().t() for part in parts))
     for packed in (odd, columns):
         result = kernels.packed_linear(x, packed, torch.ones(48).to(BF16)[::2])
         torch.testing.assert_close(result, (F.linear(x.float(), weight.float()) + 1).to(BF16))
@@ -155,8 +188,8 @@ def test_int8_values_are_the_nearest_steps_of_their_scale(shape, dtype):
     weight = kernels.nm_prune(torch.randn(shape)).to(dtype)
     weight[..., :1, 4:] = 0  # a group of zeros, where there is more than one
     packed = kernels.pack_nm(weight)
-    values, indices, scales = int8 = kernels.quantize_packed(packed)
-    assert values.dtype == torch.int8 and indices is packed.indices and int8.dtype == scales.dtype == dtype
+    values, mask, scales, _ = int8 = kernels.quantize_packed(packed)
+    assert values.dtype == torch.int8 and mask is packed.mask and int8.dtype == scales.dtype == dtype
     assert scales.shape == (*shape[:-1], -(-shape[-1] // 128)) and (scales >= 0).all()
     dense = kernels.unpack_nm(int8)
     assert dense.dtype == dtype and dense.shape == shape and not torch.signbit(dense[dense == 0]).any()
@@ -211,10 +244,10 @@ def test_no_kernel_for_gpus_reads_int8_values(stand_in, planned_for_gpu):  # noq
     assert PACKED.plan(few, torch.device("cuda"), False) == "no kernel for GPUs reads int8 values"
     assert plan_packed(few, CPU).backend is PACKED
     weight, x = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(3, 32).to(BF16)
-    values, indices, scales = packed = kernels.quantize_packed(kernels.pack_nm(weight))
+    packed = kernels.quantize_packed(kernels.pack_nm(weight))
     dense = kernels.unpack_nm(packed)
-    assert torch.equal(gpu.packed.unpack_nm(values, indices, scales), dense)
-    assert torch.equal(gpu.packed.packed_linear(x, values, indices, None, scales), F.linear(x, dense))
+    assert torch.equal(gpu.packed.unpack_nm(*packed), dense)
+    assert torch.equal(gpu.packed.packed_linear(x, *packed, None), F.linear(x, dense))
     plan = plan_packed(few._replace(n=65), CPU)
     assert plan.is_sparse and plan.reason.startswith("more than 64 tokens")
     many = torch.randn(80, 32).to(BF16)

@@ -123,39 +123,14 @@ def test_the_dtype_of_a_result_is_rounded_once():
 def test_pack_and_unpack(dtype):
     weight = torch.randn(6, 24)
     pruned = kernels.nm_prune(weight, dtype=dtype)
-    (packed,) = prune_forms(weight, ["packed"], dtype=dtype)
-    assert packed.values.shape == (6, 12) and packed.indices.shape == (6, 3)
+    packed = kernels.pack_nm(weight.to(dtype))
     unpacked = kernels.unpack_nm(packed)
     assert unpacked.dtype == dtype and torch.equal(unpacked.float(), pruned.float())
     size = sum(part.numel() * part.element_size() for part in packed[:2])
     share = {torch.float32: 17 / 32, torch.bfloat16: 9 / 16}[dtype]
     assert size / (weight.numel() * pruned.element_size()) == share
     again = kernels.pack_nm(pruned)
-    assert torch.equal(again.values, packed.values) and torch.equal(again.indices, packed.indices)
-
-
-@pytest.mark.parametrize(
-    ("mask", "stored"),
-    [
-        ([0, 0, 1, 0], [0, 2]),  # fewer than two: filled up with the first others, in order
-        ([0, 1, 0, 0], [0, 1]),
-        ([0, 0, 0, 0], [0, 1]),
-        ([0, 1, 1, 0], [1, 2]),
-        ([0, 0, 1, 1], [2, 3]),
-        ([1, 1, 1, 1], [2, 3]),  # more than two: the last two
-        ([1, 1, 1, 0], [1, 2]),
-        ([1, 1, 0, 1], [1, 3]),
-    ],
-)
-def test_what_is_packed(mask, stored):
-    weight = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]])
-    kept = torch.tensor([[*mask, 1, 1, 0, 0]]).bool()
-    (packed,) = prune_forms(weight, ["packed"], "mask", mask=kept)
-    assert packed.indices.item() & 15 == stored[0] | stored[1] << 2
-    expected = torch.zeros(8)
-    expected[stored] = (weight * kept)[0, stored]
-    expected[4:6] = weight[0, 4:6]
-    assert kernels.unpack_nm(packed).tolist() == [expected.tolist()]
+    assert torch.equal(again.values, packed.values) and torch.equal(again.mask, packed.mask)
 
 
 WITHIN_24 = [(1, 2), (1, 3), (1, 4), (1, 8), (1, 16), (2, 8), (2, 12)]
@@ -171,7 +146,7 @@ def with_zeros(rows: int = 48, columns: int = 96) -> torch.Tensor:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("n", "m"), WITHIN_24)
-def test_patterns_within_24_are_packed(n, m, dim):
+def test_patterns_within_24(n, m, dim):
     weight, scale = with_zeros(), torch.tensor(1.5)
     for rule, dense, arguments in (
         ("magnitude", kernels.nm_prune(weight, n, m, dim), {}),
@@ -180,28 +155,17 @@ def test_patterns_within_24_are_packed(n, m, dim):
     ):
         found, transposed = prune_forms(weight, ["dense", "transposed"], rule, n, m, dim, **arguments)
         assert torch.equal(found, dense) and torch.equal(transposed, dense.t()) and is_nm_sparse(found, n, m, dim)
-        if not dim:
-            continue
-        (packed,) = prune_forms(weight, ["packed"], rule, n, m, dim, **arguments)
-        assert torch.equal(kernels.unpack_nm(packed), dense)
-        zeros = [x[x == 0] for x in (found, packed.values)]
-        assert not torch.signbit(torch.cat(zeros)).any()
-        for nibbles in (packed.indices & 15, packed.indices >> 4):
-            assert ((nibbles & 3) < (nibbles >> 2)).all()
-    if dim:
-        again = kernels.pack_nm(dense)
-        assert torch.equal(kernels.unpack_nm(again), dense)
+        assert not torch.signbit(found[found == 0]).any()
+    if dim:  # what is within 2:4 has a packed form of 2:4, too
+        assert torch.equal(kernels.unpack_nm(kernels.pack_nm(dense)), dense)
 
 
-@pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 4), (2, 6), (3, 8)])
-def test_other_patterns_have_no_packed_form(n, m):
-    weight = torch.randn(16, 24)
-    with pytest.raises(ValueError, match=f"form='packed' is for 2:4 and patterns within it, not {n}:{m}"):
-        prune_forms(weight, ["packed"], n=n, m=m)
-    (dense,) = prune_forms(weight, ["dense"], n=n, m=m)
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 4), (2, 6), (3, 8), (16, 24)])
+def test_other_patterns(n, m):
+    (dense,) = prune_forms(torch.randn(16, 24), ["dense"], n=n, m=m)
     assert is_nm_sparse(dense, n, m)
     with pytest.raises(ValueError, match="an n:m pattern keeps n of m with 0 < n < m, got 4:4"):
-        prune_forms(weight, ["packed"], n=4)
+        prune_forms(dense, ["dense"], n=4)
 
 
 def test_what_is_kept_is_packed_even_beside_inf():
@@ -213,10 +177,9 @@ def test_what_is_kept_is_packed_even_beside_inf():
 def test_packed_by_hand():
     row = torch.tensor([[0.0, 5, 0, 7, 0, 0, 3, 0]])
     packed = kernels.pack_nm(row)
-    # (1, 3) and, with one non-zero, (0, 2): nibbles 1 | 3 << 2 and 0 | 2 << 2, the first group in the lower half.
-    assert packed.values.tolist() == [[5, 7, 0, 3]] and packed.indices.tolist() == [[0b1000_1101]]
-    zeros = kernels.pack_nm(torch.zeros(1, 8))
-    assert zeros.indices.tolist() == [[0b0100_0100]]
+    # Places 1 and 3 and, with one non-zero, 0 and 2; the first group in the lower half.
+    assert packed.values.tolist() == [[5, 7, 0, 3]] and packed.mask.tolist() == [[0b0101_1010]]
+    assert kernels.pack_nm(torch.zeros(1, 8)).mask.tolist() == [[0b0011_0011]]
 
 
 @pytest.mark.parametrize(
@@ -224,11 +187,6 @@ def test_packed_by_hand():
     [
         ((torch.ones(4, 8), ["dens"]), "form='dens': must be one of"),
         ((torch.ones(8), ["dense"]), r"needs a matrix, got shape \(8,\)"),
-        ((torch.ones(4, 12), ["packed"]), r"packed: dimension 1 of shape \(4, 12\) must be a multiple of 8"),
-        (
-            (torch.ones(8, 8), ["packed"], "magnitude", 2, 4, 0),
-            "needs groups along dimension 1, and 'magnitude'",
-        ),
         ((torch.ones(8, 8), ["dense"], "mask"), "rule='mask' needs a mask"),
         ((torch.ones(8, 8), ["dense"], "median"), "rule='median': must be one of"),
     ],

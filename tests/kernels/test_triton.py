@@ -58,7 +58,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
     monkeypatch.setattr(gpu.prune, "s_ste_scale", lambda *arguments: scale(*arguments) * (1 + 1e-5))
     with pytest.raises(AssertionError, match="worse than the reference's"):
         check(case, CPU)
-    monkeypatch.setattr(gpu.packed, "unpack_nm", lambda values, _: torch.empty(len(values), 2 * values.shape[1]))
+    monkeypatch.setattr(gpu.packed, "unpack_nm", lambda values, *_: torch.empty(len(values), 2 * values.shape[1]))
     unwritten = next(case for case in ALL_CASES if case.function == "packed.unpack_nm")
     with pytest.raises(AssertionError, match="differ"):
         check(unwritten, CPU)

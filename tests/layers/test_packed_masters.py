@@ -136,5 +136,5 @@ def test_copies_and_casts():
     assert model.layers[0].weight.any() and not copied.layers[0].weight.any()
     model.to(BF16)
     assert model.layers[0].packed_weight_values.dtype == model.layers[0].weight.dtype == BF16
-    assert model.layers[0].packed_weight_indices.dtype == torch.uint8
+    assert model.layers[0].packed_weight_mask.dtype == torch.uint8
     assert "in=16, out=40, bias=True, dtype=torch.bfloat16, master" in repr(model)

@@ -12,6 +12,8 @@ from sparse24_kernels.cpu import limits, packed
 from sparse24_kernels.cpu.library import load
 from sparse24_kernels.matmul import _kept_plan
 from sparse_models import logits
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StaticCache
 
 from hf_sparse24 import pack_model, sparse_weights
 
@@ -38,11 +40,11 @@ def calls(monkeypatch):
     dispatch.choose.cache_clear()
 
 
-def models(name: str = "llama"):
+def models(name: str = "llama", values: str = "float"):
     """A model that is dense, with its zeros, and the same one packed."""
     model = patched(name)
     other = copy.deepcopy(model)
-    pack_model(other)
+    pack_model(other, values)
     return model, other
 
 
@@ -74,3 +76,35 @@ def test_generating_compiled_and_exported(calls):
         program = torch.export.export(layer, (x,))
         assert any("sparse24.packed_linear" in str(node.target) for node in program.graph.nodes)
         torch.testing.assert_close(program.module()(x), layer(x))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "name, values, backend",
+    [
+        ("llama", "float", "inductor"),
+        ("llama", "int8", "aot_eager"),
+        ("gpt2", "float", "aot_eager"),
+        ("mixtral", "float", "aot_eager"),
+    ],
+)
+def test_a_compiled_step_decodes_every_generation(name, values, backend, calls):
+    """As the guide has it: `generate` compiles the step of one token, without a graph break (an error here), and once
+    for all prompts and lengths that the cache has places for. Prompts stay eager."""
+    _, model = models(name, values)
+    model.generation_config.eos_token_id = None
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = CompileConfig(fullgraph=True, backend=backend, mode="default")
+    compiled._compile_all_devices = True
+    for prompt in (5, 9, 3):
+        ids = torch.randint(3, zoo.VOCAB, (1, prompt))
+        arguments = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+        expected = model.generate(ids, **arguments)
+        calls.clear()
+        cache = StaticCache(model.config, max_cache_len=32)
+        found = model.generate(ids, **arguments, past_key_values=cache, compile_config=compiled)
+        assert torch.equal(found, expected)
+        assert {tokens for tokens, *_ in calls} == {1, prompt}
+        assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

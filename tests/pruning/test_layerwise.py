@@ -4,7 +4,7 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from oneshot_models import correlated
-from sparse24_kernels import nm_mask
+from sparse24_kernels import Pattern, nm_mask
 
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning.layerwise import least_squares, output_norm, ridge, round_to_int8, sparsegpt, wanda_mask
@@ -143,7 +143,7 @@ def test_rounding_to_int8_on_a_row_where_the_best_steps_are_known():
     weight = torch.tensor([[1.27, 0, 0, 0.1037, 0, 0.0349, 0, 0.0248]], dtype=torch.float64)  # steps of 0.01
     x = correlated(40, 8, seed=3) + 2 * correlated(40, 1, seed=4)  # rounding errors of one sign add up
     gram = x.T @ x
-    rounded = round_to_int8(weight, gram, 0.0, torch.float64)
+    rounded = round_to_int8(weight, gram, Pattern(2, 4), 0.0, torch.float64)
     down = (weight * 100).floor()
     choices = [down + torch.tensor([[0, 0, 0, a, 0, b, 0, c]]) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
     errors = [output_norm(choice.clamp(max=127) / 100 - weight, gram) for choice in choices]
@@ -152,23 +152,23 @@ def test_rounding_to_int8_on_a_row_where_the_best_steps_are_known():
     assert output_norm(rounded - weight, gram) < output_norm(nearest - weight, gram)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounding_to_int8_lowers_the_error_and_is_found_again(dtype):
+@pytest.mark.parametrize(("dtype", "n", "m"), [(torch.float32, 2, 4), (torch.bfloat16, 16, 32), (torch.float16, 6, 8)])
+def test_rounding_to_int8_lowers_the_error_and_is_found_again(dtype, n, m):
     """Several groups of 128, some zeros and dead inputs; the packed form of the result is exactly the result."""
-    x = correlated(700, 264).float()
+    x = correlated(700, 288).float()
     x[:, 40:44] = 0
-    weight = kernels.nm_prune(torch.randn(24, 264))
+    weight = kernels.nm_prune(torch.randn(24, 288), n, m)
     weight[0], weight[1, :128] = 0, 0
     gram = x.T @ x
-    nearest = kernels.unpack_nm(kernels.quantize_packed(kernels.pack_nm(weight.to(dtype))))
+    nearest = kernels.unpack_nm(kernels.quantize_packed(kernels.pack_nm(weight.to(dtype), n, m)))
     errors = [output_norm(nearest.float() - weight, gram)]
     for sweeps in (1, 2, 4):
-        rounded = round_to_int8(weight, gram, 0.0, dtype, sweeps)
+        rounded = round_to_int8(weight, gram, Pattern(n, m), 0.0, dtype, sweeps)
         errors.append(output_norm(rounded - weight, gram))
-        stored = kernels.quantize_packed(kernels.pack_nm(rounded.to(dtype)))
+        stored = kernels.quantize_packed(kernels.pack_nm(rounded.to(dtype), n, m))
         assert torch.equal(kernels.unpack_nm(stored).float(), rounded)
-        assert torch.equal(stored.scales, kernels.quantize_packed(kernels.pack_nm(weight.to(dtype))).scales)
+        assert torch.equal(stored.scales, kernels.quantize_packed(kernels.pack_nm(weight.to(dtype), n, m)).scales)
         assert torch.equal(rounded[:, 40:44], nearest[:, 40:44].float()) and not rounded[weight == 0].any()
-        other = round_to_int8(weight, gram, 0.0, dtype, sweeps, width=37)
+        other = round_to_int8(weight, gram, Pattern(n, m), 0.0, dtype, sweeps, width=37)
         assert (other != rounded).float().mean() < 0.01
     assert errors == sorted(errors, reverse=True) and errors[1] < 0.6 * errors[0], errors

@@ -37,7 +37,7 @@ X = torch.ones(3, 16)
         (None, batches(1), {"learning_rate": 2}, "learning_rate=2: must be"),
         (None, batches(1), {"learning_rate": "0.1"}, "learning_rate='0.1': must be"),
         (None, batches(1), {"values": "int4"}, r"values='int4': must be one of \['float', 'int8'\]"),
-        (None, batches(1), {"values": "int8", "config": fixed_mask(pattern="4:8")}, "pattern='4:8': packed"),
+        (None, batches(1), {"values": "int8", "config": fixed_mask(pattern="3:5")}, "packed 3:5 must divide 64"),
         (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
         (None, batches(1), {"config": "fixed-mask"}, "config='fixed-mask': must be"),
         (None, batches(1), {"config": Sparse24Config()}, "method='s-ste'"),

@@ -17,10 +17,24 @@ from hf_sparse24 import (
     unpatch_model,
 )
 from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.weights.storage import PACKED
 from hf_sparse24_command import main
 
 LAYERS = {"down_proj": "1:4", "layers.0.mlp.up_proj": "2:8", "attention": "1:2"}
 EXPECTED = {"down_proj": (1, 4), "gate_proj": (2, 4), "q_proj": (1, 2)}
+
+
+def test_layers_with_a_packed_form_are_packed_and_others_keep_their_zeros(tmp_path, capsys):
+    patterns = {"up_proj": "16:32", "gate_proj": "6:8", "down_proj": "3:5"}
+    model = zoo.build("llama", intermediate_size=80).eval()
+    patch_model(model, Sparse24Config(method="ste", target_modules="mlp", layer_patterns=patterns))
+    export_model(model, tmp_path, format="packed")
+    loaded, batch = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), zoo.batch(0)
+    found = {name.split(".")[-2]: str(w.storage.pattern) for name, w in sparse_weights(loaded, PACKED).items()}
+    assert found == {"up_proj": "16:32", "gate_proj": "6:8"}
+    assert is_nm_sparse(loaded.model.layers[1].mlp.down_proj.weight, 3, 5)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    assert main(["verify", str(tmp_path)]) == 0 and "6 weights are 6:8 and 16:32 and 3:5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["ste", "s-ste", "sr-ste", "t-sr-ste", "fixed-mask", "step"])

@@ -68,7 +68,7 @@ def test_the_time_is_kept(tiny, tmp_path, monkeypatch):
 
 def test_every_operation_is_timed_and_one_shape_of_each_has_baselines():
     found = list(operations.workloads())
-    assert len({str(workload) for workload in found}) == len(found) > 290
+    assert len({str(workload) for workload in found}) == len(found) > 250
     mask = next(w for w in found if str(w) == "nm_mask bits, rows 768x3072 bfloat16")
     assert mask.bytes() == 768 * 3072 * 2 + 768 * 3072 // 8
     entries = operations.Operations().entries()

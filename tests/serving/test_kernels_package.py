@@ -21,7 +21,7 @@ x, weight = torch.randn(3, 32), torch.randn(16, 32)
 mask = loaded.nm_mask(weight)
 assert torch.equal(mask, masks.nm_mask(weight, 2, 4, -1, False)) and mask.sum() == 256
 matrix = loaded.pack_nm(weight * mask)
-expected = packed.packed_linear(x, matrix.values, matrix.indices, None)
+expected = packed.packed_linear(x, *matrix, None)
 torch.testing.assert_close(loaded.packed_linear(x, matrix), expected)
 operators = {name.split("::")[0] for name in torch._C._dispatch_get_all_op_names() if "sparse24" in name}
 assert operators == {loaded.__name__}, operators

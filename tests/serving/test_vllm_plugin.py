@@ -20,6 +20,7 @@ import pytest
 import torch
 import zoo
 from checkpoints import edit_config, patched
+from old_packed import write_old
 from paths import ROOT, SUPPORT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -76,6 +77,9 @@ def exports(smollm2, tmp_path_factory) -> Path:
     llama = patched("llama", **LLAMA)
     for name, settings in FORMATS.items():
         export_model(llama, folder / f"llama {name}", **settings)
+    shutil.copytree(folder / "llama int8", folder / "llama version 2 int8")
+    write_old(folder / "llama version 2 int8")
+    export_model(patched("llama", pattern="16:32", **LLAMA), folder / "llama 16:32", "packed")
     llama.save_pretrained(folder / "training")
     export_model(patched("gpt2", **GPT2), folder / "gpt2", "packed")
     for name, target in {"mlp": "mlp", "q_proj": ["q_proj"]}.items():
@@ -91,15 +95,15 @@ def exports(smollm2, tmp_path_factory) -> Path:
 
 
 def damage(folder: Path) -> None:
-    indices = "model.layers.1.mlp.down_proj.packed_weight_indices"
+    mask = "model.layers.1.mlp.down_proj.packed_weight_mask"
     for name in ("damaged", "missing"):
         tensors = load_file(folder / name / PACKED_WEIGHTS)
-        tensors[indices][3, 5] = 0
+        tensors[mask][3, 5] = 0
         if name == "missing":
-            del tensors[indices]
+            del tensors[mask]
         save_file(tensors, folder / name / PACKED_WEIGHTS, {"format": "pt"})
     config = json.loads((folder / "later" / "config.json").read_text())["quantization_config"]["packed"]
-    edit_config(folder / "later", packed=config | {"version": 3})
+    edit_config(folder / "later", packed=config | {"version": 4})
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +135,8 @@ def log_probabilities(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    [*FORMATS, "llama packed", "llama int8", "mlp", "gpt2", "llama packed, compiled"]
-    + ["llama packed, two processes", "llama int8, two processes"],
+    [*FORMATS, "llama packed", "llama int8", "llama version 2 int8", "llama 16:32", "mlp", "gpt2"]
+    + ["llama packed, compiled", "llama packed, two processes", "llama int8, two processes"],
 )
 def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(name, answers, exports):
     found = answers[name]
@@ -154,9 +158,9 @@ def test_packed_layers_keep_no_dense_copy(answers):
     """In fp32 17/32 of the dense bytes, and 5/32 with int8 values and the scales: one for 64 values, or the rest."""
     dense = 4 * 106_168_320  # of SmolLM2's linear layers; vLLM keeps their dense weights in oneDNN's memory
     packed = answers["packed"]["bytes"]
-    assert packed == {"packed_weight_values": dense // 2, "packed_weight_indices": dense // 32}
+    assert packed == {"packed_weight_values": dense // 2, "packed_weight_mask": dense // 32}
     int8 = answers["int8"]["bytes"]
-    assert (int8["packed_weight_values"], int8["packed_weight_indices"]) == (dense // 8, dense // 32)
+    assert (int8["packed_weight_values"], int8["packed_weight_mask"]) == (dense // 8, dense // 32)
     assert dense / 128 <= int8["packed_weight_scales"] < dense / 110 and len(int8) == 3
 
 
@@ -165,9 +169,9 @@ def test_packed_layers_keep_no_dense_copy(answers):
     [
         ("training", "training checkpoint .* hf-sparse24 export"),
         ("q_proj", r"layers.0.self_attn.qkv_proj is one layer here.*dense export"),
-        ("damaged", r"layers.1.mlp.down_proj: its indices are not in ascending order"),
-        ("missing", r"layers.1.mlp.down_proj: its indices are not in ascending order"),
-        ("later", r"packed.version=3: this version of hf_sparse24 reads 1 to 2"),
+        ("damaged", r"layers.1.mlp.down_proj: its mask has groups of 4 that do not keep 2"),
+        ("missing", r"layers.1.mlp.down_proj: its mask has groups of 4 that do not keep 2"),
+        ("later", r"packed.version=4: this version of hf_sparse24 reads 1 to 3"),
     ],
 )
 def test_what_cannot_be_served_is_refused(name, said, answers):

@@ -8,9 +8,9 @@ import sparse_models
 from transformers import PreTrainedModel
 
 
-def patched(name: str = "llama", method: str = "s-ste", **sizes: Any) -> PreTrainedModel:
+def patched(name: str = "llama", method: str = "s-ste", pattern: str = "2:4", **sizes: Any) -> PreTrainedModel:
     """A model in eval mode, all of whose linear layers are sparse."""
-    return sparse_models.patched(name, sizes, method=method, target_modules="all-linear").eval()
+    return sparse_models.patched(name, sizes, method=method, pattern=pattern, target_modules="all-linear").eval()
 
 
 def edit_config(directory: Path, **changes: Any) -> None:

@@ -28,9 +28,9 @@ class StandIn:
         assert ((matrix.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all(), "not 2:4"
         assert not torch.signbit(matrix[matrix == 0]).any(), "-0.0 counts as a value"
         self.compressed += bool(matrix.any())  # zeros only ask for a size
-        values, indices, _ = pack_nm(matrix)
-        units = torch.empty(indices.numel() // 2, dtype=torch.int16)
-        units[self.positions(*matrix.shape)] = indices.view(torch.int16).flatten()
+        values, mask = pack_nm(matrix)[:2]  # in place of the indices that hardware takes
+        units = torch.empty(mask.numel() // 2, dtype=torch.int16)
+        units[self.positions(*matrix.shape)] = mask.view(torch.int16).flatten()
         m = len(matrix)
         flat = torch.cat([values.flatten(), units.view(matrix.dtype), torch.randn(m * self.padding).to(matrix.dtype)])
         return flat if self.flat else flat.view(m, -1)
@@ -48,8 +48,8 @@ class StandIn:
         assert dense.is_contiguous() or dense.t().is_contiguous(), "other strides give wrong numbers in silence"
         assert n % 16 == 0
         values, units, _ = compressed.view(-1).split([m * k // 2, m * k // 16, m * self.padding])
-        indices = units.view(torch.int16)[self.positions(m, k)].view(torch.uint8).view(m, k // 8)
-        matrix = unpack_nm(Packed(values.view(m, k // 2), indices))
+        mask = units.view(torch.int16)[self.positions(m, k)].view(torch.uint8).view(m, k // 8)
+        matrix = unpack_nm(Packed(values.view(m, k // 2), mask))
         self.gemms.append((m, n, k, alg_id, transpose_result))
         result = torch.nn.functional.linear(dense.t(), matrix, bias) if transpose_result else matrix @ dense
         if bias is not None and not transpose_result:

@@ -1,10 +1,10 @@
-"""Call the kernels for CPUs with random sizes, numbers and indices, without torch. NumPy allocates every operand to the
+"""Call the kernels for CPUs with random sizes, numbers and masks, without torch. NumPy allocates every operand to the
 byte, so that a sanitizer sees what is read or written beside one; masked instructions, which it does not watch, meet a
 page that is protected.
 
     LD_PRELOAD=$(g++ -print-file-name=libasan.so) python tests/support/fuzz_cpu_kernels.py LIBRARY SEED CALLS
 
-Results are compared with NumPy's where indices are what packing makes; others may give any numbers.
+Results are compared with NumPy's where masks are what packing makes; others may give any numbers.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ RULES = {
     "decay": 8,
     "decay-bits": 9,
 }
-PLACES = np.array([[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]])
+PATTERNS = [(2, 4), (2, 4), (1, 2), (1, 8), (6, 8), (8, 16), (16, 32), (31, 32), (1, 64), (32, 64), (63, 64)]
 EIGHTS = [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100]
 TOKENS = [0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 100, 257]
 
@@ -90,39 +90,40 @@ class Fuzzer:
     def call(self):
         random = self.random
         tokens, rows = int(random.choice(TOKENS)), int(random.integers(0, 90))
-        k, dtype = 8 * int(random.choice(EIGHTS)), int(random.integers(3))
+        n, m = PATTERNS[random.integers(len(PATTERNS))]
+        k, dtype = -(-8 * int(random.choice(EIGHTS[1:])) // m) * m, int(random.integers(3))
         int8, special, valid = (bool(random.integers(2)) for _ in range(3))
         self.threads = int(random.integers(1, 4))
-        places = PLACES[random.integers(0, 6, (rows, k // 4))]
-        nibbles = (places[..., 0] | places[..., 1] << 2).astype(np.uint8)
-        indices = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        kept = (np.arange(m) < n) & np.ones((rows, k // m, m), bool)
+        kept = random.permuted(kept, axis=2).reshape(rows, k)
+        mask = np.packbits(kept, axis=1, bitorder="little")
         if not valid:
-            indices = random.integers(0, 256, indices.shape).astype(np.uint8)
+            mask = random.integers(0, 256, mask.shape).astype(np.uint8) | np.uint8(255 * random.integers(2))
         scales = None
         if int8:
-            values = random.integers(-128, 128, (rows, k // 2)).astype(np.int8)
+            values = random.integers(-128, 128, (rows, k * n // m)).astype(np.int8)
             scales = self.numbers((rows, -(-k // 128)), dtype, special)
         else:
-            values = self.numbers((rows, k // 2), dtype, special)
+            values = self.numbers((rows, k * n // m), dtype, special)
         x = self.numbers((tokens, k), dtype, special)
         bias = self.numbers(rows, dtype, special) if random.integers(2) else None
         number = int(random.choice([number for number, name in enumerate(self.paths) if name]))
         y, dense = (stored(np.zeros(shape, np.float32), dtype) for shape in ((tokens, rows), (rows, k)))
-        operands = [x, values, indices, scales, bias, y, dense]
+        operands = [x, values, mask, scales, bias, y, dense]
         if random.integers(2):
             operands = [before_a_protected_page(operand) for operand in operands]
         y, dense = operands[-2:]
         pointers = [ctypes.c_void_p(None if operand is None else operand.ctypes.data) for operand in operands]
-        sizes = [ctypes.c_int64(size) for size in (tokens, rows, k, dtype)]
+        sizes = [ctypes.c_int64(size) for size in (tokens, rows, k, 64 * n // m, m, dtype)]
         assert not self.library.sparse24_linear(number, *pointers[:6], *sizes, self.parallel_for)
-        assert not self.library.sparse24_unpack(number, *pointers[1:4], pointers[6], *sizes[1:], self.parallel_for)
+        sizes = [*sizes[1:4], sizes[5]]
+        assert not self.library.sparse24_unpack(number, *pointers[1:4], pointers[6], *sizes, self.parallel_for)
         if special or not valid or (int8 and dtype == FP16):
             return
-        weight = np.zeros((rows, k // 4, 4))
-        factors = np.repeat(read(scales, dtype), 64, 1)[:, : k // 2] if int8 else 1
-        exact = (values if int8 else read(values, dtype)) * np.float64(factors)
-        np.put_along_axis(weight, places, exact.reshape(rows, k // 4, 2), 2)
-        weight, x, described = weight.reshape(rows, k), np.float64(read(x, dtype)), (tokens, rows, k, dtype, int8)
+        weight = np.zeros((rows, k))
+        weight[kept] = (values if int8 else read(values, dtype)).reshape(-1)
+        weight *= np.repeat(np.float64(read(scales, dtype)), 128, 1)[:, :k] if int8 else 1
+        x, described = np.float64(read(x, dtype)), (tokens, rows, k, n, m, dtype, int8)
         assert np.allclose(read(dense, dtype), weight, rtol=2**-8, atol=0), (self.paths[number], described)
         wanted = x @ weight.T + (0 if bias is None else read(bias, dtype))
         allowed = 0.02 * (np.abs(x) @ np.abs(weight).T + np.abs(wanted)) + (
@@ -133,7 +134,10 @@ class Fuzzer:
     def prune(self):
         random = self.random
         rule, dtype, result = str(random.choice(list(RULES))), int(random.integers(3)), int(random.integers(3))
-        before, size, after = (int(random.choice([0, 1, 2, 3, 5, 8])), 4 * int(random.choice(EIGHTS)), 1)
+        n, m = (
+            PATTERNS[random.integers(len(PATTERNS))] if rule in ("magnitude", "soft-threshold", "nm-mask") else (2, 4)
+        )
+        before, size, after = (int(random.choice([0, 1, 2, 3, 5, 8])), m * int(random.choice(EIGHTS[:12])), 1)
         special = bool(random.integers(2))
         if rule.startswith("decay"):
             dtype = result = FP32
@@ -156,18 +160,18 @@ class Fuzzer:
         if random.integers(2):
             operands = [before_a_protected_page(operand) for operand in operands]
         pointers = [ctypes.c_void_p(None if operand is None else operand.ctypes.data) for operand in operands]
-        sizes = [ctypes.c_int64(number) for number in (before, size, after, dtype, result)]
+        sizes = [ctypes.c_int64(number) for number in (before, size, after, dtype, result, n, m)]
         rest = (ctypes.c_float(0.5), ctypes.c_int64(int(random.integers(-(2**62), 2**62))), self.parallel_for)
         number = int(random.choice([number for number, name in enumerate(self.paths) if name]))
         failed = self.library.sparse24_prune(number, ctypes.c_int64(RULES[rule]), *pointers, *sizes, *rest)
         assert not failed or rule.startswith("decay")  # which paths without fused multiply-add lack
-        y, described = operands[-1], (self.paths[number], rule, before, size, after, dtype, result)
+        y, described = operands[-1], (self.paths[number], rule, before, size, after, dtype, result, n, m)
         if rule == "pack-bits":
             assert (y == bits).all(), described
         elif rule in ("mask", "bits") and not special:
             assert ((read(y, result)[..., 0] != 0) <= mask).all(), described
         elif rule in ("nm-mask", "transposable"):
-            assert (y.reshape(before, size // 4, 4, after).sum(2) == 2).all(), described
+            assert (y.reshape(before, size // m, m, after).sum(2) == n).all(), described
 
 
 if __name__ == "__main__":

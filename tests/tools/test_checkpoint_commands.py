@@ -42,11 +42,15 @@ def test_a_checkpoint_is_exported_inspected_and_verified(format, trained, tmp_pa
     assert "50.0%" in printed and ", and 1 file as exported" in printed and "verified: all" in printed
 
 
-def test_sizes(tmp_path, capsys):
-    export_model(patched("llama").bfloat16(), tmp_path, "packed")
+@pytest.mark.parametrize(("pattern", "size", "zeros"), [("2:4", "4.61", 50), ("6:8", "6.66", 25), ("1:4", "2.56", 75)])
+def test_sizes(pattern, size, zeros, tmp_path, capsys):
+    export_model(patched("llama", pattern=pattern).bfloat16(), tmp_path, "packed")
     main(["inspect", str(tmp_path)])
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if "up_proj" in line)
-    assert row == ["model.layers.*.mlp.up_proj.weight", "2", "4,096", "4.61", "kB", "8.19", "kB"]  # 9/16
+    assert row == ["model.layers.*.mlp.up_proj.weight", "2", "4,096", size, "kB", "8.19", "kB"]  # 9/16, 13/16, 5/16
+    assert main(["verify", str(tmp_path)]) == 0
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if "up_proj" in line)
+    assert row[1:5] == ["2", "2", "of", "2"] and float(row[5].rstrip("%")) == pytest.approx(zeros, abs=0.5)
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
@@ -157,7 +161,7 @@ def test_what_lies_beside_a_training_checkpoint_from_before(tmp_path, capsys):
     assert "is a training checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", ["none", "one too few", "one twice", "one too few, saved again"])
+@pytest.mark.parametrize("case", ["none", "one too few", "one too many", "one too few, saved again"])
 def test_a_packed_export_whose_config_lists_other_weights_is_not_verified(case, tmp_path, capsys):
     export_model(patched(intermediate_size=60), tmp_path, "packed")  # down_proj is not packed
     assert main(["verify", str(tmp_path)]) == 0
@@ -165,10 +169,10 @@ def test_a_packed_export_whose_config_lists_other_weights_is_not_verified(case, 
     weights = config["quantization_config"]["packed"]["weights"]
     if case == "none":
         del config["quantization_config"]
-    elif case == "one twice":
-        weights.append(weights[0])
+    elif case == "one too many":
+        weights["model.norm.weight"] = "2:4"
     else:
-        weights.pop()
+        weights.popitem()
     (tmp_path / "config.json").write_text(json.dumps(config))
     if "saved again" in case:
         (tmp_path / "sparse24.json").unlink()

@@ -159,8 +159,8 @@ def test_tune_measures_packed_layers_where_there_is_no_gpu(directory, capsys, mo
     monkeypatch.setattr(limits, "_times", lambda packed, tokens: (50.0, 100.0 / (1 + (tokens == 64) * 1.5)))
     assert main(["tune", directory, "--dtype", "fp32"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["64", "x", "32", "float32", "16", "tokens", "2.00x", "0.80x"] in lines
-    assert ["32", "x", "64", "int8", "16", "tokens", "2.00x", "0.80x"] in lines
+    assert ["64", "x", "32", "2:4", "float32", "16", "tokens", "2.00x", "0.80x"] in lines
+    assert ["32", "x", "64", "2:4", "int8", "16", "tokens", "2.00x", "0.80x"] in lines
 
 
 def test_tune_without_a_gpu_and_without_kernels(directory, capsys, monkeypatch):

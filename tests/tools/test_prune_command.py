@@ -90,18 +90,21 @@ def load_as_printed(printed: str) -> PreTrainedModel:
     return found["model"]
 
 
-@pytest.mark.parametrize(("format", "values"), [("dense", "float"), ("packed", "float"), ("packed", "int8")])
-def test_a_model_is_pruned_trained_and_exported(format, values, models, text, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("format", "values", "pattern"),
+    [("dense", "float", "2:4"), ("packed", "float", "16:32"), ("packed", "int8", "2:4"), ("packed", "int8", "16:32")],
+)
+def test_a_model_is_pruned_trained_and_exported(format, values, pattern, models, text, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "README.md").write_text("mine\n")
-    assert main(arguments(models / "llama", text, out, format=format, values=values)) == 0
+    assert main(arguments(models / "llama", text, out, format=format, values=values, pattern=pattern)) == 0
     printed = capsys.readouterr().out
     rows = table(printed)
     losses = {name: float(rows[name][0]) for name in ("dense", "pruned", "trained")}
     assert losses["trained"] < losses["pruned"] - 0.01
     assert float(rows["trained"][1]) == pytest.approx(math.exp(losses["trained"]), rel=1e-3)
-    assert "calibration tokens: 320 of the text" in printed and "verified: all 14 weights are 2:4" in printed
+    assert "calibration tokens: 320 of the text" in printed and f"verified: all 14 weights are {pattern}" in printed
     model = load_as_printed(printed)
     assert type(model.model.layers[0].mlp.up_proj).__name__ == ("Linear" if format == "dense" else "PackedLinear")
     assert model.dtype == torch.bfloat16

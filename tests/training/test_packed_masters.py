@@ -71,14 +71,15 @@ def test_the_optimizers_state_is_exactly_half():
             assert 2 * ours.state[weight.master][moment].nbytes == dense.nbytes
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
+@pytest.mark.parametrize(("name", "pattern"), [("llama", "2:4"), ("gpt2", "2:4"), ("llama", "16:32"), ("gpt2", "6:8")])
+def test_a_resumed_run_equals_an_uninterrupted_one(name, pattern, tmp_path):
+    config = CONFIG.replace(pattern=pattern)
     saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
-    whole = train(tmp_path / "run", zoo.build(name), CONFIG, **saving)
+    whole = train(tmp_path / "run", zoo.build(name), config, **saving)
     assert whole.state.log_history[0].keys() >= {"loss", "grad_norm", "sparse_phase"}
     assert not {"flip_rate", "kept_magnitude"} & whole.state.log_history[0].keys()
     again = Sparse24Trainer(
-        zoo.build(name, seed=9), arguments(tmp_path / "run", **saving), train_dataset=dataset(), sparse24_config=CONFIG
+        zoo.build(name, seed=9), arguments(tmp_path / "run", **saving), train_dataset=dataset(), sparse24_config=config
     )
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     ours, theirs = again.model.state_dict(), whole.model.state_dict()

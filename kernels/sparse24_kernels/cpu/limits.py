@@ -18,7 +18,7 @@ import torch
 from .. import reference
 from ..cache_folder import cache_folder, write_json
 from ..first_use import device_name
-from ..formats import Packed, scale_columns
+from ..formats import Packed, Pattern, scale_columns
 from . import build
 from .library import DTYPES, load, loaded
 from .packed import packed_linear, unpack_nm
@@ -30,10 +30,12 @@ ROUNDS = 3
 
 
 class Layer(NamedTuple):
-    """What a limit is of: the dtypes of x and of the values, as text such as "bfloat16" and "int8", and a size."""
+    """What a limit is of: the dtypes of x and of the values, and the pattern, as text such as "bfloat16", "int8" and
+    "2:4", and a size."""
 
     dtype: str
     values: str
+    pattern: str
     out: int
     inputs: int
 
@@ -59,7 +61,11 @@ def on_change(forget: Callable[[], None]) -> None:
     _changed.append(forget)
 
 
-def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) -> tuple[int | None, str]:
+def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> Layer:
+    return Layer(_text(dtype), _text(values), str(pattern), out, inputs)
+
+
+def most_tokens(wanted: Layer) -> tuple[int | None, str]:
     """The most tokens that the kernel is faster for, None for any number; and where that is known from.
 
     Of layers that were not measured, the limit is that of the measured layer of the nearest size.
@@ -68,10 +74,10 @@ def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) 
     path = loaded().path
     if _measured is None:
         _measured = _read()
-    wanted = Layer(_text(dtype), _text(values), out, inputs)
-    alike = [layer for layer in _measured if layer[:2] == wanted[:2]]
+    alike = [layer for layer in _measured if layer[:3] == wanted[:3]]
     if alike:
-        nearest = min(alike, key=lambda layer: abs(math.log(layer.out * layer.inputs / max(1, out * inputs))))
+        size = max(1, wanted.out * wanted.inputs)
+        nearest = min(alike, key=lambda layer: abs(math.log(layer.out * layer.inputs / size)))
         return _measured[nearest], f"measured here at {nearest.out} x {nearest.inputs}"
     if path not in SHIPPED:
         return TOKENS[0], f"path {path!r} was not measured: run `hf-sparse24 tune`"
@@ -79,12 +85,14 @@ def most_tokens(dtype: torch.dtype, values: torch.dtype, out: int, inputs: int) 
 
 
 def tune(
-    sizes: Iterable[tuple[int, int]], dtype: torch.dtype, on_progress: Callable[[int], None] = lambda done: None
+    layers: Iterable[tuple[int, int, Pattern]],
+    dtype: torch.dtype,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> dict[Layer, list[tuple[int, float, float]]]:
     """Measure layers, with values of `dtype` and with int8 ones, and keep their limits for this process and later ones.
 
-    `sizes` are (out, inputs) of each layer, inputs a multiple of 8; `on_progress` gets the number of layers that are
-    done. Returned are, for each layer, the measured numbers of tokens with the kernel's and dense math's microseconds.
+    `layers` are (out, inputs, pattern) of what can be packed; `on_progress` gets the number of those that are done.
+    Returned are, for each layer, the measured numbers of tokens with the kernel's and dense math's microseconds.
     ValueError: no kernels run on this CPU, or not on `dtype`.
     """
     global _measured
@@ -93,17 +101,12 @@ def tune(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: the kernels take fp32, bf16 and fp16")
     found: dict[Layer, list[tuple[int, float, float]]] = {}
-    for done, (out, inputs) in enumerate(sizes):
-        weight = torch.randn(out, inputs).to(dtype)
-        forms = reference.prune.prune(weight, "magnitude", 2, 4, -1, None, None, dtype, ["packed"])
-        packed = Packed(*forms)
-        int8 = Packed(
-            torch.randint_like(packed.values, -127, 128, dtype=torch.int8),
-            packed.indices,
-            torch.rand(out, scale_columns(inputs)).to(dtype),
-        )
-        for each in (packed, int8):
-            found[Layer(_text(dtype), _text(each.values.dtype), out, inputs)] = [
+    for done, (out, inputs, pattern) in enumerate(layers):
+        values, mask = reference.packed.pack_nm(torch.randn(out, inputs).to(dtype), *pattern)
+        integers = torch.randint_like(values, -127, 128, dtype=torch.int8)
+        scales = torch.rand(out, scale_columns(inputs)).to(dtype)
+        for each in (Packed(values, mask, None, pattern.m), Packed(integers, mask, scales, pattern.m)):
+            found[layer(dtype, each.values.dtype, pattern, out, inputs)] = [
                 (tokens, *_times(each, tokens)) for tokens in TOKENS
             ]
         on_progress(done + 1)
@@ -121,12 +124,8 @@ def limit(times: Sequence[tuple[int, float, float]]) -> int | None:
 
 
 def _times(packed: Packed, tokens: int) -> tuple[float, float]:
-    x = torch.randn(tokens, 2 * packed.values.shape[1]).to(packed.dtype)
-    values, indices, scales = packed
-    ways = (
-        lambda: packed_linear(x, values, indices, None, scales),
-        lambda: torch.nn.functional.linear(x, unpack_nm(values, indices, scales)),
-    )
+    x = torch.randn(tokens, packed.columns).to(packed.dtype)
+    ways = (lambda: packed_linear(x, *packed, None), lambda: torch.nn.functional.linear(x, unpack_nm(*packed)))
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(ROUNDS + 1):
         for way, taken in zip(ways, times):

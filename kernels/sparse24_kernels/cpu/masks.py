@@ -2,14 +2,17 @@
 
 from torch import Tensor
 
+from .. import reference
 from ..formats import empty_mask
-from .prune import run
+from .prune import LARGEST_M, run
 
 
 def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
-    """Keep the two largest magnitudes of each group of four: bool, same shape as `weight`, or its packed bits."""
+    """Keep the n largest magnitudes of each group of m: bool, same shape as `weight`, or its packed bits."""
+    if m > LARGEST_M:
+        return reference.masks.nm_mask(weight, n, m, dim, packed)
     mask = empty_mask(weight, packed=False)
-    run("nm-mask", weight, mask, dim)
+    run("nm-mask", weight, mask, dim, n, m)
     return pack_bits(mask) if packed else mask
 
 

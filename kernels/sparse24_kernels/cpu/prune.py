@@ -1,4 +1,4 @@
-"""Pruning by the kernels for CPUs: dense results, everything else by the reference. Also what its neighbours share."""
+"""Pruning by the kernels for CPUs, of fp64 by the reference. Also what its neighbours share."""
 
 import math
 
@@ -13,6 +13,8 @@ _PRUNING = ("magnitude", "soft-threshold", "mask", "bits")
 _RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "decay-bits")
 """By their number in native/problem.h."""
 
+LARGEST_M = 64
+
 
 def prune(
     weight: Tensor,
@@ -25,12 +27,12 @@ def prune(
     dtype: torch.dtype,
     forms: list[str],
 ) -> list[Tensor]:
-    """The pruned weight in each of `forms`; only a dense and a transposed one are the kernels'."""
-    if not {"dense", "transposed"}.issuperset(forms) or dtype not in DTYPES:
+    """The pruned weight in each of `forms`."""
+    if dtype not in DTYPES or m > LARGEST_M:
         return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms)
     dense = weight.new_empty(weight.shape, dtype=dtype)
     if mask is None:
-        run(rule, weight, dense, dim, scale=1.0 if scale is None else float(scale))
+        run(rule, weight, dense, dim, n, m, scale=1.0 if scale is None else float(scale))
     else:
         run("mask" if mask.dtype == torch.bool else "bits", weight, dense, mask=mask)
     copied = torch.contiguous_format
@@ -42,6 +44,8 @@ def run(
     x: Tensor,
     to: Tensor,
     dim: int | None = None,
+    n: int = 2,
+    m: int = 4,
     mask: Tensor | None = None,
     scale: float = 1.0,
     key: int = 0,
@@ -52,7 +56,8 @@ def run(
     which the kernels would read what is not theirs; public functions refuse them first.
     """
     masks = [(torch.bool, x.shape), (torch.uint8, (*x.shape[:-1], mask_bytes(x.shape[-1] if x.dim() else 1)))]
-    fits = mask is None or (mask.is_cpu and (mask.dtype, mask.shape) in masks)
+    fits = (n, m) == (2, 4) or (0 < n < m <= LARGEST_M and dim is not None and not x.shape[dim] % m)
+    fits &= mask is None or (mask.is_cpu and (mask.dtype, mask.shape) in masks)
     if not (fits and x.is_cpu and (x.dtype == torch.bool if rule == "pack-bits" else x.dtype in DTYPES)):
         raise ValueError(f"{rule}: {x.dtype} {tuple(x.shape)} on {x.device}, or its mask, is nothing that a CPU prunes")
     x, mask = x.contiguous(), None if mask is None else mask.contiguous()
@@ -69,6 +74,8 @@ def run(
         math.prod(shape[dim + 1 :]),
         DTYPES.get(x.dtype, 0),  # bools have none
         DTYPES.get(to.dtype, 0),
+        n,
+        m,
         scale,
         key,
     )

@@ -253,7 +253,7 @@ def read() -> Table:
 def write(table: Table) -> None:
     entries = []
     for (environment, problem), entry in table.items():
-        m, n, k, dtype, column_major, transposed, _ = problem
+        m, n, k, dtype, column_major, transposed = problem[:6]
         record = [m, n, k, str(dtype).removeprefix("torch."), column_major, transposed]
         entries.append([environment, record, *entry])
     write_json(table_path(), {"format": FORMAT, "entries": entries})

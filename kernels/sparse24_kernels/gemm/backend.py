@@ -194,8 +194,8 @@ def automatic_backends() -> list[GemmBackend]:
 
 def encode_one(backend: GemmBackend, matrix: Tensor) -> Tensor:
     """A pruned matrix as a backend stores it, for callers that keep one tensor."""
-    values, indices, scale = backend.encode(matrix)
-    if indices is not None or scale is not None:
+    values, mask, scale, _ = backend.encode(matrix)
+    if mask is not None or scale is not None:
         name = f"backend={backend.name!r}"
         raise ValueError(f"{name} stores several tensors: a model keeps one; call compress(matrix, plan) yourself")
     return values

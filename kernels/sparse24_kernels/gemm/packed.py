@@ -17,16 +17,21 @@ FEW_TOKENS = 64
 other way moves four times the bytes. An estimate, not measured."""
 
 
-@torch.library.custom_op("sparse24::packed_linear", mutates_args=())
-def packed_linear(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
+def _packed_linear(
+    x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None
 ) -> Tensor:
     """`[T, K]` times a packed `[R, K]`, whose int8 values have scales, plus a bias `[R]` -> `[T, R]`."""
-    return implementation("packed_linear", x)(x, values, indices, bias, scales)
+    return implementation("packed_linear", x)(x, values, mask, scales, m, bias)
 
 
-@packed_linear.register_fake
-def _(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+# Not by `custom_op`: it takes 5 us more in every call, and compiled models that decode call little else.
+torch.library.define("sparse24::packed_linear", torch.library.infer_schema(_packed_linear, mutates_args=()))
+torch.library.impl("sparse24::packed_linear", "CompositeExplicitAutograd", _packed_linear)
+packed_linear = torch.ops.sparse24.packed_linear.default
+
+
+@torch.library.register_fake("sparse24::packed_linear")
+def _(x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(values))
 
 
@@ -38,13 +43,11 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # as above
-def _most_tokens(
-    device: torch.device, dtype: torch.dtype, values: torch.dtype, out: int, inputs: int
-) -> tuple[int | None, str]:
+def _most_tokens(device: torch.device, dtype: torch.dtype, layer: limits.Layer) -> tuple[int | None, str]:
     """The most tokens that a packed weight is multiplied by as it is, None for any number; and where that is from."""
     if choose_kernels(device, dtype, operator="packed_linear").implementation != "cpu":
         return FEW_TOKENS, "until then, the time is that of reading the weight"
-    return limits.most_tokens(dtype, values, out, inputs)
+    return limits.most_tokens(layer)
 
 
 class PackedBackend(GemmBackend):
@@ -56,15 +59,14 @@ class PackedBackend(GemmBackend):
         is_int8 = problem.sparse_dtype == torch.int8  # its products have the dtype of its scales
         if not problem.transposed or not (problem._replace(sparse_dtype=None) if is_int8 else problem).has_one_dtype:
             return "packed weights are multiplied in linear layers with operands of one dtype"
-        if problem.k % 8:
-            return f"packed matrices have multiples of 8 columns, not {problem.k}"
-        if is_int8 and device.type == "cuda":
-            return "no kernel for GPUs reads int8 values"
+        if device.type == "cuda" and (is_int8 or problem.pattern != (2, 4)):
+            return f"no kernel for GPUs reads {'int8 values' if is_int8 else f'packed {problem.pattern}'}"
         reason = unsupported_device(device, problem.dtype)
         if reason is not None:
             return reason
         values = problem.sparse_dtype or problem.dtype
-        most, known = _most_tokens(device, problem.dtype, values, index(problem.m), index(problem.k))
+        layer = limits.layer(problem.dtype, values, problem.pattern, index(problem.m), index(problem.k))
+        most, known = _most_tokens(device, problem.dtype, layer)
         if most is not None and problem.n > most:
             return f"more than {most} tokens ({known})"
         reason = "any number of tokens" if most is None else f"at most {most} tokens"
@@ -76,14 +78,14 @@ class PackedBackend(GemmBackend):
         return Operand(*matrix)
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
-        values, indices, scales = weight
-        assert indices is not None
+        values, mask, scales, m = weight
+        assert mask is not None
         rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
         # Operators cost Python some 10 us, as long as a small layer takes. Only tracing needs them: torch.compile,
         # tensors of other kinds, and make_fx, which would record that memory is taken, and not that it is filled.
         plain = type(rows) is Tensor and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
         run = implementation("packed_linear", rows) if plain else packed_linear
-        return run(rows, values, indices, bias, scales).view(*x.shape[:-1], len(values))
+        return run(rows, values, mask, scales, m, bias).view(*x.shape[:-1], len(values))
 
 
 PACKED = PackedBackend()

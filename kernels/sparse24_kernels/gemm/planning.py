@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_floating, check_is, check_matrix, check_packed
-from ..formats import Packed
+from ..formats import Packed, Pattern
 from .backend import DENSE, GemmBackend, GemmPlan, automatic_backends, find_backend, register_backend
 from .operand import Operand
 from .packed import PACKED
@@ -91,7 +91,7 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     every call: compressed where a sparse algorithm is known to be faster, or else dense.
 
     Args:
-        problem: of `linear_problem`; with `sparse_dtype=torch.int8` for int8 values.
+        problem: of `linear_problem`; with `sparse_dtype=torch.int8` for int8 values, and the weight's `pattern`.
         device: where the operands are.
 
     Returns:
@@ -105,7 +105,10 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     planned = PACKED.plan(problem, device, False)
     if isinstance(planned, GemmPlan):
         return planned
-    plan = plan_gemm(problem._replace(sparse_dtype=None), device)  # of a dense copy, in the dtype of the result
+    if not problem.pattern.is_within_24:
+        return GemmPlan(DENSE, f"{planned}; sparse tensor cores multiply 2:4, not {problem.pattern}")
+    # Of a dense copy, in the dtype of the result.
+    plan = plan_gemm(problem._replace(sparse_dtype=None, pattern=Pattern(2, 4)), device)
     return plan._replace(reason=f"{planned}; {plan.reason}")
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..checks import check_is, check_size
+from ..formats import Pattern
 
 
 class GemmProblem(NamedTuple):
@@ -20,6 +21,7 @@ class GemmProblem(NamedTuple):
         dense_is_column_major: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
         transposed: the result is a contiguous `[n, m]`, not `[m, n]`.
         sparse_dtype: of the sparse operand; None for `dtype`. Packed weights may be int8.
+        pattern: of the sparse operand. Packed weights may have others than 2:4.
     """
 
     m: int
@@ -29,6 +31,7 @@ class GemmProblem(NamedTuple):
     dense_is_column_major: bool
     transposed: bool
     sparse_dtype: torch.dtype | None = None
+    pattern: Pattern = Pattern(2, 4)
 
     @property
     def has_one_dtype(self) -> bool:

@@ -11,7 +11,9 @@ from .groups import LAUNCH, as_matrix, grid, load4, nibble_of, on_its_device, sp
 
 @on_its_device
 def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
-    """One read of the weight, one write of the mask."""
+    """One read of the weight, one write of the mask. Patterns other than 2:4 are the reference's."""
+    if (n, m) != (2, 4):
+        return reference.masks.nm_mask(weight, n, m, dim, packed)
     matrix, along = as_matrix(weight, dim)
     rows, columns = matrix.shape
     # Packed bits run along the last dimension, which is the matrix's own unless there are more than two.

@@ -30,41 +30,45 @@ SHORTEST_PART = 512
 """Columns of K that are worth a program of their own."""
 SUM = 1024
 """Elements that a program adds up where K was split."""
+PLACES = tl.constexpr(sum((i | j << 2) << 4 * (1 << i | 1 << j) for i in range(4) for j in range(i + 1, 4)))
+"""By the mask of a group, 4 bits each: the places of its two values."""
 
 
 @on_its_device
-def unpack_nm(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Zeros everywhere, then the stored values where their indices say."""
+def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Tensor:
+    """Values where the mask has ones, zeros elsewhere. Patterns other than 2:4 are the reference's."""
+    rows, columns = mask.shape[0], 8 * mask.shape[1]
+    if m != 4 or 2 * values.shape[1] != columns:
+        return reference.packed.unpack_nm(values, mask, scales, m)
     if scales is not None:
-        values = reference.packed.scaled(values, scales)
-    rows, columns = values.shape[0], values.shape[1] * 2
+        values = reference.packed.scaled(values, scales, columns)
     # As integers: values are only moved.
     integer = reference.masks.integer_of(values)
     dense = values.new_empty(rows, columns, dtype=integer)
     if dense.numel():
         _unpack_kernel[grid(rows, columns)](
-            values.contiguous().view(integer), indices.contiguous(), dense, rows, columns, **LAUNCH
+            values.contiguous().view(integer), mask.contiguous(), dense, rows, columns, **LAUNCH
         )
     return dense.view(values.dtype)
 
 
 @triton.jit
-def _unpack_kernel(values, indices, dense, rows, columns, G: tl.constexpr, COLS: tl.constexpr):
+def _unpack_kernel(values, mask, dense, rows, columns, G: tl.constexpr, COLS: tl.constexpr):
     _, left, row, column = tile(columns, G, COLS)
-    x0 = _unpack_rows(values, indices, row, left, rows, columns, 2, COLS)
-    x1 = _unpack_rows(values, indices, row + 1, left, rows, columns, 2, COLS)
-    x2 = _unpack_rows(values, indices, row + 2, left, rows, columns, 2, COLS)
-    x3 = _unpack_rows(values, indices, row + 3, left, rows, columns, 2, COLS)
+    x0 = _unpack_rows(values, mask, row, left, rows, columns, 2, COLS)
+    x1 = _unpack_rows(values, mask, row + 1, left, rows, columns, 2, COLS)
+    x2 = _unpack_rows(values, mask, row + 2, left, rows, columns, 2, COLS)
+    x3 = _unpack_rows(values, mask, row + 3, left, rows, columns, 2, COLS)
     store4(dense, x0, x1, x2, x3, row, column, rows, columns)
 
 
 @triton.jit
-def _unpack_rows(values, indices, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl.constexpr):
+def _unpack_rows(values, mask, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl.constexpr):
     """Rows `[R, 1]` of a packed matrix, COLS columns from `left` on, as `[R, COLS]` with zeros; zeros outside."""
     half = left // 2 + tl.arange(0, COLS // 2)[None, :]
     v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0)
     first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
-    nibble = _load_nibbles(indices, row, left, rows, columns, GROUPS, COLS)
+    nibble = _load_nibbles(mask, row, left, rows, columns, GROUPS, COLS)
     i, j = nibble & 3, (nibble >> 2) & 3
     zero = tl.zeros_like(first)
     return join4(
@@ -76,14 +80,12 @@ def _unpack_rows(values, indices, row, left, rows, columns, GROUPS: tl.constexpr
 
 
 @triton.jit
-def _unpack_pairs(
-    pairs, indices, row, left, rows, columns, DTYPE: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr
-):
+def _unpack_pairs(pairs, mask, row, left, rows, columns, DTYPE: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr):
     """`_unpack_rows` of 16-bit values, two in an int32, with half the instructions: each is shifted to its place in the
     64 bits of its group."""
     group = left // 4 + tl.arange(0, COLS // 4)[None, :]
     pair = tl.load(pairs + row * (columns // 4) + group, mask=(row < rows) & (group < columns // 4), other=0)
-    nibble = _load_nibbles(indices, row, left, rows, columns, GROUPS, COLS)
+    nibble = _load_nibbles(mask, row, left, rows, columns, GROUPS, COLS)
     first, second = (pair & 0xFFFF).to(tl.int64), ((pair >> 16) & 0xFFFF).to(tl.int64)
     four = (first << ((nibble << 4) & 48).to(tl.int64)) | (second << ((nibble << 2) & 48).to(tl.int64))
     return join4(
@@ -95,24 +97,26 @@ def _unpack_pairs(
 
 
 @triton.jit
-def _load_nibbles(indices, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl.constexpr):
-    """The indices of each group, first | second << 2 and more bits above, from words of GROUPS groups: two in a byte,
-    eight in an int32."""
+def _load_nibbles(mask, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl.constexpr):
+    """The places of each group's two values, first | second << 2, from the mask in words of GROUPS groups: two in a
+    byte, eight in an int32."""
     SPAN: tl.constexpr = 4 * GROUPS
     at = left // SPAN + tl.arange(0, COLS // SPAN)[None, :]
-    words = tl.load(indices + row * (columns // SPAN) + at, mask=(row < rows) & (at < columns // SPAN), other=0)
+    words = tl.load(mask + row * (columns // SPAN) + at, mask=(row < rows) & (at < columns // SPAN), other=0)
     shifts = 4 * tl.arange(0, GROUPS)[None, None, :]
-    return (words.expand_dims(2) >> shifts).reshape(words.shape[0], COLS // 4)
+    four = ((words.expand_dims(2) >> shifts) & 15).reshape(words.shape[0], COLS // 4)
+    # A table of 16 times 4 bits: 0b0011 -> 0 | 1 << 2, 0b0101 -> 0 | 2 << 2, ...
+    return (tl.full(four.shape, PLACES, tl.int64) >> (four * 4).to(tl.int64)).to(tl.int32) & 15
 
 
 @on_its_device
 def packed_linear(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
+    x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None
 ) -> Tensor:
     """One pass over the weight for every `LARGEST_BLOCK` tokens."""
-    if scales is not None:  # no plan chooses this, no kernel here reads int8 values
-        return torch.nn.functional.linear(x, unpack_nm(values, indices, scales), bias)
     (tokens, columns), rows = x.shape, len(values)
+    if scales is not None or m != 4 or 2 * values.shape[1] != columns:  # no plan chooses this
+        return torch.nn.functional.linear(x, unpack_nm(values, mask, scales, m), bias)
     bias = None if bias is None else bias.contiguous()
     result = x.new_empty(tokens, rows)
     if not result.numel():
@@ -121,7 +125,7 @@ def packed_linear(
     programs = triton.cdiv(tokens, block) * triton.cdiv(rows, height)
     parts = max(1, min(FILL // programs, columns // SHORTEST_PART))
     # Asynchronous copies, which fetch what the next steps need, have 4 bytes at least.
-    words, groups = (_as_int32(indices), 8) if columns % 32 == 0 else (indices.contiguous(), 2)
+    words, groups = (_as_int32(mask), 8) if columns % 32 == 0 else (mask.contiguous(), 2)
     length = triton.cdiv(triton.cdiv(columns, width), parts) * width
     sums = result if parts == 1 else x.new_empty(parts, tokens, rows, dtype=torch.float32)
     _linear_kernel[(programs * parts,)](
@@ -169,7 +173,7 @@ def _blocks(tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
 def _linear_kernel(
     x,
     values,
-    indices,
+    mask,
     bias,
     sums,
     tokens,
@@ -194,9 +198,9 @@ def _linear_kernel(
         column = left + tl.arange(0, COLS)[None, :]
         features = tl.load(x + token * columns + column, mask=(token < tokens) & (column < columns), other=0.0)
         if values.dtype.element_ty == tl.int32:
-            weight = _unpack_pairs(values, indices, row, left, rows, columns, x.dtype.element_ty, GROUPS, COLS)
+            weight = _unpack_pairs(values, mask, row, left, rows, columns, x.dtype.element_ty, GROUPS, COLS)
         else:
-            weight = _unpack_rows(values, indices, row, left, rows, columns, GROUPS, COLS)
+            weight = _unpack_rows(values, mask, row, left, rows, columns, GROUPS, COLS)
         total = tl.dot(features, weight.trans(1, 0), total, input_precision="ieee")  # fp32 as fp32, not as TF32
     output = top + tl.arange(0, ROWS)[None, :]
     if bias is not None:

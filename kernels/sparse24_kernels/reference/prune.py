@@ -1,9 +1,9 @@
-"""Pruning: hard by a mask, soft by S-STE's threshold; the result dense, transposed or packed."""
+"""Pruning: hard by a mask, soft by S-STE's threshold; the result dense or transposed."""
 
 import torch
 from torch import Tensor
 
-from .masks import as_bool, groups, integer_of, member_dim, nm_mask
+from .masks import as_bool, groups, member_dim, nm_mask
 
 
 def prune(
@@ -17,24 +17,15 @@ def prune(
     dtype: torch.dtype,
     forms: list[str],
 ) -> list[Tensor]:
-    """The pruned weight in each of `forms`. The packed form is two tensors."""
+    """The pruned weight in each of `forms`."""
     if rule == "soft-threshold":
         pruned = soft_threshold(weight, n, m, dim, scale)
-        keep = pruned != 0
     else:
         keep = nm_mask(weight, n, m, dim, packed=False) if mask is None else as_bool(mask, weight)
         # Multiplied, so that a NaN shows even where it is masked.
         pruned = weight * keep
-    pruned = cast(pruned, dtype).contiguous()
-    results: list[Tensor] = []
-    for form in forms:
-        if form == "dense":
-            results.append(pruned)
-        elif form == "transposed":
-            results.append(pruned.t().clone(memory_format=torch.contiguous_format))
-        else:
-            results += pack(pruned, keep)
-    return results
+    pruned, copied = cast(pruned, dtype).contiguous(), torch.contiguous_format
+    return [pruned if form == "dense" else pruned.t().clone(memory_format=copied) for form in forms]
 
 
 def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | None) -> Tensor:
@@ -64,22 +55,6 @@ def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
     """`fresh` in `dtype`, never -0.0. May overwrite `fresh`."""
     # After the cast, which may round a small negative value to -0.0. Adding zero makes it +0.0.
     return fresh.to(dtype).add_(0.0)
-
-
-def pack(pruned: Tensor, keep: Tensor) -> list[Tensor]:
-    """`[R, K]` of which `keep` marks at most two in every four -> values `[R, K/2]`, indices uint8 `[R, K/8]`.
-
-    Stores the two marked elements. Pads with the first unmarked elements where fewer are marked; of more, the last two
-    are stored. See `Packed` for the indices.
-    """
-    rows, size = pruned.shape
-    _, k1, k2, k3 = keep.reshape(rows, size // 4, 4).unbind(-1)
-    first = torch.where(k2 & k3, 2, torch.where(k1 & (k2 | k3), 1, 0))
-    second = torch.where(k3, 3, torch.where(k2, 2, 1))
-    position = torch.stack([first, second], -1)
-    values = pruned.reshape(rows, size // 4, 4).view(integer_of(pruned)).gather(-1, position).view(pruned.dtype)
-    nibbles = (position[..., 0] | position[..., 1] << 2).to(torch.uint8).view(rows, size // 8, 2)
-    return [values.reshape(rows, size // 2), (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous()]
 
 
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:

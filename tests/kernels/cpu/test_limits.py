@@ -3,11 +3,17 @@
 import pytest
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import Pattern
 from sparse24_kernels.cpu import limits
 from sparse24_kernels.cpu.library import load
 from sparse24_kernels.gemm import linear_problem, plan_packed
 
-BF16, CPU = torch.bfloat16, torch.device("cpu")
+BF16, CPU, PATTERN = torch.bfloat16, torch.device("cpu"), Pattern(2, 4)
+
+
+def most_tokens(dtype, values, out, inputs, pattern=PATTERN):
+    return limits.most_tokens(limits.layer(dtype, values, pattern, out, inputs))
+
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason=str(load()))
 
@@ -34,7 +40,7 @@ def slower_from(monkeypatch):
 @pytest.mark.parametrize(("first", "most"), [(16, 8), (64, 16), (1024, 256), (2048, None)])
 def test_the_limit_is_the_last_number_before_the_kernel_is_slower(first, most, slower_from):
     slower_from(first)
-    (times, _) = limits.tune([(32, 64)], BF16).values()
+    (times, _) = limits.tune([(32, 64, PATTERN)], BF16).values()
     assert limits.limit(times) == most
     plan = plan_packed(linear_problem(300, 32, 64, BF16), CPU)
     assert plan.backend.name == ("packed" if most is None or most >= 300 else "dense")
@@ -42,26 +48,27 @@ def test_the_limit_is_the_last_number_before_the_kernel_is_slower(first, most, s
 
 
 def test_the_nearest_size_decides_and_values_are_kept_apart(slower_from):
-    assert limits.most_tokens(BF16, BF16, 64, 64)[1].startswith("measured on another machine")
+    assert most_tokens(BF16, BF16, 64, 64)[1].startswith("measured on another machine")
     slower_from(64)
-    limits.tune([(32, 64)], BF16)
+    limits.tune([(32, 64, PATTERN)], BF16)
     slower_from(1024)
-    limits.tune([(320, 640)], BF16)
-    assert limits.most_tokens(BF16, BF16, 40, 64) == (16, "measured here at 32 x 64")
-    assert limits.most_tokens(BF16, torch.int8, 4096, 4096) == (256, "measured here at 320 x 640")
-    assert limits.most_tokens(torch.float32, torch.float32, 40, 64)[1].startswith("measured on another machine")
+    limits.tune([(320, 640, PATTERN)], BF16)
+    assert most_tokens(BF16, BF16, 40, 64) == (16, "measured here at 32 x 64")
+    assert most_tokens(BF16, torch.int8, 4096, 4096) == (256, "measured here at 320 x 640")
+    assert most_tokens(torch.float32, torch.float32, 40, 64)[1].startswith("measured on another machine")
+    assert most_tokens(BF16, BF16, 40, 64, Pattern(16, 32))[1].startswith("measured on another machine")
 
 
 def test_limits_outlive_the_process_and_damage_counts_as_nothing(slower_from, monkeypatch, tmp_path):
     slower_from(64)
-    limits.tune([(32, 64)], BF16)
+    limits.tune([(32, 64, PATTERN)], BF16)
     monkeypatch.setattr(limits, "_measured", None)
-    assert limits.most_tokens(BF16, BF16, 32, 64)[0] == 16
+    assert most_tokens(BF16, BF16, 32, 64)[0] == 16
     (file,) = tmp_path.glob("*.json")
     file.write_text('[["bfloat16"')
     monkeypatch.setattr(limits, "_measured", None)
     with pytest.warns(UserWarning, match="cannot be read"):
-        assert limits.most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
+        assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
 
 
 def test_a_layer_takes_the_new_limit_at_once(slower_from, monkeypatch):
@@ -72,15 +79,15 @@ def test_a_layer_takes_the_new_limit_at_once(slower_from, monkeypatch):
     kernels.matmul.packed_layer(x, packed)
     assert len(asked) <= 1
     slower_from(16)
-    limits.tune([(32, 64)], torch.float32)
+    limits.tune([(32, 64, PATTERN)], torch.float32)
     kernels.matmul.packed_layer(x, packed)
-    assert asked[-1] == (torch.float32, torch.float32, 32, 64)
+    assert asked[-1] == (limits.layer(torch.float32, torch.float32, PATTERN, 32, 64),)
 
 
 def test_what_runs_where_nothing_was_measured(monkeypatch):
     assert min(limits._times(kernels.pack_nm(torch.randn(16, 64)), 3)) > 0
     monkeypatch.setattr(limits, "SHIPPED", {})
-    most, known = limits.most_tokens(BF16, BF16, 32, 64)
+    most, known = most_tokens(BF16, BF16, 32, 64)
     assert most == 16 and known.endswith("was not measured: run `hf-sparse24 tune`")
     with pytest.raises(ValueError, match="the kernels take fp32, bf16 and fp16"):
-        limits.tune([(16, 64)], torch.float64)
+        limits.tune([(16, 64, PATTERN)], torch.float64)

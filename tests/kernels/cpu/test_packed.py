@@ -7,6 +7,7 @@ the result by half a unit of its dtype; a weight that is rounded, or an x in 8 b
 import multiprocessing
 import threading
 from functools import cache
+from typing import Any
 
 import pytest
 import sparse24_kernels as kernels
@@ -24,8 +25,14 @@ LIBRARY = load()
 PATHS = [] if isinstance(LIBRARY, str) else list(LIBRARY.paths)
 pytestmark = pytest.mark.skipif(not PATHS, reason=str(LIBRARY))
 TOKENS, ROWS = 300, 130
-FEW = {"portable": 2, "neon": 2, "avx2": 4, "avx512": 8, "avx512_bf16": 8, "amx": 4}
-"""Tokens up to which each is multiplied by itself. int8 values: at most 4 where x is rounded to 8 bits."""
+FEW = {"portable": 2, "neon": 2, "avx2": 4, "avx512": 8, "avx512_bf16": 4, "amx": 2}
+"""Tokens up to which each is multiplied by itself."""
+PATTERNS = [(2, 4), (16, 32), (6, 8), (31, 64)]
+
+
+def is_rounded(path: str, dtype: torch.dtype, int8: bool, tokens: int) -> bool:
+    """Whether x is rounded to 8 bits."""
+    return int8 and path in ("avx512_bf16", "amx") and tokens <= (4 if path == "amx" and dtype == BF16 else 8)
 
 
 @pytest.fixture(params=PATHS)
@@ -35,31 +42,34 @@ def path(request):
 
 
 @cache
-def operands(dtype: torch.dtype, k: int, int8: bool) -> tuple[Tensor, Packed, Tensor]:
+def operands(dtype: torch.dtype, k: int, int8: bool, n: int = 2, m: int = 4) -> tuple[Tensor, Packed, Tensor]:
     """x `[TOKENS, k]`, a packed `[ROWS, k]` with magnitudes that differ, and a bias."""
     generator = torch.Generator().manual_seed(k)
     x, weight = (torch.randn(n, k, generator=generator) for n in (TOKENS, ROWS))
     weight *= torch.rand(ROWS, 1, generator=generator) * 4
-    packed = kernels.pack_nm(kernels.nm_prune(weight).to(dtype))
+    packed = kernels.pack_nm(weight.to(dtype), n, m)
     bias = torch.randn(ROWS, generator=generator).to(dtype)
     return x.to(dtype), kernels.quantize_packed(packed) if int8 else packed, bias
 
 
 def exact(packed: Packed) -> Tensor:
     """The weight in fp64; of int8 values the product with their scale, not rounded."""
-    values, indices, scales = packed
-    return kernels.unpack_nm(
-        Packed(values.double(), indices, None) if scales is None else packed._replace(scales=scales.double())
-    )
+    if packed.scales is None:
+        return kernels.unpack_nm(packed._replace(values=packed.values.double()))
+    return kernels.unpack_nm(packed._replace(scales=packed.scales.double()))
+
+
+def of_rows(packed: Packed, rows: Any) -> list[Any]:
+    return [part[rows] if isinstance(part, Tensor) else part for part in packed]
 
 
 @cache
-def expected(dtype: torch.dtype, k: int, int8: bool, x_in_8_bits: bool) -> tuple[Tensor, Tensor]:
+def expected(dtype: torch.dtype, k: int, int8: bool, pattern: Any, x_in_8_bits: bool) -> tuple[Tensor, Tensor]:
     """The product without bias in fp64, and how far off it may be before it is rounded."""
-    x, packed, _ = operands(dtype, k, int8)
+    x, packed, _ = operands(dtype, k, int8, *pattern)
     x, weight = x.double(), exact(packed)
     sizes = F.linear(x.abs(), weight.abs())
-    error = sizes * (k / 2 + 2) * 2**-24
+    error = sizes * (k + 2) * 2**-24
     if int8:
         error += sizes * torch.finfo(dtype).eps / 2
     if x_in_8_bits:
@@ -70,18 +80,18 @@ def expected(dtype: torch.dtype, k: int, int8: bool, x_in_8_bits: bool) -> tuple
 
 @pytest.mark.parametrize("int8", [False, True], ids=["floating", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products(path, dtype, int8):
-    for k in (8, 72, 136, 520, 4104):
-        x, packed, bias = operands(dtype, k, int8)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_products(path, dtype, int8, pattern):
+    for k in (-(-k // pattern[1]) * pattern[1] for k in (8, 72, 136, 520, 4104)):
+        x, packed, bias = operands(dtype, k, int8, *pattern)
         for count, tokens in enumerate((0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 64, 65, 130, 300)):
-            if k == 4104 and tokens not in (1, 3, 8, 17, 65):
+            if k > 4000 and tokens not in (1, 3, 8, 17, 65):
                 continue
             rows = (1, 2, 3, 5, 31, 33, 129)[(count + k) % 7]
-            part = Packed(*(None if tensor is None else tensor[:rows] for tensor in packed))
-            with_bias = bool((count + k // 8) % 2)
-            y = operators.packed_linear(x[:tokens], *part[:2], bias[:rows] if with_bias else None, part.scales)
-            x_in_8_bits = int8 and tokens <= 4 and path in ("avx512_bf16", "amx")
-            product, error = (tensor[:tokens, :rows] for tensor in expected(dtype, k, int8, x_in_8_bits))
+            part, with_bias = of_rows(packed, slice(rows)), bool((count + k // 8) % 2)
+            y = operators.packed_linear(x[:tokens], *part, bias[:rows] if with_bias else None)
+            x_in_8_bits = is_rounded(path, dtype, int8, tokens)
+            product, error = (tensor[:tokens, :rows] for tensor in expected(dtype, k, int8, pattern, x_in_8_bits))
             product = product + bias[:rows].double() if with_bias else product
             unit = torch.finfo(dtype)
             allowed = error * 1.01 + product.abs() * unit.eps / 2 + unit.smallest_normal * unit.eps
@@ -91,23 +101,23 @@ def test_products(path, dtype, int8):
 
 @pytest.mark.parametrize("int8", [False, True], ids=["floating", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_more_rows_and_tokens_than_are_multiplied_at_once(path, dtype, int8):
+@pytest.mark.parametrize("pattern", [(2, 4), (6, 8)])
+def test_more_rows_and_tokens_than_are_multiplied_at_once(path, dtype, int8, pattern):
     """Each row and token as where they are few."""
-    x, packed, bias = operands(dtype, 136, int8)
+    x, packed, bias = operands(dtype, 136, int8, *pattern)
     rows, tokens = torch.randint(ROWS, (600,)), torch.randint(TOKENS, (530,))
-    part = Packed(*(None if tensor is None else tensor[rows] for tensor in packed))
-    y = operators.packed_linear(x[tokens], *part[:2], bias[rows], part.scales)
-    few = operators.packed_linear(x, *packed[:2], bias, packed.scales)
+    y = operators.packed_linear(x[tokens], *of_rows(packed, rows), bias[rows])
+    few = operators.packed_linear(x, *packed, bias)
     assert torch.equal(y, few[tokens][:, rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_weights(path, dtype):
     """Bit for bit those of the reference, also of values that no arithmetic must touch, and of int8 values."""
-    for k, rows in ((8, 1), (136, 33), (520, 3)):
+    for k, rows, pattern in ((8, 1, (2, 4)), (136, 33, (2, 4)), (544, 3, (16, 32)), (128, 5, (31, 64)), (8, 3, (6, 8))):
         for int8 in (False, True):
-            values, indices, scales = operands(dtype, k, int8)[1]
-            part = [None if tensor is None else tensor[:rows].clone() for tensor in (values, indices, scales)]
+            part = of_rows(operands(dtype, k, int8, *pattern)[1], slice(rows))
+            part[0] = part[0].clone()
             if not int8:
                 part[0][0, :4] = torch.tensor([NAN, INF, -0.0, 1e-7])
             ours, theirs = operators.unpack_nm(*part), kernels.reference.packed.unpack_nm(*part)
@@ -117,21 +127,22 @@ def test_dense_weights(path, dtype):
 
 @pytest.mark.parametrize("int8", [False, True], ids=["floating", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bits_for_any_number_of_threads_and_any_other_tokens(path, dtype, int8):
-    x, packed, bias = operands(dtype, 520, int8)
-    few = min(FEW[path], 4) if int8 else FEW[path]
+@pytest.mark.parametrize("pattern", [(2, 4), (16, 32)])
+def test_the_same_bits_for_any_number_of_threads_and_any_other_tokens(path, dtype, int8, pattern):
+    x, packed, bias = operands(dtype, 544, int8, *pattern)
+    few = FEW["avx512"] if dtype != BF16 and path in ("avx512_bf16", "amx") else FEW[path]
     results = {}
     try:
         for threads in (1, 2, 3, 2, 1):
             torch.set_num_threads(threads)
             for tokens in (*range(1, few + 1), 40, 130):
-                y = operators.packed_linear(x[:tokens], *packed[:2], bias, packed.scales)
+                y = operators.packed_linear(x[:tokens], *packed, bias)
                 assert torch.equal(y, results.setdefault(tokens, y))
     finally:
         torch.set_num_threads(1)
     for tokens in range(1, few + 1):
         assert torch.equal(results[tokens], results[few][:tokens])
-        last = operators.packed_linear(x[few - tokens : few], *packed[:2], bias, packed.scales)
+        last = operators.packed_linear(x[few - tokens : few], *packed, bias)
         assert torch.equal(last, results[few][few - tokens :])
 
 
@@ -142,14 +153,14 @@ def test_what_is_not_finite_shows_where_it_is(path, dtype, tokens):
     x, values = x[:tokens].clone(), packed.values.clone()
     x[1, 3], values[5, 1], values[6, 67] = INF, NAN, -INF
     kept = exact(packed)[:, 3] != 0
-    y = operators.packed_linear(x, values, packed.indices, None)
+    y = operators.packed_linear(x, *packed._replace(values=values), None)
     assert not y[1, kept].isfinite().any() and y[:, 5].isnan().all() and not y[:, 6].isfinite().any()
     y[1, :], y[:, 5:7] = 0, 0
     assert y.isfinite().all()
     int8 = operands(dtype, 136, True)[1]
     scales = int8.scales.clone()
     x[0, 135], scales[7, 1] = NAN, INF
-    y = operators.packed_linear(x, *int8[:2], None, scales)
+    y = operators.packed_linear(x, *int8._replace(scales=scales), None)
     assert not y[1, kept].isfinite().any() and not y[:, 7].isfinite().any()
     assert y[0, exact(packed)[:, 135] != 0].isnan().all()
     y[:2], y[:, 7] = 0, 0
@@ -179,7 +190,7 @@ def test_operands_at_odd_addresses_and_of_odd_strides(path, tokens):
             x = x[:tokens]
             y = kernels.packed_linear(x, packed, bias)
             for change in (odd, columns):
-                part = Packed(*(None if tensor is None else change(tensor) for tensor in packed))
+                part = Packed(*(change(part) if isinstance(part, Tensor) else part for part in packed))
                 every_second = bias.repeat_interleave(2)[::2]
                 assert torch.equal(kernels.packed_linear(change(x), part, every_second), y)
                 assert torch.equal(kernels.unpack_nm(part), kernels.unpack_nm(packed))
@@ -194,30 +205,33 @@ INT8 = kernels.quantize_packed(WEIGHT)
 @pytest.mark.parametrize(
     "arguments",
     [
-        (X[:, :8], *WEIGHT[:2], None, None),
-        (X[0], *WEIGHT[:2], None, None),
-        (X.half(), *WEIGHT[:2], None, None),
-        (X, WEIGHT.values[:, :6], WEIGHT.indices, None, None),
-        (X, WEIGHT.values[0], WEIGHT.indices[0], None, None),
-        (X, WEIGHT.values, WEIGHT.indices[:7], None, None),
-        (X, WEIGHT.values, WEIGHT.indices.to(torch.int8), None, None),
-        (X, *WEIGHT[:2], BIAS[:7], None),
-        (X, *WEIGHT[:2], BIAS.half(), None),
-        (X, *WEIGHT[:2], None, INT8.scales),
-        (X, *INT8[:2], None, None),
-        (X, *INT8[:2], None, INT8.scales[:7]),
-        (X, *INT8[:2], None, INT8.scales.half()),
-        (X, INT8.values.byte(), INT8.indices, None, INT8.scales),
-        (X, WEIGHT.values.to("meta"), WEIGHT.indices, None, None),
-        (X, *WEIGHT[:2], BIAS.to("meta"), None),
+        (X[:, :8], *WEIGHT, None),
+        (X[0], *WEIGHT, None),
+        (X.half(), *WEIGHT, None),
+        (X, *WEIGHT._replace(values=WEIGHT.values[:, :6]), None),
+        (X, *WEIGHT._replace(values=WEIGHT.values[:, :0]), None),
+        (X, *WEIGHT._replace(values=WEIGHT.values[0], mask=WEIGHT.mask[0]), None),
+        (X, *WEIGHT._replace(mask=WEIGHT.mask[:7]), None),
+        (X, *WEIGHT._replace(mask=WEIGHT.mask.to(torch.int8)), None),
+        (X, *WEIGHT._replace(m=0), None),
+        (X, *WEIGHT._replace(m=3), None),
+        (X, *WEIGHT._replace(m=32), None),
+        (X, *WEIGHT, BIAS[:7]),
+        (X, *WEIGHT, BIAS.half()),
+        (X, *WEIGHT._replace(scales=INT8.scales), None),
+        (X, *INT8._replace(scales=None), None),
+        (X, *INT8._replace(scales=INT8.scales[:7]), None),
+        (X, *INT8._replace(scales=INT8.scales.half()), None),
+        (X, *INT8._replace(values=INT8.values.byte()), None),
+        (X, *WEIGHT._replace(values=WEIGHT.values.to("meta")), None),
+        (X, *WEIGHT, BIAS.to("meta")),
     ],
 )
 def test_the_operator_reads_nothing_that_does_not_fit(arguments):
-    on_cpu = all(
-        tensor is None or tensor.is_cpu for tensor in arguments
-    )  # the dispatcher computes sizes of others alone
+    # The dispatcher computes sizes of others alone.
+    on_cpu = all(tensor.is_cpu for tensor in arguments if isinstance(tensor, Tensor))
     for call in (operators.packed_linear, torch.ops.sparse24.packed_linear) if on_cpu else (operators.packed_linear,):
-        with pytest.raises(ValueError, match="do not fit each other, or are not on the CPU"):
+        with pytest.raises(ValueError, match=r"do not fit each other and M = \d+, or are not on the CPU"):
             call(*arguments)
 
 

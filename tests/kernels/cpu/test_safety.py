@@ -1,4 +1,4 @@
-"""The kernels for CPUs read and write nothing but their operands, whatever numbers and indices these have."""
+"""The kernels for CPUs read and write nothing but their operands, whatever numbers and masks these have."""
 
 import os
 import subprocess

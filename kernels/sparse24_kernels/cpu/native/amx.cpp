@@ -11,7 +11,7 @@ extern const Path path_avx512_bf16;
 namespace {
 
 constexpr int64_t PASS = 4;     // blocks of 16 tokens at a time: for more, the weight is read again
-constexpr int64_t AHEAD = 512;  // inputs between what is prefetched and what is read
+constexpr int64_t AHEAD = 256;  // values between what is prefetched and what is read
 constexpr int64_t LAG = 2;      // steps between writing a dense tile and reading it: then it is in L1
 
 struct alignas(64) TileConfig {
@@ -20,53 +20,44 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// The masks of the weights of 16 rows, a bit per weight, from the indices of up to 512 inputs.
-inline void masks_of(const uint8_t* const indices[16], int64_t begin, int64_t n, uint32_t kept[16][16]) {
-  // The indices of four weights are a nibble, and so is their mask.
-  const __m512i masks = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 9, 3, 2, 6, 10, 5, 6, 4, 12, 9, 10, 12, 8));
-  const __m512i low = _mm512_set1_epi8(15);
-  const __mmask64 read = n >= 512 ? ~0ull : (1ull << n / 8) - 1;
-  for (int r = 0; r < 16; r++) {
-    const __m512i bytes = _mm512_maskz_loadu_epi8(read, indices[r] + begin / 8);
-    const __m512i first = _mm512_shuffle_epi8(masks, _mm512_and_si512(bytes, low));
-    const __m512i second = _mm512_shuffle_epi8(masks, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low));
-    _mm512_store_si512(kept[r], _mm512_maskz_mov_epi8(read, _mm512_or_si512(first, _mm512_slli_epi16(second, 4))));
-  }
-}
-
 // Sixteen packed rows that are made dense tile by tile; of `count` rows, the last one stands for those that miss.
 template <class V>
 struct Rows {
   const Linear& p;
   const int64_t row, count;
-  const uint8_t* indices[16];
-  const V* values[16];
-  alignas(64) uint32_t kept[16][16];
+  const uint8_t* mask[16];
+  const V *values[16], *end[16];
 
   Rows(const Linear& p, int64_t row) : p(p), row(row), count(p.rows - row < 16 ? p.rows - row : 16) {
     for (int r = 0; r < 16; r++) {
-      const int64_t at = (row + (r < count ? r : count - 1)) * p.k;
-      indices[r] = p.indices + at / 8, values[r] = (const V*)p.values + at / 2;
+      const int64_t at = row + (r < count ? r : count - 1);
+      mask[r] = p.mask + at * p.k / 8, values[r] = (const V*)p.values + at * values_of(p, p.k);
+      end[r] = values[r] + values_of(p, p.k);  // what a damaged mask names behind it is taken for zeros
     }
   }
   // The inputs [j, j + 32), or as many as there are, as a tile; j grows by 32 at a time.
   inline __attribute__((always_inline)) void expand(int64_t j, uint32_t* tile) {
-    const int64_t step = j / 32 % 16;
-    if (step == 0) masks_of(indices, j, p.k - j, kept);
-    const __mmask16 left = p.k - j >= 32 ? 0xffff : (1u << (p.k - j) / 2) - 1;
-    const int64_t ahead = j + AHEAD < p.k ? (j + AHEAD) / 2 : 8 * p.k + (j + AHEAD - p.k) / 2;  // then the next 16 rows
+    const int64_t bytes = p.k - j >= 32 ? 4 : (p.k - j) / 8;
 #pragma GCC unroll 16
     for (int r = 0; r < 16; r++) {
-      __m256i v;
+      uint32_t kept = 0;
+      memcpy(&kept, mask[r] + j / 8, bytes);
+      const int64_t left = end[r] - values[r], named = __builtin_popcount(kept), n = named < left ? named : left;
+      const __mmask32 read = n == 32 ? ~0u : (1u << n) - 1;
+      __m512i v;
       if constexpr (sizeof(V) == 1) {
-        const __m512 f = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(left, values[r] + j / 2)));
-        const float scale = scale_of(p, row + (r < count ? r : count - 1), j);
-        v = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(f, _mm512_set1_ps(scale)));
+        const __m256i bytes = _mm256_maskz_loadu_epi8(read, values[r]);
+        const __m512 scale = _mm512_set1_ps(scale_of(p, row + (r < count ? r : count - 1), j));
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+        v = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale));
       } else {
-        v = _mm256_maskz_loadu_epi16(left, values[r] + j / 2);
+        v = _mm512_maskz_loadu_epi16(read, values[r]);
       }
-      __builtin_prefetch(values[r] + ahead, 0, 2);
-      _mm512_store_si512(tile + r * 16, _mm512_maskz_expand_epi16(kept[r][step], _mm512_castsi256_si512(v)));
+      const int64_t jump = left > AHEAD ? 0 : 15 * values_of(p, p.k);  // then the next 16 rows
+      __builtin_prefetch(values[r] + AHEAD + jump, 0, 2);
+      _mm512_store_si512(tile + r * 16, _mm512_maskz_expand_epi16(kept, v));
+      values[r] += n;
     }
   }
 };

@@ -1,9 +1,8 @@
-// CPUs with AVX-512 VBMI, VNNI and BF16. Few tokens: bf16 values by `vdpbf16ps`, int8 values by `vpdpbusd`. Many tokens
-// in bf16: bf16_pairs.h.
+// CPUs with AVX-512 VBMI2, VNNI and BF16. Few tokens: bf16 values by `vdpbf16ps`, int8 values by `vpdpbusd`. More tokens
+// in bf16: some rows at a time are made dense in a cache. Many tokens and 2:4: bf16_pairs.h.
 //
-// With few tokens the kernels pick x by the indices instead of expanding the weights, so each instruction multiplies
-// kept values only: `vpmultishiftqb` moves the two bits of every value to a byte, and `vpermb` picks the bytes of x. One
-// row at a time is as fast as memory is read, because rows follow each other.
+// `vpexpandw` and `vpexpandb` read as many values as a mask has ones, and put them there. With few tokens one row at a
+// time is as fast as memory is read, because rows follow each other.
 #include <immintrin.h>
 
 #include "bf16_pairs.h"
@@ -13,57 +12,61 @@ extern const Path path_avx512;
 namespace {
 
 constexpr int64_t ROWS_PER_TASK = 32;
-constexpr int PREFETCH = 4096;  // bytes of values ahead of what is read, to L2: L1 waits for too few lines at a time
+constexpr int PREFETCH = 8192;  // bytes of values ahead of what is read, to L2: L1 waits for too few lines at a time
 
-// The bytes of 128 of x that 64 bytes of values are multiplied by. `places` has 6 bits for each: for the lower half of
-// the values in the lower half of x, for the upper half in the upper one.
-inline __m512i picked(__m512i places, const void* x) {
-  const __m512i low = _mm512_loadu_si512(x), high = _mm512_loadu_si512((const char*)x + 64);
-  return _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(places, low), 0xffffffff00000000, places, high);
+// The sums of T vectors, at most four; lanes are added in the same order for any T.
+template <int T>
+inline void add_lanes(const __m512 (&v)[T], float* to) {
+  const __m512 a = v[0], b = v[T > 1 ? 1 : 0], c = v[T > 2 ? 2 : 0], d = v[T > 3 ? 3 : 0];
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 four = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));  // in each 128 bits, a to d
+  const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+  alignas(16) float sums[4];
+  _mm_store_ps(sums, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+  for (int t = 0; t < T; t++) to[t] = sums[t];
 }
 
-// One row times T tokens: 32 bf16 values of 64 weights at a time. Lane i of a sum takes the values 2 i and 2 i + 1 of
-// every 32; `vdpbf16ps` rounds to the nearest after each product and takes subnormal numbers for zeros.
+// One row times T tokens. Lane i of a sum takes the weights 2 i and 2 i + 1 of every 32, the even 32s and the odd ones
+// apart; `vdpbf16ps` rounds to the nearest after each product and takes subnormal numbers for zeros.
 template <int T>
 inline void bf16_row(const Linear& p, const bf16* x, int64_t padded, int64_t row, int64_t token) {
-  constexpr int64_t STEP = 64;
-  alignas(64) uint8_t shift[64], first[64];
-  for (int byte = 0; byte < 64; byte++) {
-    const int value = byte / 2;
-    shift[byte] = (2 * value - 1) & 63;  // one less, so that the index counts the two bytes of a bf16
-    first[byte] = 8 * (value / 2 % 8) + byte % 2;
-  }
-  const __m512i shifts = _mm512_load_si512(shift), base = _mm512_load_si512(first);
-  const bf16* values = (const bf16*)p.values + row * (p.k / 2);
-  const uint8_t* indices = p.indices + row * (p.k / 8);
+  const bf16* values = (const bf16*)p.values + row * values_of(p, p.k);
+  const uint8_t* mask = p.mask + row * (p.k / 8);
+  const int64_t ahead = PREFETCH / 2 * STEP / p.each / 8;  // bytes of the mask
   x += token * padded;
-  __m512 sums[T];
-  for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_ps();
+  __m512 sums[T][2];
+  for (int t = 0; t < T; t++) sums[t][0] = sums[t][1] = _mm512_setzero_ps();
 
-  auto step = [&](int64_t j, const bf16* v, const uint8_t* i) __attribute__((always_inline)) {
-    int64_t word;
-    memcpy(&word, i, 8);
-    const __m512i bits = _mm512_multishift_epi64_epi8(shifts, _mm512_set1_epi64(word));
-    const __m512i places = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi8(6), base, 0xea);  // (bits & 6) | base
-    const __m512bh weights = (__m512bh)_mm512_loadu_si512(v);
-    for (int t = 0; t < T; t++)
-      sums[t] = _mm512_dpbf16_ps(sums[t], weights, (__m512bh)picked(places, x + t * padded + j));
+  auto step = [&](int64_t j, const bf16* v, const uint8_t* m) __attribute__((always_inline)) {
+    const uint64_t bits = bits_of(m);
+    const __m512i low = _mm512_maskz_expandloadu_epi16((__mmask32)bits, v);
+    const __m512i high = _mm512_maskz_expandloadu_epi16((__mmask32)(bits >> 32), v + __builtin_popcount((uint32_t)bits));
+    for (int t = 0; t < T; t++) {
+      const bf16* at = x + t * padded + j;
+      sums[t][0] = _mm512_dpbf16_ps(sums[t][0], (__m512bh)low, (__m512bh)_mm512_loadu_si512(at));
+      sums[t][1] = _mm512_dpbf16_ps(sums[t][1], (__m512bh)high, (__m512bh)_mm512_loadu_si512(at + 32));
+    }
   };
 
+  const int64_t whole = whole_steps(p, row) * STEP;
   int64_t j = 0;
-  for (; j + STEP <= p.k; j += STEP) {
-    __builtin_prefetch((const char*)(values + j / 2) + PREFETCH, 0, 2);
-    __builtin_prefetch(indices + j / 8 + PREFETCH / 8, 0, 2);
-    step(j, values + j / 2, indices + j / 8);
+  for (const bf16* v = values; j < whole; j += STEP, v += p.each) {
+    __builtin_prefetch((const char*)v + PREFETCH, 0, 2);
+    __builtin_prefetch(mask + j / 8 + ahead, 0, 2);
+    step(j, v, mask + j / 8);
   }
-  if (j < p.k) {  // a whole step of a copy, filled up with zeros
-    bf16 v[STEP / 2] = {};
-    uint8_t i[STEP / 8] = {};
-    memcpy(v, values + j / 2, p.k - j);
-    memcpy(i, indices + j / 8, (p.k - j) / 8);
-    step(j, v, i);
+  for (; j < p.k; j += STEP) {
+    const Copied<bf16, STEP> copied(p, row, j);
+    step(j, copied.values, copied.mask);
   }
-  for (int t = 0; t < T; t++) write(p, token + t, row, _mm512_reduce_add_ps(sums[t]));
+  __m512 both[T];
+  for (int t = 0; t < T; t++) both[t] = _mm512_add_ps(sums[t][0], sums[t][1]);
+  float results[T];
+  add_lanes(both, results);
+  for (int t = 0; t < T; t++) write(p, token + t, row, results[t]);
 }
 
 // x as int8 for each token and GROUP, plus 128, because `vpdpbusd` takes one unsigned operand; and its scales.
@@ -90,39 +93,50 @@ inline void quantize(const Linear& p, int64_t token, uint8_t* to, float* scales)
   }
 }
 
-// One row times T tokens: 64 int8 values of 128 weights, a group, at a time. The integers of a group are added exactly:
-// lane i has the values 4 i to 4 i + 3. Its sum, scaled, is added to the row's by fused multiply-add in fp32.
+// One row times T tokens, GROUP weights at a time. The integers of a group are added exactly: lane i has the weights 4 i
+// to 4 i + 3 of either half. Its sum, scaled, is added to the row's by fused multiply-add in fp32.
 template <int T>
 inline void int8_row(const Linear& p, const uint8_t* x, const float* x_scales, int64_t row, int64_t token) {
-  alignas(64) uint8_t shift[64], first[64];
-  for (int value = 0; value < 64; value++) shift[value] = 2 * value & 63, first[value] = 4 * (value / 2) & 63;
-  const __m512i shifts = _mm512_load_si512(shift), base = _mm512_load_si512(first), zero = _mm512_setzero_si512();
-  const __m512i halves = _mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1);
-  const int64_t groups = groups_of(p.k);
-  const int8_t* values = (const int8_t*)p.values + row * (p.k / 2);
-  const uint8_t* indices = p.indices + row * (p.k / 8);
+  static_assert(GROUP == 2 * STEP, "a group is two steps");
+  const int64_t groups = groups_of(p.k), size = 2 * p.each, ahead = PREFETCH * STEP / p.each / 8;
+  const __m512i zero = _mm512_setzero_si512(), offset = _mm512_set1_epi8((char)128);
+  const __mmask64 first = size < 64 ? (1ull << size) - 1 : ~0ull, rest = size > 64 ? ~0ull >> (128 - size) : 0;
+  const int8_t* values = (const int8_t*)p.values + row * values_of(p, p.k);
+  const uint8_t* mask = p.mask + row * (p.k / 8);
   __m512 sums[T];
   for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; g++, values += GROUP / 2, indices += GROUP / 8) {
-    const int64_t left = p.k - g * GROUP;
-    const __mmask64 kept = left < GROUP ? (1ull << left / 2) - 1 : ~0ull;
-    const __mmask16 read = left < GROUP ? (1u << left / 8) - 1 : 0xffff;
-    __builtin_prefetch(values + PREFETCH, 0, 2);
-    __builtin_prefetch(indices + PREFETCH / 4, 0, 2);
-    const __m512i weights = _mm512_maskz_loadu_epi8(kept, values);
-    const __m512i words = _mm512_permutexvar_epi64(halves, _mm512_castsi128_si512(_mm_maskz_loadu_epi8(read, indices)));
-    const __m512i bits = _mm512_multishift_epi64_epi8(shifts, words);
-    const __m512i places = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi8(3), base, 0xea);  // (bits & 3) | base
-    const __m512i excess = _mm512_dpbusd_epi32(zero, _mm512_set1_epi8((char)128), weights);
+
+  auto add = [&](int64_t g, const int8_t* v, const uint8_t* m) __attribute__((always_inline)) {
+    const __m512i low = _mm512_maskz_expandloadu_epi8(bits_of(m), v);
+    const __m512i high = _mm512_maskz_expandloadu_epi8(bits_of(m + 8), v + p.each);
+    __m512i excess = _mm512_dpbusd_epi32(zero, offset, _mm512_maskz_loadu_epi8(first, v));
+    if (rest) excess = _mm512_dpbusd_epi32(excess, offset, _mm512_maskz_loadu_epi8(rest, v + 64));
+    excess = _mm512_sub_epi32(zero, excess);
     const float scale = scale_of(p, row, g * GROUP);
     for (int t = 0; t < T; t++) {
       const int64_t at = (token + t) * groups + g;
-      const __m512i sum = _mm512_sub_epi32(_mm512_dpbusd_epi32(zero, picked(places, x + at * GROUP), weights), excess);
+      const __m512i half = _mm512_dpbusd_epi32(excess, _mm512_loadu_si512(x + at * GROUP), low);
+      const __m512i sum = _mm512_dpbusd_epi32(half, _mm512_loadu_si512(x + at * GROUP + STEP), high);
       sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale * x_scales[at]), sums[t]);
     }
+  };
+
+  const int64_t whole = whole_steps(p, row) / 2;
+  int64_t g = 0;
+  for (const int8_t* v = values; g < whole; g++, v += size) {
+    __builtin_prefetch(v + PREFETCH, 0, 2);
+    __builtin_prefetch(mask + g * (GROUP / 8) + ahead, 0, 2);
+    add(g, v, mask + g * (GROUP / 8));
   }
-  for (int t = 0; t < T; t++) write(p, token + t, row, _mm512_reduce_add_ps(sums[t]));
+  for (; g < groups; g++) {
+    const Copied<int8_t, GROUP> copied(p, row, g * GROUP);
+    add(g, copied.values, copied.mask);
+  }
+  float results[T];
+  add_lanes(sums, results);
+  for (int t = 0; t < T; t++) write(p, token + t, row, results[t]);
 }
+
 
 // Calls f<4>, f<2> and f<1> with the first token of each part.
 #define FOR_TOKENS(tokens, f)                                     \
@@ -133,22 +147,137 @@ inline void int8_row(const Linear& p, const uint8_t* x, const float* x_scales, i
     if (token < (tokens)) f(1);                                   \
   }
 
-int few_tokens_bf16(const Linear& p) {
-  const int64_t padded = round_up(p.k, 64);
-  Scratch copy(p.tokens * padded * 2);
-  if (!copy.data) return 1;
-  for (int64_t token = 0; token < p.tokens; token++) {
-    bf16* to = (bf16*)copy.data + token * padded;
-    memcpy(to, (const bf16*)p.x + token * p.k, p.k * 2);
+// x, each token's row padded with zeros to whole steps.
+inline void pad(const Linear& p, int64_t padded, bf16* to) {
+  for (int64_t token = 0; token < p.tokens; token++, to += padded) {
+    memcpy((void*)to, (const bf16*)p.x + token * p.k, p.k * 2);
     memset((void*)(to + p.k), 0, (padded - p.k) * 2);
   }
-  struct Context { const Linear& p; const bf16* x; int64_t padded; } context{p, (const bf16*)copy.data, padded};
+}
+
+struct Padded { const Linear& p; const bf16* x; int64_t padded; };
+
+int few_tokens_bf16(const Linear& p) {
+  const int64_t padded = round_up(p.k, STEP);
+  Scratch copy(p.tokens * padded * 2);
+  if (!copy.data) return 1;
+  pad(p, padded, (bf16*)copy.data);
+  Padded context{p, (const bf16*)copy.data, padded};
   return p.parallel_for(0, p.rows, ROWS_PER_TASK, [](int64_t row, int64_t end, void* opaque) {
-    const Context& c = *(const Context*)opaque;
+    const Padded& c = *(const Padded*)opaque;
 #define ROW(T) bf16_row<T>(c.p, c.x, c.padded, row, token)
     for (; row < end; row++) FOR_TOKENS(c.p.tokens, ROW)
 #undef ROW
   }, &context);
+}
+
+// A row made dense, padded with zeros to whole steps. int8 values are rounded to bf16 with their scale.
+template <class V>
+inline void expand_row(const Linear& p, int64_t row, bf16* to) {
+  const V* v = (const V*)p.values + row * values_of(p, p.k);
+  const uint8_t* mask = p.mask + row * (p.k / 8);
+  auto step = [&](int64_t j, const V* v, const uint8_t* m) __attribute__((always_inline)) {
+    const uint64_t bits = bits_of(m);
+    if constexpr (sizeof(V) == 1) {
+      const __m512 scale = _mm512_set1_ps(scale_of(p, row, j));
+      alignas(64) int8_t bytes[STEP];
+      _mm512_store_si512(bytes, _mm512_maskz_expandloadu_epi8(bits, v));
+      for (int i = 0; i < STEP; i += 32) {
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(bytes + i))));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(bytes + i + 16))));
+        _mm512_storeu_si512(to + j + i,
+                           (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale)));
+      }
+    } else {
+      _mm512_storeu_si512(to + j, _mm512_maskz_expandloadu_epi16((__mmask32)bits, v));
+      v += __builtin_popcount((uint32_t)bits);
+      _mm512_storeu_si512(to + j + 32, _mm512_maskz_expandloadu_epi16((__mmask32)(bits >> 32), v));
+    }
+  };
+  const int64_t whole = whole_steps(p, row) * STEP;
+  int64_t j = 0;
+  for (; j < whole; j += STEP, v += p.each) {
+    __builtin_prefetch((const char*)v + PREFETCH / 2, 0, 2);
+    step(j, v, mask + j / 8);
+  }
+  for (; j < p.k; j += STEP) {
+    const Copied<V, STEP> copied(p, row, j);
+    step(j, copied.values, copied.mask);
+  }
+}
+
+constexpr int64_t PAIRED_TOKENS = 17;        // the fewest for which a 2:4 weight takes pairs
+constexpr int64_t MOST_ROWS = 48;            // made dense at a time
+constexpr int64_t DENSE_BYTES = 256 * 1024;  // of them, which stay in L2
+
+// R dense rows times T tokens: lane i of a sum takes the weights 2 i and 2 i + 1 of every 32. Sums of a token are
+// MOST_ROWS apart.
+template <int R, int T>
+inline void dense_block(const bf16* weight, const bf16* x, int64_t padded, float* to) {
+  __m512 sums[R][T];
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) sums[r][t] = _mm512_setzero_ps();
+  for (int64_t j = 0; j < padded; j += 32) {
+    __m512bh at[T];
+#pragma GCC unroll 4
+    for (int t = 0; t < T; t++) at[t] = (__m512bh)_mm512_loadu_si512(x + t * padded + j);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const __m512bh w = (__m512bh)_mm512_load_si512(weight + r * padded + j);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t++) sums[r][t] = _mm512_dpbf16_ps(sums[r][t], w, at[t]);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    float results[T];
+    add_lanes(sums[r], results);
+    for (int t = 0; t < T; t++) to[t * MOST_ROWS + r] = results[t];
+  }
+}
+
+template <int T>
+inline void dense_rows(const Padded& c, const bf16* weight, int64_t row, int64_t rows, int64_t token) {
+  alignas(64) float sums[T * MOST_ROWS];
+  const bf16* x = c.x + token * c.padded;
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) dense_block<6, T>(weight + r * c.padded, x, c.padded, sums + r);
+  for (; r + 2 <= rows; r += 2) dense_block<2, T>(weight + r * c.padded, x, c.padded, sums + r);
+  if (r < rows) dense_block<1, T>(weight + r * c.padded, x, c.padded, sums + r);
+  for (int t = 0; t < T; t++)
+    for (r = 0; r < rows; r += 16) {
+      const __mmask16 some = rows - r >= 16 ? 0xffff : (1u << (rows - r)) - 1;
+      __m512 sum = _mm512_load_ps(sums + t * MOST_ROWS + r);
+      if (c.p.bias) {
+        const __m256i bias = _mm256_maskz_loadu_epi16(some, (const bf16*)c.p.bias + row + r);
+        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bias), 16)));
+      }
+      bf16* to = (bf16*)c.p.y + (token + t) * c.p.rows + row + r;
+      _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(sum));
+    }
+}
+
+template <class V>
+int more_tokens(const Linear& p) {
+  const int64_t padded = round_up(p.k, STEP);
+  Scratch copy(p.tokens * padded * 2);
+  if (!copy.data) return 1;
+  pad(p, padded, (bf16*)copy.data);
+  struct Context : Padded { int failed; } context{{p, (const bf16*)copy.data, padded}, 0};
+  const int status = p.parallel_for(0, p.rows, MOST_ROWS, [](int64_t begin, int64_t end, void* opaque) {
+    Context& c = *(Context*)opaque;
+    const int64_t fit = DENSE_BYTES / (c.padded * 2) / 6 * 6, rows = fit < 6 ? 6 : fit < MOST_ROWS ? fit : MOST_ROWS;
+    Scratch dense(rows * c.padded * 2);
+    bf16* weight = (bf16*)dense.data;
+    if (!weight) { __atomic_store_n(&c.failed, 1, __ATOMIC_RELAXED); return; }
+    for (int64_t row = begin; row < end; row += rows) {
+      const int64_t stop = row + rows < end ? row + rows : end;
+      for (int64_t r = row; r < stop; r++) expand_row<V>(c.p, r, weight + (r - row) * c.padded);
+#define ROWS(T) dense_rows<T>(c, weight, row, stop - row, token)
+      FOR_TOKENS(c.p.tokens, ROWS)
+#undef ROWS
+    }
+  }, &context);
+  return status ? status : context.failed;
 }
 
 int few_tokens_int8(const Linear& p) {
@@ -167,13 +296,21 @@ int few_tokens_int8(const Linear& p) {
 }
 
 int linear(const Linear& p) {
-  if (p.value_dtype == INT8 && p.tokens <= 4) return few_tokens_int8(p);
+  if (p.value_dtype == INT8 && p.tokens <= 8) return few_tokens_int8(p);
   if (p.dtype != BF16) return path_avx512.linear(p);
-  if (p.value_dtype == BF16 && p.tokens <= 8) return few_tokens_bf16(p);
-  return many_tokens(p, p.value_dtype == INT8 ? multiply_task<int8_t> : multiply_task<bf16>, 4);
+  if (p.value_dtype == BF16 && p.tokens <= 4) return few_tokens_bf16(p);
+  if (p.is_24 && p.tokens >= PAIRED_TOKENS)
+    return many_tokens(p, p.value_dtype == INT8 ? multiply_task<int8_t> : multiply_task<bf16>, 4);
+  return p.value_dtype == INT8 ? more_tokens<int8_t>(p) : more_tokens<bf16>(p);
 }
 
-int unpack(const Linear& p) { return path_avx512.unpack(p); }
+int unpack(const Linear& p) {
+  if (p.value_dtype == INT8 || p.dtype == FP32 || p.k % STEP) return path_avx512.unpack(p);
+  return p.parallel_for(0, p.rows, ROWS_PER_TASK, [](int64_t row, int64_t end, void* opaque) {
+    const Linear& p = *(const Linear*)opaque;
+    for (; row < end; row++) expand_row<bf16>(p, row, (bf16*)p.y + row * p.k);
+  }, (void*)&p);
+}
 
 }  // namespace
 

@@ -1,7 +1,7 @@
-// A packed weight times many tokens, in bf16, by `vdpbf16ps`: a lane is a token, and one instruction multiplies the two
+// A packed 2:4 weight times many tokens, in bf16, by `vdpbf16ps`: a lane is a token, and one instruction multiplies the two
 // values of a group of four by the two inputs that they belong to. A dense weight takes two.
 //
-// Two of four inputs can be paired in six ways. x lies in L1 as all six, and the indices say which is read. int8 values
+// Two of four inputs can be paired in six ways. x lies in L1 as all six, and the mask says which is read. int8 values
 // are rounded to bf16 with their scale. A sum takes the inputs in their order, in fp32, two at a time.
 #pragma once
 #include "bf16_tiles.h"
@@ -14,12 +14,12 @@ constexpr int64_t CHUNK_ROWS = 256;  // rows whose sums stay in L2
 constexpr int64_t ROWS_AHEAD = 16;   // prefetched, because hardware does not foresee the jump to the next row
 constexpr int PAIRS = 6;             // (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)
 
-// Where the pair lies that the two indices of a group name; those that no packed weight has name one as well.
+// Where the pair lies that the mask of a group names; masks that no packed weight has name one as well.
 template <int N>
 struct Places {
   uint16_t of[16] = {};
   constexpr Places() {
-    constexpr int named[PAIRS] = {4, 8, 12, 9, 13, 14};
+    constexpr int named[PAIRS] = {3, 5, 9, 6, 10, 12};
     for (int pair = 0; pair < PAIRS; pair++) of[named[pair]] = pair * N * 64;
   }
 };
@@ -38,10 +38,10 @@ inline void pair_up(const uint32_t* x, int64_t block, int64_t tiles, uint32_t* t
     }
 }
 
-// R rows times N blocks of 16 tokens and some groups of four inputs. Rows are `stride` values apart, and their indices
+// R rows times N blocks of 16 tokens and some groups of four inputs. Rows are `stride` values apart, and their masks
 // `k / 8` bytes; the sums of a block are CHUNK_ROWS * 16 behind those of the block before.
 template <int R, int N>
-inline void multiply_groups(const bf16* values, int64_t stride, const uint8_t* indices, int64_t k, int64_t groups,
+inline void multiply_groups(const bf16* values, int64_t stride, const uint8_t* mask, int64_t k, int64_t groups,
                             const uint32_t* pairs, float* sums) {
   static constexpr Places<N> places;
   __m512 total[R][N];
@@ -51,7 +51,7 @@ inline void multiply_groups(const bf16* values, int64_t stride, const uint8_t* i
   for (int64_t g = 0; g < groups; g += 2, x += 2 * PAIRS * N * 64)
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const unsigned byte = indices[r * (k / 8) + g / 2];
+      const unsigned byte = mask[r * (k / 8) + g / 2];
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
         int32_t two;
@@ -71,14 +71,14 @@ inline void multiply_groups(const bf16* values, int64_t stride, const uint8_t* i
 template <class V, int R, int N>
 inline void multiply_rows(const Linear& p, int64_t row, int64_t j, int64_t size, const uint32_t* pairs, float* sums) {
   const V* values = (const V*)p.values + (row * p.k + j) / 2;
-  const uint8_t* indices = p.indices + (row * p.k + j) / 8;
+  const uint8_t* mask = p.mask + (row * p.k + j) / 8;
   for (int r = 0; r < R; r++) {
     __builtin_prefetch(values + (r + ROWS_AHEAD) * (p.k / 2));
     __builtin_prefetch(values + (r + ROWS_AHEAD) * (p.k / 2) + DEPTH / 2 - 1);  // rows begin anywhere in a line
-    __builtin_prefetch(indices + (r + ROWS_AHEAD) * (p.k / 8));
+    __builtin_prefetch(mask + (r + ROWS_AHEAD) * (p.k / 8));
   }
   if constexpr (sizeof(V) == 2) {
-    multiply_groups<R, N>(values, p.k / 2, indices, p.k, size / 4, pairs, sums);
+    multiply_groups<R, N>(values, p.k / 2, mask, p.k, size / 4, pairs, sums);
   } else {
     alignas(64) bf16 rounded[R][DEPTH / 2];
     const __mmask32 read = size < DEPTH ? (1u << size / 2) - 1 : ~0u;
@@ -90,7 +90,7 @@ inline void multiply_rows(const Linear& p, int64_t row, int64_t j, int64_t size,
       _mm512_store_si512(rounded[r],
                          (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale)));
     }
-    multiply_groups<R, N>(rounded[0], DEPTH / 2, indices, p.k, size / 4, pairs, sums);
+    multiply_groups<R, N>(rounded[0], DEPTH / 2, mask, p.k, size / 4, pairs, sums);
   }
 }
 

@@ -1,4 +1,4 @@
-// Vectors of the AVX2 path: eight values of sixteen weights.
+// Vectors of the AVX2 path: eight floats.
 #pragma once
 #include <immintrin.h>
 
@@ -7,10 +7,9 @@
 namespace {
 
 struct Isa {
-  static constexpr int VALUES = 8;  // taken at a time, of 2 * VALUES weights
-  static constexpr int ROWS = 2;    // read at a time, so that as many sums are independent
+  static constexpr int LANES = 8;
+  static constexpr int ROWS = 1;  // multiplied at a time by four tokens: as many sums as registers hold
   typedef __m256 Floats;
-  typedef __m256i Places;
 
   static Floats zero() { return _mm256_setzero_ps(); }
   static Floats load(const float* values) { return _mm256_loadu_ps(values); }
@@ -22,19 +21,13 @@ struct Isa {
   static Floats load(const int8_t* values) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)values)));
   }
-  static Floats scaled(Floats v, float scale) { return _mm256_mul_ps(v, _mm256_set1_ps(scale)); }
-  // Two bits for each value, and 4 for the second group of each half: a place in eight floats.
-  static Places places(const uint8_t* indices) {
-    uint16_t word;
-    memcpy(&word, indices, 2);
-    const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), base = _mm256_setr_epi32(0, 0, 4, 4, 0, 0, 4, 4);
-    __m256i bits = _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
-    return _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi32(3)), base);
-  }
-  static Floats pick(Places places, const float* x) {
-    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x), places);
-    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + 8), places);
-    return _mm256_blend_ps(low, high, 0xf0);
+  static Floats all(float f) { return _mm256_set1_ps(f); }
+  static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+  // The first values, in order, where a bit of the mask is 1; zeros elsewhere.
+  static Floats expand(Floats values, unsigned mask) {
+    static constexpr Ranks ranks;
+    const __m256i rank = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(ranks.of[mask]));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values, rank), zero(), _mm256_castsi256_ps(rank));
   }
   static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   static float sum(Floats v) {

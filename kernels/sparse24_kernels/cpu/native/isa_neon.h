@@ -1,4 +1,4 @@
-// Vectors of the NEON path: four values of eight weights.
+// Vectors of the NEON path: four floats.
 #pragma once
 #include <arm_neon.h>
 
@@ -7,10 +7,9 @@
 namespace {
 
 struct Isa {
-  static constexpr int VALUES = 4;  // taken at a time, of 2 * VALUES weights
-  static constexpr int ROWS = 4;    // read at a time, so that as many sums are independent
+  static constexpr int LANES = 4;
+  static constexpr int ROWS = 2;  // multiplied at a time by four tokens: as many sums as registers hold
   typedef float32x4_t Floats;
-  typedef uint8x16_t Places;
 
   static Floats zero() { return vdupq_n_f32(0); }
   static Floats load(const float* values) { return vld1q_f32(values); }
@@ -24,17 +23,15 @@ struct Isa {
     int16x8_t wide = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)));
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
   }
-  static Floats scaled(Floats v, float scale) { return vmulq_n_f32(v, scale); }
-  // Two bits for each value, and 4 for those of the second group, as the places of four bytes in thirty-two.
-  static Places places(const uint8_t* indices) {
-    const int32x4_t shifts = {0, -2, -4, -6};
-    const uint32x4_t base = {0x03020100, 0x03020100, 0x13121110, 0x13121110};
-    uint32x4_t place = vandq_u32(vshlq_u32(vdupq_n_u32(indices[0]), shifts), vdupq_n_u32(3));
-    return vreinterpretq_u8_u32(vmlaq_n_u32(base, place, 0x04040404));
-  }
-  static Floats pick(Places places, const float* x) {
-    uint8x16x2_t eight = {{vreinterpretq_u8_f32(vld1q_f32(x)), vreinterpretq_u8_f32(vld1q_f32(x + 4))}};
-    return vreinterpretq_f32_u8(vqtbl2q_u8(eight, places));
+  static Floats all(float f) { return vdupq_n_f32(f); }
+  static Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
+  // The first values, in order, where a bit of the mask is 1; zeros elsewhere.
+  static Floats expand(Floats values, unsigned mask) {
+    static constexpr Ranks ranks;
+    const int8x8_t rank = vreinterpret_s8_u64(vdup_n_u64(ranks.of[mask]));
+    const int32x4_t wide = vmovl_s16(vget_low_s16(vmovl_s8(rank)));  // -1 leads outside, and so to zero
+    const uint8x16_t bytes = vreinterpretq_u8_s32(vmlaq_n_s32(vdupq_n_s32(0x03020100), wide, 0x04040404));
+    return vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(values), bytes));
   }
   static Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
   static float sum(Floats v) { return vaddvq_f32(v); }

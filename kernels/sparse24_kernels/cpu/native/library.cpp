@@ -59,22 +59,25 @@ const char* sparse24_path(int number) {
   return candidates[number].runs() ? candidates[number].path->name : "";
 }
 
-int sparse24_linear(int path, const void* x, const void* values, const uint8_t* indices, const void* scales,
-                    const void* bias, void* y, int64_t tokens, int64_t rows, int64_t k, int64_t dtype,
+int sparse24_linear(int path, const void* x, const void* values, const uint8_t* mask, const void* scales,
+                    const void* bias, void* y, int64_t tokens, int64_t rows, int64_t k, int64_t each, int64_t m, int64_t dtype,
                     ParallelFor parallel_for) {
   const int64_t value_dtype = scales ? (int64_t)INT8 : dtype;
-  return candidates[path].path->linear({x, values, indices, scales, bias, y, tokens, rows, k, dtype, value_dtype, parallel_for});
+  return candidates[path].path->linear({x, values, mask, scales, bias, y, tokens, rows, k, each, dtype, value_dtype,
+                                        m == 4 && each == STEP / 2, parallel_for});
 }
 
-int sparse24_unpack(int path, const void* values, const uint8_t* indices, const void* scales, void* y, int64_t rows,
-                    int64_t k, int64_t dtype, ParallelFor parallel_for) {
+int sparse24_unpack(int path, const void* values, const uint8_t* mask, const void* scales, void* y, int64_t rows,
+                    int64_t k, int64_t each, int64_t dtype, ParallelFor parallel_for) {
   const int64_t value_dtype = scales ? (int64_t)INT8 : dtype;
-  return candidates[path].path->unpack({nullptr, values, indices, scales, nullptr, y, 0, rows, k, dtype, value_dtype, parallel_for});
+  return candidates[path].path->unpack({nullptr, values, mask, scales, nullptr, y, 0, rows, k, each, dtype, value_dtype, false,
+                                        parallel_for});
 }
 
 int sparse24_prune(int path, int64_t rule, const void* x, const uint8_t* mask, void* y, int64_t before, int64_t size,
-                   int64_t after, int64_t dtype, int64_t result_dtype, float scale, int64_t key, ParallelFor parallel_for) {
-  const Pruning pruning{rule, x, mask, y, before, size, after, dtype, result_dtype, scale, (uint64_t)key, parallel_for};
+                   int64_t after, int64_t dtype, int64_t result_dtype, int64_t n, int64_t m, float scale, int64_t key,
+                   ParallelFor parallel_for) {
+  const Pruning pruning{rule, x, mask, y, before, size, after, dtype, result_dtype, n, m, scale, (uint64_t)key, parallel_for};
   return (*candidates[path].prune)(pruning);
 }
 

@@ -22,22 +22,25 @@ inline void many_rows(const Linear& p, const float* x, float* sums, int64_t row,
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) total[r][n] = ((const Tokens*)sums)[r * N + n];
-  for (int64_t j = begin; j < end; j += 8)
+  const int64_t size = values_of(p, p.k), count = values_of(p, end - begin);
+  const V* values = (const V*)p.values + row * size + values_of(p, begin);
+  uint8_t places[R][DEPTH + 8] = {};
+  float scales[R];
+  for (int r = 0; r < R; r++) {
+    find_places(p.mask + ((row + r) * p.k + begin) / 8, (end - begin) / 8, places[r]);
+    scales[r] = sizeof(V) == 1 ? scale_of(p, row + r, begin) : 1.0f;
+    for (int64_t ahead = 0; ahead < count; ahead += 64 / sizeof(V))
+      __builtin_prefetch(values + (r + ROWS_AHEAD) * size + ahead);
+  }
+  x += begin * (N * WIDTH);
+  for (int64_t i = 0; i < count; i++)
 #pragma GCC unroll 2
     for (int r = 0; r < R; r++) {
-      const V* v = (const V*)p.values + ((row + r) * p.k + j) / 2;
-      __builtin_prefetch(v + ROWS_AHEAD * p.k / 2);
-      const float scale = sizeof(V) == 1 ? scale_of(p, row + r, j) : 1.0f;
-      const unsigned byte = p.indices[((row + r) * p.k + j) / 8];
-      const float* eight = x + j * (N * WIDTH);
+      float value = to_float(values[r * size + i]);
+      if (sizeof(V) == 1) value *= scales[r];
+      const Tokens* at = (const Tokens*)(x + places[r][i] * (N * WIDTH));
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        float value = to_float(v[i]);
-        if (sizeof(V) == 1) value *= scale;
-        const Tokens* at = (const Tokens*)(eight + (i / 2 * 4 + (byte >> 2 * i & 3)) * (N * WIDTH));
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) total[r][n] += value * at[n];
-      }
+      for (int n = 0; n < N; n++) total[r][n] += value * at[n];
     }
 #pragma GCC unroll 2
   for (int r = 0; r < R; r++)
@@ -125,15 +128,16 @@ int unpack(const Linear& p) {
   return p.parallel_for(0, p.rows, ROWS_PER_TASK, [](int64_t row, int64_t end, void* opaque) {
     const Linear& p = *(const Linear*)opaque;
     for (; row < end; row++) {
+      const V* v = (const V*)p.values + row * values_of(p, p.k);
       Y* y = (Y*)p.y + row * p.k;
       memset((void*)y, 0, p.k * sizeof(Y));
-      for (int64_t j = 0; j < p.k; j += 8) {
-        const V* v = (const V*)p.values + (row * p.k + j) / 2;
-        const int byte = p.indices[(row * p.k + j) / 8];
-        for (int i = 0; i < 4; i++) {
-          Y* to = y + j + i / 2 * 4 + (byte >> 2 * i & 3);
-          if constexpr (sizeof(V) == 1) from_float(to_float(v[i]) * scale_of(p, row, j), to);
-          else *to = v[i];
+      for (int64_t j = 0; j < p.k; j += STEP) {
+        const int64_t size = p.k - j < STEP ? p.k - j : STEP;
+        uint8_t places[STEP + 8] = {};
+        find_places(p.mask + (row * p.k + j) / 8, size / 8, places);
+        for (int64_t i = 0; i < values_of(p, size); i++, v++) {
+          if constexpr (sizeof(V) == 1) from_float(to_float(*v) * scale_of(p, row, j), y + j + places[i]);
+          else y[j + places[i]] = *v;
         }
       }
     }

@@ -12,16 +12,18 @@ typedef int (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Task task,
 enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
 
 constexpr int64_t GROUP = 128;  // weights that share a scale, where the values are int8
+constexpr int64_t STEP = 64;    // weights that are expanded at a time; the M of a pattern divides it
 
 // y [tokens, rows] = x [tokens, k] times a packed [rows, k], plus bias. All matrices are row-major and contiguous.
 struct Linear {
   const void* x;           // of `dtype`, as are bias, y and scales
-  const void* values;      // [rows, k / 2] of `value_dtype`: that of x, or int8
-  const uint8_t* indices;  // [rows, k / 8]
-  const void* scales;      // [rows, ceil(k / GROUP)], or null
-  const void* bias;        // [rows], or null
+  const void* values;   // [rows, k * each / STEP] of `value_dtype`: that of x, or int8
+  const uint8_t* mask;  // [rows, k / 8], the lowest bit first
+  const void* scales;   // [rows, ceil(k / GROUP)], or null
+  const void* bias;     // [rows], or null
   void* y;
-  int64_t tokens, rows, k, dtype, value_dtype;
+  int64_t tokens, rows, k, each, dtype, value_dtype;  // `each` values of STEP weights
+  bool is_24;                                         // whether two of every four are kept
   ParallelFor parallel_for;
 };
 
@@ -34,14 +36,14 @@ struct Path {
 
 enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS, DECAY, DECAY_BITS };
 
-// What is made of x, [before, size, after] in groups of four along `size`, or where a rule has no groups along another
+// What is made of x, [before, size, after] in groups of m along `size`, or where a rule has no groups along another
 // dimension a matrix [before, size]. All contiguous.
 struct Pruning {
   int64_t rule;
   const void* x;        // of `dtype`; of PACK_BITS bytes of 0 and 1
   const uint8_t* mask;  // of MASK and DECAY bytes like x, of BITS and DECAY_BITS [before, ceil(size / 8)]
   void* y;              // of `result_dtype`; of NM_MASK and TRANSPOSABLE bytes of 0 and 1, of PACK_BITS packed bits
-  int64_t before, size, after, dtype, result_dtype;
+  int64_t before, size, after, dtype, result_dtype, n, m;  // m above 64: no path has it
   float scale;   // of SOFT_THRESHOLD, and of DECAY its strength
   uint64_t key;  // of MVUE
   ParallelFor parallel_for;
@@ -80,6 +82,50 @@ inline void from_float(float f, fp16* to) {
   else if (rest < 0x38800000) rest = as_bits(as_float(rest) + 0.5f) - as_bits(0.5f);  // a subnormal number, or zero
   else rest = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
   to->bits = sign | rest;
+}
+
+// Values of the first `weights` of a row.
+inline int64_t values_of(const Linear& p, int64_t weights) { return weights * p.each / STEP; }
+
+// How many steps of a row may be read in place. The bits of a damaged mask lead to up to STEP values of each step, so
+// the steps at the end of the matrix, as the last one of a row with k % STEP, are read from a `Copied`.
+inline int64_t whole_steps(const Linear& p, int64_t row) {
+  const int64_t left = (p.rows - row) * values_of(p, p.k) - STEP, safe = left < 0 ? 0 : left / p.each + 1;
+  return safe < p.k / STEP ? safe : p.k / STEP;
+}
+
+// Up to N weights of a row from j on, filled up with zeros.
+template <class V, int N>
+struct Copied {
+  V values[N] = {};
+  uint8_t mask[N / 8] = {};
+  Copied(const Linear& p, int64_t row, int64_t j) {
+    const int64_t n = p.k - j < N ? p.k - j : N;
+    memcpy((void*)values, (const V*)p.values + row * values_of(p, p.k) + values_of(p, j), values_of(p, n) * sizeof(V));
+    memcpy(mask, p.mask + (row * p.k + j) / 8, n / 8);
+  }
+};
+
+inline uint64_t bits_of(const uint8_t* mask) { uint64_t bits; memcpy(&bits, mask, 8); return bits; }
+
+// The places of the ones in a byte, in order, one byte each.
+struct PlacesOfByte {
+  uint64_t of[256] = {};
+  constexpr PlacesOfByte() {
+    for (int byte = 0; byte < 256; byte++)
+      for (int bit = 0, n = 0; bit < 8; bit++)
+        if (byte >> bit & 1) of[byte] |= (uint64_t)bit << 8 * n++;
+  }
+};
+constexpr PlacesOfByte PLACES_OF_BYTE;
+
+// The places of the ones in `bytes` bytes of a mask, in order; `places` has 8 * (bytes + 1).
+inline void find_places(const uint8_t* mask, int64_t bytes, uint8_t* places) {
+  for (int64_t byte = 0; byte < bytes; byte++) {
+    const uint64_t found = PLACES_OF_BYTE.of[mask[byte]] + byte * 0x0808080808080808;
+    memcpy(places, &found, 8);
+    places += __builtin_popcount(mask[byte]);
+  }
 }
 
 inline int64_t groups_of(int64_t k) { return (k + GROUP - 1) / GROUP; }

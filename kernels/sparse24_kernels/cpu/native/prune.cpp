@@ -1,4 +1,4 @@
-// Pruning in groups of four, bit for bit as the reference in Python does it. Compilers make vectors of the plain loops,
+// Pruning, most of it in groups of four, bit for bit as the reference in Python does it. Compilers make vectors of the plain loops,
 // so this is compiled once for each path; without fused multiply-add, which the reference does not have.
 #include "problem.h"
 
@@ -193,6 +193,57 @@ int grouped(const Pruning& p, Rule rule) {
   return p.after == 1 ? along_rows<X, Y, RANDOM>(p, rule) : along_columns<X, Y, RANDOM>(p, rule);
 }
 
+// Of each group of any M, member by member: how many others it wins against by magnitude, of equal ones the first. The
+// `count` groups of x, at most W, are `group` elements apart, and their members `member`.
+constexpr int W = 16, LARGEST_M = 64;
+template <class X, class Y>
+inline void any_groups(const Pruning& p, const X* x, int64_t member, int64_t group, int64_t count, Y* y) {
+  int32_t a[LARGEST_M][W] = {}, wins[LARGEST_M][W] = {};
+  float threshold[W] = {};
+  for (int64_t i = 0; i < p.m; i++)
+    for (int64_t g = 0; g < count; g++) a[i][g] = as_bits(to_float(x[i * member + g * group])) & 0x7fffffff;
+  for (int64_t i = 0; i < p.m; i++) {
+    int32_t mine[W], won[W];  // copies, which stay in registers
+    memcpy(mine, a[i], sizeof mine), memcpy(won, wins[i], sizeof won);
+    for (int64_t j = i + 1; j < p.m; j++)
+      for (int g = 0; g < W; g++) {
+        const int32_t lost = a[j][g] > mine[g];
+        won[g] += 1 - lost, wins[j][g] += lost;
+      }
+    memcpy(wins[i], won, sizeof won);
+  }
+  const int32_t dropped = p.m - p.n;
+  if (p.rule == SOFT_THRESHOLD)
+    for (int64_t i = 0; i < p.m; i++)
+      for (int g = 0; g < W; g++) threshold[g] = wins[i][g] == dropped - 1 ? as_float(a[i][g]) : threshold[g];
+  for (int64_t i = 0; i < p.m; i++)
+    for (int64_t g = 0; g < count; g++) {
+      const int64_t at = i * member + g * group;
+      const float kept = (float)(wins[i][g] >= dropped), f = to_float(x[at]), t = threshold[g];
+      store(p.rule == NM_MASK     ? kept
+            : p.rule == MAGNITUDE ? f * kept  // so that a NaN shows
+                                  : (-smaller(larger(f, -t), t) + f) * p.scale, y + at);
+    }
+}
+
+template <class X, class Y>
+int any_pattern(const Pruning& p) {
+  const int64_t groups = p.size / p.m;
+  if (p.m > LARGEST_M) return 1;
+  if (p.after == 1)
+    return parallel(p, (p.before * groups + W - 1) / W, W * p.m, [&](int64_t block) {
+      const int64_t first = block * W, left = p.before * groups - first;
+      any_groups(p, (const X*)p.x + first * p.m, 1, p.m, left < W ? left : W, (Y*)p.y + first * p.m);
+    });
+  return parallel(p, p.before * groups, p.m * p.after, [&](int64_t item) {
+    const int64_t first = item * p.m * p.after;
+    for (int64_t column = 0; column < p.after; column += W) {
+      const int64_t at = first + column, left = p.after - column;
+      any_groups(p, (const X*)p.x + at, p.after, 1, left < W ? left : W, (Y*)p.y + at);
+    }
+  });
+}
+
 // The parts of rows: f(first element, how many, first byte of packed bits).
 template <class F>
 int by_parts(const Pruning& p, const F& f) {
@@ -310,6 +361,7 @@ int transposable(const Pruning& p) {
 template <class X, class Y>
 int pruned(const Pruning& p) {
   if (p.rule == MASK || p.rule == BITS) return apply_mask<X, Y>(p);
+  if (p.n != 2 || p.m != 4) return any_pattern<X, Y>(p);
   if (p.rule == MAGNITUDE) return grouped<false, X, Y>(p, Magnitude{});
   return grouped<false, X, Y>(p, SoftThreshold{p.scale});
 }
@@ -319,6 +371,7 @@ int prune(const Pruning& p) {
   if (p.rule == DECAY || p.rule == DECAY_BITS) return decay(p);
   return with_dtype(p.dtype, [&](auto x) {
     using X = decltype(x);
+    if (p.rule == NM_MASK && (p.n != 2 || p.m != 4)) return any_pattern<X, uint8_t>(p);
     if (p.rule == NM_MASK) return grouped<false, X, uint8_t>(p, NmMask{});
     if (p.rule == MVUE) return grouped<true, X, X>(p, Mvue{});
     if (p.rule == TRANSPOSABLE) return transposable<X>(p);

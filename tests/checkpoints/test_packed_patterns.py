@@ -1,0 +1,60 @@
+"""Packed checkpoints whose layers have different patterns, and files with parts of two versions."""
+
+import json
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from sparse_models import logits
+from transformers import AutoModelForCausalLM
+
+from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
+from hf_sparse24.weights.storage import DenseMaster, PackedMaster
+from hf_sparse24_command import main
+
+pytestmark = pytest.mark.usefixtures("dense_math")  # logits are compared bit for bit
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+
+
+def made(**settings):
+    model = zoo.build("llama").eval()
+    patch_model(model, Sparse24Config(method="fixed-mask", pattern="16:32", **settings))
+    return model
+
+
+@pytest.mark.parametrize("master", ["dense", "packed"])
+@pytest.mark.parametrize("values", ["float", "int8"])
+def test_a_pattern_for_each_layer(master, values, tmp_path):
+    model = made(master=master, layer_patterns={"down_proj": "6:8", "up_proj": "1:4"})
+    patterns = {name: weight.pattern for name, weight in sparse_weights(model, weights_of(master)).items()}
+    assert patterns[WEIGHT] == (6, 8) and len({*patterns.values()}) == 3
+    export_model(model, tmp_path / "packed", "packed", values=values)
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert config["packed"]["weights"] == {name: str(pattern) for name, pattern in patterns.items()}
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert values == "int8" or torch.equal(logits(packed), logits(model))
+    packed.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits(packed))
+    assert main(["verify", str(tmp_path / "packed")]) == main(["verify", str(tmp_path / "again")]) == 0
+    if master == "packed":
+        model.save_pretrained(tmp_path / "saved")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert {name: weight.pattern for name, weight in sparse_weights(loaded, PackedMaster).items()} == patterns
+        assert torch.equal(logits(loaded), logits(model))
+
+
+def weights_of(master):
+    return PackedMaster if master == "packed" else DenseMaster
+
+
+@pytest.mark.parametrize("changed", ["both", "float", "int32"])
+def test_verify_reads_either_a_mask_or_indices(changed, tmp_path, capsys):
+    """Whichever it read of both, the other could be damaged; and indices of another dtype are no bytes."""
+    export_model(made(), tmp_path, "packed")
+    (tmp_path / "sparse24.json").unlink()  # its hashes would tell
+    tensors, name = load_file(tmp_path / "packed.safetensors"), WEIGHT.replace("weight", "packed_weight_")
+    mask = tensors[f"{name}mask"] if changed == "both" else tensors.pop(f"{name}mask").to(getattr(torch, changed))
+    save_file(tensors | {f"{name}indices": mask.clone()}, tmp_path / "packed.safetensors", {"format": "pt"})
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"FAILED {WEIGHT}: " in capsys.readouterr().out
