@@ -28,11 +28,14 @@ from .timing import Turns, middle, spread, threads, turns
 from .variants import Loaded, Variant, serve
 
 PROMPT, NEW, LONG_PROMPT = 32, 32, 512
+COMPILED = {f"compiled {way}": way for way in FORMATS}
+"""Ways whose steps are compiled, with a cache of fixed size, and the exports that they load."""
 GOALS = {"Llama-1B": {"packed": 1.6, "packed int8": 2.5}, SMOLLM2: {"packed": 1.3}}
+GOALS[SMOLLM2] |= {"compiled packed": 1.8, "compiled packed int8": 2.0}
 """Times as fast as the dense export in decoding, bf16 and one sequence; elsewhere never slower."""
 
 
-def load(folder: str) -> Loaded:
+def load(folder: str, way: str = "") -> Loaded:
     """What the process of an export does: seconds to the first token, and of each step after it."""
     import transformers
 
@@ -43,11 +46,16 @@ def load(folder: str) -> Loaded:
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     model.generation_config.eos_token_id = None  # always so many tokens
+    compiled = transformers.CompileConfig(fullgraph=True)
+    compiled._compile_all_devices = True  # on CPUs too
 
     def respond(prompt: int, new: int, batch: int, threads: int) -> dict[str, float]:
         torch.set_num_threads(threads)
         ids = random_ids(model.config, batch, prompt)
         settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "stopping_criteria": [clock(times)]}
+        if way in COMPILED:  # of a cache of another size, the step would be compiled again
+            cache = transformers.StaticCache(model.config, max_cache_len=prompt + NEW)
+            settings |= {"past_key_values": cache, "compile_config": compiled}
         times[:] = [time.perf_counter()]
         model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert len(times) == new + 1
@@ -72,6 +80,8 @@ class Generation(Section):
     note = (
         f"Decoding: {NEW} new tokens after a prompt of {PROMPT}. First token: of a prompt of {LONG_PROMPT} tokens. "
         "Peak memory: of the process, with what Python imports, after loading, the long prompt and decoding. "
+        "Compiled: the step of a token by torch.compile, with a cache of fixed size, bf16, one sequence, over the "
+        "compiled dense export. "
         "llama.cpp has the dense model, by the wheel of xllamacpp, whose instructions are named below."
     )
 
@@ -119,13 +129,14 @@ class Generation(Section):
 
     def starts(self, entry: Task) -> Iterator[tuple[str, Callable[[], Variant]]]:
         def of_export(way: str) -> Variant:
-            return Variant(__name__, str(export(entry.model, entry.dtype, way, self.folder)))
+            folder = export(entry.model, entry.dtype, COMPILED.get(way, way), self.folder)
+            return Variant(__name__, str(folder), way)
 
         def of_gguf(kind: str) -> Variant:
             file = llama_cpp.export(entry.model, kind, self.folder)
             return Variant(llama_cpp.__name__, str(file), str(entry.threads))
 
-        yield from ((way, partial(of_export, way)) for way in FORMATS)
+        yield from ((way, partial(of_export, way)) for way in (*FORMATS, *(COMPILED if entry.dtype == "bf16" else ())))
         if self.with_llama_cpp and entry.dtype == "bf16":
             yield from ((f"llama.cpp {kind}", partial(of_gguf, kind)) for kind in llama_cpp.KINDS)
 
@@ -133,7 +144,7 @@ class Generation(Section):
         times: dict[str, Row] = {}
         prompt, new, long_prompt = self.sizes
         variants = self.variants(run, entry, times)
-        if entry.batch > 1:  # llama.cpp is asked for one sequence alone
+        if entry.batch > 1:  # the others are asked for one sequence alone
             variants = {way: variant for way, variant in variants.items() if way in FORMATS}
         decode = {"prompt": prompt, "new": new, "threads": entry.threads, "batch": entry.batch}
         first = decode | {"prompt": long_prompt, "new": 1}
@@ -155,8 +166,9 @@ class Generation(Section):
                 facts[f"{way}, peak GB"] = variant.ask(**decode | {"new": 1})["peak GB"]
                 facts[f"{way}, loaded in s"] = variant.loaded["load s"]
                 facts |= {f"{way}, system": variant.loaded["system"]} if "system" in variant.loaded else {}
-            if way != "dense" and "dense" in variants:
-                facts[f"{way} over dense"] = middle(turn["dense"]["step"] / turn[way]["step"] for turn in rounds)
+            dense = "compiled dense" if way in COMPILED else "dense"
+            if way != dense and dense in variants:
+                facts[f"{way} over dense"] = middle(turn[dense]["step"] / turn[way]["step"] for turn in rounds)
         return {"times": {way: times[way] for way in (*FORMATS, *times) if way in times}, "facts": facts}
 
 
@@ -203,4 +215,4 @@ def packed_copy(module: nn.Module) -> Any:
 
 if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    serve(partial(load, sys.argv[1]))
+    serve(partial(load, *sys.argv[1:]))

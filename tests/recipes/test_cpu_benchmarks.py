@@ -1,6 +1,7 @@
 """Benchmarks on a CPU at tiny sizes, in seconds: what is timed is right and reported; and the page of the results."""
 
 import json
+from functools import partial
 from importlib.util import find_spec
 
 import cpu_page
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import sparse24_kernels as kernels
 import torch
+import transformers
+from torch._dynamo.utils import counters
 from torch.nn.functional import linear
 from transformers import LlamaConfig
 
@@ -16,7 +19,7 @@ from recipes.benchmarks import builds, costs, cpu, cpu_layers, cpu_models, llama
 from recipes.benchmarks.timing import Turns, middle, turns
 from recipes.benchmarks.variants import Variant, peak_memory
 
-FORMATS = list(builds.FORMATS)
+WAYS = [*builds.FORMATS, *cpu_models.COMPILED]
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, attention_dropout=0
 )
@@ -33,8 +36,8 @@ def run(folder, section, *arguments):
 class InThisProcess:
     """What a variant's process does, without the seconds that starting one takes."""
 
-    def __init__(self, module, folder):
-        self.respond, facts = cpu_models.load(folder)
+    def __init__(self, module, folder, way):
+        self.respond, facts = cpu_models.load(folder, way)
         self.loaded = facts | {"load s": 1.0}
 
     def ask(self, **request):
@@ -45,14 +48,15 @@ class InThisProcess:
 
 
 @pytest.mark.parametrize("dtype", builds.DTYPES.values())
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("tokens", [1, 4, 11])
-def test_our_dense_kernel(dtype, tokens):
+def test_our_dense_kernel(dtype, tokens, rows):
     try:
         cpu_layers.native()
     except RuntimeError as error:
         pytest.skip(str(error))
     weight, x = torch.randn(20, 192).to(dtype), torch.randn(tokens, 192).to(dtype)
-    torch.testing.assert_close(cpu_layers.own_dense(x, weight), linear(x.double(), weight.double()).to(dtype))
+    torch.testing.assert_close(cpu_layers.own_dense(x, rows, weight), linear(x.double(), weight.double()).to(dtype))
 
 
 def test_a_layer_has_its_ways_ratios_and_goals(tmp_path):
@@ -68,7 +72,7 @@ def test_a_layer_has_its_ways_ratios_and_goals(tmp_path):
 
 
 def test_a_way_that_is_missing_or_wrong_leaves_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_layers, "own_dense", lambda x, weight: linear(x, weight) * 1.1)
+    monkeypatch.setattr(cpu_layers, "own_dense", lambda x, rows, weight: linear(x, weight) * 1.1)
     monkeypatch.setattr(cpu_layers, "packed_layer", lambda x, packed: 1 / 0 if packed.scales is None else x)
     (row,) = run(tmp_path, "layers", "--only", "bf16, 4 tokens, 1 thread")[0].values()
     assert "relative error 0.1" in row["times"]["dense"]["error"] and "ZeroDiv" in row["times"]["packed"]["error"]
@@ -128,11 +132,18 @@ def test_costs(tmp_path, monkeypatch, capsys):
 
 def test_generation(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_models, "Variant", InThisProcess)
+    # Which backend runs a step is none of the benchmark's concern, and this one compiles in seconds.
+    quick = partial(transformers.CompileConfig, backend="aot_eager", mode="default")
+    monkeypatch.setattr(transformers, "CompileConfig", quick)
+    torch._dynamo.reset()
+    counters.clear()
     rows, page = run(tmp_path, "generation", "--only", "bf16, 1 sequence, 1 thread")
     (row,) = rows.values()
     facts = row["facts"]
-    assert list(row["times"]) == FORMATS and facts["turns"] == 2
-    for way in FORMATS:
+    assert list(row["times"]) == WAYS and facts["turns"] == 2
+    assert counters["stats"]["unique_graphs"] == 3, "a step was compiled again, or not at all"
+    assert "compiled dense over dense" not in facts and facts["compiled packed int8 over dense"][1] > 0
+    for way in WAYS:
         assert row["times"][way]["p10_us"] <= row["times"][way]["us"]
         assert facts[f"{way}, tokens per s"] == pytest.approx(1e6 / row["times"][way]["us"])
         assert 0.1 < facts[f"{way}, peak GB"] < 5 and facts[f"{way}, first token ms"][1] > 0
@@ -179,5 +190,5 @@ def test_rotary_rows_in_the_order_of_llama_cpp():
 def test_llama_cpp(tmp_path):
     rows, page = run(tmp_path, "generation", "--llama-cpp", "--only", "bf16, 1 sequence, 1 thread")
     (row,) = rows.values()
-    assert list(row["times"]) == [*FORMATS, *(f"llama.cpp {kind}" for kind in llama_cpp.KINDS)]
+    assert list(row["times"]) == [*WAYS, *(f"llama.cpp {kind}" for kind in llama_cpp.KINDS)]
     assert all("us" in time for time in row["times"].values()) and "llama.cpp by xllamacpp" in page
