@@ -44,6 +44,9 @@ CORPORA = ("validation", "validation_chat", "unseen_wikipedia", "unseen_document
 DOCUMENTS = 16
 """Of each corpus, all of the same length."""
 
+PATTERNS = ("2:4", "16:32", "8:16", "6:8")
+"""What `oneshot` prunes to; training starts from the first."""
+
 TOKENS = (30_000, 100_000, 300_000)
 RATES = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
 START = 2e-4
@@ -158,14 +161,16 @@ class Material:
         own = self.blocks("calibration_own", CALIBRATION_LENGTH, OWN) if with_own else []
         return self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION) + own
 
-    def pruned(self, with_own: bool = True, **options: Any) -> Path:
+    def pruned(self, with_own: bool = True, pattern: str = PATTERNS[0], **options: Any) -> Path:
         """The folder of the model that `oneshot` prunes; made unless it is there, and what that cost is beside it.
 
         Args:
             with_own: whether the model's own text calibrates with the given one.
+            pattern: that all linear layers get.
             options: of `oneshot`, where they differ from its defaults.
         """
-        changed = [*(["given"] if not with_own else []), *(f"{key}={value}" for key, value in options.items())]
+        changed = [pattern.replace(":", "-")] * (pattern != PATTERNS[0]) + ["given"] * (not with_own)
+        changed += [f"{key}={value}" for key, value in options.items()]
         name = "-".join(["oneshot", *changed])
         path = self.folder / name
         if not (path / "cost.json").exists():
@@ -173,9 +178,8 @@ class Material:
             batches = torch.tensor(self.calibration(with_own)).split(1)
             start = Cost()
             with torch.autocast("cpu", torch.bfloat16):
-                report = oneshot(
-                    model, batches, Sparse24Config(method="fixed-mask", target_modules="all-linear"), **options
-                )
+                config = Sparse24Config(method="fixed-mask", pattern=pattern, target_modules="all-linear")
+                report = oneshot(model, batches, config, **options)
             print(report, flush=True)
             export_model(model, path)
             replace_file(path / "cost.json", json.dumps(start.spent()))
@@ -272,8 +276,8 @@ def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> d
 
 
 def start_point(material: Material, name: str) -> dict[str, Any]:
-    """The JSON of a model that nothing has trained: the dense one, or the pruned one."""
-    path = material.source if name == "dense" else material.pruned()
+    """The JSON of a model that nothing has trained: the dense one, or one that `oneshot` pruned."""
+    path = material.source if name == "dense" else material.pruned(pattern=(name.split() + [PATTERNS[0]])[1])
     cost = {} if name == "dense" else json.loads((path / "cost.json").read_text())
     found = {"variant": name, "tokens": 0, "learning_rate": 0.0, "seed": 0, "verified": None, "cost": cost}
     return found | material.evaluate(material.load(path)) | versions()
@@ -297,7 +301,7 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
 
 def save(folder: Path, result: dict[str, Any]) -> None:
     name = "{variant}-{tokens}-lr{learning_rate:g}-seed{seed}".format(**result)
-    name = re.sub(r",? |/", "-", name)
+    name = re.sub(r",? |[/:]", "-", name)
     replace_file(folder / f"{name}.json", json.dumps(result) + "\n")
     print(f"{name}: {validation_loss(result):.4f}, {result['cost']}", flush=True)
 
@@ -336,6 +340,9 @@ def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[st
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="only these variants")
+    parser.add_argument(
+        "--patterns", nargs="+", default=PATTERNS, choices=PATTERNS, help="of what is pruned in one shot; default: all"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, choices=TOKENS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="default: %(default)s")
     parser.add_argument("--material", type=Path, default=MATERIAL, help="what material.py made; default: %(default)s")
@@ -347,7 +354,8 @@ def main(argv: list[str] | None = None) -> None:
 
     with Progress("runs", None, "run", partial(print, flush=True)) as progress:
         pruned = {VARIANTS[name].pruned for name in args.only}
-        for name in ["dense"] * (False in pruned) + ["oneshot"] * (True in pruned):
+        starts = [f"oneshot {pattern}".removesuffix(f" {PATTERNS[0]}") for pattern in args.patterns]
+        for name in ["dense"] * (False in pruned) + starts * (True in pruned):
             if not any(run["variant"] == name and run["tokens"] == 0 for run in read_runs(args.results)):
                 save(args.results, start_point(material, name))
         while True:

@@ -50,6 +50,8 @@ def _one_shot(runs: list[smollm2.Run]) -> dict[str, float]:
     others = [run for run in runs if run["variant"] in ONE_SHOT.values() or " from dense" in run["variant"]]
     others = [run for run in others if run["variant"] not in ("dense", "oneshot")]
     found["others"] = min(smollm2.perplexity(run, "validation") for run in others)
+    (wide,) = (run for run in smollm2.at(runs, 0) if run["variant"] == "oneshot 16:32")
+    found["oneshot_16_32"] = smollm2.perplexity(wide, "validation")
     found["oneshot_x"] = found["oneshot"] / found["dense"]
     found["oneshot_cpu_x"] = (found["oneshot_cpu"] + WRITING) / found["sparsegpt_cpu"]
     return found
@@ -201,6 +203,7 @@ STATED: dict[str, list[str]] = {
         "{teacher_300000_wikipedia:.1f} against {labels_300000_wikipedia:.1f}",
     ],
     "docs/start/which_way.md": [
+        "perplexity {oneshot_16_32:.1f} at 16:32, {oneshot:.1f} at 2:4, {dense:.1f} dense",
         "perplexity {dense:.1f} becomes {oneshot:.1f}, in {oneshot_cpu:,.0f} CPU seconds and 520 to write text; "
         "`reconstruct=None` leaves {sparsegpt:.1f} in {sparsegpt_cpu:.0f}",
         "bring {oneshot:.1f} down to {teacher_300000:.1f}, in {teacher_300000_cpu:,.0f} CPU seconds (the dense model, "
