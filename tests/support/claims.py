@@ -215,7 +215,7 @@ STATED: dict[str, list[str]] = {
     "docs/guides/averaging.md": [_average(shared) for shared in ("nothing", "start", "dense_model", "mask")],
     "docs/guides/logs.md": [_flips("s-ste"), _flips("sr-ste"), _flips("t-sr-ste", ", per refresh", 1)],
     "docs/guides/packed_master.md": [
-        "| weights and indices, MB | {weights_dense:.0f} | {weights_masked:.0f} | {weights_master:.0f} |",
+        "| weights and masks, MB | {weights_dense:.0f} | {weights_masked:.0f} | {weights_master:.0f} |",
         "| gradients, MB | {gradients_dense:.0f} | {gradients_masked:.0f} | {gradients_master:.0f} |",
         "| AdamW's moments, MB | {moments_dense:,.0f} | {moments_masked:,.0f} | {moments_master:.0f} |",
         "| peak memory of the process, MB | {peak_dense:,.0f} | {peak_masked:,.0f} | {peak_master:,.0f} |",
