@@ -8,7 +8,6 @@
 """
 
 import math
-from functools import cached_property
 from typing import ClassVar, cast
 
 import sparse24_kernels as kernels
@@ -122,14 +121,14 @@ class PackedFrozen(Storage):
 
     Attributes:
         pattern: that its packed form has.
+        names: what its values, mask and scales are called in the module.
     """
 
     pattern: Pattern = Pattern(2, 4)
 
-    @cached_property
-    def names(self) -> tuple[str, str, str]:
-        """What its values, mask and scales are called in the module."""
-        return buffer_names(self.name)
+    def __init__(self, module: nn.Module, name: str, input_dim: int, layer: str = ""):
+        super().__init__(module, name, input_dim, layer)
+        self.names = buffer_names(name)
 
     @property
     def packed(self) -> Packed:

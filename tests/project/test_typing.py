@@ -63,7 +63,7 @@ def on_tensors(x: torch.Tensor) -> None:
     reveal_type(s_ste_scale(x))  # Tensor
     reveal_type(masked_decay_(x, x, x, 0.1))  # Tensor
     reveal_type(mvue(x))  # Tensor
-    reveal_type(prune_forms(x, ["dense"]))  # tuple[Tensor | Packed, ...]
+    reveal_type(prune_forms(x, ["dense"]))  # list[Tensor]
     reveal_type(unpack_nm(pack_nm(x)))  # Tensor
     reveal_type(choose_kernels(x.device).reason)  # str
     plan = plan_gemm(linear_problem(8, 16, 32, x.dtype), x.device)

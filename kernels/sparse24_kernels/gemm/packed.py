@@ -1,6 +1,6 @@
 """Weights that exist in packed form alone: the backend that multiplies by them as they are, for few tokens."""
 
-from operator import index
+from operator import attrgetter, index
 
 import torch
 from torch import Tensor
@@ -25,12 +25,13 @@ def _packed_linear(
 
 
 # Not by `custom_op`: it takes 5 us more in every call, and compiled models that decode call little else.
-torch.library.define("sparse24::packed_linear", torch.library.infer_schema(_packed_linear, mutates_args=()))
-torch.library.impl("sparse24::packed_linear", "CompositeExplicitAutograd", _packed_linear)
-packed_linear = torch.ops.sparse24.packed_linear.default
+_NAME = "sparse24::packed_linear"  # hub_layout.py writes another namespace here
+torch.library.define(_NAME, torch.library.infer_schema(_packed_linear, mutates_args=()))
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _packed_linear)
+packed_linear = attrgetter(f"{_NAME.replace('::', '.')}.default")(torch.ops)
 
 
-@torch.library.register_fake("sparse24::packed_linear")
+@torch.library.register_fake(_NAME)
 def _(x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(values))
 
