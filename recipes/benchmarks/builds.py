@@ -41,11 +41,11 @@ def smollm2() -> Path:
 
 
 def build(model: Any) -> Any:
-    """A model in fp32: SMOLLM2, one of RANDOM, or random weights of a configuration."""
+    """A model in fp32: of a folder, SMOLLM2, one of RANDOM, or random weights of a configuration."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    if model == SMOLLM2:
-        return AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32)
+    if model == SMOLLM2 or isinstance(model, Path):
+        return AutoModelForCausalLM.from_pretrained(smollm2() if model == SMOLLM2 else model, dtype=torch.float32)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(LlamaConfig(**RANDOM[model]) if isinstance(model, str) else model)
 

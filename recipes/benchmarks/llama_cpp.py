@@ -27,14 +27,14 @@ def check_installed() -> None:
         raise RuntimeError(f"llama.cpp needs {names}: pip install --no-deps {names}, or leave --llama-cpp out")
 
 
-def export(name: str, kind: str, folder: Path) -> Path:
-    """The GGUF file of a model with its matrices in `kind`; made unless it is there."""
+def export(name: str | Path, kind: str, folder: Path) -> Path:
+    """The GGUF file of a model, of builds.py or in a folder, with its matrices in `kind`; made unless it is there."""
     import gguf
     from gguf.quants import quantize
 
     from .builds import build
 
-    path = folder.resolve() / f"{name}-{kind}.gguf".replace(" ", "-")
+    path = folder.resolve() / f"{Path(name).name}-{kind}.gguf".replace(" ", "-")
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Loaded = tuple[Callable[..., dict[str, float]], dict[str, str]]
+Loaded = tuple[Callable[..., dict[str, float]], dict[str, Any]]
 """What answers a request, and facts of what was loaded."""
 
 ANSWER = "answer: "
@@ -28,10 +28,10 @@ def environment() -> dict[str, str]:
 class Variant:
     """A process that has loaded a model, and answers. `loaded` is its first answer."""
 
-    def __init__(self, *command: str):
+    def __init__(self, *command: str, python: str | Path = sys.executable):
         self.command = command
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", *command],
+            [python, "-P", "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -54,12 +54,13 @@ class Evaluation:
     Args:
         documents: `[documents, LENGTH]`.
         dense: a causal language model with a linear output embedding.
+        autocast: whether models compute in bf16; otherwise in the dtype of their weights.
     """
 
-    def __init__(self, documents: Tensor, dense: Any, tokenizer: Any):
-        self.documents, self.head = documents, dense.get_output_embeddings()
+    def __init__(self, documents: Tensor, dense: Any, tokenizer: Any, autocast: bool = True):
+        self.documents, self.head, self.autocast = documents, dense.get_output_embeddings(), autocast
         self.bytes = [len(tokenizer.decode(row[1:]).encode()) for row in documents]
-        with _inference():
+        with _inference(self.autocast):
             self.states = [dense.model(input_ids=batch).last_hidden_state for batch in documents.split(BATCH)]
 
     def run(self, model: nn.Module) -> dict[str, list[float]]:
@@ -72,7 +73,7 @@ class Evaluation:
         mode = model.training
         model.eval()
         for batch, states in zip(self.documents.split(BATCH), self.states):
-            with _inference():
+            with _inference(self.autocast):
                 ours, theirs = model(input_ids=batch).logits, self.head(states)
             for row, own, other in zip(batch, ours[:, :-1].float(), theirs[:, :-1].float()):
                 found["nats"].append(cross_entropy(own, row[1:], reduction="sum").item())
@@ -85,8 +86,8 @@ class Evaluation:
 
 
 @contextmanager
-def _inference() -> Iterator[None]:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+def _inference(autocast: bool) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         yield
 
 
