@@ -93,6 +93,7 @@ _PACKED = (
     (torch.bfloat16, torch.int8, Pattern(2, 4)),
     (torch.bfloat16, None, Pattern(16, 32)),
 )
+GPU = torch.device("cuda")
 _NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
 
 
@@ -104,20 +105,22 @@ def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: to
     return {gemm.name: gemm.plan(tokens, *sizes, dtype, device, backend) for gemm in weight.method.gemms}
 
 
-def sparse_problems(weight: SparseWeight, tokens: int, dtype: torch.dtype) -> dict[str, GemmProblem]:
-    """The GEMMs of a layer that sparse tensor cores can run, by name; none of a stack of experts."""
+def sparse_problems(
+    weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device = GPU
+) -> dict[str, GemmProblem]:
+    """The GEMMs of a layer that can run sparse, by name; none of a stack of experts."""
     found: dict[str, GemmProblem] = {}
     for gemm in [] if weight.is_stack else weight.method.gemms:
         problem = gemm.problem(tokens, *weight.sizes, dtype)
-        if problem is not None and cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype) is None:
+        if problem is not None and autotune.unsupported_matrix(problem, device) is None:
             found[gemm.name] = problem
     return found
 
 
-def problems(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[GemmProblem]:
+def problems(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device = GPU) -> list[GemmProblem]:
     """The different sparse GEMMs that training a patched model asks for, which `hf-sparse24 tune` tunes."""
     weights = sparse_weights(model).values()
-    return list(dict.fromkeys(p for weight in weights for p in sparse_problems(weight, tokens, dtype).values()))
+    return list(dict.fromkeys(p for weight in weights for p in sparse_problems(weight, tokens, dtype, device).values()))
 
 
 def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[list[str]]:

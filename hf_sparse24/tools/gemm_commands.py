@@ -8,7 +8,7 @@ import torch
 from sparse24_kernels import first_use
 from sparse24_kernels.cache_folder import write_json
 from sparse24_kernels.cpu import limits
-from sparse24_kernels.gemm import autotune, cusparselt
+from sparse24_kernels.gemm import autotune
 from transformers import PreTrainedModel
 
 from ..config import Sparse24Config
@@ -54,15 +54,18 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Measure the sparse GEMMs of a model on this GPU, or its packed layers on this CPU."""
-    device = checks.devices()[0]
-    reason = cusparselt.unsupported_device(device)
-    if reason and device.type == "cpu":
-        return _tune_cpu(options)
-    if reason:
+    """Measure the sparse GEMMs of a model on this device, and on a CPU its packed layers."""
+    device, dtype = checks.devices()[0], _DTYPES[options.dtype]
+    if reason := autotune.unsupported_device(device):
         raise ValueError(f"nothing to tune here: {reason}")
-    found = checks.problems(_patched(options), options.tokens, _DTYPES[options.dtype])
-    print(f"{count(len(found), 'GEMM')}; Ctrl-C keeps what is done", flush=True)
+    model = _patched(options)
+    if device.type == "cpu":
+        _tune_packed(model, dtype)
+    found = checks.problems(model, options.tokens, dtype, device)
+    if not found and device.type == "cpu":
+        print(f"training: no sparse GEMM, which a CPU has in fp32, not in {options.dtype}")
+        return 0
+    print(f"{count(len(found), 'GEMM')} of training; Ctrl-C keeps what is done", flush=True)
     with Progress("tuning", len(found), "GEMM", partial(print, flush=True)) as progress:
         verdicts = autotune.tune(
             found,
@@ -78,12 +81,12 @@ def tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tune_cpu(options: argparse.Namespace) -> int:
-    weights = sparse_weights(_patched(options)).values()
+def _tune_packed(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    weights = sparse_weights(model).values()
     packable = [weight for weight in weights if not weight.is_stack and not not_packable(weight)]
     sizes = list(dict.fromkeys((*weight.sizes, weight.pattern) for weight in packable))
     with Progress("tuning", len(sizes), "layer", partial(print, flush=True)) as progress:
-        found = limits.tune(sizes, _DTYPES[options.dtype], lambda done: progress.update(done - progress.done, ""))
+        found = limits.tune(sizes, dtype, lambda done: progress.update(done - progress.done, ""))
     rows = [["out x in", "pattern", "values", "packed up to", *(f"{tokens} tokens" for tokens in limits.TOKENS)]]
     for layer, times in found.items():
         most = limits.limit(times)
@@ -92,7 +95,6 @@ def _tune_cpu(options: argparse.Namespace) -> int:
         rows.append([f"{layer.out} x {layer.inputs}", layer.pattern, layer.values, text, *speedups])
     print("packed layers, and their speed over that of unpacking and dense math:")
     print_table(rows)
-    return 0
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -121,9 +121,9 @@ class Gemm:
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        form = "transposed" if dim == 0 else "dense"
+        form = "transposed" if dim == 0 and not plan.backend.takes_transposed else "dense"
         estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
-        return encode_one(plan.backend, estimate)
+        return encode_one(plan.backend, estimate.t() if dim == 0 and form == "dense" else estimate)
 
     @property
     def _mvue_estimator(self) -> str:

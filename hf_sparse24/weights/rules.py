@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import sparse24_kernels as kernels
 import torch
@@ -17,9 +17,6 @@ from .view import WeightView
 
 Forms = Mapping[str, GemmBackend | None]
 """Forms of a matrix: `"dense"`; `"compressed"` and `"compressed-transposed"` with the backend that stores them."""
-
-_PRUNED_FORMS = {"dense": "dense", "compressed": "dense", "compressed-transposed": "transposed"}
-"""What a backend compresses, as `sparse24_kernels.prune.prune_forms` names it."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,23 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
         kind, arguments = "mask", {"mask": rule.mask}
     elif isinstance(rule, Values):
         matrix, kind, arguments = rule.values, "mask", {"mask": rule.values != 0}
-    pruned = list(dict.fromkeys(_PRUNED_FORMS[form] for form in forms))
-    results = prune_forms(matrix, pruned, kind, *pattern, view.dim, dtype=dtype, **arguments)
-    made = dict(zip(pruned, cast(tuple[Tensor, ...], results)))
-    parts = [(made[_PRUNED_FORMS[form]], backend) for form, backend in forms.items()]
-    return [dense if backend is None else encode_one(backend, dense) for dense, backend in parts]
+    pruned = {form: _pruned_form(form, backend) for form, backend in forms.items()}
+    wanted = list(dict.fromkeys(pruned.values()))
+    made = dict(zip(wanted, prune_forms(matrix, wanted, kind, *pattern, view.dim, dtype=dtype, **arguments)))
+    results = []
+    for form, backend in forms.items():
+        result = made[pruned[form]]
+        if backend is not None:
+            is_transpose = form == "compressed-transposed" and pruned[form] == "dense"
+            result = encode_one(backend, result.t() if is_transpose else result)
+        results.append(result)
+    return results
+
+
+def _pruned_form(form: str, backend: GemmBackend | None) -> str:
+    """What is encoded, as `sparse24_kernels.prune.prune_forms` names it."""
+    is_transposed = backend is not None and form == "compressed-transposed" and not backend.takes_transposed
+    return "transposed" if is_transposed else "dense"
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

@@ -125,6 +125,23 @@ def unpackable(pattern: Pattern, k: int) -> str | None:
     return None
 
 
+OPERAND_MULTIPLE = 32
+"""What k of an operand that `pack_operand` makes is a multiple of."""
+
+
+def operand_columns(k: int, itemsize: int) -> int:
+    """Columns of the tensor that `pack_operand` makes of rows of `k` elements: those of the values, and of the mask."""
+    return k // 2 + k // (8 * itemsize)
+
+
+def split_operand(operand: Tensor) -> tuple[Tensor, Tensor]:
+    """The values `[R, K/2]` and the mask `[R, K/8]` of a 2:4 matrix that `pack_operand` put into one tensor: views."""
+    rows, size = len(operand), operand.itemsize
+    k = operand.shape[1] * 8 * size // (4 * size + 1)
+    values, mask = operand.view(-1).split([rows * k // 2, rows * k // (8 * size)])
+    return values.view(rows, k // 2), mask.view(torch.uint8).view(rows, k // 8)
+
+
 SCALED = 128
 """Elements of a row that share a scale, where values are int8."""
 

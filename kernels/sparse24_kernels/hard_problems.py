@@ -136,6 +136,17 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
             for rows, k in ((68, 72), (33, 192), (0, 64)):
                 yield from packed(rows, k)
             yield special[:68, :36].contiguous(), next(packed(68, 72))[1], None, 4
+        case "pack_operand":
+            for rows, k, dim in ((68, 96, 1), (70, 64, 0), (0, 32, 1)):
+                full = numbers(rows, k) if dim else numbers(rows, k).t().contiguous()
+                matrix = reference.prune.prune(full, "magnitude", 2, 4, dim, None, None, dtype, ["dense"])[0]
+                yield matrix, dim
+                yield matrix.masked_fill(numbers(*matrix.shape, seed=1.0) > 0.9, 0.0), dim
+            yield special[:64].t().contiguous(), 1
+            yield special[:64].contiguous(), 0
+        case "packed_mm":
+            for rows, k, n in ((66, 96, 40), (33, 1056, 300), (130, 64, 600)):
+                yield *reference.packed.pack_nm(numbers(rows, k), 2, 4), numbers(k, n, seed=1.0)
         case "packed_linear":
             for i, (rows, k, tokens) in enumerate(
                 ((66, 136, 1), (33, 1056, 3), (66, 160, 17), (130, 320, 70), (0, 64, 2))
@@ -152,6 +163,9 @@ def _bounds(operator: str, wide: tuple) -> list[Tensor]:
         case "gated_activation" | "gated_activation_backward":  # differences, of terms of these sizes
             *grad, gate, up, _ = wide
             return [4 * UNIT * x.abs() + 1e-37 for x in ([grad[0] * up, grad[0] * gate] if grad else [gate * up])]
+        case "packed_mm":
+            values, mask, dense = wide
+            return [(4 + len(dense)) * UNIT * reference.packed.packed_mm(values.abs(), mask, dense.abs()) + 1e-37]
         case "packed_linear":
             x, values, mask, scales, m, bias = wide
             weight = reference.packed.unpack_nm(values, mask, scales, m).abs()

@@ -9,7 +9,7 @@ import cslt
 import pytest
 import torch
 from sparse24_kernels import cache_folder
-from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt, measure
+from sparse24_kernels.gemm import GemmProblem, autotune, cpu_kernels, cusparselt, measure
 from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, reset, table_path, tune, write
 from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
 
@@ -49,7 +49,8 @@ def test_untuned_is_dense_and_says_what_to_do():
 def test_what_cannot_run_is_dense_with_the_reason(monkeypatch):
     assert "multiples of 16" in choose(PROBLEM._replace(k=24), CPU).reason
     assert "float32" in choose(PROBLEM._replace(dtype=torch.float32), CPU).reason
-    monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: "no such device")
+    for library in (cusparselt, cpu_kernels):
+        monkeypatch.setattr(library, "unsupported_device", lambda device: "no such device")
     reset()
     remember(PROBLEM, measured(1, 50.0))
     assert choose(PROBLEM, CPU)[::4] == ("dense", "no such device") and not choose(PROBLEM, CPU).measured

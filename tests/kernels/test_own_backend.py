@@ -60,8 +60,8 @@ def test_what_it_refuses_is_dense_with_its_reason(fp32):
 def test_auto_asks_in_order_and_collects_the_refusals(fp32):
     register_backend(fp32, auto=True)
     assert plan_gemm(PROBLEM, CPU).backend is fp32
-    reason = "cuSPARSELt needs a CUDA device, not cpu; fp32 gains nothing for torch.float32"
-    assert plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU).reason == reason
+    reason = plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU).reason
+    assert reason.endswith("; fp32 gains nothing for torch.float32")
     unregister_backend("fp32")
     assert plan_gemm(PROBLEM, CPU).backend is DENSE
     with pytest.raises(ValueError, match="backend='fp32' is not available"):

@@ -31,6 +31,7 @@ RULES = {
     "pack-bits": 7,
     "decay": 8,
     "decay-bits": 9,
+    "pack": 10,
 }
 PATTERNS = [(2, 4), (2, 4), (1, 2), (1, 8), (6, 8), (8, 16), (16, 32), (31, 32), (1, 64), (32, 64), (63, 64)]
 EIGHTS = [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100]
@@ -109,12 +110,14 @@ class Fuzzer:
         bias = self.numbers(rows, dtype, special) if random.integers(2) else None
         number = int(random.choice([number for number, name in enumerate(self.paths) if name]))
         y, dense = (stored(np.zeros(shape, np.float32), dtype) for shape in ((tokens, rows), (rows, k)))
+        if is_product := bool(random.integers(2)):  # x is [k, tokens], y [rows, tokens]
+            x, y, bias = np.ascontiguousarray(x.T), np.ascontiguousarray(y.T), None
         operands = [x, values, mask, scales, bias, y, dense]
         if random.integers(2):
             operands = [before_a_protected_page(operand) for operand in operands]
         y, dense = operands[-2:]
         pointers = [ctypes.c_void_p(None if operand is None else operand.ctypes.data) for operand in operands]
-        sizes = [ctypes.c_int64(size) for size in (tokens, rows, k, 64 * n // m, m, dtype)]
+        sizes = [ctypes.c_int64(size) for size in (tokens, rows, k, 64 * n // m, m, dtype, is_product)]
         assert not self.library.sparse24_linear(number, *pointers[:6], *sizes, self.parallel_for)
         sizes = [*sizes[1:4], sizes[5]]
         assert not self.library.sparse24_unpack(number, *pointers[1:4], pointers[6], *sizes, self.parallel_for)
@@ -123,7 +126,8 @@ class Fuzzer:
         weight = np.zeros((rows, k))
         weight[kept] = (values if int8 else read(values, dtype)).reshape(-1)
         weight *= np.repeat(np.float64(read(scales, dtype)), 128, 1)[:, :k] if int8 else 1
-        x, described = np.float64(read(x, dtype)), (tokens, rows, k, n, m, dtype, int8)
+        x, described = np.float64(read(x, dtype)), (tokens, rows, k, n, m, dtype, int8, is_product)
+        x, y = (x.T, y.T) if is_product else (x, y)
         assert np.allclose(read(dense, dtype), weight, rtol=2**-8, atol=0), (self.paths[number], described)
         wanted = x @ weight.T + (0 if bias is None else read(bias, dtype))
         allowed = 0.02 * (np.abs(x) @ np.abs(weight).T + np.abs(wanted)) + (
@@ -139,6 +143,8 @@ class Fuzzer:
         )
         before, size, after = (int(random.choice([0, 1, 2, 3, 5, 8])), m * int(random.choice(EIGHTS[:12])), 1)
         special = bool(random.integers(2))
+        if rule == "pack":
+            size = 32 * int(random.choice([0, 1, 2, 3, 9]))
         if rule.startswith("decay"):
             dtype = result = FP32
         if rule == "transposable":
@@ -147,6 +153,7 @@ class Fuzzer:
             size = int(random.choice([0, 1, 7, 8, 65, 4095, 4096, 4097, 9001]))
         elif random.integers(2):
             after = int(random.integers(0, 150))
+            before = 1 if rule == "pack" else before
         self.threads = int(random.integers(1, 4))
         x = mask = random.integers(0, 2, (before, size)).astype(np.uint8)
         bits = np.packbits(mask, axis=1, bitorder="little")
@@ -155,7 +162,9 @@ class Fuzzer:
         if rule in ("nm-mask", "transposable", "pack-bits"):
             y = np.full(bits.shape if rule == "pack-bits" else x.shape, 7, np.uint8)
         else:
-            y = stored(np.zeros(x.shape, np.float32), result := dtype if rule == "mvue" else result)
+            y = stored(np.zeros(x.shape, np.float32), result := dtype if rule in ("mvue", "pack") else result)
+        if rule == "pack":  # values, and the bytes of their mask
+            y = np.zeros((x.size // 2 * x.itemsize + x.size // 8) // x.itemsize, x.dtype)
         operands = [x, {"mask": mask, "bits": bits, "decay": mask, "decay-bits": bits}.get(rule), y]
         if random.integers(2):
             operands = [before_a_protected_page(operand) for operand in operands]

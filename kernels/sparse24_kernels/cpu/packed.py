@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import STEP, scale_columns
+from ..formats import OPERAND_MULTIPLE, STEP, operand_columns, scale_columns
 from .library import DTYPES, loaded
+from .prune import run
 
 
 def packed_linear(
@@ -17,11 +18,32 @@ def packed_linear(
     Where a weight is zero, inf and NaN of x may not show. Few tokens and int8 values: AVX-512 with VNNI rounds x to
     8 bits, with a scale for each token and 128 inputs. More tokens: what multiplies in bf16 rounds the weight to it.
     """
-    each = _values_of_a_step(x, values, mask, scales, m, bias)
+    return _multiply(x, values, mask, scales, m, bias, False)
+
+
+def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
+    """A packed 2:4 `[R, K]` times `[K, N]` -> `[R, N]`. Sums are those of `packed_linear` in fp32."""
+    return _multiply(dense, values, mask, None, 4, None, True)
+
+
+def pack_operand(matrix: Tensor, dim: int) -> Tensor:
+    """A 2:4 matrix, or its transpose where `dim` is 0, in one tensor: all values, and then the mask."""
+    k, rows = matrix.shape[dim], matrix.shape[1 - dim]
+    if k % OPERAND_MULTIPLE:
+        raise ValueError(f"pack_operand: K = {k} is no multiple of {OPERAND_MULTIPLE}")
+    operand = matrix.new_empty(rows, operand_columns(k, matrix.itemsize))
+    run("pack", matrix, operand, dim)
+    return operand
+
+
+def _multiply(
+    x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None, is_product: bool
+) -> Tensor:
+    each = _values_of_a_step(x.t() if is_product and x.dim() == 2 else x, values, mask, scales, m, bias)
     x, values, mask = x.contiguous(), values.contiguous(), mask.contiguous()
     bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, scales))
-    (tokens, k), rows = x.shape, len(values)
-    y = x.new_empty(tokens, rows)
+    (k, tokens), rows = x.shape if is_product else x.shape[::-1], len(values)
+    y = x.new_empty((rows, tokens) if is_product else (tokens, rows))
     loaded().call(
         "sparse24_linear",
         x.data_ptr(),
@@ -36,6 +58,7 @@ def packed_linear(
         each,
         m,
         DTYPES[x.dtype],
+        is_product,
     )
     return y
 

@@ -10,7 +10,7 @@ from ..formats import mask_bytes
 from .library import DTYPES, loaded
 
 _PRUNING = ("magnitude", "soft-threshold", "mask", "bits")
-_RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "decay-bits")
+_RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "decay-bits", "pack")
 """By their number in native/problem.h."""
 
 LARGEST_M = 64

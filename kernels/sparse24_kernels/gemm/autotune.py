@@ -1,4 +1,5 @@
-"""Which GEMMs run sparse: verdicts from measurements, and dense math where nothing was measured.
+"""Which GEMMs run sparse, on a GPU by cuSPARSELt and on a CPU by our kernels: verdicts from measurements, and dense
+math where nothing was measured.
 
 Measurements are kept in `gemms.json` in the user's cache folder, by environment and problem. Each holds for a *bucket*
 of n (`problem.bucket`), measured at its largest n. So varying batch shapes need no measurement each, and a graph that
@@ -17,7 +18,8 @@ import torch
 
 from .. import first_use
 from ..cache_folder import cache_folder, write_json
-from . import cusparselt
+from ..cpu.library import loaded
+from . import cpu_kernels, cusparselt
 from .measure import Rejected, first_difference, prepare, try_algorithm
 from .problem import Algorithm, GemmProblem, bucket
 
@@ -29,16 +31,23 @@ this margin, that variation does not make sparse slower than dense."""
 
 NOT_TUNED = "not tuned: run `hf-sparse24 tune`"
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in cusparselt.DTYPES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*cusparselt.DTYPES, torch.float32)}
 
 
 class Environment(NamedTuple):
-    """What a measurement is valid for besides its problem. Versions as torch gives them: cuSPARSELt 0.8.1 is "801"."""
+    """What a measurement is valid for besides its problem.
+
+    Attributes:
+        device: its model; of a CPU with the number of threads.
+        capability: of a CPU the path of our kernels.
+        torch: its version.
+        kernels: the version of cuSPARSELt as torch gives it, 0.8.1 is "801"; the name of our kernels' file.
+    """
 
     device: str
     capability: str
     torch: str
-    cusparselt: str
+    kernels: str
 
 
 class Measured(NamedTuple):
@@ -65,7 +74,7 @@ Table = dict[tuple[Environment, GemmProblem], Entry]
 
 
 class Verdict(NamedTuple):
-    """The decision for a GEMM: `backend` is "cusparselt" or "dense".
+    """The decision for a GEMM: `backend` is "cusparselt", "cpu" or "dense".
 
     `algorithm` is the fastest that passed its checks, with its times, even where dense is faster; None where none
     passed. `measured` is False where no measurement exists, so nothing is known of the sparse algorithms.
@@ -85,11 +94,31 @@ _lock = threading.RLock()  # autograd calls `choose` from its threads
 
 
 def current_environment(device: torch.device) -> Environment:
-    name, capability = device.type, ""
+    name, capability, kernels = device.type, "", str(cusparselt.version())
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    return Environment(name, capability, str(torch.__version__), str(cusparselt.version()))
+    elif uses_cpu_kernels(device) and cpu_kernels.unsupported_device(device) is None:
+        name = f"{first_use.device_name(device)}, threads: {torch.get_num_threads()}"
+        capability, kernels = loaded().path, loaded().file.name
+    return Environment(name, capability, str(torch.__version__), kernels)
+
+
+def uses_cpu_kernels(device: torch.device) -> bool:
+    """Whether our kernels for CPUs would run the sparse GEMMs, and not cuSPARSELt."""
+    return device.type == "cpu" and cusparselt.unsupported_device(device) is not None
+
+
+def unsupported_device(device: torch.device) -> str | None:
+    """Why nothing runs a sparse GEMM on `device`, or None where something does."""
+    return (cpu_kernels if uses_cpu_kernels(device) else cusparselt).unsupported_device(device)
+
+
+def unsupported_matrix(problem: GemmProblem, device: torch.device) -> str | None:
+    """Why no sparse algorithm of such a device takes the operand of a problem, or None where one does."""
+    if uses_cpu_kernels(device):
+        return cpu_kernels.unsupported_matrix(problem.k, problem.dtype)
+    return cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
 
 
 def table_path() -> Path:
@@ -121,17 +150,16 @@ def _verdict(
 
 
 def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> Verdict:
-    unsupported = cusparselt.unsupported_device(device)
-    unsupported = unsupported or cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
-    if unsupported:
-        return _unmeasured(unsupported)
+    if reason := unsupported_device(device) or unsupported_matrix(problem, device):
+        return _unmeasured(reason)
     if not _tables:
         _tables.append(read())
     entry = _tables[0].get((current_environment(device), problem))
-    return _unmeasured(NOT_TUNED) if entry is None else _judge(problem, entry, deterministic)
+    backend = "cpu" if uses_cpu_kernels(device) else "cusparselt"
+    return _unmeasured(NOT_TUNED) if entry is None else _judge(problem, entry, deterministic, backend)
 
 
-def _judge(problem: GemmProblem, entry: Entry, deterministic: bool) -> Verdict:
+def _judge(problem: GemmProblem, entry: Entry, deterministic: bool, backend: str) -> Verdict:
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
     if not entry.candidates:
         reason = ": ".join((where, "no algorithm passes the checks", *entry.failures[:1]))
@@ -144,7 +172,7 @@ def _judge(problem: GemmProblem, entry: Entry, deterministic: bool) -> Verdict:
     if best.speedup < MARGIN:
         reason = f"{reason} where {MARGIN} is required"
         return Verdict("dense", algorithm, sparse_us, dense_us, reason, measured=True)
-    return Verdict("cusparselt", algorithm, sparse_us, dense_us, reason, measured=True)
+    return Verdict(backend, algorithm, sparse_us, dense_us, reason, measured=True)
 
 
 def _unmeasured(reason: str) -> Verdict:
@@ -170,16 +198,16 @@ def tune(
     """Measure the buckets of problems, save after each, and return what `choose` now says of them.
 
     Ctrl-C keeps the buckets that are measured. `on_progress` gets each bucket's problem, and how many are done.
-    ValueError: cuSPARSELt cannot run here, or the table is damaged. RuntimeError: the device fails.
+    ValueError: no sparse GEMM runs here, or the table is damaged. RuntimeError: the device fails.
     """
-    if reason := cusparselt.unsupported_device(device):
+    if reason := unsupported_device(device):
         raise ValueError(f"nothing to tune: {reason}")
     problems = list(problems)
     unmeasured: dict[GemmProblem, Verdict] = {}
     for done, problem in enumerate(dict.fromkeys(problem._replace(n=bucket(problem.n)) for problem in problems)):
         if on_progress is not None:
             on_progress(problem, done)
-        reason = cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
+        reason = unsupported_matrix(problem, device)
         if reason is None:
             try:
                 _remember(problem, device, search(problem, device))
@@ -192,7 +220,10 @@ def tune(
 
 @torch.no_grad()
 def search(problem: GemmProblem, device: torch.device) -> Entry:
-    """What cuSPARSELt's own search finds, that without split-k, and the default: each checked and timed."""
+    """What cuSPARSELt's own search finds, that without split-k, and the default: each checked and timed. A CPU has one
+    algorithm."""
+    if uses_cpu_kernels(device):
+        return Entry((Measured(Algorithm(), *cpu_kernels.times(problem)),))
     with torch.cuda.device(device if device.type == "cuda" else -1):
         cases = prepare(problem, device)
         passed: list[Measured] = []

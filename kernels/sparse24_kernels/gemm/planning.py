@@ -8,12 +8,14 @@ from torch import Tensor
 from ..checks import check_floating, check_is, check_matrix, check_packed
 from ..formats import Packed, Pattern
 from .backend import DENSE, GemmBackend, GemmPlan, automatic_backends, find_backend, register_backend
+from .cpu import CPU
 from .operand import Operand
 from .packed import PACKED
 from .problem import GemmProblem
 from .sparse_tensor_cores import CUSPARSELT
 
 register_backend(CUSPARSELT, auto=True)
+register_backend(CPU, auto=True)
 
 
 class BackendChoice(NamedTuple):
@@ -75,13 +77,16 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
         if isinstance(planned, str):
             return _dense(problem, device, planned)
         return planned._replace(reason=f"requested; {planned.reason}")
-    refusals = []
+    elsewhere, refusals = [], []
     for candidate in automatic_backends():
-        planned = candidate.unsupported(device) or candidate.plan(problem, device, False)
+        if reason := candidate.unsupported(device):
+            elsewhere.append(reason)
+            continue
+        planned = candidate.plan(problem, device, False)
         if isinstance(planned, GemmPlan):
             return planned
         refusals.append(planned)
-    return _dense(problem, device, "; ".join(refusals))
+    return _dense(problem, device, "; ".join(refusals or elsewhere))
 
 
 def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..formats import SCALED
+from ..formats import SCALED, operand_columns
 from .masks import integer_of, nm_mask, pack_bits, unpack_bits
 
 
@@ -37,6 +37,22 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
     values = values if scales is None else scaled(values, scales, k)
     dense = values.new_zeros(len(mask), k, dtype=integer_of(values))  # as integers: values are only moved
     return dense.masked_scatter_(unpack_bits(mask, k), values.view(dense.dtype)).view(values.dtype)
+
+
+def pack_operand(matrix: Tensor, dim: int) -> Tensor:
+    """A 2:4 matrix `[R, K]`, or its transpose where `dim` is 0, in one tensor: all values, and then the mask.
+
+    Zeros fill up what keeps less than two of four. K is a multiple of 32.
+    """
+    matrix = matrix.t() if dim == 0 else matrix
+    mask = nm_mask((matrix != 0).to(matrix.dtype), 2, 4, 1, packed=False)
+    parts = select(matrix, mask, 2, 4).view(-1), pack_bits(mask).view(-1).view(matrix.dtype)
+    return torch.cat(parts).view(len(matrix), operand_columns(matrix.shape[1], matrix.itemsize))
+
+
+def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
+    """A packed 2:4 `[R, K]` times `[K, N]` -> `[R, N]`."""
+    return unpack_nm(values, mask, None, 4) @ dense
 
 
 def packed_linear(

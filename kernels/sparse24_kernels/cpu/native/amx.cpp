@@ -117,7 +117,7 @@ void multiply_task(int64_t begin, int64_t end, void* opaque) {
 
 int linear(const Linear& p) {
   const int64_t few = p.value_dtype == INT8 ? 4 : 2;  // for more, reading x again for every row takes longer
-  if (p.dtype != BF16 || p.tokens <= few) return path_avx512_bf16.linear(p);
+  if (p.dtype != BF16 || p.tokens <= few || p.is_product) return path_avx512_bf16.linear(p);
   return many_tokens(p, p.value_dtype == INT8 ? multiply_task<int8_t> : multiply_task<bf16>, 2);
 }
 

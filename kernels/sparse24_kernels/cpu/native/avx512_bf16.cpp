@@ -296,8 +296,8 @@ int few_tokens_int8(const Linear& p) {
 }
 
 int linear(const Linear& p) {
-  if (p.value_dtype == INT8 && p.tokens <= 8) return few_tokens_int8(p);
-  if (p.dtype != BF16) return path_avx512.linear(p);
+  if (p.value_dtype == INT8 && p.tokens <= 8 && !p.is_product) return few_tokens_int8(p);
+  if (p.dtype != BF16 || p.is_product) return path_avx512.linear(p);
   if (p.value_dtype == BF16 && p.tokens <= 4) return few_tokens_bf16(p);
   if (p.is_24 && p.tokens >= PAIRED_TOKENS)
     return many_tokens(p, p.value_dtype == INT8 ? multiply_task<int8_t> : multiply_task<bf16>, 4);

@@ -8,7 +8,7 @@ namespace {
 
 template <class V>
 int linear_of(const Linear& p) {
-  return p.tokens <= WIDTH / 2 ? few_tokens<V>(p) : many_tokens<V>(p);
+  return p.tokens <= WIDTH / 2 && !p.is_product ? few_tokens<V>(p) : many_tokens<V>(p);
 }
 
 int linear(const Linear& p) {

@@ -61,17 +61,17 @@ const char* sparse24_path(int number) {
 
 int sparse24_linear(int path, const void* x, const void* values, const uint8_t* mask, const void* scales,
                     const void* bias, void* y, int64_t tokens, int64_t rows, int64_t k, int64_t each, int64_t m, int64_t dtype,
-                    ParallelFor parallel_for) {
+                    int64_t is_product, ParallelFor parallel_for) {
   const int64_t value_dtype = scales ? (int64_t)INT8 : dtype;
   return candidates[path].path->linear({x, values, mask, scales, bias, y, tokens, rows, k, each, dtype, value_dtype,
-                                        m == 4 && each == STEP / 2, parallel_for});
+                                        m == 4 && each == STEP / 2, is_product != 0, parallel_for});
 }
 
 int sparse24_unpack(int path, const void* values, const uint8_t* mask, const void* scales, void* y, int64_t rows,
                     int64_t k, int64_t each, int64_t dtype, ParallelFor parallel_for) {
   const int64_t value_dtype = scales ? (int64_t)INT8 : dtype;
   return candidates[path].path->unpack({nullptr, values, mask, scales, nullptr, y, 0, rows, k, each, dtype, value_dtype, false,
-                                        parallel_for});
+                                        false, parallel_for});
 }
 
 int sparse24_prune(int path, int64_t rule, const void* x, const uint8_t* mask, void* y, int64_t before, int64_t size,

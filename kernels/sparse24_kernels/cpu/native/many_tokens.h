@@ -1,122 +1,194 @@
-// A packed weight times many tokens: x lies transposed, so that a vector holds one input of many tokens, and a zero of
-// the weight costs nothing at all. Compilers make vectors of any path from the type `Tokens`.
+// A packed matrix times many tokens: x lies so that a vector holds one input of many tokens, and a zero of the matrix
+// costs nothing at all. Compilers make vectors of any path from the type `Tokens`.
 //
-// The sum of a row and a token takes the values in their order, by multiplying and adding in fp32.
+// Each value is multiplied with `VECTORS` vectors from L1, where a block of x has STEP inputs; sums stay in L2. Blocks
+// lie in the order in which they are read. The sum of a row and a token takes the values in their order, by multiplying
+// and adding in fp32, for any number of tokens or threads.
 #pragma once
 #include "problem.h"
 
 namespace {
 
 constexpr int WIDTH = VECTOR_BYTES / 4;  // tokens in a vector
-typedef float Tokens __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
-constexpr int64_t DEPTH = 128;        // inputs that are multiplied before the next row: 4 vectors of each fit in L1
-constexpr int64_t CHUNK_ROWS = 256;   // rows whose sums stay in L2
-constexpr int64_t MOST_TOKENS = 512;  // whose x is kept, transposed: for more, all starts again
-constexpr int64_t ROWS_AHEAD = 8;     // prefetched, because hardware does not foresee the jump to the next row
+typedef float Tokens __attribute__((vector_size(VECTOR_BYTES)));
+constexpr int VECTORS = 8;                  // of tokens, in a tile; sums of so many are in registers
+constexpr int64_t TILE = VECTORS * WIDTH;
+constexpr int64_t CHUNK = 128;        // rows whose sums stay in L2
+constexpr int64_t MOST_TOKENS = 512;  // whose x is kept in blocks: for more, all starts again
 
-// Two rows, or one, times N vectors of tokens and the inputs [begin, end). `x` is [k, N * WIDTH], `sums` a row's.
-template <class V, int R, int N>
-inline void many_rows(const Linear& p, const float* x, float* sums, int64_t row, int64_t begin, int64_t end) {
-  Tokens total[R][N];
-#pragma GCC unroll 2
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) total[r][n] = ((const Tokens*)sums)[r * N + n];
-  const int64_t size = values_of(p, p.k), count = values_of(p, end - begin);
-  const V* values = (const V*)p.values + row * size + values_of(p, begin);
-  uint8_t places[R][DEPTH + 8] = {};
-  float scales[R];
-  for (int r = 0; r < R; r++) {
-    find_places(p.mask + ((row + r) * p.k + begin) / 8, (end - begin) / 8, places[r]);
-    scales[r] = sizeof(V) == 1 ? scale_of(p, row + r, begin) : 1.0f;
-    for (int64_t ahead = 0; ahead < count; ahead += 64 / sizeof(V))
-      __builtin_prefetch(values + (r + ROWS_AHEAD) * size + ahead);
-  }
-  x += begin * (N * WIDTH);
-  for (int64_t i = 0; i < count; i++)
-#pragma GCC unroll 2
-    for (int r = 0; r < R; r++) {
-      float value = to_float(values[r * size + i]);
-      if (sizeof(V) == 1) value *= scales[r];
-      const Tokens* at = (const Tokens*)(x + places[r][i] * (N * WIDTH));
-#pragma GCC unroll 4
-      for (int n = 0; n < N; n++) total[r][n] += value * at[n];
+// `count` tokens from `token` on. The block of a step and a tile is [inputs of the step, width of the tile]; the blocks
+// of a step lie one behind another.
+struct Many { const Linear& p; float* x; int64_t token, count, width; int failed; };
+
+// Vectors in the tile that starts with a token: a power of two, so that VECTORS sums are those of whole rows.
+inline int vectors_of(const Many& c, int64_t tile) {
+  int vectors = VECTORS;
+  while (vectors > 1 && vectors / 2 * WIDTH >= c.count - tile) vectors /= 2;
+  return vectors;
+}
+
+inline int64_t inputs_of(const Linear& p, int64_t j) { return p.k - j < STEP ? p.k - j : STEP; }
+
+// to[j][i] = f(j, from[i][j]) of a square: whole lines of fp32. Constant sizes make it twice as fast.
+constexpr int64_t SIDE = 16;
+template <class X, class Y, class F>
+inline __attribute__((always_inline)) void transpose(const X* from, int64_t stride, int64_t rows, int64_t columns, Y* to,
+                                                     int64_t to_stride, const F& f) {
+  float square[SIDE][SIDE];
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j++) square[i][j] = to_float(from[i * stride + j]);
+  for (int64_t j = 0; j < columns; j++)
+    for (int64_t i = 0; i < rows; i++) from_float(f(i, square[i][j]), to + j * to_stride + i);
+}
+
+template <class X, class Y, class F>
+inline void transpose_all(const X* from, int64_t stride, int64_t rows, int64_t columns, Y* to, int64_t to_stride, const F& f) {
+  for (int64_t i = 0; i < rows; i += SIDE)
+    for (int64_t j = 0; j < columns; j += SIDE) {
+      const X* at = from + i * stride + j;
+      const auto of_row = [&](int64_t row, float x) { return f(i + row, x); };
+      if (rows - i >= SIDE && columns - j >= SIDE)
+        transpose(at, stride, SIDE, SIDE, to + j * to_stride + i, to_stride, of_row);
+      else
+        transpose(at, stride, rows - i < SIDE ? rows - i : SIDE, columns - j < SIDE ? columns - j : SIDE,
+                  to + j * to_stride + i, to_stride, of_row);
     }
-#pragma GCC unroll 2
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) ((Tokens*)sums)[r * N + n] = total[r][n];
 }
 
-// `count` tokens from `token` on, in parts of 4 vectors; the last part has as many vectors as it needs. x of a part is
-// [k, its vectors * WIDTH], and starts at x + k * the tokens before it.
-struct Many { const Linear& p; float* x; int64_t token, count; int failed; };
-
-inline int64_t vectors_of(const Many& c, int64_t part) {
-  const int64_t left = (c.count - part + WIDTH - 1) / WIDTH;
-  return left < 4 ? left : 4;
-}
-
+// The block of a tile, which starts with an input, from x [tokens, k], or of a product [k, tokens].
 template <class X>
-inline void transpose_part(const Many& c, int64_t part, int64_t begin, int64_t end) {
-  const int64_t k = c.p.k, columns = vectors_of(c, part) * WIDTH;
-  const X* from = (const X*)c.p.x + (c.token + part) * k;
-  float* to = c.x + part * k;
-  for (int64_t j = begin; j < end; j += 8)
-    for (int64_t t = 0; t < columns; t++)
-      for (int i = 0; i < 8; i++) to[(j + i) * columns + t] = part + t < c.count ? to_float(from[t * k + j + i]) : 0.0f;
+inline void pack_block(const Many& c, int64_t j, int64_t tile) {
+  const int64_t size = inputs_of(c.p, j), width = vectors_of(c, tile) * WIDTH;
+  const int64_t count = c.count - tile < width ? c.count - tile : width, first = c.token + tile;
+  float* to = c.x + j * c.width + tile * size;
+  if (count < width) memset(to, 0, size * width * 4);
+  if (c.p.is_product) {
+    for (int64_t i = 0; i < size; i++)
+      for (int64_t t = 0; t < count; t++) to[i * width + t] = to_float(((const X*)c.p.x)[(j + i) * c.p.tokens + first + t]);
+    return;
+  }
+  transpose_all((const X*)c.p.x + first * c.p.k + j, c.p.k, count, size, to, width, [](int64_t, float x) { return x; });
 }
 
-inline void transpose_task(int64_t begin, int64_t end, void* opaque) {
+inline void pack_task(int64_t step, int64_t end, void* opaque) {
   const Many& c = *(const Many*)opaque;
   with_type(c.p, [&](auto type) {
-    for (int64_t part = 0; part < c.count; part += 4 * WIDTH) transpose_part<decltype(type)>(c, part, 8 * begin, 8 * end);
+    for (; step < end; step++)
+      for (int64_t tile = 0; tile < c.count; tile += TILE) pack_block<decltype(type)>(c, step * STEP, tile);
     return 0;
   });
 }
 
-template <class V, int N>
-inline void multiply_part(const Many& c, int64_t part, int64_t top, int64_t rows, float* sums) {
-  const Linear& p = c.p;
-  const float* x = c.x + part * p.k;
-  memset(sums, 0, rows * N * WIDTH * 4);
-  for (int64_t j = 0; j < p.k; j += DEPTH) {
-    const int64_t stop = p.k - j < DEPTH ? p.k : j + DEPTH;
-    int64_t r = 0;
-    for (; r + 2 <= rows; r += 2) many_rows<V, 2, N>(p, x, sums + r * N * WIDTH, top + r, j, stop);
-    if (r < rows) many_rows<V, 1, N>(p, x, sums + r * N * WIDTH, top + r, j, stop);
+// VECTORS / N rows times N vectors of tokens. Rows have `count` values, their places in the block, and sums.
+template <int N>
+inline void multiply_rows(const float* x, const float* values, const uint8_t* places, int64_t count, float* sums) {
+  constexpr int R = VECTORS / N;
+  Tokens total[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) total[r][n] = ((const Tokens*)sums)[r * N + n];
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < count; i++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Tokens* at = (const Tokens*)x + places[r * count + i] * N;
+      const float value = values[r * count + i];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; n++) total[r][n] += value * at[n];
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) ((Tokens*)sums)[r * N + n] = total[r][n];
+}
+
+template <int N>
+inline void multiply_tile(const float* x, const float* values, const uint8_t* places, int64_t count, int64_t rows,
+                          float* sums) {
+  constexpr int R = VECTORS / N;
+  for (int64_t row = 0; row < rows; row += R) {
+    // Hardware does not foresee the next block, whose lines are fetched while this one is multiplied.
+    for (int64_t line = 0; line < R * STEP * TILE / CHUNK; line += 16)
+      __builtin_prefetch(x + STEP * TILE + row * (STEP * TILE / CHUNK) + line, 0, 2);
+    multiply_rows<N>(x, values + row * count, places + row * count, count, sums + row * N * WIDTH);
   }
-  for (int64_t t = 0; t < N * WIDTH && part + t < c.count; t++)
-    for (int64_t r = 0; r < rows; r++) write(p, c.token + part + t, top + r, sums[r * N * WIDTH + t]);
+}
+
+template <class Y>
+inline void write_tile(const Many& c, int64_t tile, int64_t top, int64_t rows, const float* sums) {
+  const int64_t width = vectors_of(c, tile) * WIDTH, first = c.token + tile;
+  const int64_t count = c.count - tile < width ? c.count - tile : width;
+  if (c.p.is_product) {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t t = 0; t < count; t++) from_float(sums[r * width + t], (Y*)c.p.y + (top + r) * c.p.tokens + first + t);
+    return;
+  }
+  float bias[CHUNK] = {};
+  for (int64_t r = 0; c.p.bias && r < rows; r++) bias[r] = to_float(((const Y*)c.p.bias)[top + r]);
+  transpose_all(sums, width, rows, count, (Y*)c.p.y + first * c.p.rows + top, c.p.rows,
+                [&](int64_t row, float sum) { return sum + bias[row]; });
+}
+
+// What a step's values are multiplied from: fp32, and their places, of up to CHUNK rows; zeros fill up the last VECTORS.
+struct Block {
+  float values[CHUNK * STEP];
+  uint8_t places[CHUNK * STEP + STEP + 8];
+};
+
+template <class V>
+inline void decode(const Linear& p, int64_t top, int64_t rows, int64_t j, Block& block) {
+  const int64_t size = inputs_of(p, j), count = values_of(p, size);
+  for (int64_t r = 0; r < rows; r++) {
+    const V* values = (const V*)p.values + (top + r) * values_of(p, p.k) + values_of(p, j);
+    const float scale = sizeof(V) == 1 ? scale_of(p, top + r, j) : 1.0f;
+    find_places(p.mask + ((top + r) * p.k + j) / 8, size / 8, block.places + r * count);
+    for (int64_t i = 0; i < count; i++) block.values[r * count + i] = to_float(values[i]) * scale;
+    for (int64_t ahead = count; ahead < 2 * count; ahead += 64 / sizeof(V)) __builtin_prefetch(values + ahead, 0, 2);
+  }
+  const int64_t missing = round_up(rows, VECTORS) - rows;
+  memset(block.places + rows * count, 0, missing * count);
+  memset((void*)(block.values + rows * count), 0, missing * count * 4);
 }
 
 template <class V>
 void multiply_task(int64_t begin, int64_t end, void* opaque) {
   Many& c = *(Many*)opaque;
-  Scratch memory(CHUNK_ROWS * 4 * WIDTH * 4);
+  Scratch memory(sizeof(Block) + CHUNK * c.width * 4);
+  if (!memory.data) { __atomic_store_n(&c.failed, 1, __ATOMIC_RELAXED); return; }
+  Block& block = *(Block*)((char*)memory.data + CHUNK * c.width * 4);
   float* sums = (float*)memory.data;
-  if (!sums) { __atomic_store_n(&c.failed, 1, __ATOMIC_RELAXED); return; }
-  for (int64_t top = begin; top < end; top += CHUNK_ROWS) {
-    const int64_t rows = end - top < CHUNK_ROWS ? end - top : CHUNK_ROWS;
-    for (int64_t part = 0; part < c.count; part += 4 * WIDTH) {
-      const int64_t n = vectors_of(c, part);
-      auto multiply = n == 4 ? multiply_part<V, 4> : n == 3 ? multiply_part<V, 3>
-                    : n == 2 ? multiply_part<V, 2> : multiply_part<V, 1>;
-      multiply(c, part, top, rows, sums);
+  for (int64_t top = begin; top < end; top += CHUNK) {
+    const int64_t rows = end - top < CHUNK ? end - top : CHUNK;
+    memset(sums, 0, CHUNK * c.width * 4);
+    for (int64_t j = 0; j < c.p.k; j += STEP) {
+      const int64_t size = inputs_of(c.p, j), count = values_of(c.p, size);
+      decode<V>(c.p, top, rows, j, block);
+      for (int64_t tile = 0; tile < c.count; tile += TILE) {
+        const int n = vectors_of(c, tile);
+        auto multiply = n == 8 ? multiply_tile<8> : n == 4 ? multiply_tile<4> : n == 2 ? multiply_tile<2> : multiply_tile<1>;
+        multiply(c.x + j * c.width + tile * size, block.values, block.places, count, rows, sums + tile * CHUNK);
+      }
     }
+    with_type(c.p, [&](auto type) {
+      for (int64_t tile = 0; tile < c.count; tile += TILE) write_tile<decltype(type)>(c, tile, top, rows, sums + tile * CHUNK);
+      return 0;
+    });
   }
 }
 
 template <class V>
 int many_tokens(const Linear& p) {
-  const int64_t most = p.tokens < MOST_TOKENS ? round_up(p.tokens, WIDTH) : MOST_TOKENS;
-  Scratch x(p.k * most * 4);
+  Many many{p, nullptr, 0, p.tokens < MOST_TOKENS ? p.tokens : MOST_TOKENS, 0, 0};
+  Scratch x(p.k * round_up(many.count, TILE) * 4);
   if (!x.data) return 1;
-  Many many{p, (float*)x.data, 0, 0, 0};
+  many.x = (float*)x.data;
   int status = 0;
   for (; !status && !many.failed && many.token < p.tokens; many.token += MOST_TOKENS) {
     many.count = p.tokens - many.token < MOST_TOKENS ? p.tokens - many.token : MOST_TOKENS;
-    status = p.parallel_for(0, p.k / 8, 128, transpose_task, &many);
+    const int64_t last = (many.count - 1) / TILE * TILE;
+    many.width = last + vectors_of(many, last) * WIDTH;
+    status = p.parallel_for(0, (p.k + STEP - 1) / STEP, 1, pack_task, &many);
     if (!status) status = p.parallel_for(0, p.rows, ROWS_PER_TASK, multiply_task<V>, &many);
   }
   return status ? status : many.failed;

@@ -24,6 +24,7 @@ struct Linear {
   void* y;
   int64_t tokens, rows, k, each, dtype, value_dtype;  // `each` values of STEP weights
   bool is_24;                                         // whether two of every four are kept
+  bool is_product;                                    // x is [k, tokens], and y [rows, tokens]
   ParallelFor parallel_for;
 };
 
@@ -34,7 +35,7 @@ struct Path {
   int (*unpack)(const Linear&);  // y is the dense [rows, k]; x, bias and tokens are unused
 };
 
-enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS, DECAY, DECAY_BITS };
+enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS, DECAY, DECAY_BITS, PACK };
 
 // What is made of x, [before, size, after] in groups of m along `size`, or where a rule has no groups along another
 // dimension a matrix [before, size]. All contiguous.
@@ -42,7 +43,8 @@ struct Pruning {
   int64_t rule;
   const void* x;        // of `dtype`; of PACK_BITS bytes of 0 and 1
   const uint8_t* mask;  // of MASK and DECAY bytes like x, of BITS and DECAY_BITS [before, ceil(size / 8)]
-  void* y;              // of `result_dtype`; of NM_MASK and TRANSPOSABLE bytes of 0 and 1, of PACK_BITS packed bits
+  void* y;              // of `result_dtype`; of NM_MASK and TRANSPOSABLE bytes of 0 and 1, of PACK_BITS packed bits, of
+                        // PACK the values of a 2:4 matrix [before * after, size / 2], then its mask
   int64_t before, size, after, dtype, result_dtype, n, m;  // m above 64: no path has it
   float scale;   // of SOFT_THRESHOLD, and of DECAY its strength
   uint64_t key;  // of MVUE

@@ -300,6 +300,66 @@ int pack_bits(const Pruning& p) {
   });
 }
 
+// Of each group of a 2:4 matrix the two that are kept, and their bits: what is not zero, and the first others.
+inline void find_kept(const Four x, float first[N], float second[N], uint8_t bits[N]) {
+  for (int g = 0; g < N; g++) {
+    int32_t keep[4], left = 2, others = 2;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) others -= x[i][g] != 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const int32_t is_zero = x[i][g] == 0;
+      keep[i] = is_zero ? others > 0 : left > 0;  // a NaN may fill a group
+      others -= is_zero & keep[i], left -= keep[i];
+    }
+    first[g] = keep[0] ? x[0][g] : keep[1] ? x[1][g] : x[2][g];
+    second[g] = keep[3] ? x[3][g] : keep[2] ? x[2][g] : x[1][g];
+    bits[g] = keep[0] | keep[1] << 1 | keep[2] << 2 | keep[3] << 3;
+  }
+}
+
+template <class X>
+int pack(const Pruning& p) {
+  X* values = (X*)p.y;
+  uint8_t* mask = (uint8_t*)(values + p.before * p.size * p.after / 2);
+  constexpr int GROUPS = 8;  // of a column at a time: a line of fp32 values
+  if (p.after == 1) {
+    const int64_t total = p.before * p.size, block = 4 * N;
+    return parallel(p, (total + block - 1) / block, block, [&](int64_t b) {
+      Four x;
+      float kept[2][N];
+      uint8_t bits[N];
+      const int64_t at = b * block, count = total - at < block ? total - at : block;
+      load_row((const X*)p.x + at, count, x);
+      find_kept(x, kept[0], kept[1], bits);
+      for (int64_t i = 0; i < count / 2; i++) from_float(kept[i % 2][i / 2], values + at / 2 + i);
+      for (int64_t i = 0; i < count / 8; i++) mask[at / 8 + i] = bits[2 * i] | bits[2 * i + 1] << 4;
+    });
+  }
+  return parallel(p, p.size / (4 * GROUPS), 4 * GROUPS * p.after, [&](int64_t item) {
+    for (int64_t column = 0; column < p.after; column += N) {
+      const int64_t count = p.after - column < N ? p.after - column : N;
+      float kept[GROUPS][2][N];
+      uint8_t bits[GROUPS][N];
+      for (int group = 0; group < GROUPS; group++) {
+        Four x = {};
+        const X* from = (const X*)p.x + (item * GROUPS + group) * 4 * p.after + column;
+        for (int i = 0; i < 4; i++)
+          for (int64_t g = 0; g < count; g++) x[i][g] = to_float(from[i * p.after + g]);
+        find_kept(x, kept[group][0], kept[group][1], bits[group]);
+      }
+      for (int64_t g = 0; g < count; g++) {
+        X* to = values + (column + g) * p.size / 2 + item * 2 * GROUPS;
+        uint8_t* to_mask = mask + ((column + g) * p.size + item * 4 * GROUPS) / 8;
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUPS; i++) from_float(kept[i][0][g], to + 2 * i), from_float(kept[i][1][g], to + 2 * i + 1);
+#pragma GCC unroll 4
+        for (int i = 0; i < GROUPS / 2; i++) to_mask[i] = bits[2 * i][g] | bits[2 * i + 1][g] << 4;
+      }
+    }
+  });
+}
+
 // The best of the 90 transposable masks of a 4 x 4 tile, as the reference finds it.
 struct Scored { float score; int32_t bits; };
 inline Scored better(Scored a, Scored b) { return {b.score > a.score ? b.score : a.score, b.score > a.score ? b.bits : a.bits}; }
@@ -375,6 +435,7 @@ int prune(const Pruning& p) {
     if (p.rule == NM_MASK) return grouped<false, X, uint8_t>(p, NmMask{});
     if (p.rule == MVUE) return grouped<true, X, X>(p, Mvue{});
     if (p.rule == TRANSPOSABLE) return transposable<X>(p);
+    if (p.rule == PACK) return pack<X>(p);
     return with_dtype(p.result_dtype, [&](auto y) { return pruned<X, decltype(y)>(p); });
   });
 }

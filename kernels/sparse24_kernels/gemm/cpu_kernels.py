@@ -1,0 +1,89 @@
+"""A 2:4 matrix times a dense one on a CPU in fp32, by kernels that skip zeros: the operators, and their time.
+
+The 2:4 matrix is one tensor, its values and then its mask (`formats.split_operand`).
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..dispatch import choose_kernels, implementation
+from ..formats import OPERAND_MULTIPLE, operand_columns, split_operand
+from .packed import packed_linear
+from .problem import GemmProblem
+
+ROUNDS = 7
+
+
+@torch.library.custom_op("sparse24::pack_operand", mutates_args=())
+def pack_operand(matrix: Tensor, dim: int) -> Tensor:
+    """A 2:4 matrix `[R, K]`, or its transpose where `dim` is 0, in one tensor."""
+    return implementation("pack_operand", matrix)(matrix, dim)
+
+
+@pack_operand.register_fake
+def _(matrix: Tensor, dim: int) -> Tensor:
+    return matrix.new_empty(matrix.shape[1 - dim], operand_columns(matrix.shape[dim], matrix.itemsize))
+
+
+@torch.library.custom_op("sparse24::packed_mm", mutates_args=())
+def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
+    """A packed 2:4 `[R, K]` times `[K, N]` -> `[R, N]`."""
+    return implementation("packed_mm", dense)(values, mask, dense)
+
+
+@packed_mm.register_fake
+def _(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
+    return dense.new_empty(len(values), dense.shape[1])
+
+
+def compress(matrix: Tensor) -> Tensor:
+    """The operand that `linear` and `mm` multiply by, of a 2:4 `[m, k]` that is row-major or the transpose of such."""
+    return pack_operand(matrix.t(), 0) if matrix.t().is_contiguous() else pack_operand(matrix, 1)
+
+
+def linear(x: Tensor, operand: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear(x, matrix, bias)`, x `[..., k]`."""
+    values, mask = split_operand(operand)
+    return packed_linear(x.reshape(-1, x.shape[-1]), values, mask, None, 4, bias).view(*x.shape[:-1], len(values))
+
+
+def mm(operand: Tensor, dense: Tensor) -> Tensor:
+    """`matrix @ dense`."""
+    return packed_mm(*split_operand(operand), dense)
+
+
+@torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
+def unsupported_device(device: torch.device) -> str | None:
+    """Why the kernels cannot run on `device`, or None where they can."""
+    choice = choose_kernels(device, torch.float32, operator="packed_mm")
+    return None if choice.implementation == "cpu" else choice.reason
+
+
+def unsupported_matrix(k: int, dtype: torch.dtype) -> str | None:
+    """Why a 2:4 matrix with `k` columns is not multiplied, or None where it is."""
+    if dtype != torch.float32:
+        return f"the sparse GEMMs of CPUs run in fp32, not {dtype}"
+    return f"a CPU contracts multiples of {OPERAND_MULTIPLE}, not {k}" if k % OPERAND_MULTIPLE else None
+
+
+@torch.no_grad()
+def times(problem: GemmProblem) -> tuple[float, float]:
+    """Microseconds of the sparse GEMM, with packing its operand, and of the dense one: medians, taken in turns."""
+    matrix, columns = torch.randn(problem.m, problem.k), torch.randn(problem.n, problem.k)
+    matrix.unflatten(1, (-1, 4))[..., 2:] = 0
+    rows = columns.t().contiguous()
+    ways: tuple[Callable[[], Tensor], ...] = (
+        lambda: linear(columns, compress(matrix), None) if problem.transposed else mm(compress(matrix), rows),
+        lambda: torch.nn.functional.linear(columns, matrix) if problem.transposed else matrix @ rows,
+    )
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number in range(ROUNDS + 1):
+        for way, found in zip(ways, taken):
+            start = time.perf_counter()
+            way()
+            found += [1e6 * (time.perf_counter() - start)] if number else []  # the first one warms up
+    return statistics.median(taken[0]), statistics.median(taken[1])

@@ -1,0 +1,93 @@
+"""The sparse GEMMs of CPUs: what dense math computes, by half the multiplications, where a measurement chose them."""
+
+import pytest
+import sparse24_kernels as kernels
+import torch
+from sparse24_kernels.cpu.library import load
+from sparse24_kernels.formats import split_operand
+from sparse24_kernels.gemm import autotune, compress, cpu_kernels, linear_problem, mm_problem, plan_gemm
+from sparse24_kernels.gemm.cpu import CPU
+
+HERE = torch.device("cpu")
+pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="no kernels for this CPU")
+
+
+@pytest.fixture(autouse=True)
+def own_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))
+    autotune.reset()
+    yield
+    autotune.reset()
+
+
+def plan(problem):
+    found = plan_gemm(problem, HERE, "cpu")
+    assert found.backend is CPU and found.is_sparse
+    return found
+
+
+@pytest.mark.parametrize(("tokens", "out", "inputs"), [(1, 8, 32), (70, 33, 96), (129, 200, 1056), (600, 64, 64)])
+def test_linear(tokens, out, inputs):
+    weight, bias = kernels.nm_prune(torch.randn(out, inputs)), torch.randn(out)
+    x = torch.randn(2, tokens, inputs)
+    found = plan(linear_problem(2 * tokens, out, inputs, torch.float32))
+    for matrix in (weight, weight.t().contiguous().t()):  # row-major, and the transpose of what is
+        result = kernels.sparse_linear(x, compress(matrix, found), bias, plan=found)
+        torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(8, 5, 32), (33, 70, 96), (200, 300, 1056)])
+def test_product(m, n, k):
+    sparse, dense = kernels.nm_prune(torch.randn(m, k)), torch.randn(k, n)
+    found = plan(mm_problem(m, n, k, torch.float32))
+    result = kernels.sparse_mm(compress(sparse, found), dense, plan=found)
+    torch.testing.assert_close(result, sparse @ dense, rtol=1e-5, atol=1e-4)
+
+
+def test_the_same_bits_for_any_number_of_threads_and_tokens():
+    weight, x = kernels.nm_prune(torch.randn(300, 640)), torch.randn(700, 640)
+    found = plan(linear_problem(700, 300, 640, torch.float32))
+    operand, before = compress(weight, found), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(kernels.sparse_linear(x, operand, plan=found))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert torch.equal(kernels.sparse_linear(x[:97], operand, plan=found), results[0][:97])
+
+
+def test_an_operand_holds_the_matrix_and_half_of_its_zeros():
+    matrix = torch.tensor([[0.0, 0, 0, 3, 1, 0, 2, 0]]).repeat(3, 4)
+    values, mask = split_operand(cpu_kernels.compress(matrix))
+    assert values[0, :4].tolist() == [0, 3, 1, 2] and mask[0, 0] == 0b01011001
+    assert torch.equal(kernels.unpack_nm(kernels.Packed(values, mask)), matrix)
+
+
+def test_what_it_refuses_is_dense_with_its_reason():
+    for problem, reason in (
+        (linear_problem(64, 32, 48, torch.float32), "contracts multiples of 32, not 48"),
+        (linear_problem(64, 32, 32, torch.bfloat16), "run in fp32, not torch.bfloat16"),
+    ):
+        found = plan_gemm(problem, HERE, "cpu")
+        assert not found.is_sparse and reason in found.reason
+
+
+def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
+    problem = linear_problem(512, 64, 96, torch.float32)
+    assert plan_gemm(problem, HERE).reason == autotune.NOT_TUNED
+    monkeypatch.setattr(cpu_kernels, "times", lambda problem: (10.0, 15.0))
+    assert autotune.tune([problem], HERE)[problem].backend == "cpu"
+    found = plan_gemm(problem, HERE)
+    assert found.backend is CPU and "1.50 times as fast" in found.reason
+    monkeypatch.setattr(cpu_kernels, "times", lambda problem: (10.0, 9.0))
+    autotune.tune([problem], HERE)
+    found = plan_gemm(problem, HERE)
+    assert not found.is_sparse and "0.90 times as fast" in found.reason
+
+
+def test_times_are_those_of_both_kinds():
+    for problem in (linear_problem(32, 64, 96, torch.float32), mm_problem(64, 32, 96, torch.float32)):
+        assert all(us > 0 for us in cpu_kernels.times(problem))
