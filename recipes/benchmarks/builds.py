@@ -66,8 +66,8 @@ def random_ids(config: Any, *shape: int) -> Tensor:
     return torch.randint(3, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def training_step(model: Any, batch: tuple[int, int], method: str) -> Callable[[], None]:
-    """A step of a model's training, which it is patched for unless the method is "dense"."""
+def training_step(model: Any, batch: tuple[int, int], method: str, **config: Any) -> Callable[[], float]:
+    """A step of a model's training, which it is patched for unless the method is "dense"; it returns the loss."""
     from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_run
     from hf_sparse24.methods import step_param_groups
 
@@ -75,7 +75,7 @@ def training_step(model: Any, batch: tuple[int, int], method: str) -> Callable[[
     if method != "dense":
         # STEP switched after its first step: what it costs while it is sparse.
         settings = {"switch_after": 1, "switch_by": 1} if method == "step" else {}
-        patch_model(model, Sparse24Config(method=method, **settings))
+        patch_model(model, Sparse24Config(method=method, **settings, **config))
     run = sparse_run(model)
     special = run and run.method.make_optimizer(step_param_groups(model), total_steps=100_000, lr=1e-4)
     optimizer = special or torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -83,10 +83,12 @@ def training_step(model: Any, batch: tuple[int, int], method: str) -> Callable[[
         Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=10)
     ids = random_ids(model.config, *batch)
 
-    def step() -> None:
-        model(ids, labels=ids).loss.backward()
+    def step() -> float:
+        loss = model(ids, labels=ids).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.item()
 
     return step
 
