@@ -22,6 +22,7 @@ from typing import Any
 import analysis_page
 import architectures_page
 import cpu_page
+import frontier_page
 import pretrained_page
 
 from hf_sparse24 import __version__, describe_settings
@@ -177,6 +178,7 @@ def pages() -> dict[str, str]:
     made["measured/plan.md"] = (RESULTS / "plan.md").read_text()
     made["measured/costs.md"] = costs_page()
     made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
+    made["measured/frontier.md"] = frontier_page.page(RESULTS / "frontier")
     made["measured/analysis.md"] = analysis_page.page(RESULTS / "analysis.json")
     made["measured/pretrained.md"] = pretrained_page.page(RESULTS / "pretrained")
     return made

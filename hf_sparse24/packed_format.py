@@ -61,7 +61,11 @@ class PackedFormat:
             raise ValueError("packed.weights must have the pattern of each packed weight by its name, and at least one")
         if not isinstance(files, dict) or not all(isinstance(text, str) for text in (*files, *files.values())):
             raise ValueError("packed.files must be a dict from the names of files to the sha256 of their headers")
-        return cls({name: Pattern.parse(text) for name, text in weights.items()}, files, stored, version)
+        try:
+            patterns = {name: Pattern.parse(text) for name, text in weights.items()}
+        except ValueError as error:
+            raise ValueError(f"packed.weights: {error}") from error
+        return cls(patterns, files, stored, version)
 
     @property
     def file(self) -> str:

@@ -20,7 +20,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 @picture(
     "hardware-packed",
-    "A row of sixteen 2:4 weights in four groups becomes eight values and eight two-bit positions: 18 bytes instead of "
+    "A row of sixteen 2:4 weights in four groups becomes eight values and a mask of sixteen bits: 18 bytes instead of "
     "32 in bf16",
     height=210,
 )
@@ -38,12 +38,14 @@ def packed(figure: Figure) -> None:
         matrix(axis, values, 2.2, (left + 1, 3))
         for place, i in enumerate(kept):
             arrow(axis, (left + i + 0.5, 1.1), (left + place + 1.5, 2.9))
-            axis.text(left + place + 1.5, 5.5, f"{i:02b}", ha="center", va="center", family="DejaVu Sans Mono")
-            axis.add_patch(Rectangle((left + place + 1.05, 5.05), 0.9, 0.9, fill=False, edgecolor=GRID, linewidth=1))
+        for i in range(4):
+            bit = "1" if i in kept else "0"
+            axis.text(left + i + 0.5, 5.5, bit, ha="center", va="center", family="DejaVu Sans Mono")
+            axis.add_patch(Rectangle((left + i + 0.05, 5.05), 0.9, 0.9, fill=False, edgecolor=GRID, linewidth=1))
     axis.text(-0.3, 3.5, "values", ha="right", va="center")
     axis.text(right, 4.55, "8 x 16 bits", ha="right", color=MUTED)
-    axis.text(-0.3, 5.5, "positions", ha="right", va="center")
-    axis.text(right, 6.55, "8 x 2 bits", ha="right", color=MUTED)
+    axis.text(-0.3, 5.5, "mask", ha="right", va="center")
+    axis.text(right, 6.55, "16 x 1 bit", ha="right", color=MUTED)
 
 
 # Rows of tokens, geometric mean, lowest and highest speed-up over the shapes of LLM layers; bf16, H100 PCIe, cuSPARSELt

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "recipes"))  # methods_runs.py
+sys.path += [str(ROOT / "recipes"), str(ROOT / "docs")]  # methods_runs.py, frontier_page.py
 
 import concepts  # noqa: E402, F401  registers its figures
 import concepts_runs  # noqa: E402, F401  the same
 import descent  # noqa: E402, F401  the same
+import frontier  # noqa: E402, F401  the same
 import results  # noqa: E402, F401  the same
 from style import PICTURES, render  # noqa: E402
 

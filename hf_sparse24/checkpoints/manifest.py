@@ -120,7 +120,8 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
     if is_ours and "packed" not in config:
         raise ValueError(f"{directory} is a training checkpoint, with dense weights; export it with hf-sparse24 export")
     try:
-        packed = PackedFormat.from_dict(config["packed"]).weights if is_ours else {}
+        said = PackedFormat.from_dict(config["packed"]) if is_ours else None
+        packed = said.weights if said else {}
         pattern = Pattern.parse(config.get("pattern", "2:4") if is_ours else "2:4")
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: {error}") from error
@@ -129,8 +130,10 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         listing = _read_manifest(directory / MANIFEST)
         if listing.files and tensors.files.keys() != listing.files.keys():
             if not packed:
-                said = f"lists {sorted(listing.files)}, and from_pretrained reads {sorted(tensors.files)}"
-                raise ValueError(f"{directory / MANIFEST} {said}: another model replaced the export; remove {MANIFEST}")
+                files = f"lists {sorted(listing.files)}, and from_pretrained reads {sorted(tensors.files)}"
+                raise ValueError(
+                    f"{directory / MANIFEST} {files}: another model replaced the export; remove {MANIFEST}"
+                )
             listing = None  # a packed model was saved over it
     if listing is None and packed:
         listing = Listing("packed", CONFIG, dict.fromkeys(packed, -1), {}, pattern, dict(packed), config.get("method"))
@@ -141,9 +144,20 @@ def read_listing(directory: Path, tensors: Tensors) -> Listing:
         if (listing.format == "packed" or packed) and wrong is not None:
             way = "must list each packed weight, and no other; copy or download the whole export again"
             raise ValueError(f"{directory / CONFIG}: packed.weights has {wrong!r} wrong: it {way}")
+        for name in sorted(stored):
+            if said is not None and _values(tensors, name) not in (None, said.values):
+                told = f"packed.values={said.values!r}, and {name} has {_values(tensors, name)} values"
+                raise ValueError(f"{directory / CONFIG}: {told}; copy or download the whole export again")
         return listing
     way = "; hf-sparse24 convert makes an export of it" if "sparsity_config" in config else ""
     raise ValueError(f"{directory} has no {MANIFEST}, in which export_model lists the sparse weights{way}")
+
+
+def _values(tensors: Tensors, name: str) -> str | None:
+    """Which of `VALUES` a packed weight has; None where its parts are missing or contradict each other."""
+    values, _, scales = buffer_names(name)
+    is_int8 = values in tensors and tensors.like(values).dtype == torch.int8
+    return None if values not in tensors or is_int8 != (scales in tensors) else "int8" if is_int8 else "float"
 
 
 def write_manifest(

@@ -47,8 +47,9 @@ def wrong_packed(packed: Packed) -> str | None:
     try:
         check_packed("", packed)
     except ValueError:
-        parts = [f"{what} {described(x)}" for what, x in packed._asdict().items() if x is not None]
-        return f"these do not fit each other: {', '.join(parts)}"
+        named = zip(("values", "mask", "scales"), (packed.values, packed.mask, packed.scales))
+        parts = [f"{what} {described(x)}" for what, x in named if x is not None]
+        return f"these do not fit each other: {', '.join(parts)}, groups of {packed.m}"
     if wrong := wrong_mask(packed):
         return f"its mask has {wrong}"
     values, scales = packed.values, packed.scales

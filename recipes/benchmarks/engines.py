@@ -152,7 +152,7 @@ def make(kind: str, source: str, target: str) -> None:
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
     if kind != "W8A8":
-        bits = OVWeightQuantizationConfig(bits=int(kind.removeprefix("INT")))
+        bits = OVWeightQuantizationConfig(int(kind.removeprefix("INT")), group_size=64 if kind == "INT4" else -1)
         OVModelForCausalLM.from_pretrained(source, export=True, quantization_config=bits).save_pretrained(target)
         return
     import nncf

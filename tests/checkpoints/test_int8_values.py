@@ -263,7 +263,8 @@ def test_wrong_shapes(name, change, copied, capsys):
     rewrite(copied, **{name: change})
     reject(copied, "size mismatch|mismatched", RuntimeError)
     assert main(["verify", str(copied)]) == 1
-    assert "these do not fit each other: values tensor of torch.int8" in capsys.readouterr().out
+    found = capsys.readouterr().out
+    assert "these do not fit each other: values tensor of torch.int8" in found and ", groups of 4" in found
 
 
 def test_a_config_of_other_values(copied):

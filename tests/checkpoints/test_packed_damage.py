@@ -208,7 +208,7 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
         ("version", "1", r"packed.version='1'"),
         ("weights", {}, "packed.weights must have the pattern of each packed weight"),
         ("weights", [NAME], "packed.weights must have the pattern of each packed weight"),
-        ("weights", {NAME: "4:2"}, "4:2"),
+        ("weights", {NAME: "4:2"}, "packed.weights: pattern='4:2'"),
         ("weights", {"model.norm.weight": "2:4"}, "'model.norm.packed_weight_values': 'missing'"),
         ("weights", {NAME: "2:4"}, "in the files, and config.json does not list it"),
         ("files", None, "packed.files must be a dict"),

@@ -1,6 +1,7 @@
 """hf-sparse24 export, inspect and verify."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -178,6 +179,16 @@ def test_a_packed_export_whose_config_lists_other_weights_is_not_verified(case, 
         (tmp_path / "sparse24.json").unlink()
     assert main(["verify", str(tmp_path)]) == 2
     assert "packed.weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stored", "told"), [("float", "int8"), ("int8", "float")])
+def test_a_packed_export_whose_config_has_other_values_is_not_verified(stored, told, tmp_path, capsys):
+    export_model(patched(), tmp_path, "packed", values=stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["packed"]["values"] = told
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["verify", str(tmp_path)]) == 2
+    assert re.search(f"packed.values='{told}', and model.* has {stored} values", capsys.readouterr().err)
 
 
 def test_other_files_and_numbers(tmp_path, capsys):

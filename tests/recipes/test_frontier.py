@@ -1,0 +1,67 @@
+"""The frontier: a row of a tiny model is measured once, what is missing is skipped, and the page finds the fronts."""
+
+import json
+
+import frontier_page
+import pytest
+from paths import ROOT
+
+from recipes.benchmarks import engines, frontier
+from recipes.benchmarks.variants import peak_memory
+
+COMMITTED = ROOT / "recipes/results/frontier"
+
+
+class InThisProcess:
+    """What a variant's process does, without the seconds that starting one takes."""
+
+    def __init__(self, module, engine, path, python=None):
+        self.respond, self.loaded = engines.ENGINES[engine](path)
+
+    def ask(self, **request):
+        return self.respond(**request) | {"peak GB": peak_memory()}
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontier, "Variant", InThisProcess)
+    monkeypatch.setattr("torch.compile", lambda function, **options: function)
+    folders = ["--folder", str(tmp_path / "models"), "--output", str(tmp_path)]
+    return lambda *arguments: frontier.main(["--quick", *folders, *arguments])
+
+
+def test_a_row_is_measured_once(run, tmp_path):
+    for name in ("dense bf16", "dense int8", "16:32 int8"):
+        run("--only", name)
+    rows = frontier_page.read(tmp_path, "tiny Llama")
+    assert list(rows) == ["dense bf16", "dense int8", "16:32 int8"]  # by bytes
+    assert max(frontier_page.kl(rows["dense bf16"]), frontier_page.kl(rows["dense int8"])) < 0.002
+    assert frontier_page.kl(rows["16:32 int8"]) > frontier_page.kl(rows["dense int8"])
+    assert all(rows["dense int8"]["speed"][threads]["turns"] == 2 for threads in "12")
+    path = tmp_path / "tiny-Llama-16-32-int8.json"
+    before = path.read_text()
+    run("--only", "16:32 int8")
+    assert path.read_text() == before
+
+
+def test_a_missing_engine_is_skipped(run, tmp_path, capsys):
+    run("--only", "llama.cpp Q4_0")
+    assert "llama.cpp Q4_0: skipped: RuntimeError: no environment with llama.cpp" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_front_has_what_no_other_beats():
+    rows = {
+        name: {"bytes": size, "quality": {"validation": {"kl": [far], "tokens": [1]}}}
+        for name, size, far in [("a", 4, 0.0), ("b", 2, 0.1), ("c", 3, 0.2), ("d", 1, 0.3)]
+    } | {"e": {"bytes": 0}}
+    cost = frontier_page.AXES["bytes"]
+    assert frontier_page.front(rows, cost) == ["a", "b", "d"] and frontier_page.better(rows, "c", cost) == ["b"]
+
+
+def test_the_committed_page():
+    assert (ROOT / "docs/measured/frontier.md").read_text() == frontier_page.page(COMMITTED)
+    assert {json.loads(path.read_text())["row"] for path in COMMITTED.glob("*.json")} <= set(frontier.ROWS)
