@@ -188,7 +188,10 @@ def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, for
         state = f"That training has ended {how}" if run.facts.finished else f"It was saved {how}"
         trained = f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights"
         return f"{trained}. {state}: **its weights are dense**."
-    patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in (config.layer_patterns or {}).items())
+    own = config.layer_patterns or {}
+    patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in own.items())
+    if len(own) > 6:  # chosen layer by layer
+        patterns = f"by layer also {', '.join(sorted(set(own.values())))}"
     sparse = (
         f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
         f"along the input dimension of a sparse layer, {config.m - config.n} are zero{patterns and f' ({patterns})'}."

@@ -6,6 +6,7 @@ from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..progress import Progress, get_logger
@@ -132,7 +133,8 @@ def _examples(
     outputs = [tensors(effect.output)[0] for call, effect in targets if replay.blocks[call.block] == block]
     if len(ours) != len(outputs):
         raise ValueError(
-            f"reconstruct='block' cannot train {block}: other blocks run between its calls; take reconstruct='layer'"
+            f"reconstruct='block' cannot train {block}, nor budget measure it: other blocks run between its calls; "
+            "take reconstruct='layer' without budget"
         )
     masks = padding_masks(inputs)
     return [BlockExample(call, output, counted(masks, output)) for call, output in zip(ours, outputs)]
@@ -148,6 +150,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def uncached(weights: Mapping[str, SparseWeight]) -> torch.autocast:
+    """Return the caller's autocast without its cache: weights change while blocks run."""
+    device = next(iter(weights.values())).parameter.device.type
+    torch.clear_autocast_cache()  # of the weights as they were
+    dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return torch.autocast(device, dtype, is_on, cache_enabled=False)
 
 
 @contextmanager

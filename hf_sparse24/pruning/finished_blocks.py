@@ -36,7 +36,7 @@ class FinishedBlocks:
         self.close = lock.close
         if self.directory is None:
             return
-        self._run = _fingerprint(model, batches, settings)
+        self._run = fingerprint(model, batches, settings)
         given = f"resume_dir={str(directory)!r}"
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.directory.glob("block-*.safetensors")):
@@ -88,8 +88,8 @@ def _damaged(path: Path) -> ValueError:
     return ValueError(f"{path} is damaged, or no block of oneshot: delete it; it is pruned again with all after it")
 
 
-def _fingerprint(model: nn.Module, batches: list[ModelInputs], settings: dict[str, Any]) -> str:
-    """A hash of all that the pruned blocks follow from."""
+def fingerprint(model: nn.Module, batches: list[ModelInputs], settings: dict[str, Any]) -> str:
+    """Return a hash of all that pruned blocks follow from."""
     device = next(model.parameters()).device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     config = model.config.to_diff_dict() if isinstance(model, PreTrainedModel) else None

@@ -13,6 +13,9 @@ from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
 from ..packed_format import check_values
 from ..patching.masters import wants_packed_master
+from ..weights.sharding import check_whole
+from ..weights.sparse_weight import SparseWeight
+from ..weights.storage import layer_name
 from . import layerwise
 from .statistics import Gram, InputNorms
 
@@ -94,3 +97,15 @@ def check_config(config: Sparse24Config, values: str) -> None:
         raise ValueError(f"master='packed': oneshot prunes dense weights; leave it out, and {way}")
     if getattr(config, "dense_start", 0):
         raise ValueError(f"dense_start={config.dense_start!r}: other masks would be chosen after it; leave it at 0")
+
+
+def check_weights(weights: dict[str, SparseWeight]) -> None:
+    """Raise ValueError unless the weights are there and whole, and none is a stack of experts."""
+    stacks = [name for name, weight in weights.items() if weight.is_stack]
+    if stacks:
+        names = sorted({name.rpartition(".")[2] for name in stacks})
+        raise ValueError(f"{stacks[0]} is a stack of experts, which oneshot cannot prune: exclude_modules={names}")
+    for name, weight in weights.items():
+        check_whole(name, weight.master)
+        if weight.parameter.is_meta:
+            raise ValueError(f"{layer_name(name)} has no weight yet (meta device): load the model onto a device first")

@@ -53,6 +53,7 @@ def prune_layer(
         kept_magnitude=kept_magnitude(dense, mask),
         dropped=int(lost.count_nonzero()),
         damping=damping,
+        pattern=str(target.method.pattern),
     )
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
 

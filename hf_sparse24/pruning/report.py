@@ -1,5 +1,6 @@
 """What `oneshot` returns: the errors of layers and blocks."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class LayerReport:
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
         damping: the argument of `oneshot`, or the higher value that SparseGPT needed.
+        pattern: N:M of the mask.
     """
 
     name: str
@@ -46,6 +48,7 @@ class LayerReport:
     kept_magnitude: float
     dropped: int
     damping: float
+    pattern: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +76,9 @@ class OneshotReport(TableReport):
     def _title(self) -> str:
         how = f", weights reconstructed by {self.reconstruct}" if self.reconstruct else ""
         how += ", rounded to int8" if self.values == "int8" else ""
-        pattern = self.patch.config.pattern
+        counts = Counter(layer.pattern for layer in self.layers)
+        pattern = ", ".join(f"{name} in {count} layers" for name, count in sorted(counts.items()))
+        pattern = pattern if len(counts) > 1 else self.patch.config.pattern
         return f"one-shot {pattern} by {self.criterion} masks{how}; errors are of the layers' outputs"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

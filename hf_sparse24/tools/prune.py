@@ -88,7 +88,7 @@ def _load(plan: Plan, source: Any, dtype: Any) -> Any:
 def _claim(plan: Plan, dense: Any) -> None:
     """Make the folder of what is finished. ValueError: it is of another run."""
     settings = {"model": make_fingerprint({}, {}, dense.state_dict().items()), "text": plan.text, "device": plan.device}
-    settings |= {"pattern": plan.options.pattern, "seed": plan.options.seed} | plan.tokens
+    settings |= {name: getattr(plan.options, name) for name in ("pattern", "budget", "seed")} | plan.tokens
     file = plan.work / "run.json"
     if file.exists():
         theirs = read_json(file)
@@ -141,7 +141,8 @@ def _prune(plan: Plan, dense: Any, folder: Path) -> None:
     model = _load(plan, plan.options.model, torch.float32)
     blocks, part = plan.work / "blocks", plan.work / "pruned.part"
     with torch.autocast(plan.device, torch.bfloat16):
-        print(oneshot(model, data.split(1), plan.config, resume_dir=blocks), flush=True)
+        report = oneshot(model, data.split(1), plan.config, resume_dir=blocks, budget=plan.options.budget)
+        print(report, flush=True)
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
     os.replace(part, folder)
