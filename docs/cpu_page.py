@@ -20,8 +20,9 @@ written dense kernel (`recipes/benchmarks/dense.cpp`); the better of the two is 
 - Training steps are the other way round: time divided by that of a dense step.
 - Calls, generation and training steps were measured before version 3 of the packed format, on the machine under each
   table.
-- llama.cpp is a wheel built for AVX2 alone. Builds with AVX-512 were not measured.
-- These are speeds alone. Sparsity costs [quality](pretrained.md); what llama.cpp's formats cost was not measured."""
+- llama.cpp is a wheel built for AVX2 alone. [The frontier](frontier.md) has a build with AVX-512.
+- These are speeds alone. Sparsity costs [quality](pretrained.md), and so do llama.cpp's formats
+  ([the frontier](frontier.md))."""
 
 PACKED = ("packed", "packed 16:32", "packed int8", "packed 16:32 int8")
 Rows = dict[str, dict[str, Any]]

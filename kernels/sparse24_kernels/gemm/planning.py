@@ -53,7 +53,8 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
         backend: a backend's name, or `"auto"`, which asks the backends in order. `"dense"` is dense math.
             `"cusparselt"` runs on Nvidia's sparse tensor cores: under `"auto"` only where a measurement, with checked
             results, says that it is faster; requested, by the fastest known algorithm even where dense is faster, or
-            by the library's default where nothing was measured. `register_backend` adds others.
+            by the library's default where nothing was measured. `"cpu"` runs in fp32 on CPUs, under `"auto"` where a
+            measurement says that it is faster. `register_backend` adds others.
 
     Returns:
         The plan, with its reason. Dense math runs what the backends refuse, each with its reason.
