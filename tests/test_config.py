@@ -89,7 +89,7 @@ def test_json_round_trip(method):
         ({"layer_patterns": 3}, "layer_patterns=3: must be a dict"),
         ({"layer_patterns": {"up_proj": "4:2"}}, r"layer_patterns=\{'up_proj': '4:2'\}: must be"),
         ({"scale_rule": 0.0}, r"scale_rule=0.0: must be one of \['mse', 'l1', 'none'\]"),
-        ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'dense', 'cusparselt'\]"),
+        ({"backend": "cublas"}, r"backend='cublas': must be one of \['auto', 'dense', 'cusparselt', 'cpu'\]"),
         ({"backend": ["auto"]}, r"backend=\['auto'\]: must be one of"),
         ({"pattern": 10**5000}, "pattern=<int, which cannot be printed: .*>: must be"),
         ({"layers_to_transform": 2**80}, "layers_to_transform=1208925819614629174706176: must be"),

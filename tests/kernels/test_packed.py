@@ -126,7 +126,7 @@ def test_every_way_has_its_reason(stand_in, dense_math, planned_for_gpu, monkeyp
     for problem in (few, many):
         plan = plan_packed(problem, CPU)
         reason = "Triton's kernels need a CUDA device, not cpu; cuSPARSELt needs a CUDA device, not cpu"
-        assert plan == GemmPlan(DENSE, reason)
+        assert plan.backend is DENSE and plan.reason.startswith(reason)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf and NaN

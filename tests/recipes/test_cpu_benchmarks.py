@@ -10,12 +10,13 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 import transformers
+from sparse24_kernels.cpu.library import load
 from torch._dynamo.utils import counters
 from torch.nn.functional import linear
 from transformers import LlamaConfig
 
 from hf_sparse24.methods import METHODS
-from recipes.benchmarks import builds, costs, cpu, cpu_layers, cpu_models, llama_cpp
+from recipes.benchmarks import builds, costs, cpu, cpu_layers, cpu_models, cpu_training, llama_cpp
 from recipes.benchmarks.timing import Turns, middle, turns
 from recipes.benchmarks.variants import Variant, peak_memory
 
@@ -128,6 +129,18 @@ def test_costs(tmp_path, monkeypatch, capsys):
     assert [row["method"] for row in result["rows"]] == ["dense", *sorted(METHODS)]
     assert all(row["ratio_min"] <= row["ratio"] <= row["ratio_max"] for row in result["rows"])
     assert "rows in" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(isinstance(load(), str), reason="no kernels for this CPU")
+def test_sparse_training(monkeypatch):
+    monkeypatch.setattr(cpu_training, "GEMMS", [(32, 64, 96)])
+    monkeypatch.setattr(cpu_training, "LAYER", (32, 64, 96))
+    monkeypatch.setattr(cpu_training, "LLAMA", TINY)
+    for part, ways in {"gemms": 4, "layers": 4, "steps": 5}.items():
+        rows = cpu_training.measure(part, 2)
+        assert len(rows) == ways and all(row["least"] <= row["speedup"] <= row["most"] for row in rows)
+    by_way = {row["way"]: row["loss"] for row in rows}
+    assert by_way["t-sr-ste"] == pytest.approx(by_way["t-sr-ste, dense math"], abs=1e-3)
 
 
 def test_generation(tmp_path, monkeypatch):
