@@ -117,7 +117,7 @@ def methods_page() -> str:
     text = re.sub(r"!\[[^]]*\]\(methods\.png\)", _METHODS, (RESULTS / "methods.md").read_text())
     text = text.replace("## The search\n\n", f"## The search\n\n{_RATES}\n\n")
     text = text.replace("## How it was made\n\n", f"## By step\n\n{_CURVES}\n\n## How it was made\n\n")
-    return text.replace("`recipes/results/cpu_step_time.json`", "[costs on a CPU](costs.md)")
+    return text.replace("`recipes/results/cpu_step_time.json`", "[training on a CPU](costs.md)")
 
 
 _METHODS = (
@@ -137,9 +137,25 @@ _CURVES = (
 
 def costs_page() -> str:
     files = ["cpu_step_time.json", "cpu_inference.json", "cpu_oneshot.json"]
-    return "\n\n".join(
-        ["# Costs on a CPU", _COSTS, *(_costs(json.loads((RESULTS / file).read_text())) for file in files)]
+    costs = [_costs(json.loads((RESULTS / file).read_text())) for file in files]
+    training = _training(json.loads((RESULTS / "cpu_training.json").read_text()))
+    return "\n\n".join(["# Training on a CPU", _SPARSE, training, "## What pruning costs", _COSTS, *costs])
+
+
+def _training(result: dict[str, Any]) -> str:
+    """A row for each case and way, with the speed-up on each path and number of threads."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        if row["way"] != "dense":
+            found = f"{row['speedup']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+            where = f"{row['path']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+            rows.setdefault((row["case"], row["way"]), {})[where] = found
+    columns = list(dict.fromkeys(where for found in rows.values() for where in found))
+    table = markdown_table(
+        ["", "", *columns], [[*name, *(found.get(where, "") for where in columns)] for name, found in rows.items()]
     )
+    made = ", ".join(f"{key} {value}" for key, value in result.items() if key not in ("command", "rows"))
+    return f"`{result['command']}`, with {made}.\n\n{table}"
 
 
 def _costs(result: dict[str, Any]) -> str:
@@ -147,14 +163,21 @@ def _costs(result: dict[str, Any]) -> str:
     rows = [[_figure(row[key]) for key in keys] for row in result["rows"]]
     table = markdown_table([key.replace("_", " ") for key in keys], rows)
     made = ", ".join(f"{key} {value}" for key, value in result.items() if key not in ("command", "rows"))
-    return "\n".join([f"## `{result['command']}`", "", f"Made with {made}.", "", table, ""])
+    return "\n".join([f"### `{result['command']}`", "", f"Made with {made}.", "", table, ""])
 
 
+_SPARSE = (
+    "The time of dense math over that with sparse GEMMs, in fp32: median, least and most of the rounds, each in its "
+    'round. `backend="cpu"` takes the kernels that skip zeros; with `"auto"`, `hf-sparse24 tune --dtype fp32` measures '
+    "first. Packing the sparse operand is in the time of a GEMM; pruning, MVUE and the optimizer are in that of a "
+    "step. `avx2` limits MKL, oneDNN, torch and our kernels alike. bf16 stays dense: where a CPU has it, dense bf16 is "
+    "faster than any of this."
+)
 _COSTS = (
     "Time with this library divided by the time of the dense model, paired round by round: median, lowest and highest "
-    "of the rounds. A CPU has no sparse tensor cores, so this is what pruning costs, not what 2:4 gains. The machine "
-    "is shared and noisy: see the ranges. Masks that stay for some steps (`t-sr-ste`, `ast`, `cast`) are chosen in the "
-    "warm-up step, so choosing them is not in these times."
+    "of the rounds. These runs have no sparse GEMMs, so this is what pruning costs. The machine is shared and noisy: "
+    "see the ranges. Masks that stay for some steps (`t-sr-ste`, `ast`, `cast`) are chosen in the warm-up step, so "
+    "choosing them is not in these times."
 )
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig
 
 from hf_sparse24.methods import METHODS
-from recipes.benchmarks import builds, costs, cpu, cpu_layers, cpu_models, cpu_training, llama_cpp
+from recipes.benchmarks import builds, costs, cpu, cpu_layers, cpu_models, llama_cpp, sparse_training
 from recipes.benchmarks.timing import Turns, middle, turns
 from recipes.benchmarks.variants import Variant, peak_memory
 
@@ -133,11 +133,11 @@ def test_costs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.skipif(isinstance(load(), str), reason="no kernels for this CPU")
 def test_sparse_training(monkeypatch):
-    monkeypatch.setattr(cpu_training, "GEMMS", [(32, 64, 96)])
-    monkeypatch.setattr(cpu_training, "LAYER", (32, 64, 96))
-    monkeypatch.setattr(cpu_training, "LLAMA", TINY)
+    monkeypatch.setattr(sparse_training, "GEMMS", [(32, 64, 96)])
+    monkeypatch.setattr(sparse_training, "LAYER", (32, 64, 96))
+    monkeypatch.setattr(sparse_training, "LLAMA", TINY)
     for part, ways in {"gemms": 4, "layers": 4, "steps": 5}.items():
-        rows = cpu_training.measure(part, 2)
+        rows = sparse_training.measure(part, 2)
         assert len(rows) == ways and all(row["least"] <= row["speedup"] <= row["most"] for row in rows)
     by_way = {row["way"]: row["loss"] for row in rows}
     assert by_way["t-sr-ste"] == pytest.approx(by_way["t-sr-ste, dense math"], abs=1e-3)

@@ -35,6 +35,7 @@ def figures(results: Path) -> dict[str, float]:
         | _decoding(results)
         | _methods(results)
         | _step_times(results)
+        | _sparse_steps(results)
         | _packed_master(results)
         | _served(results)
         | _averaged(results)
@@ -115,6 +116,12 @@ def _step_times(results: Path) -> dict[str, float]:
     return found
 
 
+def _sparse_steps(results: Path) -> dict[str, float]:
+    rows = json.loads((results / "cpu_training.json").read_text())["rows"]
+    steps = [row for row in rows if row["part"] == "steps" and row["way"] == "t-sr-ste"]
+    return {f"sparse_step_{row['path']}": row["speedup"] for row in steps}
+
+
 def _packed_master(results: Path) -> dict[str, float]:
     result = json.loads((results / "packed_master.json").read_text())
     small, found = result["smollm2-135m"], {}
@@ -170,6 +177,7 @@ def _flips(method: str, unit: str = "", digits: int = 2) -> str:
 STATED: dict[str, list[str]] = {
     "README.md": [
         FASTER + ". Pruning SmolLM2-135M costs {oneshot_x:.2f} times its perplexity",
+        "a step of a Llama of 8 layers is {sparse_step_avx512_bf16:.2f} times as fast as the dense one",
         "| dense, bf16 | 16 | {dense:.1f} | {small_dense:.0f} | {large_dense:.1f} |",
         "| 2:4 packed, bf16 | 9 | {oneshot:.1f} | {small_packed:.0f} | {large_packed:.1f} |",
         "| 2:4 packed, int8 values | 5.1 | not measured | {small_int8:.0f} | {large_int8:.1f} |",
