@@ -125,15 +125,20 @@ def limit(times: Sequence[tuple[int, float, float]]) -> int | None:
 
 def _times(packed: Packed, tokens: int) -> tuple[float, float]:
     x = torch.randn(tokens, packed.columns).to(packed.dtype)
-    ways = (lambda: packed_linear(x, *packed, None), lambda: torch.nn.functional.linear(x, unpack_nm(*packed)))
+    linear = torch.nn.functional.linear
+    return in_turns(lambda: packed_linear(x, *packed, None), lambda: linear(x, unpack_nm(*packed)), ROUNDS)
+
+
+def in_turns(ours: Callable[[], object], dense: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Microseconds of both, medians of calls that take turns."""
+    ways = (ours, dense)
     times: tuple[list[float], list[float]] = ([], [])
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         for way, taken in zip(ways, times):
             start = time.perf_counter()
             way()
             taken += [time.perf_counter() - start] if number else []  # the first one warms up
-    ours, dense = (1e6 * statistics.median(taken) for taken in times)
-    return ours, dense
+    return 1e6 * statistics.median(times[0]), 1e6 * statistics.median(times[1])
 
 
 def _text(dtype: torch.dtype) -> str:

@@ -3,13 +3,10 @@
 The 2:4 matrix is one tensor, its values and then its mask (`formats.split_operand`).
 """
 
-import statistics
-import time
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from ..cpu.limits import in_turns
 from ..dispatch import choose_kernels, implementation
 from ..formats import OPERAND_MULTIPLE, operand_columns, split_operand
 from .packed import packed_linear
@@ -76,14 +73,8 @@ def times(problem: GemmProblem) -> tuple[float, float]:
     matrix, columns = torch.randn(problem.m, problem.k), torch.randn(problem.n, problem.k)
     matrix.unflatten(1, (-1, 4))[..., 2:] = 0
     rows = columns.t().contiguous()
-    ways: tuple[Callable[[], Tensor], ...] = (
+    return in_turns(
         lambda: linear(columns, compress(matrix), None) if problem.transposed else mm(compress(matrix), rows),
         lambda: torch.nn.functional.linear(columns, matrix) if problem.transposed else matrix @ rows,
+        ROUNDS,
     )
-    taken: tuple[list[float], list[float]] = ([], [])
-    for number in range(ROUNDS + 1):
-        for way, found in zip(ways, taken):
-            start = time.perf_counter()
-            way()
-            found += [1e6 * (time.perf_counter() - start)] if number else []  # the first one warms up
-    return statistics.median(taken[0]), statistics.median(taken[1])
