@@ -1,7 +1,7 @@
 // A packed matrix times many tokens: x lies so that a vector holds one input of many tokens, and a zero of the matrix
 // costs nothing at all. Compilers make vectors of any path from the type `Tokens`.
 //
-// Each value is multiplied with `VECTORS` vectors from L1, where a block of x has STEP inputs; sums stay in L2. Blocks
+// Each value is multiplied with `WIDE` vectors from L1, where a block of x has STEP inputs; sums stay in L2. Blocks
 // lie in the order in which they are read. The sum of a row and a token takes the values in their order, by multiplying
 // and adding in fp32, for any number of tokens or threads.
 #pragma once
@@ -11,17 +11,20 @@ namespace {
 
 constexpr int WIDTH = VECTOR_BYTES / 4;  // tokens in a vector
 typedef float Tokens __attribute__((vector_size(VECTOR_BYTES)));
-constexpr int VECTORS = 8;                  // of tokens, in a tile; sums of so many are in registers
-constexpr int64_t TILE = VECTORS * WIDTH;
-constexpr int64_t CHUNK = 128;        // rows whose sums stay in L2
-constexpr int64_t MOST_TOKENS = 512;  // whose x is kept in blocks: for more, all starts again
+constexpr int VECTORS = 8;                  // whose sums are in registers: of one row, or of several
+// The vectors of a tile. AVX2 has registers for 12, and with 8 a sum would have to be ready in time every time.
+constexpr int WIDE = VECTOR_BYTES == 32 ? 12 : VECTORS;
+constexpr int64_t TILE = WIDE * WIDTH;
+constexpr int64_t CHUNK = 128;                   // rows whose sums stay in L2
+constexpr int64_t MOST_TOKENS = (512 + TILE - 1) / TILE * TILE;  // kept in blocks: for more, all starts again
 
 // `count` tokens from `token` on. The block of a step and a tile is [inputs of the step, width of the tile]; the blocks
 // of a step lie one behind another.
 struct Many { const Linear& p; float* x; int64_t token, count, width; int failed; };
 
-// Vectors in the tile that starts with a token: a power of two, so that VECTORS sums are those of whole rows.
+// Vectors in the tile that starts with a token: WIDE, or a power of two, so that VECTORS sums are those of whole rows.
 inline int vectors_of(const Many& c, int64_t tile) {
+  if (c.count - tile > VECTORS * WIDTH) return WIDE;
   int vectors = VECTORS;
   while (vectors > 1 && vectors / 2 * WIDTH >= c.count - tile) vectors /= 2;
   return vectors;
@@ -46,6 +49,8 @@ inline void transpose_all(const X* from, int64_t stride, int64_t rows, int64_t c
   for (int64_t i = 0; i < rows; i += SIDE)
     for (int64_t j = 0; j < columns; j += SIDE) {
       const X* at = from + i * stride + j;
+      // Hardware does not foresee the next square either.
+      for (int64_t row = SIDE; row < 2 * SIDE; row++) __builtin_prefetch(at + row * stride, 0, 2);
       const auto of_row = [&](int64_t row, float x) { return f(i + row, x); };
       if (rows - i >= SIDE && columns - j >= SIDE)
         transpose(at, stride, SIDE, SIDE, to + j * to_stride + i, to_stride, of_row);
@@ -79,34 +84,34 @@ inline void pack_task(int64_t step, int64_t end, void* opaque) {
   });
 }
 
-// VECTORS / N rows times N vectors of tokens. Rows have `count` values, their places in the block, and sums.
+// One row, or VECTORS / N, times N vectors of tokens. Rows have `count` values, their places in the block, and sums.
 template <int N>
 inline void multiply_rows(const float* x, const float* values, const uint8_t* places, int64_t count, float* sums) {
-  constexpr int R = VECTORS / N;
+  constexpr int R = N > VECTORS ? 1 : VECTORS / N;
   Tokens total[R][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int n = 0; n < N; n++) total[r][n] = ((const Tokens*)sums)[r * N + n];
 #pragma GCC unroll 4
   for (int64_t i = 0; i < count; i++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      const Tokens* at = (const Tokens*)x + places[r * count + i] * N;
+      const Tokens* at = (const Tokens*)(x + (uint64_t)places[r * count + i] * (N * WIDTH));
       const float value = values[r * count + i];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int n = 0; n < N; n++) total[r][n] += value * at[n];
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int n = 0; n < N; n++) ((Tokens*)sums)[r * N + n] = total[r][n];
 }
 
 template <int N>
 inline void multiply_tile(const float* x, const float* values, const uint8_t* places, int64_t count, int64_t rows,
                           float* sums) {
-  constexpr int R = VECTORS / N;
+  constexpr int R = N > VECTORS ? 1 : VECTORS / N;
   for (int64_t row = 0; row < rows; row += R) {
     // Hardware does not foresee the next block, whose lines are fetched while this one is multiplied.
     for (int64_t line = 0; line < R * STEP * TILE / CHUNK; line += 16)
@@ -167,7 +172,7 @@ void multiply_task(int64_t begin, int64_t end, void* opaque) {
       decode<V>(c.p, top, rows, j, block);
       for (int64_t tile = 0; tile < c.count; tile += TILE) {
         const int n = vectors_of(c, tile);
-        auto multiply = n == 8 ? multiply_tile<8> : n == 4 ? multiply_tile<4> : n == 2 ? multiply_tile<2> : multiply_tile<1>;
+        auto multiply = n == WIDE ? multiply_tile<WIDE> : n == 8 ? multiply_tile<8> : n == 4 ? multiply_tile<4> : n == 2 ? multiply_tile<2> : multiply_tile<1>;
         multiply(c.x + j * c.width + tile * size, block.values, block.places, count, rows, sums + tile * CHUNK);
       }
     }
