@@ -121,9 +121,10 @@ class Gemm:
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        form = "transposed" if dim == 0 and not plan.backend.takes_transposed else "dense"
+        is_packed = plan.backend.takes_packed
+        form = ("packed-transposed" if is_packed else "transposed") if dim == 0 else "packed" if is_packed else "dense"
         estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
-        return encode_one(plan.backend, estimate.t() if dim == 0 and form == "dense" else estimate)
+        return estimate if is_packed else encode_one(plan.backend, estimate)
 
     @property
     def _mvue_estimator(self) -> str:

@@ -67,17 +67,15 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
     results = []
     for form, backend in forms.items():
         result = made[pruned[form]]
-        if backend is not None:
-            is_transpose = form == "compressed-transposed" and pruned[form] == "dense"
-            result = encode_one(backend, result.t() if is_transpose else result)
-        results.append(result)
+        results.append(result if backend is None or backend.takes_packed else encode_one(backend, result))
     return results
 
 
 def _pruned_form(form: str, backend: GemmBackend | None) -> str:
     """What is encoded, as `sparse24_kernels.prune.prune_forms` names it."""
-    is_transposed = backend is not None and form == "compressed-transposed" and not backend.takes_transposed
-    return "transposed" if is_transposed else "dense"
+    if backend is not None and backend.takes_packed:
+        return "packed" if form == "compressed" else "packed-transposed"
+    return "transposed" if form == "compressed-transposed" else "dense"
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

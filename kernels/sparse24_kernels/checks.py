@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import STEP, Packed, mask_bytes, scale_columns
+from .formats import FORMS, OPERAND_MULTIPLE, STEP, Packed, mask_bytes, scale_columns
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64."""
@@ -101,6 +101,20 @@ def check_groups(name: str, weight: Tensor, m: int, dim: int) -> int:
     if weight.shape[dim] % m:
         raise ValueError(f"{name}: dimension {dim} of shape {tuple(weight.shape)} must be a multiple of {m}")
     return along
+
+
+def check_form(name: str, form: str, tensor: Tensor, dim: int | None, dtype: torch.dtype) -> None:
+    """Raise ValueError unless what is pruned in groups along `dim`, or along any dimension by None, has this form."""
+    check_one_of(list(FORMS), form=form)
+    if form != "dense":
+        check_matrix(name, **{f"form={form!r} of": tensor})
+    along = FORMS[form]
+    if along is not None:
+        if dtype != torch.float32 or tensor.shape[along] % OPERAND_MULTIPLE:
+            needs = f"fp32, and a multiple of {OPERAND_MULTIPLE} along dimension {along}"
+            raise ValueError(f"{name}: form={form!r} needs {needs}, got {dtype} {tuple(tensor.shape)}")
+        if dim not in (None, along):
+            raise ValueError(f"{name}: form={form!r} needs groups along dimension {along}, not {dim}")
 
 
 def check_mask(name: str, mask: Tensor, weight: Tensor) -> None:

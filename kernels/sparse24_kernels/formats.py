@@ -4,6 +4,7 @@ Sizes are pure functions of the arguments, so fake tensors, kernels and the libr
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,20 +126,27 @@ def unpackable(pattern: Pattern, k: int) -> str | None:
     return None
 
 
+FORMS = {"dense": None, "transposed": None, "packed": 1, "packed-transposed": 0}
+"""Forms of a pruned matrix `[R, C]`, and along which of its dimensions the packed ones are 2:4.
+
+`"transposed"` is the dense `[C, R]`, row-major. A packed one is fp32 in one tensor `[R, C * 17 / 32]` (of the
+transpose `[C, R * 17 / 32]`): all values, two of every four, then the mask's bits. `split_operand` takes it apart.
+"""
+
 OPERAND_MULTIPLE = 32
-"""What k of an operand that `pack_operand` makes is a multiple of."""
+"""What the size along which a form is packed is a multiple of."""
 
 
-def operand_columns(k: int, itemsize: int) -> int:
-    """Columns of the tensor that `pack_operand` makes of rows of `k` elements: those of the values, and of the mask."""
-    return k // 2 + k // (8 * itemsize)
+def form_shape(form: str, shape: torch.Size) -> Sequence[int]:
+    """The shape of a matrix of `shape` in one of `FORMS`."""
+    rows, columns = shape if form in ("dense", "packed") else shape[::-1]
+    return (rows, columns) if FORMS[form] is None else (rows, columns // 2 + columns // OPERAND_MULTIPLE)
 
 
 def split_operand(operand: Tensor) -> tuple[Tensor, Tensor]:
-    """The values `[R, K/2]` and the mask `[R, K/8]` of a 2:4 matrix that `pack_operand` put into one tensor: views."""
-    rows, size = len(operand), operand.itemsize
-    k = operand.shape[1] * 8 * size // (4 * size + 1)
-    values, mask = operand.view(-1).split([rows * k // 2, rows * k // (8 * size)])
+    """The values `[R, K/2]` and the mask `[R, K/8]` of a packed form: views."""
+    rows, k = len(operand), operand.shape[1] * 32 // 17
+    values, mask = operand.view(-1).split([rows * k // 2, rows * k // 32])
     return values.view(rows, k // 2), mask.view(torch.uint8).view(rows, k // 8)
 
 

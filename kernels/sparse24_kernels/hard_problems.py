@@ -111,6 +111,15 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 yield weight, "soft-threshold", 2, 4, 1, None, None, half, ["dense"]
                 yield weight, "mask", 2, 4, 1, some, None, dtype, ["transposed", "dense"]
                 yield weight, "mask", 2, 4, 1, bits, None, half, ["dense", "transposed"]
+            for weight, (dim, form) in product(
+                (special[:64, :32], numbers(96, 64).mul(1.5).round(), numbers(32, 0)),
+                enumerate(("packed-transposed", "packed")),
+            ):
+                some = reference.masks.nm_mask(weight, 2, 4, dim, False)
+                for rule, mask in (("magnitude", None), ("soft-threshold", None), ("mask", some)):
+                    yield weight, rule, 2, 4, dim, mask, scale if dim else None, torch.float32, [form, "dense"]
+                bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
+                yield weight, "mask", 2, 4, 1, bits, None, torch.float32, ["packed-transposed", "packed"]
             for weight, (n, m), dim in product(wide, PATTERNS, (0, 1)):
                 yield weight, "magnitude", n, m, dim, None, None, half, ["dense"]
                 yield weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense", "transposed"]
@@ -122,6 +131,11 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 yield numbers(66, 70), key, n, m, 0, estimator, "dense"
                 yield numbers(66, 70), key, n, m, 1, estimator, "transposed"
             yield from ((x, key, 2, 4, 1, "exact", "dense") for x in (special, numbers(0, 4)))
+            for estimator, x in product(
+                ("exact", "approx") if dtype == torch.float32 else (), (special[:64, :32], numbers(96, 70))
+            ):
+                yield x, key, 2, 4, 0, estimator, "packed-transposed"
+                yield x[:, :64], key, 2, 4, 1, estimator, "packed"
         case "masked_decay_":
             for weight, as_bits in product(weights, (False, True)):
                 mask = reference.masks.nm_mask(weight, 2, 4, 1, as_bits)
@@ -136,14 +150,6 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
             for rows, k in ((68, 72), (33, 192), (0, 64)):
                 yield from packed(rows, k)
             yield special[:68, :36].contiguous(), next(packed(68, 72))[1], None, 4
-        case "pack_operand":
-            for rows, k, dim in ((68, 96, 1), (70, 64, 0), (0, 32, 1)):
-                full = numbers(rows, k) if dim else numbers(rows, k).t().contiguous()
-                matrix = reference.prune.prune(full, "magnitude", 2, 4, dim, None, None, dtype, ["dense"])[0]
-                yield matrix, dim
-                yield matrix.masked_fill(numbers(*matrix.shape, seed=1.0) > 0.9, 0.0), dim
-            yield special[:64].t().contiguous(), 1
-            yield special[:64].contiguous(), 0
         case "packed_mm":
             for rows, k, n in ((66, 96, 40), (33, 1056, 300), (130, 64, 600)):
                 yield *reference.packed.pack_nm(numbers(rows, k), 2, 4), numbers(k, n, seed=1.0)

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from .checks import check_dim, check_floating, check_is, check_one_of, described
+from .checks import check_dim, check_floating, check_form, check_is, described
 from .dispatch import implementation
-
-FORMS = ("dense", "transposed")
+from .formats import form_shape
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
 
@@ -35,7 +34,7 @@ def mvue(
         key: int64 scalar tensor (or an int) that determines the draw, on every device alike: the random numbers are
             Philox 4x32-7 of the key and the position in `x`. Overrides `generator`. If both are None, the key is drawn
             from torch's global generator.
-        form: `"dense"`; for a matrix also `"transposed"`, its transpose in row-major order.
+        form: `"dense"`; of a matrix also the others of `formats.FORMS`.
 
     Returns:
         Same shape and dtype (except for `form`), at most n non-zeros in every m. All-zero groups stay zero; never -0.0.
@@ -66,9 +65,7 @@ def mvue(
         known = ", ".join(f"{n}:{m} {estimator}" for n, m, estimator in _ESTIMATORS)
         raise ValueError(f"mvue has no {n}:{m} {estimator!r} estimator; it has {known}")
     dim = check_dim("mvue", x, dim)
-    check_one_of(FORMS, form=form)
-    if form != "dense" and x.dim() != 2:
-        raise ValueError(f"mvue: form={form!r} needs a matrix, got shape {tuple(x.shape)}")
+    check_form("mvue", form, x, dim, x.dtype)
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
     key = _key(key, generator, x.device).to(x.device)
     return _mvue(x, key, n, m, dim, estimator, form)
@@ -95,4 +92,4 @@ def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form
 
 @_mvue.register_fake
 def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
-    return x.new_empty(x.shape if form == "dense" else x.shape[::-1])
+    return x.new_empty(x.shape if form == "dense" else form_shape(form, x.shape))

@@ -21,6 +21,5 @@ class Operators:
     gated_activation: Callable[[Tensor, Tensor, str], Tensor] | None = None
     gated_activation_backward: Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor]] | None = None
     unpack_nm: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
-    pack_operand: Callable[[Tensor, int], Tensor] | None = None
     packed_mm: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     packed_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor] | None = None

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from .checks import (
     check_device,
+    check_dim,
     check_floating,
+    check_form,
     check_groups,
     check_mask,
     check_matrix,
@@ -18,9 +20,9 @@ from .checks import (
     check_scalar,
 )
 from .dispatch import implementation
+from .formats import FORMS, form_shape
 
 RULES = ("magnitude", "mask", "soft-threshold")
-FORMS = ("dense", "transposed")
 
 
 def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -117,7 +119,8 @@ def prune_forms(
 
     Args:
         weight: `[R, C]`, the size of `dim` a multiple of `m`.
-        forms: `"dense"` `[R, C]`, and `"transposed"` (dense `[C, R]`, row-major).
+        forms: of `formats.FORMS`: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and where the result
+            is 2:4 along them the operands of GEMMs on CPUs, `"packed"` and `"packed-transposed"`.
         rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
         n: entries to keep of each group, 0 < n < m.
         m: size of a group.
@@ -144,7 +147,8 @@ def prune_forms(
     if not isinstance(forms, (list, tuple)) or not forms or any(forms.count(form) > 1 for form in forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
     for form in forms:
-        check_one_of(FORMS, form=form)
+        groups = None if rule == "mask" else check_dim("prune_forms", weight, dim)
+        check_form("prune_forms", form, weight, groups, weight.dtype if dtype is None else dtype)
     return _prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, forms)
 
 
@@ -178,7 +182,10 @@ def _prune_checked(
         check_scalar(name, "scale", scale, weight)
     dtype = weight.dtype if dtype is None else dtype
     check_result(name, dtype)
-    return _prune(weight, rule, n, m, dim, mask, scale, dtype, [FORMS.index(form) for form in forms])
+    return _prune(weight, rule, n, m, dim, mask, scale, dtype, [_NAMES.index(form) for form in forms])
+
+
+_NAMES = list(FORMS)
 
 
 @torch.library.custom_op("sparse24::prune", mutates_args=())
@@ -193,13 +200,14 @@ def _prune(
     dtype: torch.dtype,
     forms: Sequence[int],
 ) -> list[Tensor]:
-    """The tensors of all forms in order; a form is its place in `FORMS`, because a schema has no list of strings."""
+    """The tensors of all forms in order; a form is its place in `_NAMES`, because a schema has no list of strings."""
     prune = implementation("prune", weight)
-    return prune(weight, rule, n, m, dim, mask, scale, dtype, [FORMS[form] for form in forms])
+    return prune(weight, rule, n, m, dim, mask, scale, dtype, [_NAMES[form] for form in forms])
 
 
 @_prune.register_fake
 def _(weight: Tensor, *arguments: Any) -> list[Tensor]:
     *_, dtype, forms = arguments
-    shapes = {"dense": weight.shape, "transposed": weight.shape[::-1]}
-    return [weight.new_empty(shapes[FORMS[form]], dtype=dtype) for form in forms]
+    names = [_NAMES[form] for form in forms]
+    shapes = [weight.shape if name == "dense" else form_shape(name, weight.shape) for name in names]
+    return [weight.new_empty(shape, dtype=dtype) for shape in shapes]

@@ -7,6 +7,7 @@ from sparse24_kernels.cpu.library import load
 from sparse24_kernels.formats import split_operand
 from sparse24_kernels.gemm import autotune, compress, cpu_kernels, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.cpu import CPU
+from sparse24_kernels.prune import prune_forms
 
 HERE = torch.device("cpu")
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="no kernels for this CPU")
@@ -64,6 +65,19 @@ def test_an_operand_holds_the_matrix_and_half_of_its_zeros():
     values, mask = split_operand(cpu_kernels.compress(matrix))
     assert values[0, :4].tolist() == [0, 3, 1, 2] and mask[0, 0] == 0b01011001
     assert torch.equal(kernels.unpack_nm(kernels.Packed(values, mask)), matrix)
+
+
+@pytest.mark.parametrize("rule", ["magnitude", "soft-threshold", "mask", "mvue"])
+def test_pruning_writes_the_operand(rule):
+    x, key = torch.randn(96, 160), torch.tensor(3)
+    for dim, form in ((0, "packed-transposed"), (1, "packed")):
+        if rule == "mvue":
+            packed, dense = (kernels.mvue(x, dim=dim, key=key, form=each) for each in (form, "dense"))
+        else:
+            mask = kernels.nm_mask(x, dim=dim, packed=True) if rule == "mask" else None
+            packed, dense = prune_forms(x, [form, "dense"], rule, dim=dim, mask=mask)
+        assert torch.equal(packed, cpu_kernels.compress(dense if dim else dense.t()))
+        assert torch.equal(kernels.unpack_nm(kernels.Packed(*split_operand(packed))), dense if dim else dense.t())
 
 
 def test_what_it_refuses_is_dense_with_its_reason():

@@ -26,10 +26,11 @@ CALLS = {
     "packed_linear": (torch.randn(3, 16), *PACKED, torch.randn(8)),
     "packed_linear-strided": (torch.randn(16, 3).t(), *PACKED, None),
     "packed_linear-int8": (torch.randn(3, 16), *INT8, None),
-    "pack_operand": (kernels.nm_prune(LARGE[:32], dim=0), 0),
+    "prune-packed": (torch.randn(32, 64), "mask", 2, 4, 1, torch.ones(32, 64) > 2, None, torch.float32, [2, 3, 0]),
     "packed_mm": (*kernels.pack_nm(torch.randn(8, 32))[:2], torch.randn(32, 5)),
     "s_ste_scale": (WEIGHT, 2, 4, 1, "mse"),
     "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "dense"),
+    "mvue-packed": (torch.randn(32, 5), torch.tensor(1), 2, 4, 0, "exact", "packed-transposed"),
     "mvue-transposed": (WEIGHT[:, :6], torch.tensor(1), 1, 2, 1, "exact", "transposed"),
 }
 

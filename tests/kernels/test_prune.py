@@ -189,6 +189,9 @@ def test_packed_by_hand():
         ((torch.ones(8), ["dense"]), r"needs a matrix, got shape \(8,\)"),
         ((torch.ones(8, 8), ["dense"], "mask"), "rule='mask' needs a mask"),
         ((torch.ones(8, 8), ["dense"], "median"), "rule='median': must be one of"),
+        ((torch.ones(8, 48), ["packed"]), r"a multiple of 32 along dimension 1, got torch.float32 \(8, 48\)"),
+        ((torch.ones(8, 32).half(), ["packed"]), "needs fp32"),
+        ((torch.ones(32, 32), ["packed-transposed"]), "needs groups along dimension 0, not 1"),
     ],
 )
 def test_forms_that_cannot_be(arguments, message):

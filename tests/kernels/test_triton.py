@@ -34,7 +34,7 @@ def test_compiled_kernel_equals_reference(case):
 @pytest.mark.parametrize("table", [gpu.OPERATORS, cpu.OPERATORS], ids=["gpu", "cpu"])
 def test_operators_have_the_arguments_of_the_reference_and_a_case(table):
     tested = {case.function.split(".")[1] for case in ALL_CASES}
-    tested |= {"masked_decay_", "pack_operand", "packed_mm"}  # cpu/test_prune.py, test_cpu_backend.py
+    tested |= {"masked_decay_", "packed_mm"}  # cpu/test_prune.py, test_cpu_backend.py
     for name, function in vars(table).items():
         if function is not None:
             theirs = getattr(reference.OPERATORS, name)

@@ -31,11 +31,10 @@ RULES = {
     "pack-bits": 7,
     "decay": 8,
     "decay-bits": 9,
-    "pack": 10,
 }
 PATTERNS = [(2, 4), (2, 4), (1, 2), (1, 8), (6, 8), (8, 16), (16, 32), (31, 32), (1, 64), (32, 64), (63, 64)]
 EIGHTS = [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100]
-TOKENS = [0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 100, 257]
+TOKENS = [0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 100, 257, 600]
 
 
 def stored(numbers, dtype):
@@ -143,40 +142,48 @@ class Fuzzer:
         )
         before, size, after = (int(random.choice([0, 1, 2, 3, 5, 8])), m * int(random.choice(EIGHTS[:12])), 1)
         special = bool(random.integers(2))
-        if rule == "pack":
-            size = 32 * int(random.choice([0, 1, 2, 3, 9]))
+        is_packed = rule in ("magnitude", "soft-threshold", "mask", "bits", "mvue") and bool(random.integers(2))
         if rule.startswith("decay"):
             dtype = result = FP32
-        if rule == "transposable":
+        if is_packed:
+            n, m, size, result = 2, 4, 32 * int(random.choice([0, 1, 2, 3, 9])), FP32
+            dtype = FP32 if rule == "mvue" else dtype
+            if random.integers(2):
+                before, after = 1, int(random.integers(0, 150))
+        elif rule == "transposable":
             before *= 4
         elif rule in ("mask", "bits", "pack-bits", "decay", "decay-bits"):
             size = int(random.choice([0, 1, 7, 8, 65, 4095, 4096, 4097, 9001]))
         elif random.integers(2):
             after = int(random.integers(0, 150))
-            before = 1 if rule == "pack" else before
         self.threads = int(random.integers(1, 4))
-        x = mask = random.integers(0, 2, (before, size)).astype(np.uint8)
+        masked = (size, after) if is_packed and after != 1 else (before, size)  # rows of its bits
+        x = mask = random.integers(0, 2, masked).astype(np.uint8)
         bits = np.packbits(mask, axis=1, bitorder="little")
         if rule != "pack-bits":
             x = self.numbers((before, size, after), dtype, special)
         if rule in ("nm-mask", "transposable", "pack-bits"):
             y = np.full(bits.shape if rule == "pack-bits" else x.shape, 7, np.uint8)
         else:
-            y = stored(np.zeros(x.shape, np.float32), result := dtype if rule in ("mvue", "pack") else result)
-        if rule == "pack":  # values, and the bytes of their mask
-            y = np.zeros((x.size // 2 * x.itemsize + x.size // 8) // x.itemsize, x.dtype)
+            y = stored(np.zeros(x.shape, np.float32), result := dtype if rule == "mvue" else result)
+        if is_packed:  # values, and the bits of their mask
+            y = np.zeros(x.size // 2 + x.size // 32, np.float32)
         operands = [x, {"mask": mask, "bits": bits, "decay": mask, "decay-bits": bits}.get(rule), y]
         if random.integers(2):
             operands = [before_a_protected_page(operand) for operand in operands]
         pointers = [ctypes.c_void_p(None if operand is None else operand.ctypes.data) for operand in operands]
         sizes = [ctypes.c_int64(number) for number in (before, size, after, dtype, result, n, m)]
-        rest = (ctypes.c_float(0.5), ctypes.c_int64(int(random.integers(-(2**62), 2**62))), self.parallel_for)
+        key = int(random.integers(-(2**62), 2**62))
+        rest = (ctypes.c_float(0.5), ctypes.c_int64(key), ctypes.c_int64(is_packed), self.parallel_for)
         number = int(random.choice([number for number, name in enumerate(self.paths) if name]))
         failed = self.library.sparse24_prune(number, ctypes.c_int64(RULES[rule]), *pointers, *sizes, *rest)
         assert not failed or rule.startswith("decay")  # which paths without fused multiply-add lack
         y, described = operands[-1], (self.paths[number], rule, before, size, after, dtype, result, n, m)
         if rule == "pack-bits":
             assert (y == bits).all(), described
+        elif is_packed:
+            kept = np.unpackbits(y[x.size // 2 :].view(np.uint8), bitorder="little").reshape(-1, 4)
+            assert (kept.sum(1) == 2).all(), described
         elif rule in ("mask", "bits") and not special:
             assert ((read(y, result)[..., 0] != 0) <= mask).all(), described
         elif rule in ("nm-mask", "transposable"):

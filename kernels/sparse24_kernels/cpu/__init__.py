@@ -18,7 +18,6 @@ OPERATORS = Operators(
     mvue=mvue.mvue,
     masked_decay_=decay.masked_decay_,
     unpack_nm=packed.unpack_nm,
-    pack_operand=packed.pack_operand,
     packed_mm=packed.packed_mm,
     packed_linear=packed.packed_linear,
 )

@@ -27,7 +27,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "sparse24_linear": [ctypes.c_int, *[_POINTER] * 6, *[_INT] * 7, _POINTER],
     "sparse24_unpack": [ctypes.c_int, *[_POINTER] * 4, *[_INT] * 4, _POINTER],
-    "sparse24_prune": [ctypes.c_int, _INT, *[_POINTER] * 3, *[_INT] * 7, ctypes.c_float, _INT, _POINTER],
+    "sparse24_prune": [ctypes.c_int, _INT, *[_POINTER] * 3, *[_INT] * 7, ctypes.c_float, _INT, _INT, _POINTER],
 }
 
 

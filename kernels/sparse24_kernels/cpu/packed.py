@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import OPERAND_MULTIPLE, STEP, operand_columns, scale_columns
+from ..formats import STEP, scale_columns
 from .library import DTYPES, loaded
-from .prune import run
 
 
 def packed_linear(
@@ -24,16 +23,6 @@ def packed_linear(
 def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
     """A packed 2:4 `[R, K]` times `[K, N]` -> `[R, N]`. Sums are those of `packed_linear` in fp32."""
     return _multiply(dense, values, mask, None, 4, None, True)
-
-
-def pack_operand(matrix: Tensor, dim: int) -> Tensor:
-    """A 2:4 matrix, or its transpose where `dim` is 0, in one tensor: all values, and then the mask."""
-    k, rows = matrix.shape[dim], matrix.shape[1 - dim]
-    if k % OPERAND_MULTIPLE:
-        raise ValueError(f"pack_operand: K = {k} is no multiple of {OPERAND_MULTIPLE}")
-    operand = matrix.new_empty(rows, operand_columns(k, matrix.itemsize))
-    run("pack", matrix, operand, dim)
-    return operand
 
 
 def _multiply(

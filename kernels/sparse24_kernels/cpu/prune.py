@@ -1,16 +1,18 @@
 """Pruning by the kernels for CPUs, of fp64 by the reference. Also what its neighbours share."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import mask_bytes
+from ..formats import FORMS, OPERAND_MULTIPLE, form_shape, mask_bytes
 from .library import DTYPES, loaded
+from .memory import reused_memory
 
 _PRUNING = ("magnitude", "soft-threshold", "mask", "bits")
-_RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "decay-bits", "pack")
+_RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "decay-bits")
 """By their number in native/problem.h."""
 
 LARGEST_M = 64
@@ -30,13 +32,31 @@ def prune(
     """The pruned weight in each of `forms`."""
     if dtype not in DTYPES or m > LARGEST_M:
         return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms)
-    dense = weight.new_empty(weight.shape, dtype=dtype)
-    if mask is None:
-        run(rule, weight, dense, dim, n, m, scale=1.0 if scale is None else float(scale))
-    else:
-        run("mask" if mask.dtype == torch.bool else "bits", weight, dense, mask=mask)
-    copied = torch.contiguous_format
-    return [dense if form == "dense" else dense.t().clone(memory_format=copied) for form in forms]
+    if mask is not None:  # it has no groups
+        rule, n, m, dim = "mask" if mask.dtype == torch.bool else "bits", 2, 4, weight.dim() - 1
+    is_24, factor = (n, m) == (2, 4), 1.0 if scale is None else float(scale)
+    dense = None
+    if not is_24 or any(FORMS[form] is None for form in forms):
+        dense = reused_memory(weight.shape, dtype)
+        run(rule, weight, dense, dim, n, m, mask, factor)
+    made = []
+    for form in forms:
+        if FORMS[form] is None or not is_24:
+            made.append(in_form(cast(Tensor, dense), form))
+        else:
+            packed = reused_memory(form_shape(form, weight.shape), dtype)
+            run(rule, weight, packed, FORMS[form], mask=mask, scale=factor, is_packed=True)
+            made.append(packed)
+    return made
+
+
+def in_form(pruned: Tensor, form: str) -> Tensor:
+    """A pruned matrix in a form, where no kernel makes it from what is pruned."""
+    if FORMS[form] is None:
+        return pruned if form == "dense" else pruned.t().contiguous()
+    packed = reused_memory(form_shape(form, pruned.shape), pruned.dtype)
+    run("magnitude", pruned, packed, FORMS[form], is_packed=True)
+    return packed
 
 
 def run(
@@ -49,6 +69,7 @@ def run(
     mask: Tensor | None = None,
     scale: float = 1.0,
     key: int = 0,
+    is_packed: bool = False,
 ) -> None:
     """Write into a contiguous tensor what a rule of native/prune.cpp makes of x.
 
@@ -57,6 +78,7 @@ def run(
     """
     masks = [(torch.bool, x.shape), (torch.uint8, (*x.shape[:-1], mask_bytes(x.shape[-1] if x.dim() else 1)))]
     fits = (n, m) == (2, 4) or (0 < n < m <= LARGEST_M and dim is not None and not x.shape[dim] % m)
+    fits &= not is_packed or (x.dim() == 2 and dim is not None and not x.shape[dim] % OPERAND_MULTIPLE)
     fits &= mask is None or (mask.is_cpu and (mask.dtype, mask.shape) in masks)
     if not (fits and x.is_cpu and (x.dtype == torch.bool if rule == "pack-bits" else x.dtype in DTYPES)):
         raise ValueError(f"{rule}: {x.dtype} {tuple(x.shape)} on {x.device}, or its mask, is nothing that a CPU prunes")
@@ -78,4 +100,5 @@ def run(
         m,
         scale,
         key,
+        is_packed,
     )

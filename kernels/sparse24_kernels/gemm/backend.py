@@ -33,8 +33,8 @@ class GemmBackend(Protocol):
     """
 
     name: str
-    takes_transposed: bool = False
-    """Whether `encode` reads the transpose of a row-major matrix as fast as a row-major one, so that none is made."""
+    takes_packed: bool = False
+    """Whether operands are the packed forms that pruning makes (`formats.FORMS`), with nothing dense in between."""
 
     def __repr__(self) -> str:
         return f"<backend {self.name!r}>"

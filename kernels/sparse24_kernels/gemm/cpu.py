@@ -17,7 +17,7 @@ class CpuBackend(GemmBackend):
     """GEMMs in fp32 with half the multiplications."""
 
     name = "cpu"
-    takes_transposed = True
+    takes_packed = True
 
     def unsupported(self, device: torch.device) -> str | None:
         if not autotune.uses_cpu_kernels(device):

@@ -1,6 +1,6 @@
 """A 2:4 matrix times a dense one on a CPU in fp32, by kernels that skip zeros: the operators, and their time.
 
-The 2:4 matrix is one tensor, its values and then its mask (`formats.split_operand`).
+The 2:4 matrix is one tensor, a packed one of `formats.FORMS`.
 """
 
 import torch
@@ -8,22 +8,12 @@ from torch import Tensor
 
 from ..cpu.limits import in_turns
 from ..dispatch import choose_kernels, implementation
-from ..formats import OPERAND_MULTIPLE, operand_columns, split_operand
+from ..formats import OPERAND_MULTIPLE, split_operand
+from ..prune import prune_forms
 from .packed import packed_linear
 from .problem import GemmProblem
 
 ROUNDS = 7
-
-
-@torch.library.custom_op("sparse24::pack_operand", mutates_args=())
-def pack_operand(matrix: Tensor, dim: int) -> Tensor:
-    """A 2:4 matrix `[R, K]`, or its transpose where `dim` is 0, in one tensor."""
-    return implementation("pack_operand", matrix)(matrix, dim)
-
-
-@pack_operand.register_fake
-def _(matrix: Tensor, dim: int) -> Tensor:
-    return matrix.new_empty(matrix.shape[1 - dim], operand_columns(matrix.shape[dim], matrix.itemsize))
 
 
 @torch.library.custom_op("sparse24::packed_mm", mutates_args=())
@@ -39,7 +29,9 @@ def _(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
 
 def compress(matrix: Tensor) -> Tensor:
     """The operand that `linear` and `mm` multiply by, of a 2:4 `[m, k]` that is row-major or the transpose of such."""
-    return pack_operand(matrix.t(), 0) if matrix.t().is_contiguous() else pack_operand(matrix, 1)
+    if matrix.t().is_contiguous():
+        return prune_forms(matrix.t(), ["packed-transposed"], dim=0)[0]
+    return prune_forms(matrix, ["packed"])[0]
 
 
 def linear(x: Tensor, operand: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,8 +11,9 @@ from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, 
 
 @on_its_device
 def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
-    """One read of `x`, one write of the estimate; the key is read on the device. "approx" runs by the reference."""
-    if estimator == "approx":
+    """One read of `x`, one write of the estimate; the key is read on the device. The reference has "approx" and packed
+    forms."""
+    if estimator == "approx" or "packed" in form:
         return reference.mvue.mvue(x, key, n, m, dim, estimator, form)
     if 0 < dim < x.dim() - 1:
         return mvue(x.movedim(dim, 0), key, n, m, 0, estimator, form).movedim(0, dim).contiguous()

@@ -36,9 +36,9 @@ def prune(
     dtype: torch.dtype,
     forms: list[str],
 ) -> list[Tensor]:
-    """Every form in one pass: the weight is read once, each result written once. Groups that are not 2:4 are the
-    reference's."""
-    if rule != "mask" and (n, m) != (2, 4):
+    """Every form in one pass: the weight is read once, each result written once. The reference makes packed forms, and
+    prunes in groups that are not 2:4."""
+    if (rule != "mask" and (n, m) != (2, 4)) or any("packed" in form for form in forms):
         return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms)
     # A mask has no groups, and its packed bits are those of the last dimension.
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)

@@ -23,7 +23,6 @@ OPERATORS = Operators(
     gated_activation=gated.gated_activation,
     gated_activation_backward=gated.gated_activation_backward,
     unpack_nm=packed.unpack_nm,
-    pack_operand=packed.pack_operand,
     packed_mm=packed.packed_mm,
     packed_linear=packed.packed_linear,
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .masks import groups, member_dim
+from .packed import in_form
 from .philox import uniform
 from .prune import wide
 
@@ -25,7 +26,7 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
         for draw in range(2 if estimator == "approx" else 1)
     ]
     estimate = _ESTIMATORS[n, m, estimator](x, *draws, dim).narrow(dim, 0, size)
-    return (estimate if form == "dense" else estimate.t()).contiguous()
+    return in_form(estimate, form)
 
 
 def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..formats import SCALED, operand_columns
+from ..formats import FORMS, SCALED, form_shape
 from .masks import integer_of, nm_mask, pack_bits, unpack_bits
 
 
@@ -39,15 +39,14 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
     return dense.masked_scatter_(unpack_bits(mask, k), values.view(dense.dtype)).view(values.dtype)
 
 
-def pack_operand(matrix: Tensor, dim: int) -> Tensor:
-    """A 2:4 matrix `[R, K]`, or its transpose where `dim` is 0, in one tensor: all values, and then the mask.
-
-    Zeros fill up what keeps less than two of four. K is a multiple of 32.
-    """
-    matrix = matrix.t() if dim == 0 else matrix
+def in_form(pruned: Tensor, form: str) -> Tensor:
+    """A pruned matrix in one of `FORMS`, contiguous. Zeros fill up what keeps less than two of four."""
+    matrix = pruned.t() if "transposed" in form else pruned
+    if FORMS.get(form) is None:
+        return matrix.clone(memory_format=torch.contiguous_format) if form == "transposed" else matrix.contiguous()
     mask = nm_mask((matrix != 0).to(matrix.dtype), 2, 4, 1, packed=False)
     parts = select(matrix, mask, 2, 4).view(-1), pack_bits(mask).view(-1).view(matrix.dtype)
-    return torch.cat(parts).view(len(matrix), operand_columns(matrix.shape[1], matrix.itemsize))
+    return torch.cat(parts).view(*form_shape(form, pruned.shape))
 
 
 def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:

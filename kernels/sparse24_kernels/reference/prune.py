@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .masks import as_bool, groups, member_dim, nm_mask
+from .packed import in_form
 
 
 def prune(
@@ -24,8 +25,8 @@ def prune(
         keep = nm_mask(weight, n, m, dim, packed=False) if mask is None else as_bool(mask, weight)
         # Multiplied, so that a NaN shows even where it is masked.
         pruned = weight * keep
-    pruned, copied = cast(pruned, dtype).contiguous(), torch.contiguous_format
-    return [pruned if form == "dense" else pruned.t().clone(memory_format=copied) for form in forms]
+    pruned = cast(pruned, dtype)
+    return [in_form(pruned, form) for form in forms]
 
 
 def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | None) -> Tensor:

@@ -144,22 +144,6 @@ def test_decay_of_anything(path, of, bits, itself, alpha, kind):
     assert_same_bits(ours[0], theirs[0], "decay.masked_decay_")
 
 
-def test_estimates_take_the_memory_of_dropped_ones_alone():
-    x, key = torch.randn(64, 64), torch.tensor(1)
-    first = kernels.mvue(x, key=key)
-    address, view, copy = first.data_ptr(), first[3:5].t(), first.clone()
-    del first
-    second = kernels.mvue(x, key=key + 1)
-    assert second.data_ptr() != address and torch.equal(view, copy[3:5].t())
-    address = second.data_ptr()
-    del second
-    smaller = kernels.mvue(x[:32].bfloat16(), key=key)
-    assert smaller.data_ptr() == address and smaller._version == 0
-    with torch.inference_mode():
-        others = [kernels.mvue(x, key=key), kernels.mvue(x, key=key)]
-    assert len({tensor.data_ptr() for tensor in (*others, smaller)}) == 3 and torch.equal(*others)
-
-
 @pytest.mark.skipif(PATHS == ["portable"], reason="no fused multiply-add")
 def test_decay_runs_in_its_kernel(monkeypatch):
     ran, run = [], decay.run

@@ -76,8 +76,8 @@ int sparse24_unpack(int path, const void* values, const uint8_t* mask, const voi
 
 int sparse24_prune(int path, int64_t rule, const void* x, const uint8_t* mask, void* y, int64_t before, int64_t size,
                    int64_t after, int64_t dtype, int64_t result_dtype, int64_t n, int64_t m, float scale, int64_t key,
-                   ParallelFor parallel_for) {
-  const Pruning pruning{rule, x, mask, y, before, size, after, dtype, result_dtype, n, m, scale, (uint64_t)key, parallel_for};
+                   bool is_packed, ParallelFor parallel_for) {
+  const Pruning pruning{rule, x, mask, y, before, size, after, dtype, result_dtype, n, m, scale, (uint64_t)key, is_packed, parallel_for};
   return (*candidates[path].prune)(pruning);
 }
 

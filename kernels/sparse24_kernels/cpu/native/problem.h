@@ -35,7 +35,7 @@ struct Path {
   int (*unpack)(const Linear&);  // y is the dense [rows, k]; x, bias and tokens are unused
 };
 
-enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS, DECAY, DECAY_BITS, PACK };
+enum Rule : int64_t { MAGNITUDE, SOFT_THRESHOLD, MASK, BITS, NM_MASK, MVUE, TRANSPOSABLE, PACK_BITS, DECAY, DECAY_BITS };
 
 // What is made of x, [before, size, after] in groups of m along `size`, or where a rule has no groups along another
 // dimension a matrix [before, size]. All contiguous.
@@ -43,11 +43,12 @@ struct Pruning {
   int64_t rule;
   const void* x;        // of `dtype`; of PACK_BITS bytes of 0 and 1
   const uint8_t* mask;  // of MASK and DECAY bytes like x, of BITS and DECAY_BITS [before, ceil(size / 8)]
-  void* y;              // of `result_dtype`; of NM_MASK and TRANSPOSABLE bytes of 0 and 1, of PACK_BITS packed bits, of
-                        // PACK the values of a 2:4 matrix [before * after, size / 2], then its mask
+  void* y;              // of `result_dtype`; of NM_MASK and TRANSPOSABLE bytes of 0 and 1, of PACK_BITS packed bits.
+                        // Where it is packed, values [before * after, size / 2] in fp32, then their mask
   int64_t before, size, after, dtype, result_dtype, n, m;  // m above 64: no path has it
   float scale;   // of SOFT_THRESHOLD, and of DECAY its strength
   uint64_t key;  // of MVUE
+  bool is_packed;  // of a matrix, whose groups are 2:4 and `size` a multiple of 32
   ParallelFor parallel_for;
 };
 

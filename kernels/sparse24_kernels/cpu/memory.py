@@ -1,0 +1,61 @@
+"""Memory for what a training step makes and drops: pruned weights and estimates of gradients.
+
+malloc gives large blocks back to the operating system, and the next step gets fresh pages: faults in the kernels, and
+in whatever allocates after them, that cost more than pruning. So the blocks of dropped tensors are kept.
+"""
+
+import mmap
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SMALLEST = 1 << 18
+"""Bytes from which on a block is kept: below, malloc keeps it."""
+
+MOST_FREE = 1 << 29
+"""Bytes of blocks that no tensor uses, at most; more are given back."""
+
+_blocks: list[mmap.mmap] = []
+
+
+def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous CPU tensor, where possible in the memory of one that was dropped.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    if tensor.nbytes < SMALLEST:
+        return torch.empty(shape, dtype=dtype)
+    found, free = None, 0
+    for _ in range(len(_blocks)):
+        try:
+            block = _blocks.pop(0)  # so that no other thread takes it
+        except IndexError:
+            break
+        is_free = sys.getrefcount(block) == _UNUSED
+        if found is None and is_free and len(block) == tensor.nbytes:
+            found = block
+            continue
+        free += len(block) * is_free
+        if not is_free or free <= MOST_FREE:
+            _blocks.append(block)
+    if found is None:
+        found = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A tensor, and whatever shares its storage, holds a reference.
+    made = torch.frombuffer(found, dtype=dtype, count=tensor.numel()).view(tuple(shape))
+    _blocks.append(found)
+    return made
+
+
+def _references_of_unused() -> int:
+    """What `sys.getrefcount` says of a block that a loop holds alone; it depends on the version of Python."""
+    blocks = [mmap.mmap(-1, mmap.PAGESIZE)]
+    block = blocks.pop(0)
+    return sys.getrefcount(block)
+
+
+_UNUSED = _references_of_unused()
