@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,13 @@ import transformers
 from sparse24_kernels.cpu.library import loaded
 from sparse24_kernels.gemm import cpu_kernels
 from torch import nn
-from transformers import BertConfig, BertModel, LlamaConfig
+from transformers import BertConfig, BertModel, GPT2Config, LlamaConfig
 
 from hf_sparse24 import Sparse24Config, __version__, pack_model, patch_model
 from hf_sparse24.weights.sparse_weight import sparse_weights
 from recipes.benchmarks.builds import build, random_ids, training_step
+from recipes.benchmarks.costs import take_turns
 from recipes.benchmarks.cpu_layers import Cpu
-from recipes.benchmarks.timing import turns
 from recipes.benchmarks.variants import environment
 from recipes.stdlib_text import replace_file
 
@@ -65,6 +64,7 @@ LLAMA = LlamaConfig(
     num_attention_heads=16,
     num_key_value_heads=16,
 )
+GPT2 = GPT2Config()
 MINILM = BertConfig(hidden_size=384, intermediate_size=1536, num_hidden_layers=6)
 METHODS = ("t-sr-ste", "s-ste", "fixed-mask")
 Runs = dict[str, Callable[[], Any]]
@@ -117,7 +117,10 @@ def steps() -> dict[str, Runs]:
         label = method if backend == "cpu" else f"{method}, dense math"
         options = {"target_modules": "all-linear", "backend": backend}
         runs[label] = training_step(build(LLAMA), (2, 512), method, **options)
-    return {"a step of a Llama of 8 layers, d = 1024": runs}
+    options = {"target_modules": "all-linear", "backend": "cpu"}
+    ways = {"dense": {}, METHODS[0]: options}
+    gpt2 = {way: training_step(build(GPT2), (1, 1024), way, **options) for way, options in ways.items()}
+    return {"a step of a Llama of 8 layers, d = 1024": runs, "a step of GPT-2 124M": gpt2}
 
 
 @torch.no_grad()
@@ -133,30 +136,34 @@ PARTS = {"gemms": gemms, "layers": layers, "steps": steps, "encoder": encoder}
 
 
 def measure(part: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each case and way: seconds, the speed-up over dense and, of steps, the last loss."""
+    """A row for each case and way: seconds, and the speed-up over dense."""
     rows = []
     for case, runs in PARTS[part]().items():
-        seconds: dict[str, list[float]] = {way: [] for way in runs}
-        results: dict[str, Any] = {}
-        for turn in turns(rounds, rounds):
-            for way, run in runs.items():
-                start = time.perf_counter()
-                with torch.set_grad_enabled(part in ("layers", "steps")):
-                    results[way] = run()
-                if turn >= 0:
-                    seconds[way].append(time.perf_counter() - start)
+        with torch.set_grad_enabled(part in ("layers", "steps")):
+            seconds = take_turns(runs, rounds)
         for way, times in seconds.items():
             speedups = sorted(dense / own for dense, own in zip(seconds["dense"], times))
             row = {"part": part, "case": case, "way": way, "seconds": statistics.median(times)}
             row |= {"speedup": statistics.median(speedups), "least": speedups[0], "most": speedups[-1]}
-            rows.append(row | ({"loss": results[way]} if part == "steps" else {}))
+            rows.append(row)
             print(*row.values(), sep="\t", file=sys.stderr, flush=True)
     return rows
+
+
+def curves(steps: int) -> dict[str, list[float]]:
+    """The loss of each step on one batch, by sparse GEMMs and by dense math, from the same weights and random keys."""
+    found = {}
+    for backend in ("cpu", "dense"):
+        options = {"target_modules": "all-linear", "backend": backend}
+        step = training_step(build("small Llama"), (2, 256), METHODS[0], **options)
+        found[backend] = [step() for _ in range(steps)]
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=100, help="of the loss curves (default 100)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/cpu_training.json")
@@ -184,6 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
         "torch": torch.__version__,
         "cpu": Cpu().facts["cpu"],
         "load": round(os.getloadavg()[0], 1),
+        "losses": curves(options.steps),
         "rows": rows,
     }
     replace_file(options.output, json.dumps(result, indent=1) + "\n")
