@@ -210,12 +210,15 @@ def encoder(runs: list[Run], folder: Path) -> str:
     result = json.loads(path.read_text())
     ways = {way: facts for way, facts in result.items() if isinstance(facts, dict) and "cosine" in facts}
     names = list(next(iter(ways.values())))
-    rows = [[way, *(f"{facts[name]:g}" for name in names)] for way, facts in ways.items()]
+    rows = [
+        [way, *("" if facts[name] is None else f"{facts[name]:g}" for name in names)] for way, facts in ways.items()
+    ]
     counts = " and ".join(f"{count} of `{name}`" for name, count in result["sentences"].items())
-    text = (
-        f"all-MiniLM-L6-v2, all linear layers 2:4, by `recipes/pretrained/encoder.py`; sentences: {counts}, the first\n"
+    text = f"all-MiniLM-L6-v2, all linear layers, by `recipes/pretrained/encoder.py`; sentences: {counts}, the first\n"
+    text += (
+        "to calibrate by, the second to compare the embeddings of the dense model and of the others. The model never\n"
     )
-    text += "to calibrate by, the second to compare the embeddings of the dense and of the pruned model.\n\n"
+    text += "was quantized. Rounding is to the nearest, of weights alone.\n\n"
     return text + markdown_table(["way", *names], rows)
 
 

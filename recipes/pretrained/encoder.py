@@ -1,10 +1,11 @@
-"""What 2:4 costs an encoder of sentences: its embeddings before and after `oneshot`, and what retrieval finds by them.
+"""What N:M and rounding cost an encoder of sentences: its embeddings before and after, and what retrieval finds.
 
     python recipes/pretrained/encoder.py                                      # MiniLM, which `make evidence` fetches
     python recipes/pretrained/encoder.py --model DIR --calibrate FILE.jsonl --evaluate FILE.jsonl
 
-Embeddings are as sentence-transformers makes them: the mean of the last hidden states of all tokens, normalised. With
-a `SentenceTransformer`, prune `model[0].auto_model` instead: it changes in place. Writes JSON.
+MiniLM never was quantized, as the SmolLM2-135M of packages was, so rounding has no head start. Embeddings are as
+sentence-transformers makes them: the mean of the last hidden states of all tokens, normalised. With a
+`SentenceTransformer`, prune `model[0].auto_model` instead: it changes in place. Writes JSON.
 """
 
 import argparse
@@ -17,20 +18,25 @@ from typing import Any
 
 import torch
 import transformers
+from sparse24_kernels import Pattern
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from hf_sparse24 import Sparse24Config, __version__, oneshot
+from hf_sparse24 import Sparse24Config, __version__, oneshot, unpatch_model
 from hf_sparse24.methods import ONESHOT_METHOD
 
 MATERIAL = Path("runs/pretrained")
 RESULT = Path(__file__).resolve().parents[1] / "results" / "pretrained" / "encoder.json"
 WAYS: dict[str, dict[str, Any]] = {
-    "magnitude, nothing else": {"criterion": "magnitude", "reconstruct": None},
-    "wanda, nothing else": {"criterion": "wanda", "reconstruct": None},
-    "the default of oneshot": {},
+    "2:4 by magnitude, nothing else": {"criterion": "magnitude", "reconstruct": None},
+    "2:4 by wanda, nothing else": {"criterion": "wanda", "reconstruct": None},
+    "2:4 by the default of oneshot": {},
+    "16:32 by the default of oneshot": {"pattern": "16:32"},
+    "6:8 by the default of oneshot": {"pattern": "6:8"},
 }
-"""Arguments of `oneshot`; a new way is one line."""
+"""Arguments of `oneshot`, and a pattern other than 2:4; a new way is one line."""
+ROUNDED = {"int8 in groups of 128": (8, 128), "int4 in groups of 32": (4, 32), "int3 in groups of 32": (3, 32)}
+"""Bits and group of dense weights that are rounded to the nearest."""
 NEIGHBOURS = (1, 10)
 
 
@@ -62,6 +68,27 @@ def embeddings(model: PreTrainedModel, texts: list[str], tokenizer: Any) -> Tens
         hidden = model(**batch).last_hidden_state * mask
         rows.append(torch.nn.functional.normalize(hidden.sum(1) / mask.sum(1)))
     return torch.cat(rows)
+
+
+def round_weights(model: PreTrainedModel, bits: int, group: int) -> None:
+    """Round the weights of the layers that `oneshot` prunes, with a bf16 scale for each row and group.
+
+    Scales are signed, so that the weight of largest magnitude is the lowest number: Q4_0 of llama.cpp at 4 bits.
+    """
+    lowest = 2 ** (bits - 1)
+    for layer in model.encoder.modules():
+        if isinstance(layer, torch.nn.Linear):
+            groups = layer.weight.data.unflatten(1, (-1, min(group, layer.in_features)))
+            peak = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+            scale = (peak / -lowest).bfloat16().float()
+            scale = scale.where(scale != 0, torch.ones(()))
+            layer.weight.data = ((groups / scale).round().clamp(-lowest, lowest - 1) * scale).flatten(1)
+
+
+def bits_of_weights(pattern: str, bits: float = 16, group: int | None = None) -> float:
+    """Bits of a packed weight: its share of the values and of their scales, and a bit of the mask."""
+    kept = Pattern.parse(pattern)
+    return kept.n / kept.m * bits + 1 + (16 / group if group else 0)
 
 
 def compare(dense: Tensor, pruned: Tensor) -> dict[str, float]:
@@ -100,15 +127,29 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "sentences": {args.calibrate.name: len(seen), args.evaluate.name: len(unseen)},
     }
     dense = embeddings(AutoModel.from_pretrained(args.model), unseen, tokenizer)
+
+    def found(way: str, bits: float, model: PreTrainedModel, seconds: float | None = None) -> None:
+        facts = {"bits a weight": bits, "CPU s": None if seconds is None else round(seconds, 1)}
+        result[way] = facts | compare(dense, embeddings(model, unseen, tokenizer))
+        print(way, result[way], flush=True)
+
+    for way, (bits, group) in ROUNDED.items():
+        model = AutoModel.from_pretrained(args.model)
+        round_weights(model, bits, group)
+        found(way, bits + 16 / group, model)
     for way, settings in WAYS.items():
         model, start = AutoModel.from_pretrained(args.model), time.process_time()
-        config = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear")
+        pattern = settings.get("pattern", "2:4")
+        config = Sparse24Config(method=ONESHOT_METHOD, target_modules="all-linear", pattern=pattern)
+        others = {name: value for name, value in settings.items() if name != "pattern"}
         with torch.autocast("cpu", torch.bfloat16):
-            report = oneshot(model, encoded(seen, tokenizer, batch_size=8), config, **settings)
-        seconds = round(time.process_time() - start, 1)
-        result["zero"] = round(report.patch.sparse_share, 4)
-        result[way] = {"CPU s": seconds} | compare(dense, embeddings(model, unseen, tokenizer))
-        print(way, result[way], flush=True)
+            oneshot(model, encoded(seen, tokenizer, batch_size=8), config, **others)
+        seconds = time.process_time() - start
+        found(way, bits_of_weights(pattern), model, seconds)
+        if "criterion" not in settings:
+            unpatch_model(model)
+            round_weights(model, 8, 128)
+            found(f"{way}, int8 values", bits_of_weights(pattern, 8, 128), model)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result

@@ -31,11 +31,15 @@ def test_embeddings_before_and_after(tmp_path, tokenizer, capsys):
     flags |= {"model": tmp_path / "model", "output": tmp_path / "out" / "encoder.json", "sentences": 24}
     result = encoder.main([f"--{name}={value}" for name, value in flags.items()])
     assert json.loads((tmp_path / "out" / "encoder.json").read_text()) == result
-    assert result["sentences"] == {"train.jsonl": 40, "validation.jsonl": 24} and 0.2 < result["zero"] < 0.5
-    for way in encoder.WAYS:
-        assert 0 < result[way]["cosine, lowest 5%"] <= result[way]["cosine"] < 1
+    assert result["sentences"] == {"train.jsonl": 40, "validation.jsonl": 24}
+    for way in (*encoder.WAYS, *encoder.ROUNDED, "16:32 by the default of oneshot, int8 values"):
+        assert 0 < result[way]["cosine, lowest 5%"] <= result[way]["cosine"] <= 1
         assert 0 <= result[way]["top-10 neighbours kept"] <= 1
-    assert result["the default of oneshot"]["cosine"] > result["magnitude, nothing else"]["cosine"]
+    assert result["2:4 by the default of oneshot"]["cosine"] > result["2:4 by magnitude, nothing else"]["cosine"]
+    cosines = [
+        result[f"{kind} in groups of {group}"]["cosine"] for kind, group in (("int8", 128), ("int4", 32), ("int3", 32))
+    ]
+    assert cosines == sorted(cosines, reverse=True) and encoder.bits_of_weights("16:32", 8, 128) == 5.125
     with pytest.raises(SystemExit):
         encoder.main([f"--model={tmp_path / 'absent'}"])
     assert "absent: not there; `make evidence`" in capsys.readouterr().err
