@@ -1,4 +1,4 @@
-"""Memory for what a training step makes and drops: pruned weights and estimates of gradients.
+"""Memory for what a training step makes and drops: pruned weights, estimates of gradients, results of sparse GEMMs.
 
 malloc gives large blocks back to the operating system, and the next step gets fresh pages: faults in the kernels, and
 in whatever allocates after them, that cost more than pruning. So the blocks of dropped tensors are kept.
@@ -7,6 +7,7 @@ in whatever allocates after them, that cost more than pruning. So the blocks of 
 import mmap
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 SMALLEST = 1 << 18
 """Bytes from which on a block is kept: below, malloc keeps it."""
 
-MOST_FREE = 1 << 29
+MOST_FREE = 1 << 28
 """Bytes of blocks that no tensor uses, at most; more are given back."""
 
 _blocks: list[mmap.mmap] = []
@@ -30,24 +31,25 @@ def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     if tensor.nbytes < SMALLEST:
         return torch.empty(shape, dtype=dtype)
-    found, free = None, 0
-    for _ in range(len(_blocks)):
+    found, free, kept = None, 0, []
+    while _blocks:
         try:
-            block = _blocks.pop(0)  # so that no other thread takes it
+            block = _blocks.pop()  # so that no other thread takes it
         except IndexError:
             break
         is_free = sys.getrefcount(block) == _UNUSED
         if found is None and is_free and len(block) == tensor.nbytes:
             found = block
-            continue
-        free += len(block) * is_free
-        if not is_free or free <= MOST_FREE:
-            _blocks.append(block)
+        elif not is_free or free + len(block) <= MOST_FREE:  # others are given back, the oldest first
+            free += len(block) * is_free
+            kept.append(block)
     if found is None:
         found = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):  # Linux alone has them, and not always
+            found.madvise(mmap.MADV_HUGEPAGE)
     # A tensor, and whatever shares its storage, holds a reference.
     made = torch.frombuffer(found, dtype=dtype, count=tensor.numel()).view(tuple(shape))
-    _blocks.append(found)
+    _blocks.extend([*reversed(kept), found])
     return made
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from .. import reference
 from ..formats import STEP, scale_columns
 from .library import DTYPES, loaded
+from .memory import reused_memory
 
 
 def packed_linear(
@@ -32,7 +33,7 @@ def _multiply(
     x, values, mask = x.contiguous(), values.contiguous(), mask.contiguous()
     bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, scales))
     (k, tokens), rows = x.shape if is_product else x.shape[::-1], len(values)
-    y = x.new_empty((rows, tokens) if is_product else (tokens, rows))
+    y = reused_memory((rows, tokens) if is_product else (tokens, rows), x.dtype)
     loaded().call(
         "sparse24_linear",
         x.data_ptr(),

@@ -43,7 +43,7 @@ def test_small_tensors_take_no_block_and_free_ones_are_given_back(monkeypatch):
     for size in (256, 512, 1024):
         reused_memory((size, 512), DTYPE)
     reused_memory((2048, 512), DTYPE)
-    assert sorted(map(len, memory._blocks)) == [2**19, 2**22]
+    assert sorted(map(len, memory._blocks)) == [2**20, 2**22]
 
 
 def test_threads_never_share_a_block():
