@@ -118,7 +118,8 @@ def _step_times(results: Path) -> dict[str, float]:
 
 def _sparse_steps(results: Path) -> dict[str, float]:
     rows = json.loads((results / "cpu_training.json").read_text())["rows"]
-    steps = [row for row in rows if row["part"] == "steps" and row["way"] == "t-sr-ste"]
+    one = [row for row in rows if row["threads"] == 1 and "Llama" in row["case"]]
+    steps = [row for row in one if row["part"] == "steps" and row["way"] == "t-sr-ste"]
     return {f"sparse_step_{row['path']}": row["speedup"] for row in steps}
 
 
