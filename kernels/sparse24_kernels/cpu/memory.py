@@ -7,7 +7,6 @@ in whatever allocates after them, that cost more than pruning. So the blocks of 
 import mmap
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 SMALLEST = 1 << 18
 """Bytes from which on a block is kept: below, malloc keeps it."""
 
-MOST_FREE = 1 << 28
+MOST_FREE = 1 << 29
 """Bytes of blocks that no tensor uses, at most; more are given back."""
 
 _blocks: list[mmap.mmap] = []
@@ -45,8 +44,6 @@ def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             kept.append(block)
     if found is None:
         found = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(AttributeError, OSError):  # Linux alone has them, and not always
-            found.madvise(mmap.MADV_HUGEPAGE)
     # A tensor, and whatever shares its storage, holds a reference.
     made = torch.frombuffer(found, dtype=dtype, count=tensor.numel()).view(tuple(shape))
     _blocks.extend([*reversed(kept), found])
