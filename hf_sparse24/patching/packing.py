@@ -113,7 +113,7 @@ def check_packable(model: nn.Module) -> SparseRun:
     if run is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.is_dense:
-        raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
+        raise ValueError("the model is in its dense phase: it computes with dense weights, which have no packed form")
     reasons = [not_packable(weight) for weight in sparse_weights(model, TRAINED).values()]
     if all(reasons):
         raise ValueError(f"no sparse weight has a packed form: {reasons[0]}; export with format='dense'")
