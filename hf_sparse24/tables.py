@@ -1,5 +1,6 @@
 """Tables as text, HTML and Markdown, and the base of reports that show themselves as one."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import zip_longest
@@ -29,6 +30,13 @@ class TableReport:
     def _repr_html_(self) -> str:
         advice = self._advice()
         return html_table(self._title(), self._columns, self._rows()) + (f"<p>{escape(advice)}</p>" if advice else "")
+
+
+def shown_patterns(patterns: Iterable[object]) -> str:
+    """Return which N:M layers have: `"8:16"`, or `"2:4 in 12 layers, 8:16 in 4 layers"`."""
+    counts = Counter(map(str, patterns)).most_common()
+    shown = [f"{pattern} in {count} layer{'s' * (count > 1)}" for pattern, count in counts]
+    return ", ".join(shown) if len(counts) > 1 else "".join(pattern for pattern, _ in counts)
 
 
 def text_table(rows: Iterable[Row], indent: str = "") -> str:

@@ -9,8 +9,9 @@
 | `s-ste-moving-scale` | the scale is computed after every step, and grows | S-STE, Fig. 4 |
 | `s-ste-mvue-weight` | the weight of grad_input is pruned once more, at random and without bias | S-STE, Table 3 |
 | `s-ste-greedy`, `ste-greedy` | grad_weight keeps the two largest of four gradients: biased | arXiv 2203.10991 |
+| `dense-mvue` | gradients alone are pruned, weights are not: `weight_grad`, `input_grad` | arXiv 2203.10991 |
 
-They have the settings of `s-ste` (of `ste`) and those below.
+They have the settings of `s-ste` (of `ste`, of which `dense-mvue` has `weight_grad="mvue"`) and those below.
 """
 
 import math
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_sparse24 import register_method
-from hf_sparse24.methods import METHODS, SoftThreshold, Values, WeightView, setting
+from hf_sparse24.methods import METHODS, GemmSettings, SoftThreshold, Values, WeightView, setting, with_default
 
 SSTE: Any = METHODS["s-ste"]
 STE: Any = METHODS["ste"]
@@ -125,3 +126,18 @@ class GreedySSTE(_GreedyGradients, SSTE):
 @register_method("ste-greedy")
 class GreedySTE(_GreedyGradients, STE):
     pass
+
+
+@register_method("dense-mvue")
+class DenseMVUE(STE):
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(STE.Settings):
+        weight_grad: str = with_default(GemmSettings, "weight_grad", "mvue", "least variance at 2:4")
+
+    def __init__(self, settings: Any, pattern: kernels.Pattern):
+        super().__init__(settings, pattern)
+        self.gemms = self.gemms._replace(output=replace(self.gemms.output, sparse=None))
+
+    def prune(self, view: WeightView) -> Values:
+        """The weight as it is. An export of it is dense."""
+        return Values(view.matrix)

@@ -9,10 +9,12 @@ from typing import Any
 
 from arguments import SparseArguments, UsageError
 from optional import MissingPackage
+from sparse24_kernels import Pattern
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from hf_sparse24 import Sparse24Trainer, sparse_run, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Trainer, sparse_run, unpatch_model
+from hf_sparse24.methods import METHODS
 
 
 def run(main: Callable[[], Any]) -> Any:
@@ -64,7 +66,7 @@ def sparse_or_dense_trainer(
         shared: what both trainers take.
 
     Raises:
-        UsageError: the control run of a model that computes with 2:4 weights, or one with a teacher.
+        UsageError: the control run of a model that computes with 2:4 weights, or one with a teacher; too few steps.
     """
     if sparse_args.method != "dense":
         config = sparse_args.make_config()
@@ -75,11 +77,22 @@ def sparse_or_dense_trainer(
                 f"method={config.method!r}: {shared['model'].config.name_or_path} was trained by {own!r}, and goes on "
                 f"by that (--method {own}); by another, fine-tune its export (hf-sparse24 export)"
             )
+        if patched is None or not patched.facts.finished:
+            check_steps(config, shared["args"].max_steps)
         return classes[0](**shared, sparse24_config=config, teacher=teacher, distillation=distillation)
     if teacher is not None:
         raise UsageError("teacher is for sparse methods; method='dense' is a plain Trainer")
     check_dense(shared["model"])
     return classes[1](**shared, callbacks=sparse_args.make_callbacks())
+
+
+def check_steps(config: Sparse24Config, steps: int) -> None:
+    """Raise a UsageError for a run that leaves its method no sparse step; without max_steps the Trainer says so."""
+    try:
+        if steps > 0:
+            METHODS[config.method](config.settings, Pattern.parse(config.pattern)).schedule(steps)
+    except ValueError as error:
+        raise UsageError(f"method={config.method!r}, max_steps={steps}: {error}") from error
 
 
 def check_dense(model: PreTrainedModel) -> None:

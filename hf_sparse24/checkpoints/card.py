@@ -27,12 +27,14 @@ from ..patching.ownership import unwrap
 from ..patching.report import shown_count
 from ..progress import get_logger
 from ..run import SparseRun, sparse_run
-from ..tables import markdown_table
+from ..tables import markdown_table, shown_patterns
 from ..version import __version__
 from ..weights.sharding import rank
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import TRAINED, PackedMaster
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
+from .manifest import MANIFEST
+from .replacing import CONFIG
 
 logger = get_logger(__name__)
 
@@ -112,7 +114,7 @@ def make_model_card(
         _loading(model, run, format, values, model_id or name, checkpoint),
         "" if is_dense or format != "dense" else _TRAINING_ON,
         _results(ours, control_metrics(dense_control), control_name),
-        _training(run, hyperparameters, plot),
+        _training(run, hyperparameters, plot, format),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
         f"{torch.__version__}.",
     ]
@@ -125,7 +127,8 @@ def make_model_card(
     for key, value in [*((key, value) for key, value in derived.items() if data.get(key) is None), *given.items()]:
         data[key] = value  # the caller's; where not given the author's, and else what the model says
     asked = [tags] if isinstance(tags, str) else tags or []
-    of_sparse = [f"{run.config.pattern}-sparsity", "semi-structured-sparsity"]
+    patterns = [f"{weight.pattern}-sparsity" for weight in sparse_weights(model, TRAINED).values()]
+    of_sparse = [*dict.fromkeys(patterns), "semi-structured-sparsity"]
     found = [*(data.tags or []), "hf_sparse24", *of_sparse, *(model.model_tags or []), *asked]
     data.tags = [tag for tag in dict.fromkeys(found) if not (is_dense and tag in of_sparse)]
     card.text = _replaced(card.text, section)
@@ -180,21 +183,20 @@ def _is_dense(model: nn.Module, run: SparseRun, format: Format) -> bool:
 
 
 def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, format: Format, is_dense: bool) -> str:
-    config = run.config
+    patterns = [weight.pattern for weight in sparse_weights(model, TRAINED).values()]
+    shown = shown_patterns(patterns)
     names = ", ".join([base] if isinstance(base, str) else base or [])
     what = f"A Transformers model, made from {names}" if names else "A Transformers model"
     if is_dense:
         how = "in a dense phase" if run.is_dense else "with adapters of its method merged"
         state = f"That training has ended {how}" if run.facts.finished else f"It was saved {how}"
-        trained = f"{what}, that hf_sparse24 trains with {config.pattern} sparse weights"
+        trained = f"{what}, that hf_sparse24 trains with sparse weights ({shown})"
         return f"{trained}. {state}: **its weights are dense**."
-    own = config.layer_patterns or {}
-    patterns = ", ".join(f"{pattern} in `{names}`" for names, pattern in own.items())
-    if len(own) > 6:  # chosen layer by layer
-        patterns = f"by layer also {', '.join(sorted(set(own.values())))}"
+    is_one = len({*patterns}) == 1
+    kind, m, zero = (patterns[0], patterns[0].m, patterns[0].m - patterns[0].n) if is_one else ("N:M", "M", "M - N")
     sparse = (
-        f"{what}, with **{config.pattern} sparse weights** by hf_sparse24: of every {config.m} consecutive weights "
-        f"along the input dimension of a sparse layer, {config.m - config.n} are zero{patterns and f' ({patterns})'}."
+        f"{what}, with **{kind} sparse weights** by hf_sparse24: of every {m} consecutive weights along the input "
+        f"dimension of a sparse layer, {zero} are zero{'' if is_one else f' ({shown})'}."
     )
     if format == "training":  # the master weights are dense
         return sparse
@@ -248,13 +250,17 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float], control_name
     return f"## Results\n\n{markdown_table(columns, rows)}" if rows else ""
 
 
-def _training(run: SparseRun, hyperparameters: Mapping[str, Any] | None, plot: str | None) -> str:
+def _training(run: SparseRun, hyperparameters: Mapping[str, Any] | None, plot: str | None, format: Format) -> str:
     config, pruning = run.config, run.facts.pruning
     about = sys.modules[method_class(config.method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
-    settings = [f"    {key}={value!r}," for key, value in config.fields().items()]
+    fields = {key: repr(value) for key, value in config.fields().items()}
+    if len(config.layer_patterns or ()) > 6:  # as a budget chooses them
+        file, key = (CONFIG, "quantization_config") if format == "training" else (MANIFEST, "config")
+        fields["layer_patterns"] = f'json.loads(Path("{file}").read_text())["{key}"]["layer_patterns"]'
+    settings = [f"    {key}={value}," for key, value in fields.items()]
     parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
     if pruning:
         rows = [[name, _number(value) if type(value) is int else str(value)] for name, value in pruning.items()]

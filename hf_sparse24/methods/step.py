@@ -7,7 +7,9 @@ Method card
     Hyper-parameters switch_rule "arithmetic" (option I) or "geometric" (option II), logged as `switch_statistic` and
                      `switch_threshold`; not before 10 % (`switch_after`) and by 50 % (`switch_by`) of training;
                      update_clip 1.0, 0 for the paper's steps (see `StepAdamW`)
-    Optimizer        `StepAdamW`, made by `Sparse24Trainer` itself; in a loop of your own you make it
+    Optimizer        `StepAdamW`. `Sparse24Trainer` makes it from these settings; in a loop of your own
+                     `sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps, lr=...)` does. The
+                     controller refuses one with other settings. Settings that change later do not reach it
     Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain. AutoSwitch compares
                      squared gradients with eps: where they are large it waits until `switch_by`, where they are small
                      it does not wait (see `StepAdamW`)
@@ -27,9 +29,15 @@ import torch
 
 from .context import StepContext
 from .registry import register_method
-from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting, sparse_steps
+from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting, sparse_steps, to_steps
 from .ste import STE
 from .step_adamw import SWITCH_RULES, StepAdamW
+
+_OPTIMIZER_SETTINGS = ("switch_rule", "switch_after", "switch_by", "update_clip")
+_MAKER = (
+    "sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps, lr=...), or leave it to "
+    "Sparse24Trainer"
+)
 
 
 @register_method("step")
@@ -66,7 +74,11 @@ class STEP(STE):
 
     def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
         super().check_run(total_steps, optimizer)
-        _step_adamw(optimizer)
+        given = _step_adamw(optimizer).arguments
+        ours = {"total_steps": total_steps} | {name: getattr(self.settings, name) for name in _OPTIMIZER_SETTINGS}
+        ours |= {name: to_steps(ours[name], total_steps) for name in ("switch_after", "switch_by")}
+        if wrong := [f"{name}={given[name]!r}, not {ours[name]!r}" for name in given if given[name] != ours[name]]:
+            raise ValueError(f"StepAdamW has {', '.join(wrong)}, which the run and its config say: make it by {_MAKER}")
 
     def metrics(self, context: StepContext) -> dict[str, float]:
         """`switch_statistic` and `switch_threshold` of AutoSwitch, from its first statistic to the switch."""
@@ -77,14 +89,12 @@ class STEP(STE):
         return {"switch_statistic": statistic, "switch_threshold": step_adamw.switch_threshold}
 
     def make_optimizer(self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any) -> StepAdamW:
-        for name in ("switch_rule", "switch_after", "switch_by", "update_clip"):
-            arguments[name] = getattr(self.settings, name)
+        arguments |= {name: getattr(self.settings, name) for name in _OPTIMIZER_SETTINGS}
         return StepAdamW(groups, total_steps=total_steps, **arguments)
 
 
 def _step_adamw(optimizer: torch.optim.Optimizer) -> StepAdamW:
     if not isinstance(optimizer, StepAdamW):
-        way = "StepAdamW(step_param_groups(model), ...), or leave the optimizer to Sparse24Trainer"
         name = type(optimizer).__name__
-        raise ValueError(f"method 'step' is an optimizer as much as a mask, and {name} is not it: use {way}")
+        raise ValueError(f"method 'step' is an optimizer as much as a mask, and {name} is not it: make it by {_MAKER}")
     return optimizer

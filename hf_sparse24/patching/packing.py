@@ -11,7 +11,7 @@ from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat, check_values
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import not_packable, packed_form
+from ..weights.packed_weight import check_packed_forms, packed_form
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .masters import packed_config
@@ -25,8 +25,8 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     """Compute with packed sparse weights from now on, and give up the dense master weights.
 
     In place. The model generates, trains adapters, is saved and moved, and does not train by itself. `unpack_model`
-    makes it an ordinary model of its sparse weights. A sparse layer that has no packed form becomes dense: its M must
-    divide 64, and its input size be a multiple of M and of 8.
+    makes it an ordinary model of its sparse weights. A sparse layer that has no packed form becomes dense, and a
+    warning names it: M must divide 64, and the input size be a multiple of M and of 8.
 
     Args:
         model: a patched model in its sparse phase, in the dtype that it will compute in.
@@ -49,7 +49,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
         'PackedConv1D'
     """
     check_values(values)
-    run = check_packable(model)
+    run = check_packable(model, "pack_model", "become dense, with their zeros")
     check_unmerged(model)
     whole = next((owner for owner in run.owners if owner is not model and model in owner.modules()), None)
     if whole is not None:
@@ -107,16 +107,16 @@ def unpack_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_packable(model: nn.Module) -> SparseRun:
-    """The run of a model that can be packed; ValueError of any other."""
+def check_packable(
+    model: nn.Module, what: str = "format='packed'", rest: str = "are stored dense, with their zeros"
+) -> SparseRun:
+    """The run of a model that can be packed by `what`; ValueError of any other. Logs which layers cannot be."""
     run = sparse_run(model)
     if run is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.is_dense:
-        raise ValueError("the model is in its dense phase: what it computes with is not 2:4, so it cannot be packed")
-    reasons = [not_packable(weight) for weight in sparse_weights(model, TRAINED).values()]
-    if all(reasons):
-        raise ValueError(f"no sparse weight has a packed form: {reasons[0]}; export with format='dense'")
+        raise ValueError("the model is in its dense phase: it computes with dense weights, which have no packed form")
+    check_packed_forms(sparse_weights(model, TRAINED), what, rest)
     return run
 
 

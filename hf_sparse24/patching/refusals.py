@@ -69,7 +69,7 @@ def _reject_quantized(model: nn.Module) -> None:
             return
         name = getattr(method, "value", method)  # of an enum, or as config.json has it
         way = "with quantization_config=GgufConfig(dequantize=True)" if name == "gguf" else "without quantization"
-        raise ValueError(f"the model is quantized with {name}; load it {way} to make it 2:4 sparse")
+        raise ValueError(f"the model is quantized with {name}; load it {way} to make it sparse")
 
 
 def reject_non_finite(weights: Iterable[tuple[str, Tensor]], advice: str = "nothing was changed") -> None:

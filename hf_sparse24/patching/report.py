@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import Sparse24Config
 from ..run import SparseRun
-from ..tables import TableReport
+from ..tables import TableReport, shown_patterns
 from .targets import CONVOLUTION, Candidate
 
 
@@ -39,6 +39,7 @@ class PatchReport(TableReport):
     Attributes:
         config: the config that is in force.
         patched: names of the sparse layers, in module order; stacks of experts by their Parameters' names.
+        patterns: N:M of each of them, as text.
         skipped: name to reason, for every linear layer, stack of experts and convolution that stayed dense.
         rows: the same by groups of layers whose names differ only in numbers.
         patched_parameters: number of weights under an N:M pattern.
@@ -50,6 +51,7 @@ class PatchReport(TableReport):
 
     config: Sparse24Config
     patched: tuple[str, ...]
+    patterns: tuple[str, ...]
     skipped: dict[str, str]
     rows: tuple[ReportRow, ...]
     patched_parameters: int
@@ -72,7 +74,7 @@ class PatchReport(TableReport):
         is_packed = getattr(self.config, "master", "dense") == "packed"
         method = self.config.method + ", master: packed" * is_packed
         return (
-            f"{self.config.pattern} sparse by {method}: {len(self.patched)} of {layers} linear layers, "
+            f"{shown_patterns(self.patterns)} sparse by {method}: {len(self.patched)} of {layers} linear layers, "
             f"{shown_count(self.patched_parameters)} of {shown_count(self.total_parameters)} parameters; "
             f"{self.sparse_share:.1%} of all parameters are zero"
         )
@@ -102,11 +104,13 @@ def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], i
         groups.setdefault((group_name(candidate.name), candidate.skipped, candidate.note), []).append(candidate)
     rows = [ReportRow(name, len(group), _weights(group), *why) for (name, *why), group in groups.items()]
     patched = [candidate for candidate in candidates if candidate.skipped is None]
-    patterns = {id(c.weight): c.pattern or Pattern.parse(run.config.pattern) for c in patched}
+    own = Pattern.parse(run.config.pattern)
+    patterns = {id(c.weight): c.pattern or own for c in patched}
     sizes = {id(c.weight): c.weight.numel() for c in patched}
     return PatchReport(
         config=run.config,
         patched=tuple(candidate.name for candidate in patched),
+        patterns=tuple(str(candidate.pattern or own) for candidate in patched),
         skipped={candidate.name: candidate.skipped for candidate in candidates if candidate.skipped is not None},
         rows=tuple(rows),
         patched_parameters=_weights(patched),

@@ -78,7 +78,7 @@ def check_origin(model: nn.Module, config: Any) -> None:
         try:
             patch_model(model, trained_on.config)
         except ValueError as error:
-            raise ValueError(f"the adapter is for a 2:4 base, which this model cannot be made: {error}") from error
+            raise ValueError(f"the adapter is for a sparse base, which this model cannot be made: {error}") from error
     difference = _difference(trained_on, record.get("weights"), model)  # earlier files have no names
     if difference:
         if is_dense:
@@ -133,7 +133,7 @@ def _difference(trained_on: SavedConfig, names: list[str] | None, model: nn.Modu
         if one != other:
             return f"it has {field}={one!r}, this model {other!r}"
     if names is not None and (others := sorted({*names} ^ {*_base_names(model)})):
-        return f"{others[0]} is 2:4 in one of them alone ({len(others)} such weights; target_modules)"
+        return f"{others[0]} is sparse in one of them alone ({len(others)} such weights; target_modules)"
     if sparse_weights(model, PACKED) and trained_on.facts.phase == DENSE_PHASE:
         return f"it has phase={DENSE_PHASE!r}, and this model is packed"
     pruning = trained_on.facts.pruning

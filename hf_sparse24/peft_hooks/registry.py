@@ -34,7 +34,7 @@ class SparseAware:
         super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
         is_masked = record_masks(model, config, adapter_name)
         if is_masked and config.inference_mode and not has_record:  # one that was loaded
-            way = "the masks of this 2:4 model change what it computes: load it on the model that it was trained on"
+            way = "the masks of this sparse model change what it computes: load it on the model that it was trained on"
             logger.warning(f"adapter {adapter_name!r} was trained without masks, and {way}")
         if not config.inference_mode:
             check_adapters(model)
@@ -68,7 +68,7 @@ def _check_targets(model: nn.Module, parameters: Any, modules: Any) -> None:
                 raise ValueError(f"target_parameters={target!r} names {name}, which an adapter would make dense: {way}")
     for name, module in model.named_modules():
         if any(name.endswith(target) for target in modules) and sparse_weights(module, PACKED):  # as PEFT compares them
-            way = "call unpack_model(model) first (and patch_model after it, to stay 2:4), or name other modules"
+            way = "call unpack_model(model) first (and patch_model after it, to stay sparse), or name other modules"
             raise ValueError(f"modules_to_save={list(modules)!r} names {name}, a packed module: {way}")
 
 

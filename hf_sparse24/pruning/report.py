@@ -1,11 +1,10 @@
 """What `oneshot` returns: the errors of layers and blocks."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..patching.report import PatchReport, group_name
-from ..tables import TableReport
+from ..tables import TableReport, shown_patterns
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,8 @@ class OneshotReport(TableReport):
     def _title(self) -> str:
         how = f", weights reconstructed by {self.reconstruct}" if self.reconstruct else ""
         how += ", rounded to int8" if self.values == "int8" else ""
-        counts = Counter(layer.pattern for layer in self.layers)
-        pattern = ", ".join(f"{name} in {count} layers" for name, count in sorted(counts.items()))
-        pattern = pattern if len(counts) > 1 else self.patch.config.pattern
-        return f"one-shot {pattern} by {self.criterion} masks{how}; errors are of the layers' outputs"
+        patterns = shown_patterns(layer.pattern for layer in self.layers)
+        return f"one-shot {patterns} by {self.criterion} masks{how}; errors are of the layers' outputs"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         groups: dict[str, list[LayerReport]] = {}

@@ -12,9 +12,11 @@ from sparse24_kernels.gemm import autotune
 from transformers import PreTrainedModel
 
 from ..config import Sparse24Config
+from ..methods.settings import SHARED
 from ..patching.masters import wants_packed_master
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
+from ..tables import shown_patterns
 from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
@@ -48,7 +50,8 @@ def doctor(options: argparse.Namespace) -> int:
     if model is not None:
         header = ["layers", "out x in", "output", "grad_input", "grad_weight", "gain"]
         rows = checks.gains(model, options.tokens, _DTYPES[options.dtype], checks.devices()[0])
-        print(f"\n{options.model}, {options.tokens} tokens, {options.dtype}: forward + backward of the patched layers")
+        what = shown_patterns(weight.pattern for weight in sparse_weights(model).values())
+        print(f"\n{options.model}, {options.tokens} tokens, {options.dtype}: forward + backward of {what}")
         print_table([header, *rows])
     return int(failed)
 
@@ -108,13 +111,13 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     """The model's architecture without weights, patched as it would be trained."""
     model, own = read_model(options.model)
     if own.get("quant_method", "sparse24") != "sparse24":
-        raise ValueError(f"{options.model} is quantized with {own['quant_method']}: 2:4 training needs plain weights")
+        raise ValueError(f"{options.model} is quantized with {own['quant_method']}: training needs plain weights")
     sparse = Sparse24Config.from_dict(own)
     if wants_packed_master(sparse):
         what = f"{options.model} has packed masters (master='packed'), whose memory and GEMMs are not planned"
         raise ValueError(f"{what}: give the dense model, with --method {sparse.method}")
     if options.method and options.method != sparse.method:
-        sparse = Sparse24Config(method=options.method, target_modules=sparse.target_modules)
+        sparse = Sparse24Config(**{name: getattr(sparse, name) for name in SHARED} | {"method": options.method})
     if options.target_modules:
         sparse = sparse.replace(target_modules=options.target_modules)
     patch_model(model, sparse)

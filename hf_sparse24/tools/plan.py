@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..methods import SparseMethod
 from ..methods.masked_decay import MaskedDecayMethod
+from ..tables import shown_patterns
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from . import print_table
@@ -82,7 +83,8 @@ def print_plan(name: str, model: PreTrainedModel, tokens: int, dtype: torch.dtyp
     method = next(iter(weights)).method.name
     total = sum(parameter.numel() for parameter in model.parameters())
     share = sum(weight.parameter.numel() for weight in weights) / total
-    print(f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them in 2:4 layers")
+    patterns = shown_patterns(weight.pattern for weight in weights)
+    print(f"{name}, {method}: {total / 1e9:.3g} billion parameters, {share:.0%} of them sparse ({patterns})")
     print(f"{tokens} tokens per step, {str(dtype).removeprefix('torch.')}: computed, not measured\n")
     held = [[what, _gb(nbytes)] for what, nbytes in plan.memory.items()]
     print_table([["held", "GB"], *held, ["total", _gb(sum(plan.memory.values()))]])

@@ -47,7 +47,8 @@ class RunFiles:
 
     @property
     def pattern(self) -> str:
-        return str(self.sparse24.get("pattern", "2:4"))
+        own = self.sparse24.get("layer_patterns") or {}
+        return " and ".join(dict.fromkeys([str(self.sparse24.get("pattern", "2:4")), *map(str, own.values())]))
 
     @property
     def has_phases(self) -> bool:

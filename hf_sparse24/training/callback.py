@@ -195,7 +195,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             if run.is_dense and not was_dense:
                 logger.warning(
                     f"load_best_model_at_end: {state.best_model_checkpoint} was saved in the {run.phase} phase, so the "
-                    f"model is not {run.config.pattern} now; load the last checkpoint for one that is"
+                    "model is dense now; load the last checkpoint for a sparse one"
                 )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):

@@ -243,7 +243,10 @@ class Sparse24Controller:
         self.micro_step = 0
         keeps_state = self._masks.enter_phase(self.phase) or self.run.is_dense
         if self.step == self.total_steps and not self._keeps_phase:
-            self.run.record(finished=self.run.is_dense)
+            # Not where sparsity never began: STEP's switch waits while a GradScaler skips steps.
+            method, first = self.run.method, self.run.method.schedule(self.total_steps).start
+            has_been_sparse = method.phase(first, self.total_steps, self.optimizer) != DENSE_PHASE
+            self.run.record(finished=self.run.is_dense and has_been_sparse)
         self._masks.finish_step(not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps))
         self._set_streams()
         self.run.open_step = object() if self.step < self.total_steps else None

@@ -106,8 +106,8 @@ def method_mask(method: Any, view: WeightView, packed: bool) -> Tensor:
 
 
 def check_rule(rule: Rule, view: WeightView, method: Any, operand: str, name: str) -> None:
-    """Raise ValueError where an operand is not N:M: sparse GEMMs, packed weights and exports rely on it."""
-    pattern, dims = method.pattern, [view.dim] if operand == PRUNED else []
+    """Raise ValueError where an operand is not N:M that the method says is sparse in a GEMM."""
+    pattern, dims = method.pattern, [view.dim] if operand == PRUNED and method.gemms.output.sparse else []
     if method.transposable and operand == method.gemms.grad_input.weight:
         dims.append(1 - view.dim)
     mask = mask_of(rule, view, pattern, packed=False)

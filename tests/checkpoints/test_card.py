@@ -1,6 +1,7 @@
 """Model cards: whether what they say is true, and what they keep of a card that was there."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,34 @@ def test_the_counted_zeros_are_those_of_the_export(tmp_path):
     total = sum(parameter.numel() for parameter in exported.parameters())
     text = make_model_card(model).text
     assert f" {zeros / total:.1%} of all {total:,} parameters are zero" in text
+
+
+@pytest.mark.parametrize("format", ["dense", "packed", "training"])
+def test_a_card_counts_the_layers_of_each_pattern(format, tmp_path, monkeypatch):
+    """A budget chooses a pattern for each layer: the card counts them, and its code reads the file that has them."""
+    layers = [
+        f"model.layers.{i}.{name}" for i in (0, 1) for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
+    ]
+    own = dict(zip([*layers, "model.layers.0.mlp.gate_proj"], ["8:16"] * 4 + ["16:32"] * 3))
+    model = patched("llama", method="fixed-mask", target_modules="all-linear", layer_patterns=own)
+    if format == "training":
+        model.save_pretrained(tmp_path)
+    else:
+        export_model(model, tmp_path, format=format)
+    card = make_model_card(model, format=format)
+    assert "with **N:M sparse weights**" in card.text and "up_proj" not in card.text
+    assert " M - N are zero (2:4 in 7 layers, 8:16 in 4 layers, 16:32 in 3 layers)." in card.text
+    assert {"2:4-sparsity", "8:16-sparsity", "16:32-sparsity"} <= {*card.data.tags}
+    monkeypatch.chdir(tmp_path)
+    settings = next(code(card, i) for i in range(4) if code(card, i).startswith("Sparse24Config("))
+    assert eval(settings, {"Sparse24Config": Sparse24Config, "json": json, "Path": Path}) == sparse_run(model).config
+
+
+def test_a_card_says_one_pattern_of_all_layers():
+    for sparse in ({"pattern": "8:16"}, {"layer_patterns": {"mlp": "8:16"}}):
+        card = make_model_card(patched("llama", method="fixed-mask", **sparse))
+        assert "with **8:16 sparse weights** by hf_sparse24: of every 16 consecutive weights" in card.text
+        assert "8:16-sparsity" in card.data.tags and "2:4-sparsity" not in card.data.tags
 
 
 @pytest.mark.parametrize("method", DENSE_METHODS)

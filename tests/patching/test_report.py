@@ -21,6 +21,22 @@ def test_report():
     assert rows["model.layers.*.mlp.up_proj"].layers == 2 and rows["lm_head"].skipped == "output embedding"
 
 
+def test_titles_name_every_pattern():
+    data = [torch.arange(32)[None]]
+    for sparse, expected in (
+        ({"pattern": "8:16"}, "8:16"),
+        ({"layer_patterns": {"up_proj": "8:16"}}, "2:4 in 4 layers, 8:16 in 2 layers"),
+        ({"layer_patterns": {"mlp": "8:16"}}, "8:16"),
+        ({"layer_patterns": {"layers.0.mlp.up_proj": "1:4"}}, "2:4 in 5 layers, 1:4 in 1 layer"),
+    ):
+        config = Sparse24Config(method="fixed-mask", **sparse)
+        assert str(patch_model(zoo.build("llama"), config)).startswith(
+            f"{expected} sparse by fixed-mask: 6 of 15 linear"
+        )
+        report = str(oneshot(zoo.build("llama"), data, config, reconstruct=None))
+        assert report.startswith(f"one-shot {expected} by sparsegpt masks; ")
+
+
 def test_the_report_counts_weights_and_nothing_else():
     model = zoo.build("bert")  # whose layers have biases
     report = patch_model(model, Sparse24Config(method="own"))

@@ -13,11 +13,14 @@ from arguments import UsageError, parse_arguments
 from method_runs import loop, run_steps
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Linear, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Linear, export_model, patch_model, sparse_weights
 from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 
-NAMES = ("s-ste-gamma", "s-ste-fixed-scale", "s-ste-moving-scale", "s-ste-mvue-weight", "s-ste-greedy", "ste-greedy")
+NAMES = (
+    *("s-ste-gamma", "s-ste-fixed-scale", "s-ste-moving-scale", "s-ste-mvue-weight", "s-ste-greedy", "ste-greedy"),
+    "dense-mvue",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,6 +108,38 @@ def test_greedy_pruning_keeps_the_largest_gradients_of_every_four_tokens(tokens)
     pruned = kernels.nm_prune(padded, dim=0)[:tokens]
     torch.testing.assert_close(layer.weight.grad, pruned.t() @ x.detach())
     torch.testing.assert_close(x.grad, grad @ layer.sparse_weight())
+
+
+@pytest.mark.parametrize("estimator", ["mvue", "mvue-approx", "mvue-1:2", "dense"])
+def test_dense_weights_with_pruned_gradients(estimator):
+    """Output and dX are the dense layer's; dW is unbiased, and the dense one without an estimator."""
+    weight = torch.randn(8, 8, dtype=torch.float64)
+    layer = make_layer(weight, method="dense-mvue", weight_grad=estimator)
+    x, grad = torch.randn(12, 8, dtype=torch.float64, requires_grad=True), torch.randn(12, 8, dtype=torch.float64)
+    draws = []
+    for _ in range(1 if estimator == "dense" else 3000):
+        layer.weight.grad = x.grad = None
+        output = layer(x)
+        output.backward(grad)
+        draws.append(layer.weight.grad)
+    assert torch.equal(output, x @ weight.t())
+    torch.testing.assert_close(x.grad, grad @ weight)
+    expected, drawn = grad.t() @ x.detach(), torch.stack(draws)
+    if estimator == "dense":
+        torch.testing.assert_close(drawn[0], expected)
+    else:
+        assert not torch.equal(drawn[0], drawn[1])
+        assert ((drawn.mean(0) - expected).abs() <= 5 * drawn.std(0) / len(draws) ** 0.5).all()
+
+
+def test_an_export_of_dense_weights_is_dense(tmp_path):
+    model = sparse_models.patched("llama", method="dense-mvue")
+    assert model.config.quantization_config.weight_grad == "mvue"
+    with pytest.raises(ValueError, match="is not 2:4 as method 'dense-mvue' prunes it"):
+        export_model(model, tmp_path / "packed", format="packed")
+    export_model(model, tmp_path / "dense")
+    loaded = type(model).from_pretrained(tmp_path / "dense").eval()
+    assert torch.equal(loaded(**zoo.batch(0)).logits, model.eval()(**zoo.batch(0)).logits)
 
 
 def test_a_recipe_imports_it_by_a_flag(tmp_path):

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import train
 import yaml
-from arguments import TOY_DATA, UsageError, check_toy_data, parse_arguments
+import zoo
+from arguments import TOY_DATA, SparseArguments, UsageError, check_toy_data, parse_arguments
 from paths import RECIPES
-from running import run
+from running import run, sparse_or_dense_trainer
+from transformers import TrainingArguments
 
 
 def message(main, capsys) -> str:
@@ -35,6 +37,13 @@ def test_wrong_flags(flags, expected, capsys, monkeypatch):
     error = message(lambda: parse_arguments(train.ARGUMENTS), capsys)
     last = error.splitlines()[-1]
     assert last.startswith("train.py: error: ") and expected in last and "Traceback" not in error
+
+
+@pytest.mark.parametrize("method", [{"method": "step"}, {"method": "ste", "sparse24": {"dense_start": 1}}])
+def test_a_run_without_a_sparse_step_is_refused(method, tmp_path):
+    arguments = SparseArguments(**method), TrainingArguments(tmp_path, max_steps=1, use_cpu=True, report_to="none")
+    with pytest.raises(UsageError, match="max_steps=1: total_steps=1 leaves no sparse step"):
+        sparse_or_dense_trainer(arguments[0], model=zoo.build("llama"), args=arguments[1])
 
 
 @pytest.mark.parametrize("bug", [lambda: int("x"), lambda: Path("/absent").read_text(), lambda: {}["x"]])

@@ -80,6 +80,20 @@ def test_doctor_on_a_model_that_is_not_loaded(directory, capsys):
     assert "64 x 32  dense: the sparse GEMMs of CPUs run in fp32, not torch.bfloat16" in printed
 
 
+@pytest.mark.parametrize(
+    ("sparse", "expected"),
+    [({"pattern": "8:16"}, "8:16"), ({"layer_patterns": {"up_proj": "8:16"}}, "2:4 in 4 layers, 8:16 in 2 layers")],
+)
+def test_plan_and_doctor_name_the_patterns_of_a_checkpoint(sparse, expected, tmp_path, capsys):
+    patch_model(model := zoo.build("llama"), Sparse24Config(method="ste", **sparse))
+    model.save_pretrained(tmp_path)
+    for method in ([], ["--method", "sr-ste"]):
+        assert main(["plan", str(tmp_path), "--tokens", "64", *method]) == 0
+        assert f"of them sparse ({expected})" in capsys.readouterr().out
+        assert main(["doctor", str(tmp_path), "--tokens", "64", *method]) == 0
+        assert f"forward + backward of {expected}\n" in capsys.readouterr().out
+
+
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 

@@ -93,7 +93,7 @@ def test_decay_on_the_weight_passes_the_optimizer_by():
 
 
 def test_step_turns_sparse_when_its_optimizer_switches():
-    model, _ = patched("step")
+    model, _ = patched("step", switch_after=2, switch_by=5)
     groups = step_param_groups(model, 0.01)
     optimizer = StepAdamW(groups, lr=1e-3, betas=(0.9, 0.5), total_steps=10, switch_after=2, switch_by=5)
     controller = Sparse24Controller(model, optimizer, total_steps=10)
