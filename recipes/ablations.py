@@ -9,6 +9,7 @@
 | `s-ste-moving-scale` | the scale is computed after every step, and grows | S-STE, Fig. 4 |
 | `s-ste-mvue-weight` | the weight of grad_input is pruned once more, at random and without bias | S-STE, Table 3 |
 | `s-ste-greedy`, `ste-greedy` | grad_weight keeps the two largest of four gradients: biased | arXiv 2203.10991 |
+| `dense-weight` | no weight is pruned, only gradients or activations | arXiv 2203.10991 |
 
 They have the settings of `s-ste` (of `ste`) and those below.
 """
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_sparse24 import register_method
-from hf_sparse24.methods import METHODS, SoftThreshold, Values, WeightView, setting
+from hf_sparse24.methods import METHODS, Magnitude, Mask, SoftThreshold, Values, WeightView, one_of, setting
 
 SSTE: Any = METHODS["s-ste"]
 STE: Any = METHODS["ste"]
@@ -125,3 +126,31 @@ class GreedySSTE(_GreedyGradients, SSTE):
 @register_method("ste-greedy")
 class GreedySTE(_GreedyGradients, STE):
     pass
+
+
+class _Whole(Mask, Magnitude):
+    """A mask that keeps everything. Being `Magnitude` too, it is not refused for that, and flips are counted of the
+    masks by magnitude that the weight would have."""
+
+
+@register_method("dense-weight")
+class DenseWeight(STE):
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(STE.Settings):
+        estimators: str = setting(
+            "theirs",
+            one_of("theirs", "greedy-gradients", "mvue-activations"),
+            "'theirs' as weight_grad, input_grad and activations say; 'greedy-gradients' keeps the two largest of four "
+            "gradients in grad_weight, 'mvue-activations' two of four activations at random and without bias",
+        )
+
+    def __init__(self, settings: Any, pattern: kernels.Pattern):
+        super().__init__(settings, pattern)
+        output, grad_input, grad_weight = self.gemms
+        if settings.estimators == "greedy-gradients":
+            grad_weight = replace(grad_weight, sparse="grad", estimator="magnitude")
+        activations = "mvue" if settings.estimators == "mvue-activations" else output.estimator
+        self.gemms = type(self.gemms)(replace(output, sparse=None, estimator=activations), grad_input, grad_weight)
+
+    def prune(self, view: WeightView) -> Magnitude:
+        return _Whole(torch.ones_like(view.matrix, dtype=torch.bool))

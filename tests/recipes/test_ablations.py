@@ -17,7 +17,15 @@ from hf_sparse24 import Sparse24Config, Sparse24Linear, patch_model, sparse_weig
 from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 
-NAMES = ("s-ste-gamma", "s-ste-fixed-scale", "s-ste-moving-scale", "s-ste-mvue-weight", "s-ste-greedy", "ste-greedy")
+NAMES = (
+    "s-ste-gamma",
+    "s-ste-fixed-scale",
+    "s-ste-moving-scale",
+    "s-ste-mvue-weight",
+    "s-ste-greedy",
+    "ste-greedy",
+    "dense-weight",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,6 +113,25 @@ def test_greedy_pruning_keeps_the_largest_gradients_of_every_four_tokens(tokens)
     pruned = kernels.nm_prune(padded, dim=0)[:tokens]
     torch.testing.assert_close(layer.weight.grad, pruned.t() @ x.detach())
     torch.testing.assert_close(x.grad, grad @ layer.sparse_weight())
+
+
+def test_a_dense_weight_is_multiplied_whole_and_its_operands_are_pruned():
+    weight = torch.randn(8, 8, dtype=torch.float64)
+    x, grad = torch.randn(2, 16, 8, dtype=torch.float64).unbind()
+    layer = make_layer(weight, method="dense-weight", estimators="greedy-gradients")
+    given = x.clone().requires_grad_()
+    output = layer(given)
+    torch.testing.assert_close(output, x @ weight.t())
+    output.backward(grad)
+    torch.testing.assert_close(given.grad, grad @ weight)
+    torch.testing.assert_close(layer.weight.grad, kernels.nm_prune(grad, dim=0).t() @ x)
+    layer = make_layer(weight, method="dense-weight", estimators="mvue-activations")
+    draws = torch.stack([layer(x) for _ in range(4000)])
+    deviation = draws.std(0) / len(draws) ** 0.5
+    assert not torch.equal(draws[0], draws[1])
+    assert ((draws.mean(0) - x @ weight.t()).abs() <= 5 * deviation).all()
+    layer = make_layer(weight, method="dense-weight", activations="2:4")
+    torch.testing.assert_close(layer(x), kernels.nm_prune(x) @ weight.t())
 
 
 def test_a_recipe_imports_it_by_a_flag(tmp_path):
