@@ -21,6 +21,7 @@ from typing import Any
 
 import analysis_page
 import architectures_page
+import claims_page
 import cpu_page
 import frontier_page
 import pretrained_page
@@ -59,6 +60,9 @@ def method_page(name: str) -> str:
     title, card = read_card(name)
     rows = "\n".join(f"| **{label}** | {_cell(text)} |" for label, text in card)
     rows = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", rows)
+    if name in _CLAIMS:
+        link = f"[tried row by row](../measured/claims.md#{_CLAIMS[name]})"
+        rows = rows.replace("\n| **Reference**", f"\n| **Its paper's claims** | {link} |\n| **Reference**")
     rows = rows.replace("recipes/results/methods.md", "[Methods side by side](../measured/methods.md)")
     rows = rows.replace("docs/measured/pretrained.md", "[A pretrained model](../measured/pretrained.md)")
     settings = "\n".join(f"| `{key}` | {_cell(text)} |" for key, text in describe_settings(name).items())
@@ -86,6 +90,8 @@ def method_page(name: str) -> str:
 """
 
 
+_CLAIMS = {"s-ste": "s-ste", "t-sr-ste": "t-sr-ste", "step": "step"}
+"""Methods of the papers of the page of claims, and their headings there."""
 _FROM_SCRATCH = """from transformers import AutoConfig, AutoModelForCausalLM
 from hf_sparse24 import Sparse24Config, patch_model
 
@@ -212,6 +218,7 @@ def pages() -> dict[str, str]:
     made["measured/costs.md"] = costs_page()
     made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
     made["measured/frontier.md"] = frontier_page.page(RESULTS / "frontier")
+    made["measured/claims.md"] = claims_page.page(RESULTS)
     made["measured/analysis.md"] = analysis_page.page(RESULTS / "analysis.json")
     made["measured/pretrained.md"] = pretrained_page.page(RESULTS / "pretrained")
     return made

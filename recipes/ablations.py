@@ -9,9 +9,9 @@
 | `s-ste-moving-scale` | the scale is computed after every step, and grows | S-STE, Fig. 4 |
 | `s-ste-mvue-weight` | the weight of grad_input is pruned once more, at random and without bias | S-STE, Table 3 |
 | `s-ste-greedy`, `ste-greedy` | grad_weight keeps the two largest of four gradients: biased | arXiv 2203.10991 |
-| `dense-mvue` | gradients alone are pruned, weights are not: `weight_grad`, `input_grad` | arXiv 2203.10991 |
+| `dense-weight` | no weight is pruned, only gradients or activations | arXiv 2203.10991 |
 
-They have the settings of `s-ste` (of `ste`, of which `dense-mvue` has `weight_grad="mvue"`) and those below.
+They have the settings of `s-ste` (of `ste`) and those below.
 """
 
 import math
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_sparse24 import register_method
-from hf_sparse24.methods import METHODS, GemmSettings, SoftThreshold, Values, WeightView, setting, with_default
+from hf_sparse24.methods import METHODS, SoftThreshold, Values, WeightView, one_of, setting
 
 SSTE: Any = METHODS["s-ste"]
 STE: Any = METHODS["ste"]
@@ -128,15 +128,24 @@ class GreedySTE(_GreedyGradients, STE):
     pass
 
 
-@register_method("dense-mvue")
-class DenseMVUE(STE):
+@register_method("dense-weight")
+class DenseWeight(STE):
     @dataclass(frozen=True, kw_only=True)
     class Settings(STE.Settings):
-        weight_grad: str = with_default(GemmSettings, "weight_grad", "mvue", "least variance at 2:4")
+        estimators: str = setting(
+            "theirs",
+            one_of("theirs", "greedy-gradients", "mvue-activations"),
+            "'theirs' as weight_grad, input_grad and activations say; 'greedy-gradients' keeps the two largest of four "
+            "gradients in grad_weight, 'mvue-activations' two of four activations at random and without bias",
+        )
 
     def __init__(self, settings: Any, pattern: kernels.Pattern):
         super().__init__(settings, pattern)
-        self.gemms = self.gemms._replace(output=replace(self.gemms.output, sparse=None))
+        output, grad_input, grad_weight = self.gemms
+        if settings.estimators == "greedy-gradients":
+            grad_weight = replace(grad_weight, sparse="grad", estimator="magnitude")
+        activations = "mvue" if settings.estimators == "mvue-activations" else output.estimator
+        self.gemms = type(self.gemms)(replace(output, sparse=None, estimator=activations), grad_input, grad_weight)
 
     def prune(self, view: WeightView) -> Values:
         """The weight as it is. An export of it is dense."""

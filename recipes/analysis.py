@@ -200,10 +200,20 @@ class Tiles:
         return torch.cat([tiles(mask) for mask in masks])
 
 
-def measure(variant: str, seed: int, data: str, *, steps: int, every: int, refresh: int, **rates: float) -> Run:
-    """Train one model and return what was measured at every so many steps."""
-    flags = {"dataset": f"{data}/train.jsonl", "validation_file": f"{data}/validation.jsonl"}
-    flags |= {"tokenizer_name": f"{data}/tokenizer", "seed": seed, "output_dir": data}
+def measure(
+    variant: str,
+    seed: int,
+    data: str,
+    *,
+    steps: int,
+    every: int,
+    refresh: int,
+    more: dict[str, Any] | None = None,
+    **rates: float,
+) -> Run:
+    """Train one model and return what was measured at every so many steps; `more` are further flags of train.py."""
+    flags: dict[str, Any] = {"dataset": f"{data}/train.jsonl", "validation_file": f"{data}/validation.jsonl"}
+    flags |= {"tokenizer_name": f"{data}/tokenizer", "seed": seed, "output_dir": data} | (more or {})
     argv = [f"{RECIPES}/methods.yaml", *(f"--{key}={value}" for key, value in flags.items())]
     model_args, _, data_args, _, _, args = parse_arguments(train.ARGUMENTS, argv)
     set_seed(seed)

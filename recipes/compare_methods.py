@@ -46,7 +46,14 @@ LEARNING_RATES = (4e-4, 6.3e-4, 1e-3, 1.6e-3, 2.5e-3, 4e-3, 6.3e-3, 1e-2)
 START = LEARNING_RATES[3:6]
 START_OF = {"ast": LEARNING_RATES[1:4]}
 """AdamS takes longer steps at the same rate."""
-ABLATIONS = ("s-ste-greedy", "s-ste-mvue-weight", "s-ste-moving-scale", "s-ste-gamma")
+ABLATIONS = (
+    "s-ste-greedy",
+    "s-ste-mvue-weight",
+    "s-ste-moving-scale",
+    "s-ste-gamma",
+    "s-ste-fixed-scale",
+    "dense-weight",
+)
 MODULE_OF = {"ast": "methods.ast"} | dict.fromkeys(ABLATIONS, "ablations")
 """Modules of the methods that are not in the package."""
 
@@ -109,11 +116,18 @@ def run(
     data: str,
     steps: int | None = None,
     variants: Mapping[str, tuple[str, dict[str, Any]]] = VARIANTS,
+    flags: Mapping[str, Any] | None = None,
+    watch: Callable[[Trainer], None] | None = None,
 ) -> dict[str, Any]:
-    """Train one model and return what its JSON holds."""
+    """Train one model and return what its JSON holds.
+
+    Args:
+        flags: of `train.py`, after all others.
+        watch: called with the trainer before it trains.
+    """
     method, settings = variants[variant]
     with tempfile.TemporaryDirectory() as output:
-        flags = {
+        given = {
             "dataset": f"{data}/train.jsonl",
             "validation_file": f"{data}/validation.jsonl",
             "tokenizer_name": f"{data}/tokenizer",
@@ -125,10 +139,12 @@ def run(
             "output_dir": output,
         }
         if steps is not None:
-            flags |= {"max_steps": steps, "logging_steps": 5}
-        argv = [f"{RECIPES}/methods.yaml", *(f"--{key}={value}" for key, value in flags.items())]
+            given |= {"max_steps": steps, "logging_steps": 5}
+        argv = [f"{RECIPES}/methods.yaml", *(f"--{key}={value}" for key, value in (given | dict(flags or {})).items())]
         trainer = train.make_trainer(*parse_arguments(train.ARGUMENTS, argv))
         trainer.create_optimizer = partial(_create_optimizer, trainer, trainer.create_optimizer)
+        if watch is not None:
+            watch(trainer)
         train_and_save(trainer, resume=None)
         evaluate_text(trainer)
     logs = trainer.state.log_history

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "recipes"), str(ROOT / "docs")]  # methods_runs.py, frontier_page.py
+sys.path += [str(ROOT / "recipes"), str(ROOT / "docs")]  # methods_runs.py, claims_page.py
 
 import concepts  # noqa: E402, F401  registers its figures
 import concepts_runs  # noqa: E402, F401  the same
 import descent  # noqa: E402, F401  the same
 import frontier  # noqa: E402, F401  the same
+import papers  # noqa: E402, F401  the same
 import results  # noqa: E402, F401  the same
 from style import PICTURES, render  # noqa: E402
 

@@ -18,8 +18,13 @@ from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 
 NAMES = (
-    *("s-ste-gamma", "s-ste-fixed-scale", "s-ste-moving-scale", "s-ste-mvue-weight", "s-ste-greedy", "ste-greedy"),
-    "dense-mvue",
+    "s-ste-gamma",
+    "s-ste-fixed-scale",
+    "s-ste-moving-scale",
+    "s-ste-mvue-weight",
+    "s-ste-greedy",
+    "ste-greedy",
+    "dense-weight",
 )
 
 
@@ -110,11 +115,30 @@ def test_greedy_pruning_keeps_the_largest_gradients_of_every_four_tokens(tokens)
     torch.testing.assert_close(x.grad, grad @ layer.sparse_weight())
 
 
+def test_a_dense_weight_is_multiplied_whole_and_its_operands_are_pruned():
+    weight = torch.randn(8, 8, dtype=torch.float64)
+    x, grad = torch.randn(2, 16, 8, dtype=torch.float64).unbind()
+    layer = make_layer(weight, method="dense-weight", estimators="greedy-gradients")
+    given = x.clone().requires_grad_()
+    output = layer(given)
+    torch.testing.assert_close(output, x @ weight.t())
+    output.backward(grad)
+    torch.testing.assert_close(given.grad, grad @ weight)
+    torch.testing.assert_close(layer.weight.grad, kernels.nm_prune(grad, dim=0).t() @ x)
+    layer = make_layer(weight, method="dense-weight", estimators="mvue-activations")
+    draws = torch.stack([layer(x) for _ in range(4000)])
+    deviation = draws.std(0) / len(draws) ** 0.5
+    assert not torch.equal(draws[0], draws[1])
+    assert ((draws.mean(0) - x @ weight.t()).abs() <= 5 * deviation).all()
+    layer = make_layer(weight, method="dense-weight", activations="2:4")
+    torch.testing.assert_close(layer(x), kernels.nm_prune(x) @ weight.t())
+
+
 @pytest.mark.parametrize("estimator", ["mvue", "mvue-approx", "mvue-1:2", "dense"])
 def test_dense_weights_with_pruned_gradients(estimator):
     """Output and dX are the dense layer's; dW is unbiased, and the dense one without an estimator."""
     weight = torch.randn(8, 8, dtype=torch.float64)
-    layer = make_layer(weight, method="dense-mvue", weight_grad=estimator)
+    layer = make_layer(weight, method="dense-weight", weight_grad=estimator)
     x, grad = torch.randn(12, 8, dtype=torch.float64, requires_grad=True), torch.randn(12, 8, dtype=torch.float64)
     draws = []
     for _ in range(1 if estimator == "dense" else 3000):
@@ -133,9 +157,8 @@ def test_dense_weights_with_pruned_gradients(estimator):
 
 
 def test_an_export_of_dense_weights_is_dense(tmp_path):
-    model = sparse_models.patched("llama", method="dense-mvue")
-    assert model.config.quantization_config.weight_grad == "mvue"
-    with pytest.raises(ValueError, match="is not 2:4 as method 'dense-mvue' prunes it"):
+    model = sparse_models.patched("llama", method="dense-weight")
+    with pytest.raises(ValueError, match="is not 2:4 as method 'dense-weight' prunes it"):
         export_model(model, tmp_path / "packed", format="packed")
     export_model(model, tmp_path / "dense")
     loaded = type(model).from_pretrained(tmp_path / "dense").eval()
