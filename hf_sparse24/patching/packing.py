@@ -1,5 +1,7 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,14 +12,17 @@ from ..config import SavedConfig
 from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat, check_values
+from ..progress import get_logger
 from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import not_packable, packed_form
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from ..weights.storage import PACKED, TRAINED, PackedMaster
+from ..weights.storage import PACKED, TRAINED, PackedMaster, layer_name
 from .masters import packed_config
 from .ownership import check_not_offloaded, forget_quantizer, outermost, packed_patterns
 from .refusals import reject_non_finite
 from .surgery import release, unpatch_model
+
+logger = get_logger(__name__)
 
 
 @torch.no_grad()
@@ -25,8 +30,8 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     """Compute with packed sparse weights from now on, and give up the dense master weights.
 
     In place. The model generates, trains adapters, is saved and moved, and does not train by itself. `unpack_model`
-    makes it an ordinary model of its sparse weights. A sparse layer that has no packed form becomes dense: its M must
-    divide 64, and its input size be a multiple of M and of 8.
+    makes it an ordinary model of its sparse weights. A sparse layer that has no packed form becomes dense, and a
+    warning names it: M must divide 64, and the input size be a multiple of M and of 8.
 
     Args:
         model: a patched model in its sparse phase, in the dtype that it will compute in.
@@ -49,7 +54,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
         'PackedConv1D'
     """
     check_values(values)
-    run = check_packable(model)
+    run = check_packable(model, "pack_model", "become dense, with their zeros")
     check_unmerged(model)
     whole = next((owner for owner in run.owners if owner is not model and model in owner.modules()), None)
     if whole is not None:
@@ -107,17 +112,28 @@ def unpack_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_packable(model: nn.Module) -> SparseRun:
-    """The run of a model that can be packed; ValueError of any other."""
+def check_packable(
+    model: nn.Module, what: str = "format='packed'", rest: str = "are stored dense, with their zeros"
+) -> SparseRun:
+    """The run of a model that can be packed by `what`; ValueError of any other. Logs which layers cannot be."""
     run = sparse_run(model)
     if run is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.is_dense:
         raise ValueError("the model is in its dense phase: it computes with dense weights, which have no packed form")
-    reasons = [not_packable(weight) for weight in sparse_weights(model, TRAINED).values()]
-    if all(reasons):
-        raise ValueError(f"no sparse weight has a packed form: {reasons[0]}; export with format='dense'")
+    check_packed_forms(sparse_weights(model, TRAINED), what, rest)
     return run
+
+
+def check_packed_forms(weights: Mapping[str, SparseWeight], what: str, rest: str) -> None:
+    """Raise ValueError where no weight has the packed form that `what` needs. Logs those without one, which `rest`."""
+    reasons = {name: reason for name, weight in weights.items() if (reason := not_packable(weight))}
+    named = [f"{layer_name(name)} ({reason})" for name, reason in reasons.items()]
+    if len(named) == len(weights):
+        raise ValueError(f"{what}: no sparse weight has a packed form, such as {named[0]}")
+    if named:
+        shown = ", ".join(named[:3]) + ", ..." * (len(named) > 3)
+        logger.warning(f"{what}: {len(named)} of {len(weights)} sparse layers have no packed form and {rest}: {shown}")
 
 
 def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
+from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
 from ..progress import Progress, get_logger
 from ..run import patched_config, set_phase, sparse_run
@@ -74,8 +75,8 @@ def oneshot(
         damping: pull towards the dense weights in SparseGPT and `"layer"`, as a share of the mean squared input, which
             is added to the diagonal. SparseGPT raises it, with a warning, if the matrix is not positive definite.
         values: `"int8"` rounds the weights to int8 values and scales, chosen for the layer's output; `export_model`
-            with `values="int8"` stores exactly these, in the same dtype and before more training. Layers whose input
-            size is no multiple of 8 are not rounded.
+            with `values="int8"` stores exactly these, in the same dtype and before more training. Layers without a
+            packed form (see `pack_model`) are not rounded; a warning names them.
         resume_dir: a directory that gets a file for each finished block. The same call continues behind them after an
             interruption. Delete it afterwards: it holds the model's weights once more.
         budget: chooses each layer's pattern, 12:32 to 28:32, by the error of its block (with SparseGPT, and a config
@@ -104,7 +105,7 @@ def oneshot(
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
     options = Options(criterion, reconstruct, PASSES if passes is None else passes, learning_rate, damping, values)
-    check_config(config, values)
+    check_config(config)
     if budget is not None:
         config = lowest(config, criterion, budget)
     if patched_config(model) is not None:
@@ -126,6 +127,8 @@ def oneshot(
     blocks: list[BlockReport] = []
     try:
         check_weights(weights)
+        if values == "int8":
+            check_packed_forms(weights, "values='int8'", "are not rounded")
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         finished = FinishedBlocks(resume_dir, model, batches, asdict(options) | {"config": config.to_dict()})
         progress = Progress(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparse24_kernels import Pattern, apply_mask, nm_mask
-from sparse24_kernels.formats import STEP, unpackable
 from torch import Tensor
 
 from ..config import Sparse24Config
@@ -82,14 +81,10 @@ class Options:
         return Gram if moves_weights else CRITERIA[self.criterion].statistics
 
 
-def check_config(config: Sparse24Config, values: str) -> None:
-    """Raise ValueError unless a config's method keeps the masks that `oneshot` chooses, and can have these values."""
+def check_config(config: Sparse24Config) -> None:
+    """Raise ValueError unless a config's method keeps the masks that `oneshot` chooses."""
     if not isinstance(config, Sparse24Config):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
-    if values == "int8":
-        for pattern in (config.pattern, *(config.layer_patterns or {}).values()):
-            if reason := unpackable(Pattern.parse(pattern), STEP):
-                raise ValueError(f"values='int8' needs a packed form: {reason}")
     if not method_class(config.method).overrides("adopt_mask"):
         raise ValueError(f"method={config.method!r}: does not keep oneshot's masks; {ONESHOT_METHOD!r} does")
     if wants_packed_master(config):

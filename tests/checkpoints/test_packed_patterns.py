@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, sparse_weights
 from hf_sparse24.weights.storage import DenseMaster, PackedMaster
 from hf_sparse24_command import main
 
@@ -42,6 +42,25 @@ def test_a_pattern_for_each_layer(master, values, tmp_path):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         assert {name: weight.pattern for name, weight in sparse_weights(loaded, PackedMaster).items()} == patterns
         assert torch.equal(logits(loaded), logits(model))
+
+
+def test_layers_without_a_packed_form_are_named_and_stay_dense(tmp_path, caplog):
+    """The others are packed, and the output is the same."""
+    model = zoo.build("llama", intermediate_size=48).eval()
+    own = {"down_proj": "7:12", "up_proj": "8:16"}
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear", layer_patterns=own))
+    before = logits(model)
+    export_model(model, tmp_path, "packed")
+    told = (
+        "2 of 14 sparse layers have no packed form and {}: model.layers.0.mlp.down_proj (M of a packed 7:12 must divide"
+    )
+    assert "format='packed': " + told.format("are stored dense, with their zeros") in caplog.text
+    pack_model(model)
+    assert "pack_model: " + told.format("become dense, with their zeros") in caplog.text
+    for packed in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        kinds = {name: type(module).__name__ for name, module in packed.named_modules() if name.endswith("_proj")}
+        assert all(kind == ("Linear" if "down_proj" in name else "PackedLinear") for name, kind in kinds.items())
+        assert torch.equal(logits(packed), before) and len(kinds) == 14
 
 
 def weights_of(master):

@@ -133,7 +133,9 @@ def test_what_cannot_be_packed(pack, tmp_path, monkeypatch):
     model = zoo.build("llama", hidden_size=40, intermediate_size=80)
     patch_model(model, Sparse24Config(method="ste", pattern="3:5"))
     before = logits(model)
-    with pytest.raises(ValueError, match=r"no sparse weight .*: M of a packed 3:5 must divide 64; .*format='dense'"):
+    with pytest.raises(
+        ValueError, match=r"^(pack_model|format='packed'): no sparse weight .* \(M of a packed 3:5 must"
+    ):
         pack(model)
     assert torch.equal(logits(model), before) and sparse_weights(model)
     model = patched(method="t-sr-ste")

@@ -81,6 +81,15 @@ def test_int8_values_cost_less_where_the_inputs_are_known(criterion):
     assert torch.linalg.norm(x @ (rounded - pruned).T) < 0.7 * torch.linalg.norm(x @ (nearest - pruned).T)
 
 
+def test_layers_without_a_packed_form_are_not_rounded_and_are_named(tmp_path, caplog):
+    model = zoo.build("llama", intermediate_size=48)
+    config = fixed_mask(layer_patterns={"down_proj": "7:12"})
+    oneshot(model, batches(), config, criterion="magnitude", reconstruct=None, values="int8")
+    assert "values='int8': 2 of 14 sparse layers have no packed form and are not rounded: model.layers.0" in caplog.text
+    export_model(model, tmp_path, "packed", values="int8")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model.eval()))
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
