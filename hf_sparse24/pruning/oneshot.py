@@ -65,6 +65,7 @@ def oneshot(
             the layers as in `patch_model`.
         criterion: which N weights of every group of M inputs stay: `"magnitude"` (an N:M sparse model stays as it is),
             `"wanda"` (arXiv 2306.11695) or `"sparsegpt"` (arXiv 2301.00774), which also moves the weights that stay.
+            For `"t-sr-ste"`, and `"slope"` with `initial_mask="transposable"`, masks are N:M both ways.
         reconstruct: how kept weights make up for the dropped ones. `"block"` trains them, norms and biases to give the
             output of the dense model's block (arXiv 2510.14444); run it under `torch.autocast` or with a model in bf16.
             `"layer"` moves them and the bias to the least-squares optimum of the layer's output (AdaPrune, arXiv
