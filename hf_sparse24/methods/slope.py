@@ -5,8 +5,8 @@ Method card
     Backward         dX = dZ (C * R * W), C the N largest magnitudes of every M of R * W along the output dimension, so
                      that this GEMM can be sparse without a transposable mask.  dW = R * (dZ^T X)
     Mask             R is chosen when the model is patched (`initial_mask`) or by `oneshot`, and kept. C follows
-                     the weights in every optimizer step. At 2:4 it keeps 13/16 of what R keeps: 3/32 of all
-                     entries are zero besides (the paper's formula, for independent rows)
+                     the weights in every optimizer step. Of what R keeps, it keeps 81 % (13/16) at 2:4, 90 % at
+                     8:16 and 93 % at 16:32 (the paper's formula, for independent rows)
     Dropped weights  zero from the first optimizer step on, as with `fixed-mask`: no gradient, decay or moments
     Adapters         with `adapter_rank` r > 0, in the last `adapter_steps`: Z = X (R * W)^T + (X A) B / r, where A is
                      N(0, 1) [in, r] and B zero [r, out] at first. The weight goes on training

@@ -68,8 +68,8 @@ def oneshot(
             For `"t-sr-ste"`, and `"slope"` with `initial_mask="transposable"`, masks are N:M both ways.
         reconstruct: how kept weights make up for the dropped ones. `"block"` trains them, norms and biases to give the
             output of the dense model's block (arXiv 2510.14444); run it under `torch.autocast` or with a model in bf16.
-            `"layer"` moves them and the bias to the least-squares optimum of the layer's output (AdaPrune, arXiv
-            2102.08124). `None` leaves them.
+            `"layer"` moves them and the bias towards the least-squares optimum of the layer's output, damped and
+            stopped early (AdaPrune, arXiv 2102.08124). `None` leaves them.
         passes: of block reconstruction over the data; None for 8, or for as many as make 1,000 steps where that is
             fewer. Each batch is a step: give batches of 256 to 1,000 tokens.
         learning_rate: of block reconstruction with Adam, relative to the root mean square of each weight's kept values.
