@@ -41,6 +41,13 @@ class KeptMaskMethod(SparseMethod):
         """Whether a mask may keep fewer than N of every M."""
         return False
 
+    @property
+    def both_ways(self) -> str | None:
+        """The solver of `transposable_mask` for masks that are N:M along both dimensions, also for `oneshot`; None for
+        masks along the input dimension."""
+        is_shared = self.transposable and self.gemms.grad_input.weight == PRUNED
+        return getattr(self.settings, "mask_solver", "exact") if is_shared else None
+
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 
@@ -49,8 +56,7 @@ class KeptMaskMethod(SparseMethod):
 
     def check_state(self, view: WeightView) -> str | None:
         mask, (n, m) = self.mask(view), self.pattern
-        both_ways = self.transposable and self.gemms.grad_input.weight == PRUNED
-        for dim in (0, 1) if both_ways else (view.dim,):
+        for dim in (0, 1) if self.both_ways else (view.dim,):
             kept = mask.unflatten(dim, (-1, m)).sum(dim + 1)
             bad = int(((kept > n) if self.keeps_fewer else (kept != n)).sum())
             if bad:

@@ -67,6 +67,9 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
         solver = self.settings.mask_solver
         return {"mask_bits": kernels.transposable_mask(view.matrix, *self.pattern, solver, packed=True)}
 
+    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
+        return {"mask_bits": kernels.pack_bits(mask)}
+
     def refreshes_state(self, step: int, total_steps: int) -> bool:
         interval = max(1, to_steps(self.settings.mask_interval, total_steps))
         return (step - self.schedule(total_steps).start) % interval == 0

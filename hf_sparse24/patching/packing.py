@@ -1,5 +1,7 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,14 +12,17 @@ from ..config import SavedConfig
 from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat, check_values
+from ..progress import get_logger
 from ..run import SparseRun, sparse_run
-from ..weights.packed_weight import check_packed_forms, packed_form
+from ..weights.packed_weight import not_packable, packed_form
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from ..weights.storage import PACKED, TRAINED, PackedMaster
+from ..weights.storage import PACKED, TRAINED, PackedMaster, layer_name
 from .masters import packed_config
 from .ownership import check_not_offloaded, forget_quantizer, outermost, packed_patterns
 from .refusals import reject_non_finite
 from .surgery import release, unpatch_model
+
+logger = get_logger(__name__)
 
 
 @torch.no_grad()
@@ -118,6 +123,17 @@ def check_packable(
         raise ValueError("the model is in its dense phase: it computes with dense weights, which have no packed form")
     check_packed_forms(sparse_weights(model, TRAINED), what, rest)
     return run
+
+
+def check_packed_forms(weights: Mapping[str, SparseWeight], what: str, rest: str) -> None:
+    """Raise ValueError where no weight has the packed form that `what` needs. Logs those without one, which `rest`."""
+    reasons = {name: reason for name, weight in weights.items() if (reason := not_packable(weight))}
+    named = [f"{layer_name(name)} ({reason})" for name, reason in reasons.items()]
+    if len(named) == len(weights):
+        raise ValueError(f"{what}: no sparse weight has a packed form, such as {named[0]}")
+    if named:
+        shown = ", ".join(named[:3]) + ", ..." * (len(named) > 3)
+        logger.warning(f"{what}: {len(named)} of {len(weights)} sparse layers have no packed form and {rest}: {shown}")
 
 
 def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:

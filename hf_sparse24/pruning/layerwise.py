@@ -14,12 +14,21 @@ from sparse24_kernels import Pattern
 from torch import Tensor
 
 
-def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int) -> Tensor:
+def best_mask(scores: Tensor, n: int, m: int, dim: int, solver: str | None) -> Tensor:
+    """Return the mask of the `n` of every `m` largest `scores` along `dim`. With a solver, that of masks along both
+    dimensions with the largest sum of squared scores: a dropped weight adds that square to the squared error."""
+    if solver is None:
+        return kernels.nm_mask(scores, n, m, dim)
+    return kernels.transposable_mask(scores.square(), n, m, solver)
+
+
+def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int, solver: str | None = None) -> Tensor:
     """Return the mask of the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`; `squares` are of the norms.
+    `solver`: see `best_mask`.
 
     Reference: Sun et al. 2023 (arXiv 2306.11695), eq. (1).
     """
-    return kernels.nm_mask(weight.abs() * squares.sqrt(), n, m)
+    return best_mask(weight.abs() * squares.sqrt(), n, m, -1, solver)
 
 
 def ridge(gram: Tensor, damping: float) -> float:
@@ -32,14 +41,15 @@ WIDTH = 128
 
 
 def sparsegpt(
-    weight: Tensor, gram: Tensor, n: int, m: int, damping: float, width: int = WIDTH
+    weight: Tensor, gram: Tensor, n: int, m: int, damping: float, width: int = WIDTH, solver: str | None = None
 ) -> tuple[Tensor, Tensor, float]:
     """Prune columns left to right, each followed by the OBS update of the columns to its right.
 
     With `H = gram + ridge` and `F` the columns from j on, pruning weight j of a row costs `w_j^2 / [H_F^-1]_jj` and
     moves the others by `-w_j [H_F^-1]_j: / [H_F^-1]_jj`. All those inverses lie in one triangular factor,
     `H^-1 = U^T U`: `[H_F^-1]_jj = U_jj^2` and `[H_F^-1]_j: = U_jj U_j:`. The mask of a group of `m` is chosen by that
-    cost when its first column is reached. Weights of an input that is never active become zero, whatever the mask.
+    cost when its first column is reached; with a `solver` (see `best_mask`) that of the tiles of `m` rows, which those
+    columns hold whole. Weights of an input that is never active become zero, whatever the mask.
 
     `damping` (see `ridge`) is raised tenfold, from 1e-6 at least, until the factorization succeeds. Returns the pruned
     weight, its mask, and the damping that was used.
@@ -59,7 +69,7 @@ def sparsegpt(
         errors = torch.empty_like(weight[start:end])
         for left in range(start, end, m):
             right = left + m
-            mask[left:right] = kernels.nm_mask(weight[left:right] / scale[left:right], n, m, dim=0)
+            mask[left:right] = best_mask(weight[left:right] / scale[left:right], n, m, 0, solver)
             for j in range(left, right):
                 errors[j - start] = weight[j].masked_fill(mask[j], 0) / scale[j]
                 weight[j:right] -= factor[j, j:right, None] * errors[j - start]

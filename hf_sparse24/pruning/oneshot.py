@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
+from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
 from ..progress import Progress, get_logger
 from ..run import patched_config, set_phase, sparse_run
-from ..weights.packed_weight import check_packed_forms
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import layer_name
 from .blockwise import reconstruct_block
@@ -65,10 +65,11 @@ def oneshot(
             the layers as in `patch_model`.
         criterion: which N weights of every group of M inputs stay: `"magnitude"` (an N:M sparse model stays as it is),
             `"wanda"` (arXiv 2306.11695) or `"sparsegpt"` (arXiv 2301.00774), which also moves the weights that stay.
+            For `"t-sr-ste"`, and `"slope"` with `initial_mask="transposable"`, masks are N:M both ways.
         reconstruct: how kept weights make up for the dropped ones. `"block"` trains them, norms and biases to give the
             output of the dense model's block (arXiv 2510.14444); run it under `torch.autocast` or with a model in bf16.
-            `"layer"` moves them and the bias to the least-squares optimum of the layer's output (AdaPrune, arXiv
-            2102.08124). `None` leaves them.
+            `"layer"` moves them and the bias towards the least-squares optimum of the layer's output, damped and
+            stopped early (AdaPrune, arXiv 2102.08124). `None` leaves them.
         passes: of block reconstruction over the data; None for 8, or for as many as make 1,000 steps where that is
             fewer. Each batch is a step: give batches of 256 to 1,000 tokens.
         learning_rate: of block reconstruction with Adam, relative to the root mean square of each weight's kept values.

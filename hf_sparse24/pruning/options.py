@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sparse24_kernels import Pattern, apply_mask, nm_mask
+from sparse24_kernels import Pattern, apply_mask, nm_mask, transposable_mask
 from torch import Tensor
 
 from ..config import Sparse24Config
@@ -23,24 +23,25 @@ Pruned = tuple[Tensor, Tensor, float]
 
 
 class Criterion(NamedTuple):
-    """How to prune one layer. Where `InputNorms` are enough it may get a `Gram`, which has all that they have."""
+    """How to prune one layer. Where `InputNorms` are enough it may get a `Gram`, which has all that they have. `solver`
+    is that of masks that are N:M both ways (`KeptMaskMethod.both_ways`)."""
 
-    prune: Callable[[Tensor, Any, Pattern, float], Pruned]
+    prune: Callable[..., Pruned]
     statistics: type[Gram] | type[InputNorms] = InputNorms
 
 
-def _magnitude(weight: Tensor, inputs: Gram | InputNorms, pattern: Pattern, damping: float) -> Pruned:
-    mask = nm_mask(weight, *pattern)
+def _magnitude(weight: Tensor, inputs: Any, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
+    mask = nm_mask(weight, *pattern) if solver is None else transposable_mask(weight, *pattern, solver)
     return apply_mask(weight, mask), mask, damping
 
 
-def _wanda(weight: Tensor, inputs: Gram | InputNorms, pattern: Pattern, damping: float) -> Pruned:
-    mask = layerwise.wanda_mask(weight, inputs.squares, *pattern)
+def _wanda(weight: Tensor, inputs: Any, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
+    mask = layerwise.wanda_mask(weight, inputs.squares, *pattern, solver)
     return apply_mask(weight, mask), mask, damping
 
 
-def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float) -> Pruned:
-    return layerwise.sparsegpt(weight, inputs.matrix[:-1, :-1], *pattern, damping)
+def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
+    return layerwise.sparsegpt(weight, inputs.matrix[:-1, :-1], *pattern, damping, solver=solver)
 
 
 CRITERIA = {

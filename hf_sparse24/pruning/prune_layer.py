@@ -24,7 +24,8 @@ def prune_layer(
     weight, bias = matrix(target), getattr(target.module, "bias", None)
     dense = weight.to(inputs.squares.dtype, copy=True)
     before = _with_bias(dense, bias)
-    values, mask, damping = CRITERIA[options.criterion].prune(dense, inputs, target.method.pattern, options.damping)
+    prune, solver = CRITERIA[options.criterion].prune, getattr(target.method, "both_ways", None)
+    values, mask, damping = prune(dense, inputs, target.pattern, options.damping, solver)
     if damping != options.damping:
         logger.warning(
             f"{layer_name(name)}: Gram matrix not positive definite with damping={options.damping}; used {damping:g}"
@@ -53,7 +54,7 @@ def prune_layer(
         kept_magnitude=kept_magnitude(dense, mask),
         dropped=int(lost.count_nonzero()),
         damping=damping,
-        pattern=str(target.method.pattern),
+        pattern=str(target.pattern),
     )
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
 
