@@ -1,7 +1,5 @@
 """Tensors in packed form: made without loss, and checked after they were read from a file."""
 
-from collections.abc import Mapping
-
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed, Pattern
@@ -11,11 +9,8 @@ from sparse24_kernels.packing import wrong_mask
 from torch import Tensor
 
 from ..metrics import all_finite
-from ..progress import get_logger
 from .sparse_weight import SparseWeight
-from .storage import PackedFrozen, layer_name
-
-logger = get_logger(__name__)
+from .storage import PackedFrozen
 
 
 def pack_exactly(weight: Tensor, input_dim: int, pattern: Pattern) -> Packed | None:
@@ -28,17 +23,6 @@ def pack_exactly(weight: Tensor, input_dim: int, pattern: Pattern) -> Packed | N
 def not_packable(weight: SparseWeight) -> str | None:
     """Why a weight has no packed form, by its pattern and sizes; None where it has one."""
     return unpackable(weight.pattern, weight.sizes[1])
-
-
-def check_packed_forms(weights: Mapping[str, SparseWeight], what: str, rest: str) -> None:
-    """Raise ValueError where no weight has the packed form that `what` needs. Logs those without one, which `rest`."""
-    reasons = {name: reason for name, weight in weights.items() if (reason := not_packable(weight))}
-    named = [f"{layer_name(name)} ({reason})" for name, reason in reasons.items()]
-    if len(named) == len(weights):
-        raise ValueError(f"{what}: no sparse weight has a packed form, such as {named[0]}")
-    if named:
-        shown = ", ".join(named[:3]) + ", ..." * (len(named) > 3)
-        logger.warning(f"{what}: {len(named)} of {len(weights)} sparse layers have no packed form and {rest}: {shown}")
 
 
 def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
