@@ -35,6 +35,7 @@ from running import evaluate_text, train_and_save
 from running import run as run_script
 from torch.optim import Optimizer
 from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_sparse24 import __version__, sparse_weights
 from hf_sparse24.progress import Progress
@@ -122,7 +123,7 @@ def run(
     """Train one model and return what its JSON holds.
 
     Args:
-        flags: of `train.py`, after all others.
+        flags: of `train.py`, after all others. With an `output_dir`, a run goes on from the last checkpoint in it.
         watch: called with the trainer before it trains.
     """
     method, settings = variants[variant]
@@ -145,7 +146,7 @@ def run(
         trainer.create_optimizer = partial(_create_optimizer, trainer, trainer.create_optimizer)
         if watch is not None:
             watch(trainer)
-        train_and_save(trainer, resume=None)
+        train_and_save(trainer, get_last_checkpoint(trainer.args.output_dir))
         evaluate_text(trainer)
     logs = trainer.state.log_history
     training = [log for log in logs if "loss" in log]
