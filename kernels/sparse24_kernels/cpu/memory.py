@@ -4,6 +4,7 @@ malloc gives large blocks back to the operating system, and the next step gets f
 in whatever allocates after them, that cost more than pruning. So the blocks of dropped tensors are kept.
 """
 
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         shape: of the tensor.
         dtype: of the tensor.
     """
-    tensor = torch.empty(shape, dtype=dtype, device="meta")
-    if tensor.nbytes < SMALLEST:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < SMALLEST:
         return torch.empty(shape, dtype=dtype)
     found, free, kept = None, 0, []
     while _blocks:
@@ -37,15 +38,15 @@ def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         except IndexError:
             break
         is_free = sys.getrefcount(block) == _UNUSED
-        if found is None and is_free and len(block) == tensor.nbytes:
+        if found is None and is_free and len(block) == nbytes:
             found = block
         elif not is_free or free + len(block) <= MOST_FREE:  # others are given back, the oldest first
             free += len(block) * is_free
             kept.append(block)
     if found is None:
-        found = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        found = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A tensor, and whatever shares its storage, holds a reference.
-    made = torch.frombuffer(found, dtype=dtype, count=tensor.numel()).view(tuple(shape))
+    made = torch.frombuffer(found, dtype=dtype).view(tuple(shape))
     _blocks.extend([*reversed(kept), found])
     return made
 
