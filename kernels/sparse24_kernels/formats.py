@@ -138,8 +138,10 @@ OPERAND_MULTIPLE = 32
 
 
 def form_shape(form: str, shape: torch.Size) -> Sequence[int]:
-    """The shape of a matrix of `shape` in one of `FORMS`."""
-    rows, columns = shape if form in ("dense", "packed") else shape[::-1]
+    """The shape of a matrix of `shape` in one of `FORMS`; `"dense"` takes tensors of any dimension."""
+    if form == "dense":
+        return shape
+    rows, columns = shape if form == "packed" else shape[::-1]
     return (rows, columns) if FORMS[form] is None else (rows, columns // 2 + columns // OPERAND_MULTIPLE)
 
 

@@ -92,4 +92,4 @@ def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form
 
 @_mvue.register_fake
 def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
-    return x.new_empty(x.shape if form == "dense" else form_shape(form, x.shape))
+    return x.new_empty(form_shape(form, x.shape))

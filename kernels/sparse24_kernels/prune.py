@@ -146,8 +146,8 @@ def prune_forms(
     check_pattern("prune_forms", n, m)
     if not isinstance(forms, (list, tuple)) or not forms or any(forms.count(form) > 1 for form in forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
+    groups = None if rule == "mask" else check_dim("prune_forms", weight, dim)
     for form in forms:
-        groups = None if rule == "mask" else check_dim("prune_forms", weight, dim)
         check_form("prune_forms", form, weight, groups, weight.dtype if dtype is None else dtype)
     return _prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, forms)
 
@@ -208,6 +208,4 @@ def _prune(
 @_prune.register_fake
 def _(weight: Tensor, *arguments: Any) -> list[Tensor]:
     *_, dtype, forms = arguments
-    names = [_NAMES[form] for form in forms]
-    shapes = [weight.shape if name == "dense" else form_shape(name, weight.shape) for name in names]
-    return [weight.new_empty(shape, dtype=dtype) for shape in shapes]
+    return [weight.new_empty(form_shape(_NAMES[form], weight.shape), dtype=dtype) for form in forms]

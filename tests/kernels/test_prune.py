@@ -182,6 +182,13 @@ def test_packed_by_hand():
     assert kernels.pack_nm(torch.zeros(1, 8)).mask.tolist() == [[0b0011_0011]]
 
 
+def test_forms_share_no_memory():
+    """Not even of one row, whose transpose lies as it does."""
+    dense, transposed = prune_forms(torch.randn(1, 64), ["dense", "transposed"])
+    transposed.zero_()
+    assert transposed.shape == (64, 1) and dense.count_nonzero() == 32
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

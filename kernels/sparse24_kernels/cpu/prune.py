@@ -1,7 +1,7 @@
 """Pruning by the kernels for CPUs, of fp64 by the reference. Also what its neighbours share."""
 
 import math
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,29 +34,26 @@ def prune(
         return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms)
     if mask is not None:  # it has no groups
         rule, n, m, dim = "mask" if mask.dtype == torch.bool else "bits", 2, 4, weight.dim() - 1
-    is_24, factor = (n, m) == (2, 4), 1.0 if scale is None else float(scale)
-    dense = None
-    if not is_24 or any(FORMS[form] is None for form in forms):
+    factor = 1.0 if scale is None else float(scale)
+    at_once = [form for form in forms if FORMS[form] is not None and (n, m) == (2, 4)]
+    made = {form: packed(weight, rule, form, mask=mask, scale=factor) for form in at_once}
+    if len(made) < len(forms):
         dense = reused_memory(weight.shape, dtype)
         run(rule, weight, dense, dim, n, m, mask, factor)
-    made = []
-    for form in forms:
-        if FORMS[form] is None or not is_24:
-            made.append(in_form(cast(Tensor, dense), form))
-        else:
-            packed = reused_memory(form_shape(form, weight.shape), dtype)
-            run(rule, weight, packed, FORMS[form], mask=mask, scale=factor, is_packed=True)
-            made.append(packed)
+        made |= {form: in_form(dense, form) for form in forms if form not in made}
+    return [made[form] for form in forms]
+
+
+def packed(x: Tensor, rule: str, form: str, **arguments: Any) -> Tensor:
+    """What a rule makes of a matrix, in a packed form; the other arguments are those of `run`."""
+    made = reused_memory(form_shape(form, x.shape), torch.float32)
+    run(rule, x, made, FORMS[form], is_packed=True, **arguments)
     return made
 
 
 def in_form(pruned: Tensor, form: str) -> Tensor:
-    """A pruned matrix in a form, where no kernel makes it from what is pruned."""
-    if FORMS[form] is None:
-        return pruned if form == "dense" else pruned.t().contiguous()
-    packed = reused_memory(form_shape(form, pruned.shape), pruned.dtype)
-    run("magnitude", pruned, packed, FORMS[form], is_packed=True)
-    return packed
+    """A pruned tensor in a form, where no kernel makes it from what is pruned."""
+    return reference.packed.in_form(pruned, form) if FORMS[form] is None else packed(pruned, "magnitude", form)
 
 
 def run(

@@ -42,7 +42,7 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
 def in_form(pruned: Tensor, form: str) -> Tensor:
     """A pruned matrix in one of `FORMS`, contiguous. Zeros fill up what keeps less than two of four."""
     matrix = pruned.t() if "transposed" in form else pruned
-    if FORMS.get(form) is None:
+    if FORMS[form] is None:
         return matrix.clone(memory_format=torch.contiguous_format) if form == "transposed" else matrix.contiguous()
     mask = nm_mask((matrix != 0).to(matrix.dtype), 2, 4, 1, packed=False)
     parts = select(matrix, mask, 2, 4).view(-1), pack_bits(mask).view(-1).view(matrix.dtype)
