@@ -45,8 +45,7 @@ class KeptMaskMethod(SparseMethod):
     def both_ways(self) -> str | None:
         """The solver of `transposable_mask` for masks that are N:M along both dimensions, also for `oneshot`; None for
         masks along the input dimension."""
-        is_shared = self.transposable and self.gemms.grad_input.weight == PRUNED
-        return getattr(self.settings, "mask_solver", "exact") if is_shared else None
+        return "exact" if self.transposable and self.gemms.grad_input.weight == PRUNED else None
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}

@@ -67,6 +67,10 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
         solver = self.settings.mask_solver
         return {"mask_bits": kernels.transposable_mask(view.matrix, *self.pattern, solver, packed=True)}
 
+    @property
+    def both_ways(self) -> str:
+        return self.settings.mask_solver
+
     def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
         return {"mask_bits": kernels.pack_bits(mask)}
 

@@ -11,7 +11,7 @@ import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
-from sparse24_kernels.gemm.backend import DENSE, encode_one
+from sparse24_kernels.gemm.backend import DENSE, encode_one, pruned_form
 from torch import Tensor
 
 HARDWARE_PATTERN = Pattern(2, 4)
@@ -121,10 +121,9 @@ class Gemm:
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        is_packed = plan.backend.takes_packed
-        form = ("packed-transposed" if is_packed else "transposed") if dim == 0 else "packed" if is_packed else "dense"
+        form = pruned_form(plan.backend, dim == 0)
         estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
-        return estimate if is_packed else encode_one(plan.backend, estimate)
+        return encode_one(plan.backend, estimate)
 
     @property
     def _mvue_estimator(self) -> str:

@@ -8,7 +8,7 @@ import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
 from sparse24_kernels.gemm import GemmBackend
-from sparse24_kernels.gemm.backend import encode_one
+from sparse24_kernels.gemm.backend import encode_one, pruned_form
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor
 
@@ -67,15 +67,13 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
     results = []
     for form, backend in forms.items():
         result = made[pruned[form]]
-        results.append(result if backend is None or backend.takes_packed else encode_one(backend, result))
+        results.append(result if backend is None else encode_one(backend, result))
     return results
 
 
 def _pruned_form(form: str, backend: GemmBackend | None) -> str:
     """What is encoded, as `sparse24_kernels.prune.prune_forms` names it."""
-    if backend is not None and backend.takes_packed:
-        return "packed" if form == "compressed" else "packed-transposed"
-    return "transposed" if form == "compressed-transposed" else "dense"
+    return "dense" if backend is None else pruned_form(backend, form == "compressed-transposed")
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

@@ -194,8 +194,17 @@ def automatic_backends() -> list[GemmBackend]:
     return [_backends[name] for name in _automatic]
 
 
+def pruned_form(backend: GemmBackend, is_transposed: bool) -> str:
+    """The form (`formats.FORMS`) in which pruning makes a matrix, or its transpose, for `encode_one`."""
+    if backend.takes_packed:
+        return "packed-transposed" if is_transposed else "packed"
+    return "transposed" if is_transposed else "dense"
+
+
 def encode_one(backend: GemmBackend, matrix: Tensor) -> Tensor:
-    """A pruned matrix as a backend stores it, for callers that keep one tensor."""
+    """A pruned matrix in the `pruned_form` of a backend as this stores it, for callers that keep one tensor."""
+    if backend.takes_packed:
+        return matrix
     values, mask, scale, _ = backend.encode(matrix)
     if mask is not None or scale is not None:
         name = f"backend={backend.name!r}"

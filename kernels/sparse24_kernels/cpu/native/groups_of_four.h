@@ -5,9 +5,8 @@
 namespace {
 
 constexpr int N = 64;  // groups in a block
-constexpr int64_t PART = 4096, TASK = 32768;  // elements of a row that one item has; elements of a task at least
+constexpr int64_t TASK = 32768;  // elements of a task at least
 typedef float Four[4][N];  // members of the groups of a block
-struct Uniform { float u[N]; };
 
 inline float smaller(float a, float b) { return a < b ? a : b; }
 inline float larger(float a, float b) { return a > b ? a : b; }
@@ -141,11 +140,10 @@ inline uint64_t bools_of(uint8_t bits) {
   return (((bits * 0x0101010101010101u) & 0x8040201008040201u) + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
 }
 
-// The mask's bools for `count` elements, whose bits begin with a byte. `buffer` has room for them.
+// The mask's bools for `count` elements: its own, or made in `buffer` of the bits that begin with a byte.
 inline const int8_t* bools_at(const Pruning& p, int64_t element, int64_t byte, int64_t count, uint64_t* buffer) {
-  if (p.rule == BITS)
-    for (int64_t i = 0; i < (count + 7) / 8; i++) buffer[i] = bools_of(p.mask[byte + i]);
-  else memcpy(buffer, p.mask + element, count);
+  if (p.rule != BITS && p.rule != DECAY_BITS) return (const int8_t*)p.mask + element;
+  for (int64_t i = 0; i < (count + 7) / 8; i++) buffer[i] = bools_of(p.mask[byte + i]);
   return (const int8_t*)buffer;
 }
 
@@ -221,11 +219,11 @@ int along_rows(const Pruning& p, const Rule& rule, const Result& result) {
   if (!RANDOM)
     return parallel(p, (total + block - 1) / block, block, [&](int64_t b) {
       Four x, y, keep;
-      uint64_t bools[block / 8] = {};
+      uint64_t bools[block / 8];
       const int64_t at = b * block, count = total - at < block ? total - at : block;
       load_row((const X*)p.x + at, count, x);
       if constexpr (IS_MASKED<Rule>) {
-        load_row(bools_at(p, at, at / 8, count, bools), block, keep);
+        load_row(bools_at(p, at, at / 8, count, bools), count, keep);
         for (int i = 0; i < 4; i++)
           for (int g = 0; g < N; g++) x[i][g] *= keep[i][g];  // so that a NaN shows
       }

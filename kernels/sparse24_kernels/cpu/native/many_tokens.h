@@ -11,11 +11,11 @@ namespace {
 
 constexpr int WIDTH = VECTOR_BYTES / 4;  // tokens in a vector
 typedef float Tokens __attribute__((vector_size(VECTOR_BYTES)));
-constexpr int VECTORS = 8;                  // whose sums are in registers: of one row, or of several
+constexpr int VECTORS = 8;  // whose sums are in registers: of one row, or of several
 // The vectors of a tile. AVX2 has registers for 12, and with 8 a sum would have to be ready in time every time.
 constexpr int WIDE = VECTOR_BYTES == 32 ? 12 : VECTORS;
 constexpr int64_t TILE = WIDE * WIDTH;
-constexpr int64_t CHUNK = 128;                   // rows whose sums stay in L2
+constexpr int64_t CHUNK = 128;  // rows whose sums stay in L2
 constexpr int64_t MOST_TOKENS = (512 + TILE - 1) / TILE * TILE;  // kept in blocks: for more, all starts again
 
 // `count` tokens from `token` on. The block of a step and a tile is [inputs of the step, width of the tile]; the blocks
@@ -84,10 +84,12 @@ inline void pack_task(int64_t step, int64_t end, void* opaque) {
   });
 }
 
-// One row, or VECTORS / N, times N vectors of tokens. Rows have `count` values, their places in the block, and sums.
+template <int N> constexpr int ROWS_AT_ONCE = N > VECTORS ? 1 : VECTORS / N;
+
+// These rows times N vectors of tokens. Rows have `count` values, their places in the block, and sums.
 template <int N>
 inline void multiply_rows(const float* x, const float* values, const uint8_t* places, int64_t count, float* sums) {
-  constexpr int R = N > VECTORS ? 1 : VECTORS / N;
+  constexpr int R = ROWS_AT_ONCE<N>;
   Tokens total[R][N];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
@@ -111,7 +113,7 @@ inline void multiply_rows(const float* x, const float* values, const uint8_t* pl
 template <int N>
 inline void multiply_tile(const float* x, const float* values, const uint8_t* places, int64_t count, int64_t rows,
                           float* sums) {
-  constexpr int R = N > VECTORS ? 1 : VECTORS / N;
+  constexpr int R = ROWS_AT_ONCE<N>;
   for (int64_t row = 0; row < rows; row += R) {
     // Hardware does not foresee the next block, whose lines are fetched while this one is multiplied.
     for (int64_t line = 0; line < R * STEP * TILE / CHUNK; line += 16)
@@ -172,7 +174,8 @@ void multiply_task(int64_t begin, int64_t end, void* opaque) {
       decode<V>(c.p, top, rows, j, block);
       for (int64_t tile = 0; tile < c.count; tile += TILE) {
         const int n = vectors_of(c, tile);
-        auto multiply = n == WIDE ? multiply_tile<WIDE> : n == 8 ? multiply_tile<8> : n == 4 ? multiply_tile<4> : n == 2 ? multiply_tile<2> : multiply_tile<1>;
+        auto multiply = n == WIDE ? multiply_tile<WIDE> : n == 8 ? multiply_tile<8> : n == 4 ? multiply_tile<4>
+                      : n == 2    ? multiply_tile<2> : multiply_tile<1>;
         multiply(c.x + j * c.width + tile * size, block.values, block.places, count, rows, sums + tile * CHUNK);
       }
     }

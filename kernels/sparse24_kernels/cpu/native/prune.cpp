@@ -55,6 +55,8 @@ int any_pattern(const Pruning& p) {
   });
 }
 
+constexpr int64_t PART = 4096;  // elements of a row that one item has
+
 // The parts of rows: f(first element, how many, first byte of packed bits).
 template <class F>
 int by_parts(const Pruning& p, const F& f) {
@@ -65,20 +67,18 @@ int by_parts(const Pruning& p, const F& f) {
   });
 }
 
-// f(x, bytes of the mask, how many, y) of each part.
+// f(x, bools of the mask, how many, y) of each part.
 template <class X, class Y, class F>
-int masked(const Pruning& p, bool is_packed, const F& f) {
+int masked(const Pruning& p, const F& f) {
   return by_parts(p, [&](int64_t first, int64_t count, int64_t byte) {
     uint64_t bools[PART / 8];
-    if (is_packed)
-      for (int64_t i = 0; i < (count + 7) / 8; i++) bools[i] = bools_of(p.mask[byte + i]);
-    f((const X*)p.x + first, is_packed ? (const uint8_t*)bools : p.mask + first, count, (Y*)p.y + first);
+    f((const X*)p.x + first, bools_at(p, first, byte, count, bools), count, (Y*)p.y + first);
   });
 }
 
 template <class X, class Y>
 int apply_mask(const Pruning& p) {
-  return masked<X, Y>(p, p.rule == BITS, [](const X* x, const uint8_t* keep, int64_t count, Y* y) {
+  return masked<X, Y>(p, [](const X* x, const int8_t* keep, int64_t count, Y* y) {
     for (int64_t i = 0; i < count; i++) store(to_float(x[i]) * (float)keep[i], y + i);  // so that a NaN shows
   });
 }
@@ -86,7 +86,7 @@ int apply_mask(const Pruning& p) {
 // y += scale * (1 - mask) * x, by the fused multiply-add that torch's `add_` has, where the path has one.
 int decay(const Pruning& p) {
 #if defined(__FMA__) || defined(__aarch64__)
-  return masked<float, float>(p, p.rule == DECAY_BITS, [&](const float* x, const uint8_t* keep, int64_t count, float* y) {
+  return masked<float, float>(p, [&](const float* x, const int8_t* keep, int64_t count, float* y) {
     const float scale = p.scale;
     for (int64_t i = 0; i < count; i++) y[i] = __builtin_fmaf(x[i] * (float)(1 - keep[i]), scale, y[i]);
   });
