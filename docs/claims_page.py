@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+# ruff: noqa: E402 (imports come after the path that they need)
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [path for path in (str(ROOT / "recipes"),) if path not in sys.path]
 
-import analysis_page  # noqa: E402
-import methods_runs  # noqa: E402
+import analysis_page
+import methods_runs
 
-from hf_sparse24.tables import markdown_table  # noqa: E402
+from hf_sparse24.tables import markdown_table
 
 Run = dict[str, Any]
 NOISE = 0.02
@@ -154,6 +155,7 @@ def lower(one: str, other: str, results: Results) -> Finding:
 
 
 def lower_long(one: str, other: str, results: Results) -> Finding:
+    """Whether long runs of `one` end lower than those of `other`."""
     found = gaps(results.long(one), results.long(other))
     return f"`{other}` over `{one}` {shown(found)}, 4.1M tokens", ordered(found)
 
@@ -173,9 +175,8 @@ def comparable_long(method: str, results: Results) -> Finding:
 
 def speeds(part: str, case: str, ways: tuple[str, ...], results: Results) -> str:
     """Speed-ups on CPUs in `cpu_training.json`, as lowest to highest median over paths and cases."""
-    texts = []
+    texts, rows = [], results.json("cpu_training.json")["rows"]
     for way in ways:
-        rows = results.json("cpu_training.json")["rows"]
         found = [r["speedup"] for r in rows if r["part"] == part and case in r["case"] and r["way"] == way]
         texts.append(f"{way} {min(found):.2f} to {max(found):.2f}")
     return "; ".join(texts)
@@ -247,15 +248,14 @@ def page(folder: Path) -> str:
     findings = {claim.number: found(claim, results) for paper in papers for claim in paper.claims}
     verdicts = [verdict for _, verdict in findings.values()]
     counts = ", ".join(f"{verdicts.count(kind)} {kind.strip('*')}" for kind in VERDICTS)
-    steps = next(iter(results.short("dense").values()))["arguments"]["max_steps"]
+    run = next(iter(results.short("dense").values()))
+    steps = run["arguments"]["max_steps"]
     parts = [INTRO.format(claims=len(verdicts), counts=counts, steps=steps, noise=NOISE, share=COMPARABLE)]
     for paper in papers:
         parts += [f"## {paper.title}", paper.text, f"![{paper.alt}](../images/{paper.image}.svg)"]
         rows = [[c.number, c.claim, c.how, *findings[c.number]] for c in paper.claims]
         parts.append(markdown_table(["", "claim", "tried by", "result", "verdict"], rows))
         parts.append(READINGS[paper.title])
-    versions = ", ".join(
-        f"{key} {value}" for key, value in next(iter(results.short("dense").values()))["versions"].items()
-    )
+    versions = ", ".join(f"{key} {value}" for key, value in run["versions"].items())
     parts.append(f"Made on a CPU by one thread; {versions}. One JSON for each run in `recipes/results/claims/`.")
     return "\n\n".join(part for part in parts if part) + "\n"

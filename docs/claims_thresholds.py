@@ -117,10 +117,7 @@ def _best_scale(results: Results) -> Finding:
 def _surpasses(results: Results) -> Finding:
     found = {name: gaps(results.long("s-ste"), results.long(name)) for name in ("ste", "sr-ste", "t-sr-ste", "step")}
     text = "; ".join(f"`{name}` {shown(values)}" for name, values in found.items())
-    verdicts = {ordered(values) for values in found.values()}
-    return f"over `s-ste`, 4.1M tokens: {text}", SEEN if verdicts == {SEEN} else (
-        CONTRADICTED if verdicts == {CONTRADICTED} else NOT_SEEN
-    )
+    return f"over `s-ste`, 4.1M tokens: {text}", together(ordered(values) for values in found.values())
 
 
 def _mvue(results: Results) -> Finding:

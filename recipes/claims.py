@@ -29,7 +29,6 @@ from claims_once import (
     measure_kernels,
     measure_larger,
     measure_oneshot,
-    rate_of,
     short,
 )
 from running import run as run_script
@@ -189,7 +188,7 @@ def measure(name: str, run: Run, seed: int, data: str, *, steps: int | None = No
     steps = steps or run.steps
     flags = {"logging_steps": max(1, steps * LOGGED // STEPS)} | run.flags
     variants = {name: (run.method, run.settings)}
-    rate = rate_of(run.like or run.method)
+    rate = compare_methods.rate_of(run.like or run.method)
     result = compare_methods.run(name, rate, seed, data, steps, variants, flags, watch)
     (watched,) = watches
     model, optimizer = watched.trainer.model, watched.trainer.optimizer

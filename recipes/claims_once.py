@@ -5,7 +5,7 @@ import copy
 import json
 import tempfile
 import time
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import train
 from analysis import SETTINGS, batches
 from analysis import measure as measure_descent
 from arguments import parse_arguments
-from methods_runs import best_rate, read_runs, search
 from sparse24_kernels import mvue, nm_mask, nm_prune, transposable_mask
 from sparse24_kernels.transposable import SOLVERS
 from text_data import make_datasets
@@ -38,12 +37,6 @@ LARGER |= {"num_key_value_heads": 4, "max_position_embeddings": 128}
 """A Llama of 1.6M parameters, for the descent that `analysis.py` measures at 0.46M."""
 
 
-@cache
-def rate_of(method: str) -> float:
-    """The best learning rate in `results/methods`."""
-    return best_rate(search(read_runs(compare_methods.RESULTS), method))
-
-
 def measure_oneshot(seed: int, data: str, *, steps: int = 2 * STEPS, retraining: int = 100) -> dict[str, Any]:
     """Train a dense model, and keep half of its MLPs by each mask, once: the validation loss at once, after AdaPrune,
     and after that and training with the kept mask. `from unstructured` starts from a model that has trained with half
@@ -53,7 +46,7 @@ def measure_oneshot(seed: int, data: str, *, steps: int = 2 * STEPS, retraining:
     1,000 steps of Adam.
     """
     watches: list[Trainer] = []
-    dense = compare_methods.run("dense", rate_of("dense"), seed, data, steps, watch=watches.append)
+    dense = compare_methods.run("dense", compare_methods.rate_of("dense"), seed, data, steps, watch=watches.append)
     model, blocks = watches[0].model.eval(), watches[0].train_dataset
     held_out = list(batches(watches[0].eval_dataset, 32, None, 7))
     calibration = list(batches(blocks, 8, 100 + seed, 32))
@@ -148,7 +141,7 @@ def measure_finetuning(seed: int, data: str, *, steps: int = STEPS, retraining: 
     rows: dict[str, Any] = {}
     for before in ("s-ste", "ste"):
         watches: list[Trainer] = []
-        made = compare_methods.run(before, rate_of("s-ste"), seed, data, steps, watch=watches.append)
+        made = compare_methods.run(before, compare_methods.rate_of("s-ste"), seed, data, steps, watch=watches.append)
         tokenizer = watches[0].processing_class
         data_args = parse_arguments(train.ARGUMENTS, argv)[2]
         blocks, validation = make_datasets(data_args, tokenizer, seed)

@@ -20,7 +20,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "step-paper": ("step", {"update_clip": 0.0}),
     "ast-decay-6e-3": ("ast", {"masked_decay": 6e-3}),
 }
+
+
+@cache
+def rate_of(method: str) -> float:
+    """The best learning rate in `results/methods`."""
+    return best_rate(search(read_runs(RESULTS), method))
 
 
 def next_rate(losses: dict[float, float], start: tuple[float, ...] = ()) -> float | None:

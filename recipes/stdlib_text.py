@@ -50,8 +50,8 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
     documents = read_stdlib()[:max_files]
     train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
     validation = documents[HELD_OUT - 1 :: HELD_OUT]
-    replace_file(directory / "train.jsonl", _jsonl(train))
-    replace_file(directory / "validation.jsonl", _jsonl(validation))
+    replace_file(directory / "train.jsonl", jsonl(train))
+    replace_file(directory / "validation.jsonl", jsonl(validation))
     train_tokenizer(train, vocab_size).save_pretrained(directory / "tokenizer")
     replace_file(manifest, json.dumps({"settings": settings, "train": len(train), "validation": len(validation)}))
     return directory
@@ -101,7 +101,7 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def _jsonl(texts: list[str]) -> str:
+def jsonl(texts: list[str]) -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 

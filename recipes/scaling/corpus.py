@@ -1,7 +1,7 @@
 """A text of Python sources out of pinned wheels, with a tokenizer: 200 MB, and validation from packages of its own.
 
 `prepare("runs/python_sources")` writes `train.jsonl`, `validation.jsonl`, `tokenizer/` and `sources.json`, which lists
-packages, licences and bytes. A second call reuses them.
+packages, licences and characters. A second call reuses them.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
 
 from recipes.pretrained.material import made, packages
 from recipes.pretrained.texts import wheel_of
-from recipes.stdlib_text import train_tokenizer
+from recipes.stdlib_text import jsonl, train_tokenizer
 
 REQUIREMENTS = Path(__file__).with_name("packages.txt")
 VALIDATION = ("celery", "networkx", "scrapy", "sqlglot")
-VALIDATION_BYTES = 350_000  # of each package
-TOKENIZER_BYTES = 10_000_000
+VALIDATION_CHARACTERS = 350_000  # of each package
+TOKENIZER_CHARACTERS = 10_000_000
 VOCABULARY = 2048
 
 
@@ -45,18 +45,17 @@ def prepare(folder: Path) -> Path:
         for name in names:
             wheel = wheel_of(name, wheels)
             texts[name] = list(modules(wheel, seen))
-            sources[name] = {"wheel": wheel.name, "licence": licence(wheel), "bytes": sum(map(len, texts[name]))}
+            sources[name] = {"wheel": wheel.name, "licence": licence(wheel), "characters": sum(map(len, texts[name]))}
         draw = random.Random(0)
         train = [text for name in names if name not in VALIDATION for text in texts[name]]
         draw.shuffle(train)
         validation = []
         for name in VALIDATION:
             draw.shuffle(texts[name])
-            validation += first(texts[name], VALIDATION_BYTES)
+            validation += first(texts[name], VALIDATION_CHARACTERS)
         for part, documents in {"train": train, "validation": validation}.items():
-            lines = (json.dumps({"text": text}) + "\n" for text in documents)
-            (new / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
-        train_tokenizer(first(train, TOKENIZER_BYTES), VOCABULARY).save_pretrained(new / "tokenizer")
+            (new / f"{part}.jsonl").write_text(jsonl(documents), encoding="utf-8")
+        train_tokenizer(first(train, TOKENIZER_CHARACTERS), VOCABULARY).save_pretrained(new / "tokenizer")
         (new / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
     return folder
 

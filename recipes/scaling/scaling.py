@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "recipes")]
 
 import compare_methods
-from methods_runs import best_rate, read_runs, search
 from running import run as run_script
 
 from hf_sparse24.progress import Progress
@@ -83,8 +82,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        found = read_runs(compare_methods.RESULTS)
-        rate = best_rate(search(found, VARIANTS[self.variant][0]))
+        rate = compare_methods.rate_of(VARIANTS[self.variant][0])
         return float(f"{rate * WIDTH / SIZES[self.size].width * self.factor:.3g}")
 
 
