@@ -53,7 +53,8 @@ def test_orders(differences, verdict):
     [
         ([], NOT_SEEN),
         ([0.01], NOT_SEEN),
-        ([-0.03], SEEN),
+        ([-0.01], SEEN),
+        ([0.05], CONTRADICTED),
         ([0.01, 0.02], SEEN),
         ([0.01, 0.05], NOT_SEEN),
         ([0.03, 0.05], CONTRADICTED),
@@ -61,8 +62,11 @@ def test_orders(differences, verdict):
 )
 def test_costs(costs, verdict):
     assert claims_page.cheap(costs) == verdict
-    dense = {0: {"eval_loss": 2.0}}
-    assert claims_page.comparable([2 * cost for cost in costs], dense) == verdict
+
+
+@pytest.mark.parametrize(("cost", "verdict"), [(0.03, SEEN), (0.05, NOT_SEEN), (0.075, NOT_SEEN), (0.09, CONTRADICTED)])
+def test_what_is_comparable_with_dense(cost, verdict):
+    assert claims_page.comparable([cost], {0: {"eval_loss": 3.0}}) == verdict
 
 
 def test_a_changed_file_changes_the_verdict(tmp_path):
