@@ -4,11 +4,12 @@
     python docs/build_site.py --serve   # the same, with a server that shows changes
 
 Generated, and committed so that they can be read without building, are the pages that repeat what stands elsewhere: the
-methods (their cards and settings), the command line, the architectures, the committed results, and the version on the
-home page.
+methods (their cards and settings), the command line, the architectures, the committed results, the version on the home
+page, and the README's line of links.
 """
 
 import argparse
+import configparser
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from hf_sparse24_command import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 RESULTS = ROOT / "recipes" / "results"
 SITE = ROOT / "build" / "site"
 
@@ -207,6 +209,21 @@ def _cell(text: str) -> str:
     return re.sub(r"<(?!br>)", "&lt;", text).replace("|", r"\|")
 
 
+def links(setup: Path) -> str:
+    """The README's line of links: on GitHub Pages and Colab once `project_urls` of setup.cfg names the repository."""
+    config = configparser.ConfigParser()
+    config.read(setup)
+    urls = dict(re.findall(r"(\w+) = (\S+)", config["metadata"].get("project_urls", "")))
+    colab = "https://colab.research.google.com/github/" + urls.get("Source", "").removeprefix("https://github.com/")
+    notebooks = f"{colab}/blob/main/notebooks" if urls else "notebooks"
+    shown = {"Documentation": urls.get("Documentation", "docs/index.md")}
+    shown |= {text: f"{notebooks}/{name}.ipynb" for text, name in NOTEBOOKS.items()}
+    return " · ".join(f"[{text}]({address})" for text, address in shown.items())
+
+
+NOTEBOOKS = {"quick start": "01_quickstart", "pruning": "04_oneshot", "first GPU run": "05_first_gpu_run"}
+
+
 def pages() -> dict[str, str]:
     """The generated pages by their path below docs/."""
     made = {f"methods/{name}.md": method_page(name) for name in shipped_methods()}
@@ -224,7 +241,12 @@ def pages() -> dict[str, str]:
     return made
 
 
+def readme() -> str:
+    return re.sub(r"(?m)^\[Documentation\]\(.*$", links(ROOT / "setup.cfg"), README.read_text())
+
+
 def write_pages() -> None:
+    README.write_text(readme())
     for path, text in pages().items():
         (DOCS / path).parent.mkdir(exist_ok=True)
         (DOCS / path).write_text(text)

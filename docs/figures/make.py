@@ -14,6 +14,7 @@ sys.path += [str(ROOT / "recipes"), str(ROOT / "docs")]  # methods_runs.py, clai
 import concepts  # noqa: E402, F401  registers its figures
 import concepts_runs  # noqa: E402, F401  the same
 import descent  # noqa: E402, F401  the same
+import first_screen  # noqa: E402, F401  the same
 import frontier  # noqa: E402, F401  the same
 import papers  # noqa: E402, F401  the same
 import results  # noqa: E402, F401  the same

@@ -52,9 +52,19 @@ def test_generated_pages_are_those_of_now(monkeypatch):
     """After a change of a card, a setting, a command or a result: `make docs`."""
     for name in METHODS.keys() - set(build_site.shipped_methods()):
         monkeypatch.delitem(METHODS, name)
+    assert build_site.readme() == README, "README.md is out of date: run make docs"
     for name, text in build_site.pages().items():
         if name != "reference/cli.md" or sys.version_info[:2] == (3, 11):  # argparse's layout differs between versions
             assert (pages.DOCS / name).read_text() == text, f"docs/{name} is out of date: run make docs"
+
+
+def test_links_have_the_public_name_where_setup_cfg_has_it(tmp_path):
+    (tmp_path / "setup.cfg").write_text(
+        "[metadata]\nproject_urls =\n    Source = https://github.com/us/it\n    Documentation = https://us.github.io/it\n"
+    )
+    notebooks = "https://colab.research.google.com/github/us/it/blob/main/notebooks"
+    line = build_site.links(tmp_path / "setup.cfg")
+    assert line.startswith(f"[Documentation](https://us.github.io/it) · [quick start]({notebooks}/01_quickstart.ipynb)")
 
 
 @pytest.mark.parametrize("page", pages.PAGES)

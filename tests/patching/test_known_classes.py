@@ -23,9 +23,10 @@ ONLY_INITIALIZED = {  # by weights that they read in their constructors
 def classes() -> Iterator[tuple[ast.ClassDef, str]]:
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
         for found in ast.parse(text).body:
             if isinstance(found, ast.ClassDef):
-                yield found, ast.get_source_segment(text, found) or ""
+                yield found, "\n".join(lines[found.lineno - 1 : found.end_lineno])
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import json
 import statistics
 from pathlib import Path
 
+import frontier_page
 import methods_runs
 import pretrained_page as smollm2
 
@@ -22,8 +23,8 @@ ONE_SHOT = {
     "llm_compressor_own": "llm-compressor, sparsegpt, own text",
     "modelopt": "modelopt, sparsegpt",
 }
-WAYS = {"dense": "dense", "packed": "packed", "int8": "packed int8"}
-WAYS |= {name: f"llama.cpp {name}" for name in ("F16", "Q8_0", "Q4_0")}
+WAYS = {"dense": "dense bf16", "packed": "2:4 bf16", "int8": "16:32 int8"}
+WAYS |= {name: f"llama.cpp {name}" for name in ("F16", "Q8_0", "Q4_K_M")}
 
 
 def figures(results: Path) -> dict[str, float]:
@@ -53,7 +54,8 @@ def _one_shot(runs: list[smollm2.Run]) -> dict[str, float]:
     found["others"] = min(smollm2.perplexity(run, "validation") for run in others)
     (wide,) = (run for run in smollm2.at(runs, 0) if run["variant"] == "oneshot 16:32")
     found["oneshot_16_32"] = smollm2.perplexity(wide, "validation")
-    found["oneshot_x"] = found["oneshot"] / found["dense"]
+    for name in ("oneshot", "oneshot_16_32", "llm_compressor"):
+        found[f"{name}_x"] = found[name] / found["dense"]
     found["oneshot_cpu_x"] = (found["oneshot_cpu"] + WRITING) / found["sparsegpt_cpu"]
     return found
 
@@ -84,12 +86,16 @@ def _trained(runs: list[smollm2.Run]) -> dict[str, float]:
 
 
 def _decoding(results: Path) -> dict[str, float]:
-    (section,) = json.loads((results / "cpu/generation.json").read_text())["sections"].values()
+    """Tokens per second by two threads, and perplexity over dense, of rows of the frontier."""
     found = {}
-    for name, model in {"small": "SmolLM2-135M", "large": "Llama-1B"}.items():
-        facts = section["rows"][f"{model} bf16, 1 sequence, 2 threads"]["facts"]
-        found |= {f"{name}_{short}": facts[f"{way}, tokens per s"] for short, way in WAYS.items()}
-        found |= {f"{name}_{short}_x": facts[f"{way} over dense"][1] for short, way in WAYS.items() if way != "dense"}
+    for model, name in {"small": frontier_page.MODEL, "large": frontier_page.LARGE}.items():
+        rows = frontier_page.read(results / "frontier", name)
+        speeds = {short: -frontier_page.AXES["speed, two threads"](rows[row]) for short, row in WAYS.items()}
+        found |= {f"{model}_{short}": speed for short, speed in speeds.items()}
+        found |= {f"{model}_packed_x_{base}": speeds["packed"] / speeds[base] for base in ("dense", "F16")}
+        if model == "small":
+            for short, row in WAYS.items():
+                found[f"{short}_x"] = float(frontier_page.perplexity(rows, rows[row], "validation"))
     return found
 
 
@@ -118,9 +124,8 @@ def _step_times(results: Path) -> dict[str, float]:
 
 def _sparse_steps(results: Path) -> dict[str, float]:
     rows = json.loads((results / "cpu_training.json").read_text())["rows"]
-    one = [row for row in rows if row["threads"] == 1 and "Llama" in row["case"]]
-    steps = [row for row in one if row["part"] == "steps" and row["way"] == "t-sr-ste"]
-    return {f"sparse_step_{row['path']}": row["speedup"] for row in steps}
+    one = [row for row in rows if row["threads"] == 1 and row["part"] == "steps" and row["way"] == "t-sr-ste"]
+    return {f"{'llama' if 'Llama' in row['case'] else 'gpt2'}_{row['path']}": row["speedup"] for row in one}
 
 
 def _packed_master(results: Path) -> dict[str, float]:
@@ -166,7 +171,10 @@ def _average(shared: str) -> str:
     return f"| {{{shared}_zeros:.1f}} % | {{{shared}_first:.2f}}, {{{shared}_second:.2f}} | {losses} |"
 
 
-FASTER = "decodes {small_packed_x:.1f} to {large_packed_x:.1f} times as fast as the dense one in bf16"
+FASTER = (
+    "decodes {small_packed_x_dense:.1f} to {large_packed_x_dense:.1f} times as fast as dense PyTorch, and "
+    "{small_packed_x_F16:.1f} to {large_packed_x_F16:.1f} times as fast as llama.cpp's F16"
+)
 """The one answer to "is it faster?", on every page that gives one."""
 
 
@@ -177,20 +185,18 @@ def _flips(method: str, unit: str = "", digits: int = 2) -> str:
 
 STATED: dict[str, list[str]] = {
     "README.md": [
-        FASTER + ". Pruning SmolLM2-135M costs {oneshot_x:.2f} times its perplexity",
-        "a step of a Llama of 8 layers is {sparse_step_avx512_bf16:.2f} times as fast as the dense one",
-        "| dense, bf16 | 16 | {dense:.1f} | {small_dense:.0f} | {large_dense:.1f} |",
-        "| 2:4 packed, bf16 | 9 | {oneshot:.1f} | {small_packed:.0f} | {large_packed:.1f} |",
-        "| 2:4 packed, int8 values | 5.1 | not measured | {small_int8:.0f} | {large_int8:.1f} |",
-        "| llama.cpp Q8_0 | 8.5 | not measured | {small_Q8_0:.0f} | {large_Q8_0:.1f} |",
-        "| llama.cpp Q4_0 | 4.5 | not measured | {small_Q4_0:.0f} | {large_Q4_0:.1f} |",
-        "| dense | | | | {dense:.1f} |",
-        "| {oneshot_cpu:,.0f}, and 520 to write the text | {oneshot:.1f} |",
-        "| SparseGPT by hf_sparse24 | 24,576 | 1 | {sparsegpt_cpu:.0f} | {sparsegpt:.1f} |",
-        "| SparseGPT by llm-compressor | 24,576 | 1 | {llm_compressor_cpu:.0f} | {llm_compressor:.1f} |",
-        "| SparseGPT by ModelOpt | 24,576 | 1 | {modelopt_cpu:.0f} | {modelopt:.1f} |",
+        FASTER,
+        "perplexity over dense {oneshot_x:.2f} at 2:4, {oneshot_16_32_x:.2f} at 16:32; SparseGPT by llm-compressor "
+        "{llm_compressor_x:.2f}",
+        "ends {s_ste_over:.2f} nats over dense",
+        "Llama of 8 layers {llama_avx512_bf16:.2f} times as fast as dense, GPT-2 124M {gpt2_avx512_bf16:.2f}; with AVX2 "
+        "{llama_avx2:.2f} and {gpt2_avx2:.2f}",
+        "| dense, PyTorch bf16 | 16 | 1.00 | {small_dense:.0f} | {large_dense:.1f} |",
+        "| 2:4 packed, bf16 | 9 | {oneshot_x:.2f} | {small_packed:.0f} | {large_packed:.1f} |",
+        "| 16:32 packed, int8 values | 5.1 | {int8_x:.2f} | {small_int8:.0f} | {large_int8:.1f} |",
+        "| llama.cpp Q8_0 | 8.5 | {Q8_0_x:.2f} | {small_Q8_0:.0f} | {large_Q8_0:.1f} |",
+        "| llama.cpp Q4_K_M | 4.8 | {Q4_K_M_x:.2f} | {small_Q4_K_M:.0f} | {large_Q4_K_M:.1f} |",
         "takes {oneshot_cpu_x:.0f} times the CPU time",
-        "training for 30,000 tokens included, ends at {others:.1f} or above",
         "is {moving_low:.2f} to {moving_high:.2f} times that of `fixed-mask`",
     ],
     "docs/index.md": [FASTER],
@@ -254,9 +260,8 @@ STATED: dict[str, list[str]] = {
 PUBLISHED: dict[str, list[tuple[str, str]]] = {
     "README.md": [
         ("1.5 to 1.6 times as fast on an H100", "https://github.com/bcacdwk/vllmbench"),
-        ("Published training is 1.06", "https://pytorch.org/blog/accelerating-neural-network-training/"),
-        ("to 1.25 times as fast end to end", "https://arxiv.org/abs/2405.16325"),
-        ("up to 1.7 times with sparse activations", "https://arxiv.org/abs/2602.06183"),
+        ("published training is 1.06", "https://pytorch.org/blog/accelerating-neural-network-training/"),
+        ("to 1.25 times ([OPT-33B]", "https://arxiv.org/abs/2405.16325"),
     ],
     "docs/start/does_it_help.md": [
         ("| 1.5 to 1.6 | one GEMM", "https://github.com/bcacdwk/vllmbench"),

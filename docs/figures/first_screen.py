@@ -1,0 +1,84 @@
+"""The two charts of the first screen: what 2:4 gains in time, and what pruning costs in quality."""
+
+import json
+
+import frontier_page as frontier
+import pretrained_page as smollm2
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from results import RESULTS
+from style import BLUE, GREEN, MUTED, ORANGE, picture
+
+STEPS = {("Llama", "t-sr-ste"): "Llama, t-sr-ste", ("Llama", "s-ste"): "Llama, s-ste"}
+STEPS |= {("GPT-2", "t-sr-ste"): "GPT-2, t-sr-ste"}
+PATHS = {"avx512_bf16": (BLUE, "AVX-512"), "avx2": (GREEN, "AVX2")}
+DECODING = ("2:4 bf16", "16:32 bf16", "16:32 int8", "llama.cpp F16", "llama.cpp Q8_0", "llama.cpp Q4_K_M")
+MODELS = {frontier.LARGE: ("o", "1B shapes"), frontier.MODEL: ("D", "SmolLM2-135M")}
+ONE_SHOT = {"oneshot 16:32": "oneshot, 16:32", "oneshot": "oneshot, 2:4", "ours, sparsegpt alone": "SparseGPT, 2:4"}
+ONE_SHOT |= {"llm-compressor, sparsegpt": "llm-compressor, 2:4", "modelopt, sparsegpt": "ModelOpt, 2:4"}
+ROUNDED = "llama.cpp Q4_K_M"
+
+
+def _dots(axis: Axes, row: int, value: float, least: float, most: float, colour: str, marker: str) -> None:
+    axis.plot([least, most], [row, row], color=colour, linewidth=1.6)
+    axis.plot(value, row, marker, color=colour, markersize=7)
+
+
+def _rows(axis: Axes, labels: list[str]) -> None:
+    axis.axvline(1, color=MUTED, linestyle="--", linewidth=1.4)
+    axis.set_yticks(range(len(labels)), labels)
+    axis.set(ylim=(len(labels) - 0.4, -0.6))
+    axis.grid(False, axis="y")
+
+
+@picture(
+    "speed",
+    "Times as fast as dense PyTorch on a CPU. Top: a training step in fp32, one thread, with AVX-512 and with AVX2. "
+    "Bottom: decoding by two threads, packed models in blue, llama.cpp in orange",
+    height=520,
+)
+def draw_speed(figure: Figure) -> None:
+    training, decoding = figure.subplots(2, 1, height_ratios=[2.6, 4])
+    for row in json.loads((RESULTS / "cpu_training.json").read_text())["rows"]:
+        name = next((name for name in STEPS if name[0] in row["case"] and name[1] == row["way"]), None)
+        if name and row["part"] == "steps" and row["threads"] == 1:
+            at = list(STEPS).index(name) + (-0.14 if row["path"] == "avx512_bf16" else 0.14)
+            _dots(training, at, row["speedup"], row["least"], row["most"], PATHS[row["path"]][0], "o")
+    _rows(training, list(STEPS.values()))
+    training.set(title="Training step, fp32, one thread", xlim=(0.9, 1.8))
+    handles = [training.plot([], [], "o", color=colour, label=label)[0] for colour, label in PATHS.values()]
+    training.legend(handles=handles, loc="upper right")
+    for marker, (model, (shape, _)) in enumerate(MODELS.items()):
+        rows = frontier.read(RESULTS / "frontier", model)
+        dense = rows["dense bf16"]["speed"]["2"]["tokens per s"][1]
+        for at, name in enumerate(DECODING):
+            least, value, most = (each / dense for each in rows[name]["speed"]["2"]["tokens per s"])
+            colour = ORANGE if name.startswith("llama.cpp") else BLUE
+            _dots(decoding, at - 0.12 + 0.24 * marker, value, least, most, colour, shape)
+    _rows(decoding, list(DECODING))
+    decoding.set(title="Decoding, two threads", xlabel="times as fast as dense PyTorch")
+    handles = [decoding.plot([], [], shape, color=MUTED, label=label)[0] for shape, label in MODELS.values()]
+    decoding.legend(handles=handles, loc="upper right")
+
+
+@picture(
+    "quality",
+    "Perplexity of SmolLM2-135M over dense, one shot at half of the weights, held-out text: oneshot at 16:32 and 2:4, "
+    "SparseGPT by hf_sparse24, by llm-compressor and by ModelOpt, and llama.cpp's Q4_K_M for comparison",
+    height=520,
+)
+def draw_quality(figure: Figure) -> None:
+    runs = [json.loads(path.read_text()) for path in sorted((RESULTS / "pretrained/runs").glob("*.json"))]
+    at_once = {run["variant"]: run for run in smollm2.at(runs, 0)}
+    dense = smollm2.perplexity(at_once["dense"], "validation")
+    rows = frontier.read(RESULTS / "frontier")
+    bars = {ROUNDED: (float(frontier.perplexity(rows, rows[ROUNDED], "validation")), ORANGE)}
+    for variant, label in ONE_SHOT.items():
+        colour = BLUE if variant.startswith("oneshot") else MUTED
+        bars[label] = smollm2.perplexity(at_once[variant], "validation") / dense, colour
+    axis = figure.subplots()
+    for row, (value, colour) in enumerate(bars.values()):
+        axis.barh(row, value - 1, left=1, color=colour, height=0.6)
+        axis.text(value + 0.06, row, f"{value:.2f}", va="center")
+    _rows(axis, list(bars))
+    axis.set(title="Pruned in one shot, not trained", xlabel="perplexity over dense, held-out text", xlim=(0.9, 6.6))
