@@ -10,12 +10,15 @@ from hf_sparse24.tables import markdown_table
 INTRO = """# Packed models on a CPU
 
 Decoding reads every weight for every token, so fewer bytes mean more tokens per second where memory is the limit. A
-packed weight of 2:4 or 16:32 has 9/16 of the bytes in bf16, 17/32 in fp32, and with int8 values 5/16 of bf16's.
-These are layers, calls and whole models on one machine. They are compared with torch's dense layers and with an equally
-written dense kernel (`recipes/benchmarks/dense.cpp`); the better of the two is "best dense".
+packed weight of 2:4 or 16:32 has 9/16 of the bytes in bf16, 17/32 in fp32, and with int8 values 5/16 of bf16's. Above 1
+is faster than dense. [The frontier](frontier.md) has whole models, and what they lose."""
 
+NOTES = """## How to read the tables
+
+- Layers are compared with torch's dense ones and with an equally written dense kernel (`recipes/benchmarks/dense.cpp`);
+  the better of the two is "best dense".
 - The contenders of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
-  in brackets. A ratio is taken within a turn; above 1 is faster than dense.
+  in brackets. A ratio is taken within a turn.
 - **Bold** ratios reach the goal that was set before measuring, *italic* ones miss it, the others had no goal.
 - Training steps are the other way round: time divided by that of a dense step.
 - Calls, generation and training steps were measured before version 3 of the packed format, on the machine under each
@@ -42,7 +45,7 @@ def page(folder: Path) -> str:
         facts = {key: value for key, value in result["environment"].items() if key != "flags"}
         made = ", ".join(f"{key} {value}" for key, value in facts.items())
         parts += [section["note"], *tables(section["rows"]), f"`{result['command']}`, {result['date'][:10]}: {made}."]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, NOTES]) + "\n"
 
 
 def layers(rows: Rows) -> Iterator[str]:

@@ -21,8 +21,9 @@ AXES: dict[str, Callable[[Row], float]] = {
 INTRO = """# Bytes, speed and KL: the frontier
 
 SmolLM2-135M-Instruct in {rows} engines and formats: its bytes, the tokens a second that it decodes, and the KL
-divergence of its predictions from the dense model's in fp32. A row is on a front if no other is at least as good in
-both.
+divergence of its predictions from the dense model's in fp32."""
+
+NOTES = """## How it was measured
 
 - **The dense model is dequantized from Q4_1.** Formats of 4 bits are close to what its weights were rounded to, so they
   look better here than on a model that never was quantized.
@@ -35,9 +36,8 @@ both.
 - Each row took turns with `dense bf16`: {new} new tokens of one sequence after {prompt}. Brackets are the 10 % and 90 %
   quantiles of the turns. KL is the mean over four held-out corpora of {documents} rows of 512 tokens, in nats per
   token. Perplexity is over that of `dense bf16`.
-- Llama-1B has random weights: it is for speed alone."""
-
-NOTES = """- * KL and perplexity of [A pretrained model](pretrained.md), the same recipe and texts, in bf16 autocast.
+- Llama-1B has random weights: it is for speed alone.
+- * KL and perplexity of [A pretrained model](pretrained.md), the same recipe and texts, in bf16 autocast.
 - Empty cells: not measured. vLLM was not measured here ([serving](../guides/serving.md))."""
 
 
@@ -82,8 +82,8 @@ def page(folder: Path) -> str:
         return "# Bytes, speed and KL: the frontier\n\nNot measured yet: `python recipes/benchmarks/frontier.py`.\n"
     base = next(row for name, row in rows.items() if name == "dense bf16")
     documents = len(base["quality"]["validation"]["kl"]) if "quality" in base else 16
-    parts = [INTRO.format(rows=len(rows), documents=documents, **base["sizes"]), FIGURE]
-    parts += [table(rows, large), NOTES, "## Where the sparse models lie", *verdicts(rows)]
+    parts = [INTRO.format(rows=len(rows)), FIGURE, "## Is a sparse model on the front?", FRONT, verdicts(rows)]
+    parts += ["## All rows", table(rows, large), NOTES.format(documents=documents, **base["sizes"])]
     systems = sorted({row["system"].split(": ")[0] for row in rows.values()})  # without llama.cpp's CPU features
     loads = [found["load"] for row in rows.values() for found in row["speed"].values()]
     made = f"`python recipes/benchmarks/frontier.py`, {base['date'][:10]}: {base['cpu']}"
@@ -125,14 +125,23 @@ def perplexity(rows: dict[str, Row], row: Row, corpus: str) -> str:
     return f"{own / base:.3f}"
 
 
-def verdicts(rows: dict[str, Row]) -> list[str]:
-    """What lies on each front, and what beats a sparse row that does not."""
-    found = []
-    for what, cost in AXES.items():
-        lines = [f"By {what}, the front is {', '.join(f'`{name}`' for name in front(rows, cost))}."]
-        for name in [name for name in rows if name[0].isdigit() and kl(rows[name]) is not None]:
+def verdicts(rows: dict[str, Row]) -> str:
+    """For each sparse row and each row on a front: on it, or how many rows are better and one of them."""
+    fronts = {what: front(rows, cost) for what, cost in AXES.items()}
+    lines = []
+    for name in rows:
+        sparse = name[0].isdigit() and kl(rows[name]) is not None
+        if not sparse and not any(name in on for on in fronts.values()):
+            continue
+        cells = [f"**{name}**" if sparse else name]
+        for what, cost in AXES.items():
             beaten_by = better(rows, name, cost)
-            verdict = "is on it" if not beaten_by else f"is not: {len(beaten_by)} are better, such as `{beaten_by[-1]}`"
-            lines.append(f"`{name}` {verdict}.")
-        found.append(" ".join(lines))
-    return found
+            cells.append("yes" if name in fronts[what] else f"no: {len(beaten_by)} ({beaten_by[-1]})")
+        lines.append(cells)
+    return markdown_table(["", *AXES], lines)
+
+
+FRONT = (
+    'A row is on the front of KL and a cost if no other row is at least as good in both. "No" counts those rows and '
+    "names one. Sparse rows are bold."
+)

@@ -25,6 +25,7 @@ ONE_SHOT = {
 }
 WAYS = {"dense": "dense bf16", "packed": "2:4 bf16", "int8": "16:32 int8"}
 WAYS |= {name: f"llama.cpp {name}" for name in ("F16", "Q8_0", "Q4_K_M")}
+WAYS |= {name: f"OpenVINO {name}" for name in ("INT8", "INT4")}
 
 
 def figures(results: Path) -> dict[str, float]:
@@ -54,7 +55,7 @@ def _one_shot(runs: list[smollm2.Run]) -> dict[str, float]:
     found["others"] = min(smollm2.perplexity(run, "validation") for run in others)
     (wide,) = (run for run in smollm2.at(runs, 0) if run["variant"] == "oneshot 16:32")
     found["oneshot_16_32"] = smollm2.perplexity(wide, "validation")
-    for name in ("oneshot", "oneshot_16_32", "llm_compressor"):
+    for name in ("oneshot", "oneshot_16_32", "sparsegpt", "llm_compressor", "modelopt"):
         found[f"{name}_x"] = found[name] / found["dense"]
     found["oneshot_cpu_x"] = (found["oneshot_cpu"] + WRITING) / found["sparsegpt_cpu"]
     return found
@@ -96,6 +97,7 @@ def _decoding(results: Path) -> dict[str, float]:
         if model == "small":
             for short, row in WAYS.items():
                 found[f"{short}_x"] = float(frontier_page.perplexity(rows, rows[row], "validation"))
+                found[f"{short}_kl"] = frontier_page.kl(rows[row]) or 0.0
     return found
 
 
@@ -189,8 +191,8 @@ STATED: dict[str, list[str]] = {
         "perplexity over dense {oneshot_x:.2f} at 2:4, {oneshot_16_32_x:.2f} at 16:32; SparseGPT by llm-compressor "
         "{llm_compressor_x:.2f}",
         "ends {s_ste_over:.2f} nats over dense",
-        "Llama of 8 layers {llama_avx512_bf16:.2f} times as fast as dense, GPT-2 124M {gpt2_avx512_bf16:.2f}; with AVX2 "
-        "{llama_avx2:.2f} and {gpt2_avx2:.2f}",
+        "Llama of 8 layers {llama_avx512_bf16:.2f} times as fast as dense, GPT-2 124M {gpt2_avx512_bf16:.2f}",
+        "with AVX2 {llama_avx2:.2f} and {gpt2_avx2:.2f}",
         "| dense, PyTorch bf16 | 16 | 1.00 | {small_dense:.0f} | {large_dense:.1f} |",
         "| 2:4 packed, bf16 | 9 | {oneshot_x:.2f} | {small_packed:.0f} | {large_packed:.1f} |",
         "| 16:32 packed, int8 values | 5.1 | {int8_x:.2f} | {small_int8:.0f} | {large_int8:.1f} |",
@@ -200,6 +202,14 @@ STATED: dict[str, list[str]] = {
         "is {moving_low:.2f} to {moving_high:.2f} times that of `fixed-mask`",
     ],
     "docs/index.md": [FASTER],
+    "docs/comparison.md": [
+        *(f"{{{name}_x:.2f}} | {{{name}_cpu:,.0f}} |" for name in ("oneshot", "sparsegpt", "llm_compressor", "modelopt")),
+        *(
+            f"{{small_{way}:.0f}} | {{{way}_kl:.3f}} | {{large_{way}:.1f}} |"
+            for way in ("dense", "packed", "int8", "F16", "Q8_0", "Q4_K_M", "INT8", "INT4")
+        ),
+        "vLLM decodes {served_1_dense:.1f} tokens per second dense and {served_1_packed:.1f} packed",
+    ],
     "docs/faq.md": [FASTER],
     "docs/start/does_it_help.md": [
         FASTER,
