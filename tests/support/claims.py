@@ -203,7 +203,7 @@ STATED: dict[str, list[str]] = {
     ],
     "docs/index.md": [FASTER],
     "docs/comparison.md": [
-        *(f"{{{name}_x:.2f}} | {{{name}_cpu:,.0f}} |" for name in ("oneshot", "sparsegpt", "llm_compressor", "modelopt")),
+        *(f"{{{way}_x:.2f}} | {{{way}_cpu:,.0f}} |" for way in ("oneshot", "sparsegpt", "llm_compressor", "modelopt")),
         *(
             f"{{small_{way}:.0f}} | {{{way}_kl:.3f}} | {{large_{way}:.1f}} |"
             for way in ("dense", "packed", "int8", "F16", "Q8_0", "Q4_K_M", "INT8", "INT4")

@@ -1,8 +1,9 @@
-"""Install a wheel into a new environment, and use it there as a user would, away from this checkout.
+"""Install distributions, each into a new environment without a compiler, and use them there as a user would.
 
-    python tests/support/try_wheel.py dist/*.whl
+    python tests/support/try_wheel.py dist/*
 
-Trains a tiny model, exports it packed, and reloads the export in a fresh process; `make dist` calls this.
+Trains and prunes a tiny model, exports it packed, and generates with the export in a fresh process. `make dist` and
+`make wheel` call this.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from paths import ROOT
@@ -25,7 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_sparse24
-from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, patch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, oneshot, patch_model, unpatch_model
 
 assert Path(hf_sparse24.__file__).is_relative_to(sys.prefix), hf_sparse24.__file__
 assert version("hf_sparse24") == hf_sparse24.__version__
@@ -44,6 +46,8 @@ for _ in range(10):
     optimizer.zero_grad()
     losses.append(loss.item())
 assert losses[-1] < losses[0], losses
+unpatch_model(model)
+print(oneshot(model, [{"input_ids": tokens}], Sparse24Config(method="fixed-mask", target_modules="all-linear")))
 export_model(model, "packed", format="packed")
 with torch.no_grad():
     torch.save(model.eval()(input_ids=tokens).logits, "logits.pt")
@@ -57,7 +61,9 @@ import hf_sparse24
 model = AutoModelForCausalLM.from_pretrained("packed").eval()
 with torch.no_grad():
     torch.testing.assert_close(model(input_ids=torch.arange(64).repeat(2, 1)).logits, torch.load("logits.pt"))
-print("reloaded: the same logits")
+written = model.generate(torch.arange(8)[None], max_new_tokens=8, do_sample=False)
+assert written.shape == (1, 16), written
+print("reloaded: the same logits;", *written[0].tolist())
 """
 
 
@@ -75,18 +81,22 @@ print("kernels:", *library.paths)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
-    wheel = parser.parse_args().wheel.resolve()
+    parser.add_argument("distributions", nargs="+", type=Path)
+    for distribution in parser.parse_args().distributions:
+        use(distribution.resolve())
+
+
+def use(distribution: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run([sys.executable, "-m", "venv", "venv"], cwd=directory, check=True)
         binaries = Path(directory) / "venv" / "bin"
         # Nothing that points at a checkout, and no network but for pip.
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-        with_kernels = not wheel.name.endswith("-any.whl")
-        if with_kernels:
-            environment["CXX"] = "/nowhere"  # none of them is compiled here
+        environment["CXX"] = "/nowhere"
+        with_kernels = distribution.suffix == ".whl" and not distribution.name.endswith("-any.whl")
+        start = time.monotonic()
         for command in (
-            [binaries / "python", "-m", "pip", "install", "-q", "-c", CONSTRAINTS, wheel],
+            [binaries / "python", "-m", "pip", "install", "-q", "-c", CONSTRAINTS, distribution],
             [binaries / "python", "-c", TRAIN],
             [binaries / "python", "-c", RELOAD],
             [binaries / "hf-sparse24", "--version"],
@@ -94,7 +104,10 @@ def main() -> None:
             *([[binaries / "python", "-c", KERNELS]] if with_kernels else []),
         ):
             subprocess.run(command, cwd=directory, env=environment, check=True)
-    print(f"{wheel.name}: works in a new environment")
+            if "install" in command:
+                taken = time.monotonic() - start
+        size = sum(path.stat().st_size for path in Path(directory, "venv").rglob("*") if not path.is_symlink())
+    print(f"{distribution.name}: works in a new environment, installed in {taken:.0f} s, {size / 1e9:.1f} GB")
 
 
 if __name__ == "__main__":
