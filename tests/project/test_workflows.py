@@ -83,10 +83,11 @@ def test_a_bug_report_has_what_the_doctor_says():
     assert fields["doctor"]["validations"]["required"]
 
 
-def test_the_citation_has_the_papers_of_the_methods():
-    cited = {
-        paper["identifiers"][0]["value"].removeprefix("arXiv:") for paper in read(ROOT / "CITATION.cff")["references"]
-    }
+def test_the_citation_has_the_version_and_the_papers_of_the_methods():
+    citation = read(ROOT / "CITATION.cff")
+    released = f"## [{citation['version']}] - {citation['date-released']}\n"
+    assert released in (ROOT / "CHANGELOG.md").read_text()
+    cited = {paper["identifiers"][0]["value"].removeprefix("arXiv:") for paper in citation["references"]}
     folders = ROOT / "hf_sparse24" / "methods", ROOT / "recipes" / "methods"
     cards = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     baseline = {"1308.3432"}  # of STE
