@@ -52,7 +52,7 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         if has_changed and not is_masked:
             kind = f"{type(adapter).__module__}.{type(adapter).__name__}"
             way = "call unpatch_model(model) before you add it, or use PiSSA, OLoRA or CorDA with plain LoRA or DoRA"
-            raise ValueError(f"{child}: adding {kind} leaves a weight that is not 2:4; {way}")
+            raise ValueError(f"{child}: adding {kind} leaves a weight that is not {before.pattern}; {way}")
     except BaseException:
         before.restore()
         raise

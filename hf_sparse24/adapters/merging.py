@@ -40,6 +40,7 @@ class Unmerged:
         weights = layer.__dict__.get("sparse24", {})
         self.packed = weights["weight"].storage.packed if isinstance(layer, PackedLayer) else None
         self.run = None if self.packed is None else weights["weight"].run
+        self.pattern = weights["weight"].pattern if weights else None
         self.sparse: SparseWeight | None = weights["weight"] if is_pruned(layer) else None
         self.state = {} if self.sparse is None else dict(self.sparse.state)
         own = {name: p for name, p in layer._parameters.items() if p is not None and not name.startswith("packed_")}
@@ -126,8 +127,8 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
         type(adapter).merge(adapter, *args, **kwargs)
         if not before.accept():
             what = f"merging {type(adapter).__module__}.{type(adapter).__name__} would change what the model computes"
-            way = "call unpatch_model(model) first, which keeps what the model computes; to stay 2:4, use LoRA or DoRA"
-            raise ValueError(f"{what}: the sum is not 2:4, or not finite. To merge into dense weights, {way}")
+            way = "to stay sparse, use LoRA or DoRA. To merge into dense weights, call unpatch_model(model) first"
+            raise ValueError(f"{what}: the sum is not {before.pattern}, or not finite; {way}")
         is_done = adapter.merged_adapters != merged_before
     finally:
         if not is_done:
